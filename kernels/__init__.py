@@ -1,0 +1,137 @@
+"""Scans of state-space models for vision: Longhorn (diagonal and exact rule) and Mamba, in either or both directions.
+
+One contract, three implementations: `reference` (a plain loop), `torch_scan` (vectorised, for the CPU) and
+`triton_scan` (for the GPU). `docs/scan.md` has the mathematics.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import ops, reference
+from .contract import Scan, check
+from .ops import HAS_TRITON, choose_backend
+from .reference import longhorn_step, selective_step
+
+__all__ = ["HAS_TRITON", "choose_backend", "longhorn_scan", "longhorn_step", "selective_scan", "selective_step"]
+
+
+def longhorn_scan(
+    x: Tensor,
+    beta: Tensor,
+    k: Tensor,
+    q: Tensor,
+    z: Optional[Tensor] = None,
+    D: Optional[Tensor] = None,
+    beta_bias: Optional[Tensor] = None,
+    initial_state: Optional[Tensor] = None,
+    *,
+    rule: str = "diagonal",
+    direction: str = "forward",
+    combine: str = "none",
+    return_final_state: bool = False,
+    save_states: Optional[bool] = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Longhorn's recurrence over a sequence (arXiv 2407.14207, section 3; `longhorn_step` is one token of it).
+
+    With eps = b / (1 + b ||k||^2), b = sigmoid(beta + beta_bias), for each channel d
+
+        diagonal: S_t[d] = (1 - eps_t[d] k_t^2) S_{t-1}[d] + eps_t[d] x_t[d] k_t
+        exact:    S_t[d] = S_{t-1}[d] + eps_t[d] (x_t[d] - S_{t-1}[d] . k_t) k_t
+        y_t[d]  = (S_t[d] . q_t + D[d] x_t[d]) * silu(z_t[d])
+
+    Inputs may be bfloat16, float16 or float32, mixed as you like (float64 too, but not with Triton); sums and states
+    are in float32 (float64). Views are taken without a copy where their last axis is contiguous. With
+    `direction="both"` every tensor may have a leading axis of 2, (values for the forward scan, for the backward scan);
+    without it both directions read the same values.
+
+    Args:
+        x: (B, L, D) values, L >= 1.
+        beta: (B, L, D), or (B, L, 1) for one step size for all channels; logits, before the sigmoid.
+        k: (B, L, N) keys, of any size.
+        q: (B, L, N) queries.
+        z: (B, L, D) gate, or None.
+        D: (D,) skip weight, or None.
+        beta_bias: (D,), or (1,) with a scalar beta; added to `beta` in float32.
+        initial_state: (B, D, N), with `direction="both"` (2, B, D, N); zeros if None.
+        rule: "diagonal" or "exact".
+        direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
+        combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
+        return_final_state: also return the state after the last token scanned.
+        save_states: keep the state of every 16th token for the backward pass, 4 D N / 16 bytes a token and direction,
+            instead of finding it again there. By default they are kept when a gradient will be wanted.
+        backend: "auto", "torch", "triton", or "reference" for the plain loop under autograd. "auto" is triton on a GPU
+            and torch elsewhere.
+
+    Returns:
+        y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with
+        `return_final_state` also the state, shaped like `initial_state`, in float32.
+
+    Raises:
+        ValueError: a shape, dtype, device or option is not as above.
+        RuntimeError: a backend was forced that cannot run on this device.
+    """
+    if rule not in ("diagonal", "exact"):
+        raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
+    tensors = (x, beta, k, q, None, z, D, beta_bias, initial_state)
+    return _run(tensors, (rule, direction, combine, True, False), return_final_state, save_states, backend)
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Optional[Tensor] = None,
+    D: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    initial_state: Optional[Tensor] = None,
+    *,
+    dt_softplus: bool = True,
+    A_per_token: bool = False,
+    direction: str = "forward",
+    combine: str = "none",
+    return_final_state: bool = False,
+    save_states: Optional[bool] = None,
+    backend: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Mamba's selective scan (arXiv 2312.00752, Algorithm 2), channels last; `selective_step` is one token of it.
+
+        S_t = exp(dt_t A) S_{t-1} + (dt_t x_t) B_t^T,     y_t = (S_t C_t + D x_t) * silu(z_t)
+
+    Args:
+        x: (B, L, D) values.
+        dt: (B, L, D) or (B, L, 1) step sizes, before the softplus if `dt_softplus`.
+        A: (D, N); negative, so that exp(dt A) decays. With `A_per_token` (B, L, N), the same for all channels (the
+            input-dependent A that arXiv 2407.14207 compares with).
+        B: (B, L, N) input weights, in the place of Longhorn's keys.
+        C: (B, L, N) read-out weights, in the place of the queries.
+        z, D, initial_state, direction, combine, return_final_state, save_states, backend: as in `longhorn_scan`.
+        dt_bias: (D,) or (1,), added to `dt` in float32, before the softplus.
+        dt_softplus: whether the step size is softplus(dt + dt_bias).
+        A_per_token: whether A depends on the token.
+
+    Returns:
+        As `longhorn_scan`.
+
+    Raises:
+        ValueError, RuntimeError: as `longhorn_scan`.
+    """
+    tensors = (x, dt, B, C, A, z, D, dt_bias, initial_state)
+    options = ("mamba", direction, combine, dt_softplus, A_per_token)
+    return _run(tensors, options, return_final_state, save_states, backend)
+
+
+def _run(tensors, options, return_final_state, save_states, backend):
+    if backend == "reference":
+        scan = Scan(*tensors, *options)
+        check(scan)
+        y, final_state = reference.scan(scan)
+        return (y, final_state) if return_final_state else y
+    if save_states is None:
+        save_states = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    y, final_state, _ = torch.ops.vision_longhorn.scan(*tensors, *options, return_final_state, save_states, backend)
+    return (y, final_state) if return_final_state else y

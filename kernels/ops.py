@@ -1,0 +1,120 @@
+"""The scans as torch operators: schema, shapes, autograd, and the choice of the implementation that runs.
+
+An operator is opaque to `torch.compile`, `torch.export` and FX, so each of them takes it on any device. What runs
+inside is chosen by the device of the inputs, or forced by `backend`.
+"""
+
+from importlib.util import find_spec
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import torch_scan
+from .contract import BACKENDS, CHUNK, Scan, check, check_option
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """The implementation that `backend` means on `device`: "torch" or "triton".
+
+    "auto" takes triton on a GPU where it is installed and torch everywhere else.
+
+    Raises:
+        ValueError: `backend` is not known.
+        RuntimeError: a forced backend cannot run here.
+    """
+    check_option("backend", backend, BACKENDS)
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and HAS_TRITON else "torch"
+    if backend == "triton":
+        if not HAS_TRITON:
+            raise RuntimeError("backend='triton' was asked for and triton is not installed; "
+                               "use backend='auto' or install a build of torch that brings triton")
+        from . import triton_scan
+        if device.type != "cuda" and not triton_scan.INTERPRETED:
+            raise RuntimeError(f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
+                               "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU")
+    return backend
+
+
+def _implementation(backend: str, device: torch.device):
+    if choose_backend(backend, device) == "triton":
+        from . import triton_scan
+        return triton_scan
+    return torch_scan
+
+
+# The gradients that the backward operator returns, in the order of the tensors of `Scan`.
+TENSORS = ("x", "step", "k", "q", "A", "z", "D", "bias", "initial_state")
+
+
+@torch.library.custom_op("vision_longhorn::scan", mutates_args=())
+def scan(
+    x: Tensor, step: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor],
+    bias: Optional[Tensor], initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool,
+    A_per_token: bool, return_final_state: bool, save_states: bool, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operator behind `longhorn_scan` and `selective_scan`; its arguments are the fields of `Scan`.
+
+    Returns y, the final state (empty unless `return_final_state`), and what the backward pass wants kept: the states
+    at the starts of the chunks if `save_states`, else an empty tensor, and the backward pass finds them again.
+    """
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token)
+    check(inputs)
+    y, final_state, saved = _implementation(backend, x.device).forward(inputs, save_states)
+    return y, final_state if return_final_state else final_state.new_empty(0), saved
+
+
+@scan.register_fake
+def _(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
+      return_final_state, save_states, backend):
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token)
+    check(inputs)
+    check_option("backend", backend, BACKENDS)
+    G, B, L, channels, N = inputs.sizes
+    saved = (G, -(-L // CHUNK), B, N, channels) if save_states else (0,)
+    return (x.new_empty(inputs.output_shape),
+            x.new_empty(inputs.state_shape if return_final_state else (0,), dtype=inputs.accumulator),
+            x.new_empty(saved, dtype=inputs.accumulator))
+
+
+@torch.library.custom_op("vision_longhorn::scan_backward", mutates_args=())
+def scan_backward(
+    dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, x: Tensor, step: Tensor, k: Tensor, q: Tensor,
+    A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor], bias: Optional[Tensor],
+    initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool, A_per_token: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of each tensor of `Scan`, empty where the tensor is absent."""
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token)
+    grads = _implementation(backend, x.device).backward(inputs, dy, dfinal, saved)
+    return tuple(grads[name] if name in grads else x.new_empty(0) for name in TENSORS)
+
+
+@scan_backward.register_fake
+def _(dy, dfinal, saved, x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
+      backend):
+    return tuple(x.new_empty(0) if value is None else value.new_empty(value.shape)
+                 for value in (x, step, k, q, A, z, D, bias, initial_state))
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, options, (return_final_state, _, backend) = inputs[:9], inputs[9:14], inputs[14:]
+    ctx.save_for_backward(output[2], *tensors)
+    ctx.options = (*options, backend)
+    ctx.has_final_state = return_final_state
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, dy, dfinal, _):
+    saved, *tensors = ctx.saved_tensors
+    dfinal = dfinal if ctx.has_final_state else None
+    if dy is None and dfinal is None:
+        return (None,) * 17
+    grads = torch.ops.vision_longhorn.scan_backward(dy, dfinal, saved, *tensors, *ctx.options)
+    return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 8)
+
+
+scan.register_autograd(_autograd, setup_context=_setup_context)

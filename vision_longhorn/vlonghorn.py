@@ -1,0 +1,471 @@
+"""Vision Longhorn and Vision Mamba, two settings of one backbone, registered with timm.
+
+Papers:
+- Longhorn: State Space Models are Amortized Online Learners, https://arxiv.org/abs/2407.14207
+- Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model,
+  https://arxiv.org/abs/2401.09417
+"""
+
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from timm.layers import DropPath, PatchEmbed, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed, \
+    resample_patch_embed, trunc_normal_
+from timm.layers.trace_utils import _assert
+from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from .mixer import BidirectionalMixer, check_choice
+
+__all__ = ["Block", "VisionLonghorn"]
+
+CLASS_TOKENS = ("middle", "first", "last", "none")
+POOLS = ("token", "avg", "max", "")
+
+
+class Block(nn.Module):
+    """x + drop_path(mixer(norm(x))), with x kept in its own dtype whatever the mixer computes in.
+
+    Args:
+        dim: width of the tokens.
+        drop_path: probability of leaving the block out for a sample.
+        eps: of the norm.
+        mixer_args: further arguments of `BidirectionalMixer`.
+    """
+
+    def __init__(self, dim: int, drop_path: float = 0.0, eps: float = 1e-5, device=None, dtype=None, **mixer_args):
+        super().__init__()
+        self.norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+        self.mixer = BidirectionalMixer(dim, eps=eps, device=device, dtype=dtype, **mixer_args)
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, L, dim) -> (B, L, dim)
+        return x + self.drop_path(self.mixer(self.norm(x.to(self.norm.weight.dtype))))
+
+
+def class_index(class_token: str, num_patches: int) -> int:
+    """Where the class token stands among the tokens; the patches from there on stand one further."""
+    return {"first": 0, "middle": num_patches // 2, "last": num_patches}[class_token]
+
+
+def resample_pos_embed(pos_embed: Tensor, class_token: str, old_grid: tuple[int, int],
+                       new_grid: tuple[int, int]) -> Tensor:
+    """Position embedding for another grid of patches; the class token's own entry is kept and put where it belongs.
+
+    Args:
+        pos_embed: (1, tokens, C) of `old_grid`, in the order of the tokens.
+        class_token: its position, "middle", "first", "last", or "none".
+        old_grid, new_grid: patches along (height, width).
+
+    Returns:
+        (1, tokens, C) of `new_grid`.
+    """
+    if class_token == "none":
+        return resample_abs_pos_embed(pos_embed, new_grid, old_grid, num_prefix_tokens=0)
+    old, new = (class_index(class_token, grid[0] * grid[1]) for grid in (old_grid, new_grid))
+    patches = torch.cat([pos_embed[:, :old], pos_embed[:, old + 1:]], dim=1)
+    patches = resample_abs_pos_embed(patches, new_grid, old_grid, num_prefix_tokens=0)
+    return torch.cat([patches[:, :new], pos_embed[:, old:old + 1], patches[:, new:]], dim=1)
+
+
+class VisionLonghorn(nn.Module):
+    """Patches, a class token among them, a stack of bidirectional state-space blocks, norm, head.
+
+    With the default arguments this is Vision Longhorn tiny; `mixer="mamba"` makes it Vision Mamba (ViM).
+
+    Args:
+        img_size: height and width of the images, or one number for both.
+        patch_size: side of a patch in pixels; what does not fill a patch at the border is left out.
+        in_chans: channels of the images.
+        num_classes: outputs of the head; 0 leaves it out.
+        global_pool: "token" (the class token's output), "avg" or "max" over the patches, or "" for all tokens.
+        embed_dim: width of the tokens.
+        depth: number of blocks.
+        d_state, d_conv, expand, dt_rank, mixer, rule, wiring, beta: of the mixer, see `BidirectionalMixer`.
+        class_token: its place in the sequence, "middle", "first", "last", or "none".
+        drop_rate: dropout before the head.
+        pos_drop_rate: dropout after the position embedding.
+        drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
+        norm_eps: of all RMS norms.
+        residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision.
+        dynamic_img_size: take images of any size, resampling the position embedding for each.
+        dynamic_img_pad: pad images to whole patches.
+
+    Raises:
+        ValueError: an option is not known, options contradict each other, or an image is smaller than a patch.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 192,
+        depth: int = 24,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: int = 2,
+        dt_rank: Optional[int] = None,
+        mixer: str = "longhorn",
+        rule: str = "diagonal",
+        wiring: str = "vim",
+        beta: str = "vector",
+        class_token: str = "middle",
+        drop_rate: float = 0.0,
+        pos_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        norm_eps: float = 1e-5,
+        residual_in_fp32: bool = True,
+        dynamic_img_size: bool = False,
+        dynamic_img_pad: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dd = {"device": device, "dtype": dtype}
+        check_choice("class_token", class_token, CLASS_TOKENS)
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
+        self.class_token = class_token
+        self.num_prefix_tokens = 0 if class_token == "none" else 1
+        self.residual_in_fp32 = residual_in_fp32
+        self.dynamic_img_size = dynamic_img_size
+        self.grad_checkpointing = False
+        self._set_pool(global_pool)
+
+        self.patch_embed = PatchEmbed(
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, output_fmt="NHWC",
+            strict_img_size=not dynamic_img_size, dynamic_img_pad=dynamic_img_pad, **dd)
+        if not self.patch_embed.num_patches:
+            raise ValueError(f"img_size={img_size} holds no patch of patch_size={patch_size}; "
+                             "make the images at least one patch high and wide")
+        num_patches = self.patch_embed.num_patches
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if self.num_prefix_tokens else None
+        self.pos_embed = nn.Parameter(torch.empty(1, num_patches + self.num_prefix_tokens, embed_dim, **dd))
+        self.pos_drop = nn.Dropout(pos_drop_rate)
+        self.blocks = nn.Sequential(*[
+            Block(embed_dim, drop_path=rate, eps=norm_eps, d_state=d_state, d_conv=d_conv, expand=expand,
+                  dt_rank=dt_rank, mixer=mixer, rule=rule, wiring=wiring, beta=beta, residual_layers=depth, **dd)
+            for rate in calculate_drop_path_rates(drop_path_rate, depth)])
+        reduction = self.patch_embed.feat_ratio()
+        self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)]
+        self.norm = nn.RMSNorm(embed_dim, eps=norm_eps, **dd)
+        self.head_drop = nn.Dropout(drop_rate)
+        self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.init_weights(needs_reset=False)
+
+    def _set_pool(self, global_pool: str) -> None:
+        check_choice("global_pool", global_pool, POOLS)
+        if global_pool == "token" and self.class_token == "none":
+            raise ValueError("global_pool='token' needs a class token; with class_token='none' use global_pool='avg'")
+        self.global_pool = global_pool
+
+    @torch.no_grad()
+    def init_weights(self, needs_reset: bool = True) -> None:
+        """Initialise as ViM does; the blocks' own modules only if `needs_reset` (they do so when built)."""
+        if needs_reset:
+            for module in self.modules():
+                if isinstance(module, (BidirectionalMixer, nn.RMSNorm)):
+                    module.reset_parameters()
+        lecun_normal_(self.patch_embed.proj.weight)
+        nn.init.zeros_(self.patch_embed.proj.bias)
+        trunc_normal_(self.pos_embed, std=0.02)
+        if self.cls_token is not None:
+            trunc_normal_(self.cls_token, std=0.02)
+        self._init_head()
+
+    def _init_head(self) -> None:
+        if isinstance(self.head, nn.Linear):
+            trunc_normal_(self.head.weight, std=0.02)
+            nn.init.zeros_(self.head.bias)
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Names, with wildcards, that timm's optimiser factory must not decay (it spares 1-D parameters by itself)."""
+        return {"pos_embed", "cls_token", *(f"*.mixer.{name}" for name in BidirectionalMixer.NO_WEIGHT_DECAY)}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that group parameters by depth, for layer-wise learning-rate decay."""
+        return dict(stem=r"^cls_token|pos_embed|patch_embed",
+                    blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+
+    @torch.jit.ignore
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute each block in the backward pass instead of keeping its activations."""
+        self.grad_checkpointing = enable
+
+    @torch.jit.ignore
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
+        """A new head for `num_classes` (0: none), with another pooling if given."""
+        if global_pool is not None:
+            self._set_pool(global_pool)
+        self.num_classes = num_classes
+        weight = self.pos_embed
+        self.head = nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype) \
+            if num_classes > 0 else nn.Identity()
+        self._init_head()
+
+    def set_input_size(self, img_size: Optional[int | tuple[int, int]] = None,
+                       patch_size: Optional[int | tuple[int, int]] = None) -> None:
+        """Take images (patches) of another size from now on; position embedding and patch projection are resampled."""
+        old_grid = self.patch_embed.grid_size
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
+        if self.patch_embed.grid_size != old_grid:
+            pos_embed = resample_pos_embed(self.pos_embed.detach(), self.class_token, old_grid,
+                                           self.patch_embed.grid_size)
+            self.pos_embed = nn.Parameter(pos_embed, requires_grad=self.pos_embed.requires_grad)
+
+    def _embed(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added."""
+        if not self.dynamic_img_size:
+            height, width = self.patch_embed.img_size
+            _assert(x.shape[-2] == height and x.shape[-1] == width,
+                    f"images are {x.shape[-2]} x {x.shape[-1]} and the model is built for {height} x {width}: give "
+                    "img_size to create_model, call model.set_input_size(), or build it with dynamic_img_size=True")
+        x = self.patch_embed(x)  # (B, H, W, C)
+        B, H, W, C = x.shape
+        pos_embed = self.pos_embed
+        if self.dynamic_img_size:
+            pos_embed = resample_pos_embed(pos_embed, self.class_token, self.patch_embed.grid_size, (H, W))
+        x = x.reshape(B, H * W, C)
+        if self.cls_token is not None:
+            i = class_index(self.class_token, H * W)
+            x = torch.cat([x[:, :i], self.cls_token.to(x.dtype).expand(B, -1, -1), x[:, i:]], dim=1)
+        x = self.pos_drop(x + pos_embed)
+        return x.float() if self.residual_in_fp32 else x
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return self.norm(x.to(self.norm.weight.dtype))
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) images to (B, L, embed_dim) normalised tokens, the class token in its place among them."""
+        x = self._embed(x)
+        if self.grad_checkpointing and not torch.jit.is_scripting():
+            x = checkpoint_seq(self.blocks, x)
+        else:
+            x = self.blocks(x)
+        return self._norm(x)
+
+    def _split_class(self, x: Tensor) -> tuple[Optional[Tensor], Tensor]:
+        """The class token (B, 1, C), if there is one, and the patches (B, H W, C)."""
+        if self.cls_token is None:
+            return None, x
+        i = class_index(self.class_token, x.shape[1] - 1)
+        return x[:, i:i + 1], torch.cat([x[:, :i], x[:, i + 1:]], dim=1)
+
+    def pool(self, x: Tensor) -> Tensor:
+        """(B, L, C) tokens to (B, C), or all of them with global_pool=""."""
+        if self.global_pool == "":
+            return x
+        token, patches = self._split_class(x)
+        if self.global_pool == "token":
+            return token.squeeze(1)
+        return patches.mean(1) if self.global_pool == "avg" else patches.amax(1)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Tokens of `forward_features` to class scores (B, num_classes), or to what the head sees."""
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) images to (B, num_classes) class scores."""
+        return self.forward_head(self.forward_features(x))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: Optional[int | list[int]] = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ):
+        """Outputs of chosen blocks, as timm's vision transformers give them.
+
+        Args:
+            x: (B, C, H, W) images.
+            indices: the last n blocks if a number, those of these indices if a list, all if None.
+            return_prefix_tokens: also return the class token of each, as pairs (patches, class token).
+            norm: apply the final norm to them.
+            stop_early: leave out the blocks after the last one asked for.
+            output_fmt: "NCHW" maps (B, embed_dim, H, W) or "NLC" tokens (B, H W, embed_dim), without the class token.
+            intermediates_only: leave out the final features.
+
+        Returns:
+            The list of intermediates, or (final features, intermediates).
+        """
+        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
+        take, last = feature_take_indices(len(self.blocks), indices)
+        H, W = self.patch_embed.dynamic_feat_size(x.shape[-2:])
+        x = self._embed(x)
+        intermediates = []
+        for i, block in enumerate(self.blocks[:last + 1] if stop_early else self.blocks):
+            x = checkpoint_seq([block], x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+            if i in take:
+                token, patches = self._split_class(self._norm(x) if norm else x)
+                if output_fmt == "NCHW":
+                    patches = patches.transpose(1, 2).reshape(x.shape[0], -1, H, W).contiguous()
+                intermediates.append((patches, token) if return_prefix_tokens and token is not None else patches)
+        return intermediates if intermediates_only else (self._norm(x), intermediates)
+
+    def prune_intermediate_layers(self, indices: int | list[int] = 1, prune_norm: bool = False,
+                                  prune_head: bool = True) -> list[int]:
+        """Drop the blocks after the last one that `indices` asks for, and on request the norm and the head."""
+        take, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[:last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return take
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
+    """Weights of the same model at another image or patch size (a square grid) made to fit `model`."""
+    state_dict = state_dict.get("model", state_dict)
+    out = {}
+    for name, value in state_dict.items():
+        if name == "patch_embed.proj.weight" and value.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
+            value = resample_patch_embed(value, model.patch_embed.patch_size)
+        elif name == "pos_embed" and value.shape[1] != model.pos_embed.shape[1]:
+            side = int((value.shape[1] - model.num_prefix_tokens) ** 0.5)
+            value = resample_pos_embed(value, model.class_token, (side, side), model.patch_embed.grid_size)
+        out[name] = value
+    return out
+
+
+def _cfg(url: str = "", **kwargs) -> dict[str, Any]:
+    return {
+        "url": url, "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": None, "crop_pct": 0.875,
+        "interpolation": "bicubic", "fixed_input_size": True, "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225), "first_conv": "patch_embed.proj", "classifier": "head", "license": "apache-2.0",
+        **kwargs,
+    }
+
+
+_TEST_SIZE = dict(input_size=(3, 96, 96))
+default_cfgs = generate_default_cfgs({
+    "vlonghorn_test.untrained": _cfg(**_TEST_SIZE),
+    "vlonghorn_tiny.untrained": _cfg(),
+    "vlonghorn_tiny_exact.untrained": _cfg(),
+    "vlonghorn_tiny_shared.untrained": _cfg(),
+    "vlonghorn_small.untrained": _cfg(),
+    "vlonghorn_small_exact.untrained": _cfg(),
+    "vlonghorn_small_shared.untrained": _cfg(),
+    "vlonghorn_base.untrained": _cfg(),
+    "vlonghorn_base_exact.untrained": _cfg(),
+    "vlonghorn_base_shared.untrained": _cfg(),
+    "vim_test.untrained": _cfg(**_TEST_SIZE),
+    "vim_tiny.untrained": _cfg(),
+    "vim_small.untrained": _cfg(),
+    "vim_base.untrained": _cfg(),
+})
+
+_SIZES = {
+    "test": dict(img_size=96, embed_dim=64, depth=4),
+    "tiny": dict(embed_dim=192, depth=24),
+    "small": dict(embed_dim=384, depth=24),
+    "base": dict(embed_dim=768, depth=24),
+}
+
+
+def _create(variant: str, pretrained: bool, **kwargs) -> VisionLonghorn:
+    size = _SIZES[variant.split("_")[1]]
+    out_indices = kwargs.pop("out_indices", 3)
+    return build_model_with_cfg(
+        VisionLonghorn, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"), **{**size, **kwargs})
+
+
+@register_model
+def vlonghorn_test(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn for tests and demos: 4 blocks of width 64, 36 patches."""
+    return _create("vlonghorn_test", pretrained, **kwargs)
+
+
+@register_model
+def vlonghorn_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, 24 blocks of width 192, diagonal rule."""
+    return _create("vlonghorn_tiny", pretrained, **kwargs)
+
+
+@register_model
+def vlonghorn_tiny_exact(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vlonghorn_tiny` with the exact rule."""
+    return _create("vlonghorn_tiny_exact", pretrained, **{"rule": "exact", **kwargs})
+
+
+@register_model
+def vlonghorn_tiny_shared(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vlonghorn_tiny` whose directions share their convolution and projections."""
+    return _create("vlonghorn_tiny_shared", pretrained, **{"wiring": "shared", **kwargs})
+
+
+@register_model
+def vlonghorn_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, 24 blocks of width 384, diagonal rule."""
+    return _create("vlonghorn_small", pretrained, **kwargs)
+
+
+@register_model
+def vlonghorn_small_exact(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vlonghorn_small` with the exact rule."""
+    return _create("vlonghorn_small_exact", pretrained, **{"rule": "exact", **kwargs})
+
+
+@register_model
+def vlonghorn_small_shared(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vlonghorn_small` whose directions share their convolution and projections."""
+    return _create("vlonghorn_small_shared", pretrained, **{"wiring": "shared", **kwargs})
+
+
+@register_model
+def vlonghorn_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Longhorn, 24 blocks of width 768, diagonal rule."""
+    return _create("vlonghorn_base", pretrained, **kwargs)
+
+
+@register_model
+def vlonghorn_base_exact(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vlonghorn_base` with the exact rule."""
+    return _create("vlonghorn_base_exact", pretrained, **{"rule": "exact", **kwargs})
+
+
+@register_model
+def vlonghorn_base_shared(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vlonghorn_base` whose directions share their convolution and projections."""
+    return _create("vlonghorn_base_shared", pretrained, **{"wiring": "shared", **kwargs})
+
+
+@register_model
+def vim_test(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba for tests and demos: 4 blocks of width 64, 36 patches."""
+    return _create("vim_test", pretrained, **{"mixer": "mamba", **kwargs})
+
+
+@register_model
+def vim_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba (ViM), 24 blocks of width 192."""
+    return _create("vim_tiny", pretrained, **{"mixer": "mamba", **kwargs})
+
+
+@register_model
+def vim_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba (ViM), 24 blocks of width 384."""
+    return _create("vim_small", pretrained, **{"mixer": "mamba", **kwargs})
+
+
+@register_model
+def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """Vision Mamba (ViM), 24 blocks of width 768."""
+    return _create("vim_base", pretrained, **{"mixer": "mamba", **kwargs})
