@@ -1,0 +1,241 @@
+"""The torch path and the Triton kernels against the float64 reference, on a CPU (the kernels in Triton's interpreter)
+and, marked `gpu`, at full size on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+from scan_cases import KEYS, RULES, call, errors, make_inputs, outputs_and_gradients, relative_rms
+
+from vision_longhorn import kernels
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
+BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
+
+
+def check(rule, backend, *sizes, dtype=torch.float32, device="cpu", report=None, **options):
+    scan_options = {name: options.pop(name) for name in ("direction", "combine", "save_states") if name in options}
+    inputs = make_inputs(rule, *sizes, dtype=dtype, device=device,
+                         direction=scan_options.get("direction", "forward"), **options)
+    found = errors(rule, inputs, backend, **scan_options)
+    if report is not None:
+        for name, error in found.items():
+            report[name] = max(report.get(name, 0.0), error)
+    worst = {name: error for name, error in found.items() if not error <= TOLERANCE[dtype]}
+    assert not worst, f"{rule} {backend} {sizes} {dtype} {options} {scan_options}: relative RMS error {worst}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("direction,combine,stacked", [
+    ("forward", "none", True), ("backward", "none", True), ("both", "none", False), ("both", "sum", True),
+    ("both", "mean", False)])
+def test_directions_and_combinations(backend, rule, direction, combine, stacked):
+    check(rule, backend, 2, 19, 5, 4, direction=direction, combine=combine, stacked=stacked)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("L,D,N", [(1, 33, 16), (2, 3, 64), (63, 7, 8), (63, 1, 1)])
+def test_awkward_sizes(backend, rule, L, D, N):
+    check(rule, backend, 1, L, D, N, direction="both", combine="mean")
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("L,D,N", [(197, 33, 16), (1000, 5, 1), (1000, 3, 64)])
+def test_long_sequences_on_the_torch_path(rule, L, D, N):
+    check(rule, "torch", 1, L, D, N, direction="both", combine="mean")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", ("diagonal", "exact"))
+@pytest.mark.parametrize("keys", [keys for keys in KEYS if keys != "unit"])
+@pytest.mark.parametrize("N", (1, 8))
+def test_key_sizes(backend, rule, keys, N):
+    check(rule, backend, 2, 33, 5, N, keys=keys)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("rule", RULES)
+def test_low_precision(backend, dtype, rule):
+    check(rule, backend, 2, 33, 17, 8, dtype=dtype, direction="both", combine="mean")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_scalar_step_size(backend, rule):
+    check(rule, backend, 2, 18, 5, 4, scalar_step=True, direction="both", combine="sum")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", ("diagonal", "mamba"))
+def test_optional_inputs_may_be_absent(backend, rule):
+    inputs = make_inputs(rule, 2, 18, 5, 4, gate=False, state=False)
+    del inputs["D"], inputs["bias"]
+    found = errors(rule, inputs, backend)
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mamba_without_softplus(backend):
+    inputs = make_inputs("mamba", 2, 18, 5, 4)
+    inputs["step"] = inputs["step"].abs()
+    inputs["bias"] = inputs["bias"].abs()
+    found = errors("mamba", inputs, backend, dt_softplus=False)
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_states_found_again_in_backward_give_the_same_gradients(backend, rule):
+    inputs = make_inputs(rule, 1, 20, 5, 4, direction="both")
+    kept, found = (outputs_and_gradients(rule, inputs, direction="both", backend=backend, save_states=save)
+                   for save in (True, False))
+    for name in kept:
+        assert torch.equal(kept[name], found[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_same_input_gives_the_same_bits(backend, rule):
+    inputs = make_inputs(rule, 1, 20, 40, 4, direction="both", dtype=torch.bfloat16)
+    first, second = (outputs_and_gradients(rule, inputs, direction="both", combine="mean", backend=backend)
+                     for _ in range(2))
+    for name in first:
+        assert torch.equal(first[name], second[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_views_of_a_projection_give_what_their_copies_give(backend, rule):
+    """x and z as halves of one projection, k and q as slices of another, channels not contiguous for one of them."""
+    inputs = make_inputs(rule, 2, 18, 6, 4)
+    views = dict(inputs)
+    views["x"], views["z"] = torch.cat([inputs["x"], inputs["z"]], -1).chunk(2, -1)
+    views["k"], views["q"] = torch.cat([inputs["k"], inputs["q"]], -1).split(4, -1)
+    views["step"] = inputs["step"].transpose(1, 2).contiguous().transpose(1, 2)
+    assert not any(views[name].is_contiguous() for name in ("x", "z", "k", "q", "step"))
+    copied, viewed = (outputs_and_gradients(rule, case, backend=backend) for case in (inputs, views))
+    for name in copied:
+        assert torch.equal(copied[name], viewed[name]), name
+
+
+def extreme_inputs(rule, device="cpu"):
+    """Logits of +-100, keys up to 1e4, zeros: what has made other implementations overflow."""
+    inputs = make_inputs(rule, 1, 24, 4, 8, device=device)
+    inputs["step"][:, 0:6] = 100.0
+    inputs["step"][:, 6:12] = -100.0
+    inputs["x"][:, 12:18] = 0.0
+    inputs["k"][:, 12:15] = 0.0
+    inputs["z"][:, 18:20] = 100.0
+    inputs["z"][:, 20:22] = -100.0
+    if rule in ("diagonal", "exact"):
+        inputs["k"][:, 3:9] *= 1e4
+    return inputs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_extreme_values_stay_finite_and_right(backend, rule):
+    found = errors(rule, extreme_inputs(rule), backend)
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+def test_an_empty_batch_passes_through(backend, rule):
+    inputs = make_inputs(rule, 0, 5, 3, 4)
+    result = outputs_and_gradients(rule, inputs, backend=backend)
+    assert result["y"].shape == (0, 5, 3) and result["dD"].shape == (3,) and not result["dD"].any()
+
+
+@pytest.mark.parametrize("change,words", [
+    (dict(x=torch.zeros(2, 3)), "x has shape (2, 3)"),
+    (dict(k=torch.zeros(2, 7, 4)), "k has shape (2, 7, 4)"),
+    (dict(step=torch.zeros(2, 18, 2)), "beta has shape (2, 18, 2)"),
+    (dict(D=torch.zeros(4)), "D has shape (4,)"),
+    (dict(initial_state=torch.zeros(2, 4, 5)), "initial_state has shape (2, 4, 5)"),
+    (dict(q=torch.zeros(2, 18, 4, dtype=torch.int64)), "q is torch.int64"),
+    (dict(x=torch.zeros(2, 0, 5)), "at least one"),
+])
+def test_wrong_tensors_are_named(change, words):
+    inputs = {**make_inputs("diagonal", 2, 18, 5, 4), **change}
+    for backend in ("torch", "reference"):
+        with pytest.raises(ValueError) as error:
+            call("diagonal", inputs, backend=backend)
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("options,words", [
+    (dict(rule="exakt"), "rule='exakt'"), (dict(direction="sideways"), "direction='sideways'"),
+    (dict(backend="cuda"), "backend='cuda'"), (dict(combine="mean"), "combine='mean'")])
+def test_wrong_options_are_named(options, words):
+    inputs = make_inputs("diagonal", 2, 18, 5, 4)
+    with pytest.raises(ValueError, match=words):
+        kernels.longhorn_scan(inputs["x"], inputs["step"], inputs["k"], inputs["q"], **options)
+
+
+def sweep(device, backend):
+    """The sizes, keys and dtypes that the project promises, with the worst error of each."""
+    for rule, dtype in itertools.product(RULES, (torch.float32, torch.bfloat16)):
+        report = {}
+        for L, N, keys in itertools.product((1, 2, 63, 197, 1000), (1, 8, 16, 64), KEYS):
+            if rule.startswith("mamba") and keys != "unit":
+                continue  # B is no key: nothing depends on its size but the scale of the state
+            check(rule, backend, 2, L, 33, N, dtype=dtype, device=device, direction="both", combine="mean", keys=keys,
+                  report=report)
+        yield rule, dtype, report
+
+
+@pytest.mark.gpu
+def test_gpu_errors_at_all_promised_sizes(record_property, capsys):
+    for rule, dtype, report in sweep("cuda", "triton"):
+        worst = max(report, key=report.get)
+        with capsys.disabled():
+            print(f"\n{rule:16} {str(dtype)[6:]:9} worst relative RMS error {report[worst]:.1e} ({worst})", end="")
+        assert report[worst] <= TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("B,L,D,N", [(4, 197, 384, 16), (1, 4097, 96, 16), (3, 65, 769, 32)])
+def test_gpu_model_sizes(rule, B, L, D, N):
+    check(rule, "triton", B, L, D, N, dtype=torch.bfloat16, device="cuda", direction="both", combine="mean")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_gpu_same_input_gives_the_same_bits_20_times(rule):
+    inputs = make_inputs(rule, 16, 197, 384, 16, direction="both", dtype=torch.bfloat16, device="cuda")
+    first = outputs_and_gradients(rule, inputs, direction="both", combine="mean", backend="triton")
+    for _ in range(20):
+        again = outputs_and_gradients(rule, inputs, direction="both", combine="mean", backend="triton")
+        for name in first:
+            assert torch.equal(first[name], again[name]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES)
+def test_gpu_extreme_values(rule):
+    found = errors(rule, extreme_inputs(rule, "cuda"), "triton")
+    assert max(found.values()) <= 1e-5, found
+
+
+@pytest.mark.gpu
+def test_gpu_offsets_beyond_32_bits():
+    """The last sequence of a batch whose x has more than 2^31 elements is scanned as it is alone."""
+    L, D, N = 4096, 2048, 16
+    B = 2 ** 31 // (L * D) + 1
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    x, step, k, q = draw(B, L, D), draw(B, L, D), draw(B, L, N), draw(B, L, N)
+    y = kernels.longhorn_scan(x, step, k, q, backend="triton")
+    alone = kernels.longhorn_scan(x[-1:].clone(), step[-1:].clone(), k[-1:].clone(), q[-1:].clone(), backend="triton")
+    assert torch.equal(y[-1:], alone)
+    few = [value[-1:, :64].float() for value in (x, step, k, q)]
+    assert relative_rms(y[-1:, :64], kernels.longhorn_scan(*few, backend="reference")) < 1e-2

@@ -1,0 +1,442 @@
+"""Making shards: what is stored, that it can be stopped and run again, and what is said about bad input."""
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+from timm.data.readers.reader_wds import ReaderWds
+
+from vision_longhorn import shards as maker
+from vision_longhorn.data import DataError, decode_image, make_digits, open_shards
+from vision_longhorn.data.index import image_of, read_index, read_shard
+from vision_longhorn.data.sources import GROUND_TRUTH, digits, ground_truth, ilsvrc_train, image_folder
+from vision_longhorn.errors import run_cli
+
+WNIDS = ["n00000003", "n00000005", "n00000009", "n00000012"]
+ILSVRC_ORDER = ["n00000012", "n00000003", "n00000009", "n00000005"]  # WordNet id of ILSVRC id 1, 2, ...
+
+
+def picture(number, size=(12, 10)):
+    """Bytes of a JPEG that no other number has."""
+    pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "JPEG")
+    return file.getvalue()
+
+
+def write_tar(path, members):
+    """A tar (.gz by its name) of (name, bytes) pairs."""
+    with tarfile.open(path, "w:gz" if str(path).endswith("gz") else "w") as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """40 images of 4 classes."""
+    for number in range(40):
+        path = tmp_path / "src" / f"class{number % 4}" / f"image.{number:02d}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(number))
+    return tmp_path / "src"
+
+
+def make(folder, out, split="train", **options):
+    samples, class_names, _ = image_folder(folder, (read_index(out) or {}).get("class_names"))
+    return maker.make_shards(out, split, samples, class_names, **{"shard_size": 8, "progress": False, **options})
+
+
+def contents(out):
+    return {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def stored(out, split="train"):
+    return [sample for url in open_shards(out, split).urls for sample in read_shard(url)]
+
+
+def test_images_are_stored_untouched_and_mixed(folder, tmp_path):
+    make(folder, tmp_path / "out")
+    shards = open_shards(tmp_path / "out")
+    assert (shards.num_samples, shards.num_classes, len(shards.urls)) == (40, 4, 5)
+    assert shards.class_names == ["class0", "class1", "class2", "class3"]
+    names = set()
+    for url in shards.urls:
+        samples = list(read_shard(url))
+        assert len({sample["cls"] for sample in samples}) > 1, "a training shard must mix the classes"
+        for sample in samples:
+            about = json.loads(sample["json"])
+            assert image_of(sample) == (folder / about["filename"]).read_bytes()
+            assert about["class_name"] == f"class{about['label']}" == about["filename"].split("/")[0]
+            assert int(sample["cls"]) == about["label"]
+            names.add(about["filename"])
+    assert len(names) == 40
+
+
+def test_order_depends_on_the_seed_alone(folder, tmp_path):
+    for out, seed in (("a", 1), ("b", 1), ("c", 2)):
+        make(folder, tmp_path / out, seed=seed)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    order = [[json.loads(s["json"])["filename"] for s in stored(tmp_path / out)] for out in "ac"]
+    assert order[0] != order[1] and sorted(order[0]) == sorted(order[1])
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_timm_reads_the_index(folder, tmp_path, split):
+    make(folder, tmp_path / "out", "train")
+    make(folder, tmp_path / "out", "val", shard_size=15)
+    reader = ReaderWds(str(tmp_path / "out"), split=split)
+    assert reader.num_samples == 40
+    read = list(reader)
+    assert sorted(target for _, target in read) == sorted([0, 1, 2, 3] * 10)
+    assert all(image.size == (12, 10) for image, _ in read)
+
+
+def test_second_split_keeps_the_classes_of_the_first(folder, tmp_path):
+    make(folder, tmp_path / "out")
+    few = tmp_path / "few"
+    (few / "class2").mkdir(parents=True)
+    (few / "class2" / "x.png").write_bytes(picture(7))
+    make(few, tmp_path / "out", "val")
+    assert [sample["cls"] for sample in stored(tmp_path / "out", "val")] == [b"2"]
+    (few / "class2").rename(few / "class9")
+    with pytest.raises(DataError, match="class 'class9' .* not among the 4 classes"):
+        make(few, tmp_path / "out", "test")
+
+
+def test_same_command_again_changes_nothing(folder, tmp_path):
+    make(folder, tmp_path / "out")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    make(folder, tmp_path / "out")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("options, named", [({"seed": 3}, r"seed 0 \(now 3\)"), ({"shard_size": 9}, r"shard_size 8 \(now 9\)")])
+@pytest.mark.parametrize("finished", [True, False])
+def test_other_parameters_are_refused(folder, tmp_path, options, named, finished, monkeypatch):
+    if not finished:
+        monkeypatch.setattr(maker, "write_index", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            make(folder, tmp_path / "out")
+    else:
+        make(folder, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match=named):
+        make(folder, tmp_path / "out", **options)
+    (folder / "class0" / "more.jpg").write_bytes(picture(99))
+    with pytest.raises(DataError, match=r"samples 40 \(now 41\)"):
+        make(folder, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def killed_in_third_shard(folder, out):
+    back = maker.read_shard
+
+    def kill(path):
+        if "train-000002" in path:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return back(path)
+
+    maker.read_shard = kill
+    make(folder, out)
+
+
+def test_killed_and_run_again(folder, tmp_path):
+    make(folder, tmp_path / "whole")
+    process = multiprocessing.get_context("fork").Process(target=killed_in_third_shard, args=(folder, tmp_path / "out"))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    names = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert names[0] == ".train.journal" and names[1:3] == ["train-000000.tar", "train-000001.tar"]
+    assert len(names) == 4 and names[3].endswith(".partial")
+    kept = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in names[1:3]}
+    with pytest.raises(DataError, match="number of samples"):  # nobody takes a part for the whole
+        open_shards(tmp_path / "out")
+
+    make(folder, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in kept} == kept
+
+
+def test_interrupted_leaves_no_partial_file(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(maker, "read_shard", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        make(folder, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [".train.journal"]
+
+
+def test_image_that_cannot_be_decoded(folder, tmp_path):
+    bad = folder / "class1" / "image.05.JPEG"
+    bad.write_bytes(bad.read_bytes()[:300])
+    with pytest.raises(DataError, match=r"class1/image\.05\.JPEG: not a readable image .*--on-bad skip"):
+        make(folder, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.partial"))
+    assert make(folder, tmp_path / "out", on_bad="skip") == ["class1/image.05.JPEG"]
+    names = {json.loads(sample["json"])["filename"] for sample in stored(tmp_path / "out")}
+    assert len(names) == open_shards(tmp_path / "out").num_samples == 39 and "class1/image.05.JPEG" not in names
+
+
+def test_shards_of_others_are_not_overwritten(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    write_tar(tmp_path / "out" / "train-000000.tar", [("a.jpg", b"x")])
+    before = contents(tmp_path / "out")
+    with pytest.raises(DataError, match="made by other means"):
+        make(folder, tmp_path / "out")
+    assert {name: contents(tmp_path / "out")[name] for name in before} == before
+
+
+def test_folder_without_classes_or_images(tmp_path):
+    (tmp_path / "src").mkdir()
+    with pytest.raises(DataError, match="no class folders"):
+        image_folder(tmp_path / "src")
+    (tmp_path / "src" / "a").mkdir()
+    (tmp_path / "src" / "a" / "notes.txt").write_text("")
+    with pytest.raises(DataError, match="class 'a' .* has no images"):
+        image_folder(tmp_path / "src")
+
+
+def test_not_enough_space(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(maker.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(DataError, match="GB free"):
+        make(folder, tmp_path / "out")
+
+
+@pytest.fixture
+def ilsvrc(tmp_path):
+    """An imitation of the ILSVRC-2012 downloads: 4 classes, 20 training and 12 validation images."""
+    from scipy.io import savemat
+
+    root = tmp_path / "ilsvrc"
+    root.mkdir()
+    outer = []
+    for number, wnid in enumerate(WNIDS):
+        write_tar(root / "class.tar", [(f"{wnid}_{i}.JPEG", picture(10 * number + i)) for i in range(5)])
+        outer.append((f"{wnid}.tar", (root / "class.tar").read_bytes()))
+    write_tar(root / "train.tar", outer[::-1])
+    (root / "class.tar").unlink()
+    ids = [1 + (7 * i) % 4 for i in range(12)]
+    val = [(f"ILSVRC2012_val_{i:08d}.JPEG", picture(1000 + i)) for i in range(1, 13)]
+    write_tar(root / "val.tar", val[5:] + val[:5])
+
+    fields = ("ILSVRC2012_ID", "WNID", "words", "gloss", "num_children", "children")
+    rows = [(i, wnid, "word", "gloss", 0, 0) for i, wnid in enumerate(ILSVRC_ORDER, 1)]
+    rows.append((5, "n00000001", "thing", "all of them", 4, [1, 2, 3, 4]))
+    synsets = np.array(rows, dtype=[(name, object) for name in fields])[:, None]
+    devkit = root / "ILSVRC2012_devkit_t12" / "data"
+    devkit.mkdir(parents=True)
+    savemat(devkit / "meta.mat", {"synsets": synsets})
+    (devkit / GROUND_TRUTH).write_text("".join(f"{i}\n" for i in ids))
+    with tarfile.open(root / "devkit.tar.gz", "w:gz") as tar:
+        tar.add(devkit.parent, devkit.parent.name)
+    (root / "ids.txt").write_text("".join(f"{i}\n" for i in ids))
+    (root / "order.txt").write_text("".join(f"{wnid} some words\n" for wnid in ILSVRC_ORDER))
+    (root / "wnids.txt").write_text("".join(f"{ILSVRC_ORDER[i - 1]}\n" for i in ids))
+    return root
+
+
+def test_ilsvrc_tars(ilsvrc, tmp_path, capsys):
+    out = tmp_path / "out"
+    maker.main(["imagenet", *map(str, (ilsvrc / "train.tar", ilsvrc / "val.tar", ilsvrc / "devkit.tar.gz", out))]
+               + ["--shard-size", "7"])
+    assert "train, 20 images in 3 shards, 4 classes" in capsys.readouterr().out
+    assert open_shards(out, "val").class_names == WNIDS
+    for sample in stored(out):
+        about = json.loads(sample["json"])
+        number = int(about["filename"].split("_")[1].split(".")[0])
+        assert about["filename"] == f"{WNIDS[about['label']]}/{WNIDS[about['label']]}_{number}.JPEG"
+        assert image_of(sample) == picture(10 * about["label"] + number)
+    truth = (ilsvrc / "wnids.txt").read_text().split()
+    for sample in stored(out, "val"):
+        number = int(json.loads(sample["json"])["filename"][-13:-5])
+        assert image_of(sample) == picture(1000 + number)
+        assert WNIDS[int(sample["cls"])] == truth[number - 1]
+    assert sorted(path.name for path in out.iterdir() if path.name.startswith(".")) == []
+
+
+def test_every_form_of_the_ground_truth_tells_the_same(ilsvrc):
+    truth = ground_truth(ilsvrc / "wnids.txt")
+    assert len(set(truth)) == 4
+    assert ground_truth(ilsvrc / "devkit.tar.gz") == truth
+    assert ground_truth(ilsvrc / "ILSVRC2012_devkit_t12") == truth
+    assert ground_truth(ilsvrc / "ILSVRC2012_devkit_t12" / "data" / GROUND_TRUTH) == truth
+    assert ground_truth(ilsvrc / "ids.txt", ilsvrc / "order.txt") == truth
+    assert ground_truth(ilsvrc / "ids.txt", ilsvrc / "ILSVRC2012_devkit_t12" / "data" / "meta.mat") == truth
+
+
+def test_ground_truth_that_cannot_be_told_is_refused(ilsvrc, tmp_path):
+    with pytest.raises(DataError, match="only the devkit can translate"):
+        ground_truth(ilsvrc / "ids.txt")
+    (tmp_path / "zero.txt").write_text("0\n1\n2\n")
+    with pytest.raises(DataError, match="0 is not an ILSVRC id .* class indices"):
+        ground_truth(tmp_path / "zero.txt", ilsvrc / "order.txt")
+    (tmp_path / "names.txt").write_text("cat\ndog\n")
+    with pytest.raises(DataError, match="every line must be one WordNet id"):
+        ground_truth(tmp_path / "names.txt")
+    with pytest.raises(DataError, match="cannot be read"):
+        ground_truth(tmp_path / "none.txt")
+
+
+def test_val_tar_and_ground_truth_must_match(ilsvrc, tmp_path):
+    (ilsvrc / "short.txt").write_text("n00000003\n" * 11)
+    args = ["imagenet", str(ilsvrc / "train.tar"), str(ilsvrc / "val.tar")]
+    with pytest.raises(DataError, match="12 images, but the ground truth has 11 labels"):
+        maker.main([*args, str(ilsvrc / "short.txt"), str(tmp_path / "out")])
+    (ilsvrc / "other.txt").write_text("n00000099\n" * 12)
+    with pytest.raises(DataError, match="class n00000099 of the ground truth is not among the 4"):
+        maker.main([*args, str(ilsvrc / "other.txt"), str(tmp_path / "out")])
+
+
+def test_listing_the_train_tar_goes_on_where_it_stopped(ilsvrc, tmp_path):
+    journal = tmp_path / "journal"
+    whole = ilsvrc_train(ilsvrc / "train.tar", tmp_path / "other")
+
+    def stop_after_two(names):
+        yield from names[:2]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        ilsvrc_train(ilsvrc / "train.tar", journal, stop_after_two)
+    lines = journal.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 3
+    journal.write_bytes(b"".join(lines) + b'{"class": "n000')  # killed while it wrote
+    assert ilsvrc_train(ilsvrc / "train.tar", journal) == whole
+    assert journal.read_bytes().splitlines(keepends=True)[:3] == lines
+    # Notes about another tar are of no use.
+    write_tar(tmp_path / "new.tar", [("n00000003.tar", (ilsvrc / "val.tar").read_bytes())])
+    assert len(ilsvrc_train(tmp_path / "new.tar", journal)[0]) == 12
+
+
+def test_train_tar_that_is_cut_short(ilsvrc, tmp_path):
+    data = (ilsvrc / "train.tar").read_bytes()
+    (tmp_path / "cut.tar").write_bytes(data[: len(data) * 2 // 3])
+    with pytest.raises(DataError, match="damaged or cut short"):
+        ilsvrc_train(tmp_path / "cut.tar", tmp_path / "journal")
+    with pytest.raises(DataError, match="not one tar per class"):
+        ilsvrc_train(ilsvrc / "val.tar", tmp_path / "journal")
+
+
+def test_digits_are_those_of_scikit_learn(tmp_path):
+    from sklearn.datasets import load_digits
+
+    out = tmp_path / "new" / "digits"
+    assert make_digits(out) == out
+    data = load_digits()
+    seen = []
+    for split, count, num_shards in (("train", 1437, 4), ("val", 360, 2)):
+        shards = open_shards(out, split)
+        assert (shards.num_samples, shards.num_classes, len(shards.urls)) == (count, 10, num_shards)
+        labels = []
+        for sample in stored(out, split):
+            number = int(json.loads(sample["json"])["filename"][6:10])
+            assert int(sample["cls"]) == data.target[number]
+            pixels = np.asarray(decode_image(image_of(sample)))
+            assert (pixels == (data.images[number] * 255 / 16).round()[..., None]).all()
+            seen.append(number)
+            labels.append(int(sample["cls"]))
+        assert np.abs(np.bincount(labels) / count - np.bincount(data.target) / 1797).max() < 0.002, "not stratified"
+    assert sorted(seen) == list(range(1797))
+
+    before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
+    make_digits(out)
+    assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    (out / "val-000001.tar").unlink()
+    make_digits(out)
+    assert maker.verify(out, full=True, progress=False) == []
+
+
+def test_two_processes_make_the_digits_at_once(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=make_digits, args=(tmp_path / "digits",)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert maker.verify(tmp_path / "digits", full=True, progress=False) == []
+    assert len(list((tmp_path / "digits").iterdir())) == 7
+
+
+def test_digits_do_not_overwrite_other_data(folder, tmp_path):
+    make(folder, tmp_path / "out")
+    with pytest.raises(DataError, match="other data"):
+        make_digits(tmp_path / "out")
+
+
+def test_held_out_digits_are_fixed():
+    splits, _ = digits()
+    assert [sample.name for sample in splits["val"][:4]] == HELD_OUT
+
+
+def damage(out, what):
+    path = out / "train-000001.tar"
+    data = path.read_bytes()
+    if what == "missing":
+        path.unlink()
+    elif what == "cut":
+        path.write_bytes(data[: len(data) // 2])
+    elif what == "image":
+        sample = list(read_shard(str(path)))[3]
+        path.write_bytes(data.replace(image_of(sample), bytes(len(image_of(sample)))))
+    elif what == "label":
+        sample = list(read_shard(str(path)))[3]
+        other = sample["json"].replace(b'"label": ', b'"label":7')
+        path.write_bytes(data.replace(sample["json"], other))
+    elif what == "count":
+        write_tar(path, [("a.jpg", picture(1)), ("a.cls", b"1")])
+
+
+@pytest.mark.parametrize(
+    "what, message",
+    [
+        ("missing", "train-000001.tar cannot be read"),
+        ("cut", r"train-000001.tar cannot be read after sample 00000"),
+        ("image", r"train-000001.tar, sample 0000011_\S+: not a readable image"),
+        ("label", r"train-000001.tar, sample 0000011_\S+: label \d in .cls, but 7\d in .json"),
+        ("count", "train-000001.tar has 1 samples, the index says 8"),
+    ],
+)
+def test_verify_names_what_is_wrong(folder, tmp_path, what, message, capsys):
+    make(folder, tmp_path / "out")
+    assert maker.verify(tmp_path / "out", full=True, progress=False) == []
+    damage(tmp_path / "out", what)
+    with pytest.raises(SystemExit) as raised:
+        run_cli(lambda: maker.main(["verify", str(tmp_path / "out")]))
+    assert raised.value.code == 1
+    assert len(maker.verify(tmp_path / "out", progress=False)) == 1
+    pytest.importorskip("re").search(message, capsys.readouterr().err) or pytest.fail("not named")
+
+
+def test_index_of_shards_made_by_others(tmp_path, capsys):
+    for shard in range(3):
+        members = [(f"{shard}{i}.{ext}", data) for i in range(4) for ext, data in (("jpg", b"x"), ("cls", b"%d" % i))]
+        write_tar(tmp_path / f"set-train-{shard}.tar.gz", members)
+    write_tar(tmp_path / "set-validation-0.tar", [("a.jpg", b"x"), ("a.cls", b"6")])
+    maker.main(["index", str(tmp_path)])
+    assert "train, 12 images in 3 shards, 7 classes" in capsys.readouterr().out
+    assert open_shards(tmp_path, "val").samples_per_shard == [1]
+    assert ReaderWds(str(tmp_path), split="train").num_samples == 12
+    (tmp_path / "names.txt").write_text("one\ntwo\n")
+    with pytest.raises(DataError, match="label 6, but only 2 classes"):
+        maker.main(["index", str(tmp_path), "--classes", str(tmp_path / "names.txt")])
+
+
+@pytest.mark.parametrize("args", [["index", "none"], ["verify", "none"], ["imagefolder", "none", "out"], ["frobnicate"],
+                                  ["imagefolder", "src", "out", "--split", "my/split"]])
+def test_bad_command_ends_with_one_line(folder, tmp_path, args, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as raised:
+        run_cli(lambda: maker.main(args))
+    message = capsys.readouterr().err
+    assert raised.value.code == 1 and message.startswith("error: ") and message.count("\n") == 1
