@@ -60,7 +60,7 @@ def longhorn_scan(
         direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
         combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
         return_final_state: also return the state after the last token scanned.
-        save_states: keep the state of every 16th token for the backward pass, 4 D N / 16 bytes a token and direction,
+        save_states: keep the state of every 8th token for the backward pass, D N / 2 bytes a token and direction,
             instead of finding it again there. By default they are kept when a gradient will be wanted.
         backend: "auto", "torch", "triton", or "reference" for the plain loop under autograd. "auto" is triton on a GPU
             and torch elsewhere.

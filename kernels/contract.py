@@ -15,7 +15,7 @@ DIRECTIONS = ("forward", "backward", "both")
 COMBINES = ("none", "sum", "mean")
 BACKENDS = ("auto", "torch", "triton")
 # The chunked implementations save the state every so many tokens; the backward pass rebuilds what lies between.
-CHUNK = 16
+CHUNK = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -94,7 +94,7 @@ def selective_step(
         y (B, D) and the new state (B, D, N).
     """
     dt = dt if dt_bias is None else dt + dt_bias
-    dt = F.softplus(dt, threshold=1e4) if dt_softplus else dt
+    dt = F.softplus(dt) if dt_softplus else dt
     state = torch.exp(dt.unsqueeze(-1) * A) * state + (dt * x).unsqueeze(-1) * B.unsqueeze(1)
     return _read_out(state, x, C, z, D), state
 

@@ -44,8 +44,7 @@ class _Step(NamedTuple):
     """What the recurrence needs of each token's step size."""
 
     eps: Tensor             # (L, B, D): Longhorn's eps, Mamba's dt
-    one_plus_e: Optional[Tensor]  # (L, B, D): 1 + exp(-logit), Longhorn only
-    kk: Optional[Tensor]    # (L, B, 1): ||k||^2, Longhorn only
+    e: Optional[Tensor]     # (L, B, D): exp(-logit), Longhorn only
 
 
 def _directions(scan: Scan) -> list[_Direction]:
@@ -80,10 +79,9 @@ def _directions(scan: Scan) -> list[_Direction]:
 
 def _step_sizes(scan: Scan, d: _Direction) -> _Step:
     if scan.rule == "mamba":
-        return _Step(F.softplus(d.step, threshold=1e4) if scan.softplus else d.step, None, None)
-    one_plus_e = torch.exp((-d.step).clamp(max=MAX_EXPONENT[d.step.dtype])).add_(1)
-    kk = d.k.square().sum(-1, keepdim=True)
-    return _Step(1 / (one_plus_e + kk), one_plus_e, kk)
+        return _Step(F.softplus(d.step) if scan.softplus else d.step, None)
+    e = torch.exp((-d.step).clamp(max=MAX_EXPONENT[d.step.dtype]))
+    return _Step(1 / (1 + e + d.k.square().sum(-1, keepdim=True)), e)
 
 
 def _blocks(d: _Direction) -> list[slice]:
@@ -107,9 +105,13 @@ def _decays(scan: Scan, d: _Direction, s: _Step) -> Tensor:
     if scan.rule == "mamba":
         A = d.A.unsqueeze(-1) if scan.A_per_token else d.A
         return (eps * A).exp_()
-    # 1 - eps k_n^2 with eps = 1 / (1 + e^-logit + ||k||^2), without the cancellation when k_n is large and alone.
-    others = (s.kk - d.k.square()).unsqueeze(-1)  # (T, b, N, 1)
-    return torch.addcmul(eps * s.one_plus_e.unsqueeze(-2), eps, others)
+    k2 = d.k.square().unsqueeze(-1)  # (T, b, N, 1)
+    a = 1 - eps * k2
+    if d.k.shape[-1] == 1:
+        # A lone large key leaves 1 - eps k^2 no digits: and then
+        # a = eps (1 + exp(-logit)), since eps = 1 / (1 + exp(-logit) + k^2).
+        a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(-2), a)
+    return a
 
 
 def _advance(scan: Scan, d: _Direction, s: _Step, state: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
@@ -275,13 +277,17 @@ def _chunk_backward(scan: Scan, d: _Direction, s: _Step, state: Tensor, dy: Tens
                 grads["A"] += (flow * s.eps.unsqueeze(2)).sum((0, 1))
         else:
             deps -= over_states(d.k.square(), flow)
+            if d.k.shape[-1] == 1:
+                # flow - eps k^2 flow, what two terms of dk come to, without their cancellation for a large key.
+                flow = flow.mul_(a) + (dx * d.x).unsqueeze(2)
             dk -= 2 * d.k * over_channels(flow, s.eps)
     grads["x"][t, b] = dx if d.D is None else torch.addcmul(dx, d.D, dy)
     if scan.rule == "mamba":
         grads["step"][t, b] = deps * torch.sigmoid(d.step) if scan.softplus else deps
     else:
         dlog = deps * s.eps  # d loss / d log(eps)
-        dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
-        grads["step"][t, b] = dlog * (s.eps * (s.one_plus_e - 1))
+        if d.k.shape[-1] > 1:
+            dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
+        grads["step"][t, b] = dlog * (s.eps * s.e)
     grads["k"][t, b] = dk
     return adjoint

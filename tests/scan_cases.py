@@ -76,11 +76,16 @@ def relative_rms(value, reference):
     return ((value - reference).norm() / (norm if norm > 0 else 1.0)).item()
 
 
+def reference(rule, inputs, **options):
+    """What `outputs_and_gradients` gives in float64, by the plain loop."""
+    exact = {name: value.double() for name, value in inputs.items()}
+    return outputs_and_gradients(rule, exact, backend="reference", **options)
+
+
 def errors(rule, inputs, backend, **options):
     """Relative RMS error of each output and gradient of `backend` against the reference in float64."""
-    exact = {name: value.double() for name, value in inputs.items()}
-    reference = outputs_and_gradients(rule, exact, backend="reference", **options)
+    expected = reference(rule, inputs, **options)
     got = outputs_and_gradients(rule, inputs, backend=backend, **options)
     for name, value in got.items():
-        assert value.shape == reference[name].shape, (name, value.shape, reference[name].shape)
-    return {name: relative_rms(value, reference[name]) for name, value in got.items()}
+        assert value.shape == expected[name].shape, (name, value.shape, expected[name].shape)
+    return {name: relative_rms(value, expected[name]) for name, value in got.items()}
