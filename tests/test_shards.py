@@ -4,6 +4,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import tarfile
 
@@ -15,7 +16,7 @@ from timm.data.readers.reader_wds import ReaderWds
 from vision_longhorn import shards as maker
 from vision_longhorn.data import DataError, decode_image, make_digits, open_shards
 from vision_longhorn.data.index import image_of, read_index, read_shard
-from vision_longhorn.data.sources import GROUND_TRUTH, digits, ground_truth, ilsvrc_train, image_folder
+from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
 from vision_longhorn.errors import run_cli
 
 WNIDS = ["n00000003", "n00000005", "n00000009", "n00000012"]
@@ -118,7 +119,9 @@ def test_same_command_again_changes_nothing(folder, tmp_path):
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
-@pytest.mark.parametrize("options, named", [({"seed": 3}, r"seed 0 \(now 3\)"), ({"shard_size": 9}, r"shard_size 8 \(now 9\)")])
+@pytest.mark.parametrize(
+    "options, named", [({"seed": 3}, r"seed 0 \(now 3\)"), ({"shard_size": 9}, r"shard_size 8 \(now 9\)")]
+)
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_parameters_are_refused(folder, tmp_path, options, named, finished, monkeypatch):
     if not finished:
@@ -374,18 +377,13 @@ def test_digits_do_not_overwrite_other_data(folder, tmp_path):
         make_digits(tmp_path / "out")
 
 
-def test_held_out_digits_are_fixed():
-    splits, _ = digits()
-    assert [sample.name for sample in splits["val"][:4]] == HELD_OUT
-
-
 def damage(out, what):
     path = out / "train-000001.tar"
     data = path.read_bytes()
     if what == "missing":
         path.unlink()
     elif what == "cut":
-        path.write_bytes(data[: len(data) // 2])
+        path.write_bytes(data[: len(data) // 2 + 100])
     elif what == "image":
         sample = list(read_shard(str(path)))[3]
         path.write_bytes(data.replace(image_of(sample), bytes(len(image_of(sample)))))
@@ -401,7 +399,7 @@ def damage(out, what):
     "what, message",
     [
         ("missing", "train-000001.tar cannot be read"),
-        ("cut", r"train-000001.tar cannot be read after sample 00000"),
+        ("cut", r"train-000001.tar cannot be read after sample 00000\d\d_image"),
         ("image", r"train-000001.tar, sample 0000011_\S+: not a readable image"),
         ("label", r"train-000001.tar, sample 0000011_\S+: label \d in .cls, but 7\d in .json"),
         ("count", "train-000001.tar has 1 samples, the index says 8"),
@@ -415,7 +413,7 @@ def test_verify_names_what_is_wrong(folder, tmp_path, what, message, capsys):
         run_cli(lambda: maker.main(["verify", str(tmp_path / "out")]))
     assert raised.value.code == 1
     assert len(maker.verify(tmp_path / "out", progress=False)) == 1
-    pytest.importorskip("re").search(message, capsys.readouterr().err) or pytest.fail("not named")
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_index_of_shards_made_by_others(tmp_path, capsys):

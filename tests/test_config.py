@@ -1,0 +1,92 @@
+"""Config files and the command line: what is read, what is overridden, and what is said about mistakes."""
+
+import pytest
+import timm
+import yaml
+
+import vision_longhorn  # noqa: F401, registers the models
+from vision_longhorn.config import CONFIGS, Config, load_config
+from vision_longhorn.errors import UserError
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_config_loads_by_its_bare_name_and_names_a_model(path):
+    config, name = load_config(["--config", path.stem, "--data", "DIR"])
+    assert name == path.stem
+    assert timm.is_model(config.model)
+    # A file that leaves a value of the recipe to the defaults would change silently with them.
+    recipe = {"scale", "auto_augment", "mixup", "cutmix", "smoothing", "repeats", "lr", "lr_base_batch", "weight_decay",
+              "batch_size", "epochs", "warmup_epochs", "min_lr", "ema_decay", "clip_grad", "drop_path"}
+    assert recipe <= yaml.safe_load(path.read_text()).keys()
+
+
+def test_no_config_and_no_data_is_the_demo():
+    config, name = load_config(["--epochs", "2"])
+    assert (config.data, config.epochs, name) == ("digits", 2, "demo_digits")
+
+
+def test_data_without_config_takes_the_defaults_and_not_the_demo():
+    config, name = load_config(["--data", "DIR"])
+    assert (config.data, config.epochs, name) == ("DIR", Config().epochs, "vlonghorn_tiny")
+
+
+def test_command_line_overrides_the_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("model: vim_tiny\nmodel_kwargs: {img_size: 64, depth: 4}\nlr: 1e-3\nmean: [0, 0.5, 1]\n")
+    config, name = load_config([
+        "--config", str(file), "--model-kwargs", "img_size=[32,48]", "beta=scalar", "depth=none", "--batch_size", "64",
+        "--std", "0.1", "2e-1", "0.3", "--clip-grad=1", "--auto-augment", "none", "--compile", "--ema-warmup", "false",
+    ])
+    assert name == "mine"
+    assert config.model_kwargs == {"img_size": [32, 48], "beta": "scalar"}
+    assert (config.model, config.lr, config.batch_size, config.clip_grad) == ("vim_tiny", 1e-3, 64, 1.0)
+    assert (config.mean, config.std) == ([0.0, 0.5, 1.0], [0.1, 0.2, 0.3])
+    assert (config.auto_augment, config.compile, config.ema_warmup) == (None, True, False)
+
+
+@pytest.mark.parametrize("words, expected", [
+    (["--epocs", "3"], ["--epocs", "--epochs"]),
+    (["--lr", "fast"], ["lr", "'fast'", "number"]),
+    (["--epochs", "1.5"], ["epochs", "1.5", "whole number"]),
+    (["--compile", "maybe"], ["compile", "'maybe'", "true or false"]),
+    (["--model-kwargs", "img_size"], ["img_size", "KEY=VALUE"]),
+    (["--mean", "a", "b", "c"], ["mean", "numbers"]),
+    (["--batch-size", "0"], ["batch_size", "0"]),
+    (["--device", "gpu"], ["device", "gpu", "cuda"]),
+    (["--batch-size", "5", "--mixup", "0.8"], ["batch_size", "5", "even"]),
+    (["--config", "nowhere"], ["nowhere", "demo_digits"]),
+    (["--resume", "nowhere"], ["nowhere", "config.yaml"]),
+    (["digits"], ["digits"]),
+    (["--lr"], ["--lr"]),
+])
+def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
+    with pytest.raises(UserError) as caught:
+        load_config(words)
+    message = str(caught.value)
+    assert all(word in message for word in expected) and "\n" not in message
+
+
+@pytest.mark.parametrize("text, expected", [
+    ("epoch: 3\n", ["'epoch'", "'epochs'"]),
+    ("lr: [1]\n", ["lr", "[1]"]),
+    ("hflip: 2\n", ["hflip", "2"]),
+    ("seed: true\n", ["seed", "True"]),
+    ("- a\n", ["mine.yaml"]),
+    ("a: b: c\n", ["mine.yaml", "YAML"]),
+])
+def test_mistakes_in_a_file_name_value_and_remedy(tmp_path, text, expected):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_config(["--config", str(file), "--data", "DIR"])
+    message = str(caught.value)
+    assert all(word in message for word in expected) and "\n" not in message
+
+
+def test_a_resumed_run_brings_its_own_config(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(Config(data="DIR", lr=0.5, model="vim_test").values()))
+    for path in (tmp_path, tmp_path / "last.pt"):
+        config, _ = load_config(["--resume", str(path), "--epochs", "7"])
+        assert (config.lr, config.model, config.epochs, config.run_dir) == (0.5, "vim_test", 7, str(tmp_path))
+    with pytest.raises(UserError, match="--config"):
+        load_config(["--resume", str(tmp_path), "--config", "cifar10"])

@@ -1,0 +1,48 @@
+"""Curves of runs, drawn from TensorBoard events."""
+
+import numpy as np
+import pytest
+from PIL import Image
+from torch.utils.tensorboard import SummaryWriter
+
+from vision_longhorn import curves
+from vision_longhorn.errors import UserError
+
+
+def write_run(folder, updates_per_epoch, averaged):
+    with SummaryWriter(folder) as writer:
+        for update in range(updates_per_epoch, 4 * updates_per_epoch, updates_per_epoch):
+            writer.add_scalar("train/epoch", update / updates_per_epoch, update)
+            writer.add_scalar("train/loss", 1 / update, update)
+            writer.add_scalar("train/lr", 0.1, update)
+            for tag in ("val", "val_ema") if averaged else ("val",):
+                writer.add_scalar(f"{tag}/top1", update, update)
+                writer.add_scalar(f"{tag}/loss", 1 / update, update)
+    return folder
+
+
+def test_curves_of_runs_with_different_batches_share_the_axis_of_epochs(tmp_path):
+    for updates_per_epoch in (10, 25):
+        run = write_run(tmp_path / str(updates_per_epoch), updates_per_epoch, averaged=False)
+        epochs, top1 = curves.read_scalars(run)["val/top1"]
+        np.testing.assert_allclose(epochs, [1, 2, 3])
+        np.testing.assert_allclose(top1, [updates_per_epoch, 2 * updates_per_epoch, 3 * updates_per_epoch])
+
+
+def test_several_runs_make_one_png(tmp_path):
+    one, two = write_run(tmp_path / "one", 10, averaged=True), write_run(tmp_path / "two", 25, averaged=False)
+    out = tmp_path / "new" / "curves.png"
+    curves.main([str(one), "--out", str(out)])
+    alone = np.asarray(Image.open(out).convert("RGB"))
+    curves.main([str(one), str(two), "--out", str(out)])
+    both = np.asarray(Image.open(out).convert("RGB"))
+    assert both.shape == alone.shape and (both != alone).any()
+    assert [path.name for path in out.parent.iterdir()] == ["curves.png"]
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()], ids=["missing", "empty"])
+def test_a_folder_without_curves_is_named(tmp_path, make):
+    make(tmp_path / "run")
+    with pytest.raises(UserError, match="run holds no training curves"):
+        curves.plot_runs([tmp_path / "run"], tmp_path / "curves.png")
+    assert not (tmp_path / "curves.png").exists()

@@ -1,0 +1,396 @@
+"""Reading shards: who gets which sample, in which order, and what is said about bad data."""
+
+import collections
+import functools
+import http.server
+import json
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+from test_shards import picture, write_tar
+
+from vision_longhorn.data import DataError, eval_loader, open_shards, train_loader
+
+
+def number_of(image):
+    """Stands in for a transform: the picture's width is its number."""
+    return torch.full((3, 2, 2), float(image.width))
+
+
+def noisy_number_of(image):
+    return number_of(image) + torch.rand(()) / 2
+
+
+@functools.cache
+def numbered(number):
+    return picture(number, size=(number + 1, 1))
+
+
+def members(numbers, label=lambda number: number % 5):
+    for number in numbers:
+        yield f"s{number:04d}.jpg", numbered(number)
+        yield f"s{number:04d}.cls", b"%d" % label(number)
+
+
+def write_shards(directory, lengths, split="train", suffix=".tar", indexed=False):
+    """Shards of the given lengths whose samples are numbered through from 0."""
+    directory.mkdir(exist_ok=True)
+    start, index = 0, {}
+    for shard, length in enumerate(lengths):
+        name = f"{split}-{shard:06d}{suffix}"
+        write_tar(directory / name, members(range(start, start + length)))
+        start += length
+        index[name] = length
+    if indexed:
+        write_index(directory, {split: index})
+    return open_shards(directory, split, num_samples=start, num_classes=5)
+
+
+def write_index(directory, splits, **facts):
+    entries = {
+        name: {
+            "name": name,
+            "num_samples": sum(shards.values()),
+            "filenames": list(shards),
+            "shard_lengths": list(shards.values()),
+        }
+        for name, shards in splits.items()
+    }
+    (directory / "_info.json").write_text(json.dumps({"splits": entries, **facts}))
+
+
+def numbers(batches):
+    return [int(n) - 1 for images, _ in batches for n in images[:, 0, 0, 0].tolist()]
+
+
+def all_parts(loader_of, ranks, workers):
+    """What each worker of each rank yields, without starting processes: lists of batches in the order of shares."""
+    return [
+        list(loader_of(rank).stream.batches(worker, max(workers, 1)))
+        for rank in range(ranks)
+        for worker in range(max(workers, 1))
+    ]
+
+
+@pytest.mark.parametrize("lengths", [[1], [3], [13, 1, 4], [0, 5, 0], [40], [6] * 8, [1] * 20, [9, 2, 31, 1, 1, 7, 2]])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_evaluation_sees_every_sample_once(tmp_path, lengths, ranks, workers, indexed):
+    shards = write_shards(tmp_path / "s", lengths, indexed=indexed)
+    def loader_of(rank):
+        return eval_loader(shards, number_of, batch_size=4, num_workers=0, rank=rank, world_size=ranks)
+
+    parts = all_parts(loader_of, ranks, workers)
+    assert sorted(n for part in parts for n in numbers(part)) == list(range(sum(lengths)))
+
+
+@pytest.mark.parametrize("lengths, ranks, workers", [([9, 2, 14], 1, 2), ([1], 3, 2), ([11], 2, 2), ([5] * 6, 2, 1)])
+def test_evaluation_with_real_workers(tmp_path, lengths, ranks, workers):
+    shards = write_shards(tmp_path / "s", lengths)
+    seen, labels = [], []
+    for rank in range(ranks):
+        loader = eval_loader(shards, number_of, batch_size=4, num_workers=workers, rank=rank, world_size=ranks)
+        for _ in range(2):  # workers that outlive a pass must be as exact in the next
+            batches = list(loader)
+        seen += numbers(batches)
+        labels += [label for _, targets in batches for label in targets.tolist()]
+        assert all(x.dtype == torch.float32 and y.dtype == torch.int64 for x, y in batches)
+    assert sorted(seen) == list(range(sum(lengths)))
+    assert labels == [number % 5 for number in seen]
+
+
+@pytest.mark.parametrize("lengths", [[60], [21, 1, 30, 8], [5] * 12, [1] * 60])
+@pytest.mark.parametrize(
+    "ranks, workers, batch_size", [(1, 0, 7), (1, 3, 4), (2, 1, 8), (3, 2, 5), (5, 3, 2), (2, 3, 1)]
+)
+def test_training_epoch(tmp_path, lengths, ranks, workers, batch_size):
+    shards = write_shards(tmp_path / "s", lengths, indexed=True)
+    loaders = [
+        train_loader(shards, number_of, batch_size=batch_size, num_workers=0, rank=rank, world_size=ranks)
+        for rank in range(ranks)
+    ]
+    parts = all_parts(loaders.__getitem__, ranks, workers)
+    batches = [batch for part in parts for batch in part]
+    per_rank = 60 // (batch_size * ranks)
+    assert [len(loader) for loader in loaders] == [per_rank] * ranks and len(batches) == per_rank * ranks
+    assert all(len(targets) == batch_size for _, targets in batches)
+    seen = numbers(batches)
+    # All but what is borrowed from the next epoch where shares come out uneven.
+    assert len(set(seen)) >= 0.85 * len(seen)
+
+
+def test_training_epoch_with_even_shares_is_a_permutation(tmp_path):
+    shards = write_shards(tmp_path / "s", [16] * 4)
+    seen = []
+    for rank in range(2):
+        loader = train_loader(shards, number_of, batch_size=8, num_workers=2, rank=rank, world_size=2)
+        assert len(loader) == len(list(loader)) == 4
+        seen += numbers(loader)
+    assert sorted(seen) == list(range(64))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_is_new_each_epoch_and_repeatable(tmp_path, workers):
+    shards = write_shards(tmp_path / "s", [16] * 4)
+    loader = train_loader(shards, number_of, batch_size=8, num_workers=workers, seed=1)
+    other = train_loader(shards, number_of, batch_size=8, num_workers=workers, seed=2)
+    orders = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        orders.append(numbers(loader))
+        assert sorted(orders[-1]) == list(range(64))
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    loader.set_epoch(1)
+    for _ in zip(range(3), loader):  # a pass that was broken off must not spoil the next
+        pass
+    assert numbers(loader) == orders[1]
+    assert numbers(other) != orders[0]
+
+
+def test_shard_order_is_new_each_epoch(tmp_path):
+    shards = write_shards(tmp_path / "s", [4] * 8)
+    loader = train_loader(shards, number_of, batch_size=4, num_workers=0, shuffle_buffer=1)
+    orders = []
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        orders.append([number // 4 for number in numbers(loader)][::4])
+    assert sorted(orders[0]) == list(range(8)) and orders[0] != orders[1] != orders[2]
+
+
+def test_workers_augment_differently_and_repeatably(tmp_path):
+    shards = write_shards(tmp_path / "s", [16] * 2)
+
+    def noise(rank, epoch):
+        loader = train_loader(shards, noisy_number_of, batch_size=4, num_workers=2, rank=rank, world_size=2)
+        loader.set_epoch(epoch)
+        return [round(float(x) % 1, 6) for images, _ in loader for x in images[:, 0, 0, 0]]
+
+    first = noise(0, 0)
+    assert first == noise(0, 0)
+    assert len(set(first + noise(1, 0) + noise(0, 1))) == 3 * len(first)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_repeats(tmp_path, workers):
+    shards = write_shards(tmp_path / "s", [24] * 4)
+    loader = train_loader(shards, noisy_number_of, batch_size=8, num_workers=workers, repeats=3)
+    everything = collections.Counter()
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        batches = list(loader)
+        seen = numbers(batches)
+        assert len(batches) == len(loader) == 12 and len(seen) == 96
+        values = {float(x) for images, _ in batches for x in images[:, 0, 0, 0]}
+        assert len(values) == 96, "augmented once, not each time"
+        counts = collections.Counter(seen)
+        # A few may come more or less often, where a worker's share comes out uneven.
+        assert sum(count == 3 for count in counts.values()) >= 28 and len(counts) <= 36
+        assert sum(a == b for a, b in zip(seen, seen[1:])) < 10, "copies must not follow each other"
+        everything += counts
+    assert len(everything) >= 90, "the epochs together must go through all images"
+
+
+def test_batch_larger_than_the_data(tmp_path):
+    shards = write_shards(tmp_path / "s", [5])
+    with pytest.raises(DataError, match="5 samples do not make one batch of 3 on each of 2 processes"):
+        train_loader(shards, number_of, batch_size=3, num_workers=0, world_size=2)
+
+
+def test_shards_that_hold_nothing_end_training_with_an_error(tmp_path):
+    write_tar(tmp_path / "train-0.tar", [])
+    shards = open_shards(tmp_path, num_samples=10)
+    with pytest.raises(DataError, match="hold no samples"):
+        list(train_loader(shards, number_of, batch_size=2, num_workers=0))
+
+
+def test_accelerate_has_no_dataloader_to_replace(tmp_path):
+    loader = train_loader(write_shards(tmp_path / "s", [8]), number_of, batch_size=2, num_workers=0)
+    assert not isinstance(loader, torch.utils.data.DataLoader)
+
+
+def loaders(shards, workers, **options):
+    return (
+        train_loader(shards, number_of, batch_size=2, num_workers=workers, **options),
+        eval_loader(shards, number_of, batch_size=2, num_workers=workers, **options),
+    )
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        ({"cls": b"5"}, "label 5 is out of range for 5 classes"),
+        ({"cls": b"-1"}, "label -1 is out of range"),
+        ({"cls": b"cat"}, "label b'cat' is not a number"),
+        ({"cls": None}, "no label"),
+        ({"jpg": None}, "no image"),
+        ({"jpg": numbered(6)[:200]}, "not a readable image"),
+        ({"jpg": b"text"}, "not a readable image"),
+    ],
+)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_bad_sample_is_named(tmp_path, spoil, message, workers):
+    files = dict(members(range(8)))
+    for extension, data in spoil.items():
+        if data is None:
+            del files[f"s0006.{extension}"]
+        else:
+            files[f"s0006.{extension}"] = data
+    write_tar(tmp_path / "train-0.tar", files.items())
+    shards = open_shards(tmp_path, num_samples=8, num_classes=5)
+    for loader in loaders(shards, workers):
+        with pytest.raises(DataError, match=rf"^shard \S+train-0\.tar, sample s0006: {message}[^\n]*$"):
+            list(loader)
+
+
+def test_more_classes_by_hand(tmp_path):
+    write_tar(tmp_path / "train-0.tar", members(range(8), label=lambda number: 7))
+    shards = open_shards(tmp_path, num_samples=8, num_classes=5)
+    for loader in loaders(shards, 0, num_classes=8):
+        assert {label for _, targets in loader for label in targets.tolist()} == {7}
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+@pytest.mark.parametrize("cut", range(8))
+@pytest.mark.parametrize("step", [1, 512])
+def test_shard_that_is_cut_short(tmp_path, suffix, cut, step):
+    shards = write_shards(tmp_path / "s", [30], suffix=suffix)
+    data = open(shards.urls[0], "rb").read()
+    with open(shards.urls[0], "wb") as file:  # in headers, in images and in labels
+        file.write(data[: (len(data) * (9 + cut) // 20 - 7) // step * step])
+    for loader in loaders(shards, workers=cut == 0):
+        with pytest.raises(DataError, match=r"train-000000\.tar\S* cannot be read after sample s00\d\d"):
+            list(loader)
+
+
+def test_shard_with_fewer_samples_than_its_index_says(tmp_path):
+    write_index(tmp_path, {"train": {"train-0.tar": 8}})
+    write_tar(tmp_path / "train-0.tar", members(range(7)))
+    for loader in loaders(open_shards(tmp_path), 0):
+        with pytest.raises(DataError, match="has 7 samples where the index says 8"):
+            list(loader)
+
+
+class Exploit:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.mark.parametrize("extension", ["pyd", "pickle", "pkl", "pth", "pt", "npy", "ten"])
+def test_nothing_in_a_shard_is_unpickled(tmp_path, extension):
+    files = dict(members(range(4)))
+    for number in range(4):
+        files[f"s{number:04d}.{extension}"] = pickle.dumps(Exploit(tmp_path / "exploited"))
+    write_tar(tmp_path / "train-0.tar", sorted(files.items()))
+    for loader in loaders(open_shards(tmp_path, num_samples=4, num_classes=5), 0):
+        assert sorted(numbers(loader)) == [0, 1, 2, 3]
+    assert not (tmp_path / "exploited").exists()
+    pickle.loads(files[f"s0000.{extension}"]).close()
+    assert (tmp_path / "exploited").exists(), "the exploit itself does not work"
+
+
+@pytest.mark.parametrize(
+    "url", ["pipe:touch {}/run; cat {}/s/train-000000.tar", "gs://bucket/train-{{0..3}}.tar", "file:x.tar"]
+)
+def test_urls_that_run_commands_are_refused(tmp_path, url):
+    write_shards(tmp_path / "s", [4])
+    with pytest.raises(DataError, match="is not read"):
+        open_shards(url.format(tmp_path, tmp_path), num_samples=4)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "pattern, message",
+    [
+        ("train-{000000..000003}.tar", r"train-000002\.tar is missing \(2 of 4"),
+        ("train-{000001..000000}.tar", "range 000001..000000 is empty"),
+        ("train-{}.tar", "empty brace range"),
+        ("train-{0..}.tar", "empty brace range"),
+        ("train-{0..1.tar", "unbalanced braces"),
+        ("other-*.tar", "no file matches"),
+        ("train-000009.tar", r"train-000009\.tar is missing \(1 of 1"),
+        ("train-{000000..000001}.tar", "number of samples .* is unknown.*shards index"),
+    ],
+)
+def test_bad_patterns(tmp_path, pattern, message):
+    write_shards(tmp_path / "s", [4, 4])
+    with pytest.raises(DataError, match=message):
+        open_shards(f"{tmp_path}/s/{pattern}")
+
+
+def test_patterns_and_counts(tmp_path):
+    write_shards(tmp_path / "s", [4, 3, 2], suffix=".tar.gz")
+    for pattern, count in (("train-{000000..000001}.tar.gz", 7), ("train-*.tar.gz", 9), ("train-000002.tar.gz", 2)):
+        shards = open_shards(f"{tmp_path}/s/{pattern}", num_samples=count, num_classes=5)
+        assert (shards.num_samples, shards.num_classes, shards.samples_per_shard) == (count, 5, None)
+        assert len(numbers(eval_loader(shards, number_of, batch_size=4, num_workers=0))) == count
+    with pytest.raises(DataError, match="number of samples .* unknown"):
+        open_shards(tmp_path / "s")
+    with pytest.raises(DataError, match="no split 'val'; it has train"):
+        open_shards(tmp_path / "s", "val", num_samples=9)
+    names = {f"train-{i:06d}.tar.gz": n for i, n in enumerate([4, 3, 2])}
+    write_index(tmp_path / "s", {"train": names}, class_names=list("abcde"), num_classes=5)
+    shards = open_shards(f"{tmp_path}/s/train-{{000001..000002}}.tar.gz")
+    assert (shards.num_samples, shards.samples_per_shard, shards.num_classes) == (5, [3, 2], 5)
+    with pytest.raises(DataError, match="num_samples=8, but the index .* says 9"):
+        open_shards(tmp_path / "s", num_samples=8)
+    (tmp_path / "s" / "train-000001.tar.gz").unlink()
+    with pytest.raises(DataError, match=r"train-000001\.tar\.gz is missing \(1 of 3"):
+        open_shards(tmp_path / "s")
+    (tmp_path / "s" / "_info.json").write_text('{"splits": {"train": {}}}')
+    with pytest.raises(DataError, match="not an index of shards"):
+        open_shards(tmp_path / "s")
+
+
+def test_layout_of_imagenet_1k_wds(tmp_path):
+    def shard(name, count, start):
+        files = []
+        for number in range(start, start + count):
+            about = {"filename": f"n0144076{number % 5}/x_{number}.JPEG", "label": number % 5, "width": number + 1}
+            key = f"n0144076{number % 5}_{number}"
+            files += [(f"{key}.cls", b"%d" % (number % 5)), (f"{key}.jpg", numbered(number))]
+            files.append((f"{key}.json", json.dumps(about).encode()))
+        write_tar(tmp_path / name, files)
+
+    shard("imagenet1k-train-0000.tar", 6, 0)
+    shard("imagenet1k-train-0001.tar", 5, 6)
+    shard("imagenet1k-validation-00.tar", 4, 11)
+    for indexed in (False, True):
+        if indexed:
+            write_index(
+                tmp_path,
+                {
+                    "train": {"imagenet1k-train-0000.tar": 6, "imagenet1k-train-0001.tar": 5},
+                    "validation": {"imagenet1k-validation-00.tar": 4},
+                },
+            )
+        train = open_shards(tmp_path, "train", num_samples=None if indexed else 11)
+        val = open_shards(tmp_path, "val", num_samples=None if indexed else 4)
+        assert (train.num_samples, val.num_samples) == (11, 4)
+        batches = eval_loader(val, number_of, batch_size=4, num_workers=0, num_classes=5)
+        assert sorted(numbers(batches)) == [11, 12, 13, 14]
+        batches = list(train_loader(train, number_of, batch_size=11, num_workers=0, num_classes=5))
+        assert sorted(numbers(batches)) == list(range(11))
+
+
+def test_shards_over_http(tmp_path):
+    write_shards(tmp_path / "s", [4, 3])
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=os.fspath(tmp_path / "s"))
+    handler.func.log_message = lambda *args: None
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/train-{{000000..000001}}.tar"
+        shards = open_shards(url, num_samples=7, num_classes=5)
+        assert sorted(numbers(eval_loader(shards, number_of, batch_size=4, num_workers=0))) == list(range(7))
+        (tmp_path / "s" / "train-000001.tar").unlink()
+        with pytest.raises(DataError, match=r"http://\S+/train-000001\.tar cannot be read from its start .*404"):
+            list(eval_loader(shards, number_of, batch_size=4, num_workers=0))
+        server.shutdown()

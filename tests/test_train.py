@@ -1,0 +1,193 @@
+"""Training runs, short ones: one process and two, what they leave on disk, going on after a stop, and mistakes."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+from PIL import Image
+from sklearn.datasets import load_digits
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+import train_imagenet  # noqa: E402
+from vision_longhorn.errors import run_cli  # noqa: E402
+
+SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
+QUICK = [*SMALL, "--num-classes", "10", "--workers", "0", "--device", "cpu", "--batch-size", "16", "--repeats", "1",
+         "--lr-base-batch", "none", "--log-interval", "1", "--warmup-epochs", "0"]
+PLAIN = ["--mixup", "0", "--cutmix", "0", "--auto-augment", "none", "--re-prob", "0", "--ema-decay", "0"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state():
+    """Accelerate keeps its state for the life of the process; every run here is to be the first."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def write_digits(folder, split, count, shards=2):
+    """Shards `split`-N.tar without an index, `count` handwritten digits in all."""
+    digits = load_digits()
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard in range(shards):
+        with tarfile.open(folder / f"{split}-{shard}.tar", "w") as tar:
+            for i in range(shard, count, shards):
+                png = io.BytesIO()
+                Image.fromarray((digits.images[i] * 15).astype("uint8")).save(png, "PNG")
+                for extension, data in ("png", png.getvalue()), ("cls", b"%d" % digits.target[i]):
+                    member = tarfile.TarInfo(f"{i:04d}.{extension}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory):
+    """Arguments for 70 training and 37 evaluation samples."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_digits(folder, "train", 70)
+    write_digits(folder, "val", 37)
+    return ["--data", str(folder), "--train-samples", "70", "--val-samples", "37"]
+
+
+def launch(script, *arguments, cwd, processes=1):
+    """The script as a user starts it, in another working directory."""
+    several = ["--multi_gpu", "--num_processes", str(processes)] if processes > 1 else ["--num_processes", "1"]
+    return subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_machines", "1", "--mixed_precision", "no",
+         "--dynamo_backend", "no", str(REPOSITORY / script), *map(str, arguments)],
+        cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+    )
+
+
+def scalars(run):
+    """Dict of tag to {step: value} of a run's TensorBoard events."""
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0}).Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def fails_with_one_line(main, arguments, capsys, *words):
+    """Runs a command line that has to end with exit code 1 and one line on stderr which holds `words`."""
+    with pytest.raises(SystemExit) as exit:
+        run_cli(lambda: main([str(argument) for argument in arguments]))
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert exit.value.code == 1 and len(lines) == 1
+    assert all(word in lines[0] for word in words), lines[0]
+
+
+def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
+    done = launch("train_imagenet.py", "--epochs", 1, "--model-kwargs", "depth=1", "--run-dir", "run", cwd=tmp_path,
+                  processes=2)
+    assert done.returncode == 0, done.stderr
+    assert "this is the demo" in done.stdout and "2 process(es)" in done.stdout
+    assert done.stdout.count("count 360 of 360") == 2  # raw and averaged weights
+    run = tmp_path / "run"
+    assert {"config.yaml", "env.json", "metrics.json", "last.pt", "best.pt", "curves.png"} <= set(os.listdir(run))
+    assert not list(run.glob("*.tmp"))
+    environment = json.loads((run / "env.json").read_text())
+    assert environment["processes"] == 2 and environment["global_batch"] == 128
+    assert environment["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert "commit" in environment
+    promised = {"train/loss", "train/lr", "train/images_per_s", "train/grad_norm", "val/top1", "val/top5",
+                "val_ema/top1", "val_ema/top5"}
+    assert promised <= scalars(run).keys()
+    assert max(scalars(run)["train/loss"]) == 1437 // 128  # an epoch is the split's samples, over both processes
+
+
+def test_every_augmentation_and_the_schedule(tmp_path, shards):
+    train_imagenet.main([
+        *QUICK, *shards, "--run-dir", str(tmp_path / "run"), "--epochs", "3", "--warmup-epochs", "1", "--lr", "1e-3",
+        "--mixup", "0.8", "--cutmix", "1", "--repeats", "2", "--re-prob", "0.5", "--auto-augment", "rand-m10-inc1",
+        "--clip-grad", "1", "--ema-decay", "0.9", "--drop-path", "0.1",
+    ])
+    curves = scalars(tmp_path / "run")
+    lr = curves["train/lr"]
+    assert sorted(lr) == list(range(1, 3 * 4 + 1))  # 70 // 16 updates per epoch
+    assert lr[1] == pytest.approx(1e-6) and max(lr, key=lr.get) == 5 and lr[12] < 0.1 * lr[5]
+    assert sorted(curves["val/top1"]) == [4, 8, 12] == sorted(curves["val_ema/top1"])
+    assert [entry["val"]["count"] for entry in json.loads((tmp_path / "run/metrics.json").read_text())] == [37] * 3
+
+
+def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path, shards):
+    runs = {}
+    for batch, passes in (32, 1), (16, 2):
+        folder = tmp_path / f"{batch}"
+        # Crops of the whole image and no flips: both runs see the same pixels.
+        train_imagenet.main([*QUICK, *PLAIN, *shards, "--run-dir", str(folder), "--epochs", "1",
+                             "--batch-size", str(batch), "--grad-accum", str(passes), "--hflip", "0",
+                             "--scale", "1", "1", "--ratio", "1", "1", "--color-jitter", "none"])
+        runs[batch] = scalars(folder)
+    assert sorted(runs[16]["train/loss"]) == [1, 2]
+    for tag in "train/loss", "train/grad_norm":
+        assert runs[16][tag][1] == pytest.approx(runs[32][tag][1], rel=1e-4)
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monkeypatch):
+    arguments = [*QUICK, *shards, "--epochs", "3", "--mixup", "0.8", "--ema-decay", "0.9", "--drop-path", "0.2"]
+    whole = train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "whole")])
+
+    def stop_after_second_epoch(*_):
+        raise KeyboardInterrupt
+    stopped = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        write = train_imagenet.write_text
+        patch.setattr(train_imagenet, "write_text", lambda path, text: stop_after_second_epoch()
+                      if len(json.loads(text)) == 2 else write(path, text))
+        with pytest.raises(KeyboardInterrupt):
+            train_imagenet.main([*arguments, "--run-dir", str(stopped)])
+    train_imagenet.main(["--resume", str(stopped)])
+
+    ends = [torch.load(run / "last.pt", weights_only=True) for run in (whole, stopped)]
+    assert ends[0]["epoch"] == ends[1]["epoch"] == 3
+    for key in "state_dict", "state_dict_ema":
+        for name, value in ends[0][key].items():
+            torch.testing.assert_close(ends[1][key][name], value, rtol=0, atol=0, msg=f"{key} {name}")
+    assert [entry["epoch"] for entry in ends[1]["history"]] == [1, 2, 3]
+    assert scalars(stopped)["train/loss"] == scalars(whole)["train/loss"]
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--model", "vlonghorn_tinny"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
+    (["--model-kwargs", "img_size=9"], ["img_size=9"]),
+    (["--model-kwargs", "dept=3"], ["dept"]),
+    (["--epocs", "3"], ["--epocs", "--epochs"]),
+    (["--device", "cuda"], ["cuda", "--device cpu"]),
+    (["--num-classes", "3"], ["label", "3", "sample"]),
+    (["--val-samples", "36"], ["37", "36"]),
+    (["--batch-size", "128"], ["70", "128"]),
+    (["--grad-accum", "8"], ["8", "grad_accum"]),
+    (["--lr", "1e30"], ["loss", "lr"]),
+    (["--data", "nowhere/train-{0..3}.tar"], ["nowhere/train-0.tar"]),
+    (["--data", "none"], ["--data DIR"]),
+])
+def test_mistakes_end_with_one_line(tmp_path, shards, monkeypatch, capsys, arguments, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--epochs", "2",
+                                              *arguments], capsys, *words)
+
+
+def test_a_finished_run_is_neither_overwritten_nor_resumed_as_another_model(tmp_path, shards, capsys):
+    run = train_imagenet.main([*QUICK, *PLAIN, *shards, "--run-dir", str(tmp_path / "run"), "--epochs", "1"])
+    before = (run / "last.pt").read_bytes()
+    fails_with_one_line(train_imagenet.main, [*QUICK, *shards, "--run-dir", run], capsys, str(run), "--resume")
+    fails_with_one_line(train_imagenet.main, ["--resume", run], capsys, str(run), "--epochs")
+    fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2", "--model", "vim_test"], capsys,
+                        "another model", "vlonghorn_test")
+    assert (run / "last.pt").read_bytes() == before
+
+
+def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
+    done = subprocess.run([sys.executable, str(REPOSITORY / "train_imagenet.py"), "--lr", "fast", "--data", "x"],
+                          cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,315 @@
+"""Finding shards, reading what is in them, and the index file that says how much it is.
+
+A shard is a tar file (plain or gzip) whose samples are runs of members with one name: `KEY.jpg`, `KEY.cls` (the class
+index in ASCII) and perhaps `KEY.json`. The index, `_info.json`, is the one that timm's `ReaderWds` reads, with
+`num_classes` and `class_names` added.
+"""
+
+import dataclasses
+import glob
+import gzip
+import json
+import os
+import re
+import tarfile
+import urllib.request
+import zlib
+from http.client import HTTPException
+
+import braceexpand
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from .images import EXTENSIONS, DataError
+
+INDEX_NAMES = ("_info.json", "info.json")
+_SHARD = re.compile(r"\.tar(\.gz)?$|\.tgz$")
+_ALIASES = {"val": "validation", "validation": "val"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardSet:
+    """The shards of one split.
+
+    Attributes:
+        urls: paths or http(s) URLs of the shards.
+        num_samples: samples in all shards together.
+        num_classes: number of classes, None if unknown.
+        class_names: name of each class by its index, None if unknown.
+        split: name of the split.
+        samples_per_shard: samples in each of `urls`, None if unknown.
+    """
+
+    urls: list
+    num_samples: int
+    num_classes: int | None = None
+    class_names: list | None = None
+    split: str = ""
+    samples_per_shard: list | None = None
+
+
+def open_shards(spec, split="train", num_samples=None, num_classes=None):
+    """Find the shards of a split and learn how many samples and classes they hold.
+
+    Args:
+        spec: a directory of shards; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local or http(s).
+        split: which split of a directory; "val" and "validation" mean the same.
+        num_samples: number of samples, where no index tells it.
+        num_classes: number of classes, where no index tells it (or to use a model with more).
+
+    Returns:
+        ShardSet
+
+    Raises:
+        DataError: if shards are missing, the count is unknown, or the URL is of a kind that could run commands.
+    """
+    spec = os.fspath(spec)
+    if "://" not in spec and os.path.isdir(spec):
+        index = read_index(spec)
+        if index is None:
+            urls = find_shards(spec).get(_pick(split, find_shards(spec), spec), [])
+            counts = None
+        else:
+            split = _pick(split, index["splits"], spec)
+            entry = index["splits"][split]
+            urls = [os.path.join(spec, name) for name in entry["filenames"]]
+            counts = list(entry["shard_lengths"])
+    else:
+        urls = _expand(spec)
+        index = read_index(os.path.dirname(urls[0]) or ".") if "://" not in urls[0] else None
+        counts = _look_up(urls, index)
+    missing = [url for url in urls if "://" not in url and not os.path.isfile(url)]
+    if missing:
+        raise DataError(f"shard {missing[0]} is missing ({len(missing)} of {len(urls)} in {spec!r}); check the path")
+    if counts is not None:
+        if num_samples not in (None, sum(counts)):
+            raise DataError(f"num_samples={num_samples}, but the index of {spec!r} says {sum(counts)}; drop one")
+        num_samples = sum(counts)
+    if num_samples is None:
+        raise DataError(
+            f"the number of samples in {spec!r} ({split}) is unknown; give num_samples, or write an index with "
+            "`python -m vision_longhorn.shards index DIR`"
+        )
+    if num_samples < 1:
+        raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")
+    index = index or {}
+    return ShardSet(urls, num_samples, num_classes or index.get("num_classes"), index.get("class_names"), split, counts)
+
+
+def _pick(split, splits, spec):
+    for name in (split, _ALIASES.get(split)):
+        if name in splits:
+            return name
+    have = ", ".join(sorted(splits)) or "no shards"
+    raise DataError(f"{spec!r} has no split {split!r}; it has {have}")
+
+
+def _expand(spec):
+    """Local paths and http(s) URLs that a pattern stands for, in order."""
+    scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
+    if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
+        raise DataError(f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL")
+    for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
+        if int(low) > int(high):
+            raise DataError(f"{spec!r}: the range {low}..{high} is empty; write the smaller number first")
+    try:
+        urls = list(braceexpand.braceexpand(spec))
+    except braceexpand.UnbalancedBracesError:
+        raise DataError(f"{spec!r} has unbalanced braces; write train-{{000000..000015}}.tar") from None
+    if any("{" in url or "}" in url for url in urls):
+        raise DataError(f"{spec!r} has an empty brace range; write train-{{000000..000015}}.tar")
+    found = []
+    for url in urls:
+        if "://" in url or not glob.has_magic(url) or os.path.exists(url):
+            found.append(url)
+        else:
+            found += sorted(glob.glob(url))
+    if not found:
+        raise DataError(f"no file matches {spec!r}; check the pattern")
+    return found
+
+
+def _look_up(urls, index):
+    """The counts of `urls` from the index in their folder, None unless it has every one."""
+    counts = {}
+    for entry in (index or {"splits": {}})["splits"].values():
+        counts.update(zip(entry["filenames"], entry["shard_lengths"]))
+    names = [os.path.basename(url) for url in urls]
+    return [counts[name] for name in names] if all(name in counts for name in names) else None
+
+
+def find_shards(directory):
+    """Shards of a directory by split name, read from their file names.
+
+    `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val.
+
+    Returns:
+        dict of split name -> sorted paths
+
+    Raises:
+        DataError: if there is no such directory.
+    """
+    if not os.path.isdir(directory):
+        raise DataError(f"{directory} is not a folder; check the path")
+    splits = {}
+    for name in sorted(os.listdir(directory)):
+        if not _SHARD.search(name) or name.startswith("."):
+            continue
+        words = [word for word in re.split(r"[-_.]", _SHARD.sub("", name)) if not word.isdigit()]
+        known = [word for word in words if word in ("train", "val", "validation", "test")]
+        split = (known or words or ["train"])[-1]
+        splits.setdefault(split, []).append(os.path.join(directory, name))
+    return splits
+
+
+def read_index(directory):
+    """The index of a directory of shards.
+
+    Returns:
+        dict with "splits" and perhaps "num_classes" and "class_names"; None if there is none.
+
+    Raises:
+        DataError: if there is one that cannot be understood.
+    """
+    for name in INDEX_NAMES:
+        path = os.path.join(directory, name)
+        if not os.path.isfile(path):
+            continue
+        try:
+            with open(path, encoding="utf-8") as file:
+                index = json.load(file)
+            for entry in index["splits"].values():
+                if len(entry["filenames"]) != len(entry["shard_lengths"]):
+                    raise ValueError("filenames and shard_lengths differ in length")
+                if sum(entry["shard_lengths"]) != entry["num_samples"]:
+                    raise ValueError("shard_lengths do not add up to num_samples")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(
+                f"{path} is not an index of shards ({error!r}); remove it and write a new one with "
+                "`python -m vision_longhorn.shards index DIR`"
+            ) from None
+        return index
+    return None
+
+
+def write_index(directory, splits, class_names=None, num_classes=None):
+    """Write the index of a directory, replacing the splits named and keeping the others.
+
+    Args:
+        directory: where the shards lie.
+        splits: dict of split name -> (file names, samples per shard, dict of further facts to keep).
+        class_names: name of each class by its index, if known.
+        num_classes: number of classes, if there are no names.
+    """
+    index = read_index(directory) or {"splits": {}}
+    for name, (filenames, lengths, facts) in splits.items():
+        index["splits"][name] = {
+            "name": name,
+            "num_samples": sum(lengths),
+            "filenames": list(filenames),
+            "shard_lengths": list(lengths),
+            **facts,
+        }
+    if class_names is not None:
+        num_classes = len(class_names)
+        index["class_names"] = list(class_names)
+    if num_classes is not None:
+        index["num_classes"] = num_classes
+    write_aside(os.path.join(directory, INDEX_NAMES[0]), json.dumps(index, indent=1).encode())
+
+
+def write_aside(path, data):
+    """Write bytes to a file so that it is either absent or whole."""
+    aside = f"{path}.{os.getpid()}.partial"
+    try:
+        with open(aside, "wb") as file:
+            file.write(data)
+        os.replace(aside, path)
+    finally:
+        if os.path.exists(aside):
+            os.remove(aside)
+
+
+def read_shard(url):
+    """Read the samples of one shard as they are: nothing in it is decoded, and nothing is run.
+
+    Args:
+        url: path or http(s) URL of a tar or tar.gz file.
+
+    Yields:
+        dict with "__key__", "__url__" and the bytes of each member by its extension in lower case.
+
+    Raises:
+        DataError: if the shard cannot be read to its end.
+    """
+    last = key = None
+    try:
+        # webdataset's own opener would run curl, or for other kinds of URL whatever they say.
+        with urllib.request.urlopen(url, timeout=60) if "://" in url else open(url, "rb") as file:
+            stream = _Tail(gzip.open(file) if file.peek(2)[:2] == b"\x1f\x8b" else file)
+            for sample in group_by_keys(tar_file_expander([{"url": url, "stream": stream}])):
+                if last is not None:
+                    key = last["__key__"]
+                    yield last
+                last = sample
+            while stream.read(1 << 20):
+                pass
+            # tarfile takes a cut before or in a header for the end; the sample before it may then be a half one.
+            if stream.tail != bytes(tarfile.BLOCKSIZE):
+                raise EOFError("unexpected end of data")
+        if last is not None:
+            yield last
+    except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error) as error:
+        where = f"after sample {key}" if key else "from its start"
+        reason = str(error.args[0] if error.args else error) or type(error).__name__
+        raise DataError(f"shard {url} cannot be read {where} ({reason}); make or fetch it again") from None
+
+
+class _Tail:
+    """A stream that remembers the last block read from it: a whole tar file ends with zeros."""
+
+    def __init__(self, stream):
+        self.stream = stream
+        self.tail = b""
+
+    def read(self, size):
+        data = self.stream.read(size)
+        self.tail = (self.tail + data[-tarfile.BLOCKSIZE :])[-tarfile.BLOCKSIZE :]
+        return data
+
+
+def image_of(sample):
+    """Bytes of a sample's image.
+
+    Raises:
+        DataError: if it has none.
+    """
+    for extension in EXTENSIONS:
+        if extension in sample:
+            return sample[extension]
+    has = ", ".join(name for name in sample if not name.startswith("__")) or "nothing"
+    raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}), only {has}")
+
+
+def label_of(sample, num_classes=None):
+    """Class index of a sample.
+
+    Raises:
+        DataError: if it has none, or one outside 0 <= label < num_classes.
+    """
+    text = sample.get("cls")
+    if text is None:
+        raise DataError(f"{place(sample)}: no label; a .cls member with the class index is needed")
+    try:
+        label = int(text)
+    except ValueError:
+        raise DataError(f"{place(sample)}: label {text[:20]!r} is not a number") from None
+    if label < 0 or (num_classes is not None and label >= num_classes):
+        raise DataError(
+            f"{place(sample)}: label {label} is out of range for {num_classes} classes; check both"
+        )
+    return label
+
+
+def place(sample):
+    """Where a sample lies, for messages."""
+    return f"shard {sample['__url__']}, sample {sample['__key__']}"

@@ -1,0 +1,355 @@
+"""Where the samples of new shards come from: image folders, the ILSVRC-2012 tars, scikit-learn's digits."""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import tarfile
+import tempfile
+
+from PIL import Image
+
+from .images import EXTENSIONS, DataError
+from .index import INDEX_NAMES, read_index, write_aside
+
+GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
+_WNID = re.compile(r"n\d{8}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """An image to be stored.
+
+    Attributes:
+        name: file name in its source, with a folder if it has one.
+        label: class index.
+        path, offset, size: where its bytes lie, perhaps inside of a tar file.
+        data: the bytes themselves, for those that lie in no file.
+    """
+
+    name: str
+    label: int
+    path: str = ""
+    offset: int = 0
+    size: int = 0
+    data: bytes | None = None
+
+    def read(self):
+        """Bytes of the file. Raises DataError if they are not all there."""
+        if self.data is not None:
+            return self.data
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.offset)
+                data = file.read(self.size)
+        except OSError as error:
+            raise DataError(f"{self.name} cannot be read from {self.path} ({error.strerror})") from None
+        if len(data) != self.size:
+            raise DataError(f"{self.name}: {self.path} ended too early or changed while it was read")
+        return data
+
+
+class Journal:
+    """Notes of what is done, one JSON value a line, by which a run that was stopped can go on."""
+
+    def __init__(self, path):
+        self.path = path
+        text = b""
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        if whole != text:  # stopped in the middle of a line
+            write_aside(path, whole)
+        self.entries = [json.loads(line) for line in whole.splitlines()]
+
+    def add(self, entry):
+        with open(self.path, "ab") as file:
+            file.write(json.dumps(entry).encode() + b"\n")
+        self.entries.append(entry)
+
+    def remove(self):
+        if os.path.exists(self.path):
+            os.remove(self.path)
+        self.entries = []
+
+
+def image_folder(root, class_names=None):
+    """List a folder of one folder per class, as torchvision's and timm's ImageFolder do: classes are sorted by name.
+
+    Args:
+        root: the folder.
+        class_names: the classes by index, where other splits have fixed them already.
+
+    Returns:
+        samples, class_names, names of the files left out because they are not images by their names
+
+    Raises:
+        DataError: if there are no classes, a class without images, or one that is not in `class_names`.
+    """
+    if not os.path.isdir(root):
+        raise DataError(f"{root} is not a folder")
+    found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+    if not found:
+        raise DataError(f"{root} has no class folders; expected {os.path.join(root, 'CLASS', 'IMAGE.jpg')}")
+    class_names = list(class_names or found)
+    samples, others = [], []
+    labels = {name: label for label, name in enumerate(class_names)}
+    for name in found:
+        if name not in labels:
+            raise DataError(
+                f"class {name!r} of {root} is not among the {len(labels)} classes of the other splits; name another "
+                "folder for the shards, or make the split with all classes first"
+            )
+        before = len(samples)
+        for folder, folders, files in os.walk(os.path.join(root, name), followlinks=True):
+            folders.sort()
+            for file in sorted(files):
+                path = os.path.join(folder, file)
+                relative = os.path.relpath(path, root).replace(os.sep, "/")
+                if _extension(file) in EXTENSIONS:
+                    samples.append(Sample(relative, labels[name], path, 0, os.path.getsize(path)))
+                else:
+                    others.append(relative)
+        if len(samples) == before:
+            raise DataError(f"class {name!r} of {root} has no images ({', '.join(EXTENSIONS)}); remove it or fill it")
+    return samples, class_names, others
+
+
+def ilsvrc_train(path, journal_path, progress=None):
+    """List the tar of ILSVRC-2012's training images, a tar of one tar per class.
+
+    Only headers are read. What is found is noted class by class, so that a second run goes on where the first stopped.
+
+    Args:
+        path: ILSVRC2012_img_train.tar.
+        journal_path: where to keep the notes.
+        progress: called with an iterable of classes, returns it (tqdm).
+
+    Returns:
+        samples, class_names (WordNet ids, sorted)
+
+    Raises:
+        DataError: if it is not such a tar, or is cut short.
+    """
+    journal = Journal(journal_path)
+    about = {"tar": os.path.basename(path), "bytes": _size(path)}
+    if journal.entries[:1] != [about]:
+        journal.remove()
+        journal.add(about)
+    listed = {entry["class"]: entry["files"] for entry in journal.entries[1:]}
+    with _open_tar(path) as outer:
+        members = {os.path.splitext(os.path.basename(m.name))[0]: m for m in _files(outer, path)}
+        strange = [name for name in members if not _WNID.fullmatch(name)]
+        if strange or not members:
+            first = strange[0] if strange else "nothing"
+            raise DataError(f"{path} holds {first}, not one tar per class (n01440764.tar)")
+        names = sorted(members, key=lambda name: members[name].offset)
+        for name in progress(names) if progress else names:
+            if name in listed:
+                continue
+            start = members[name].offset_data
+            with _open_tar(path, outer.extractfile(members[name])) as inner:
+                files = [[m.name, start + m.offset_data, m.size] for m in _files(inner, f"{path}: {name}.tar")]
+            journal.add({"class": name, "files": files})
+            listed[name] = files
+    class_names = sorted(members)
+    samples = [
+        Sample(f"{name}/{file}", label, path, offset, size)
+        for label, name in enumerate(class_names)
+        for file, offset, size in sorted(listed[name])
+    ]
+    return samples, class_names
+
+
+def ilsvrc_val(path, truth, class_names):
+    """List the tar of ILSVRC-2012's validation images.
+
+    Args:
+        path: ILSVRC2012_img_val.tar.
+        truth: WordNet id of each image, in the order of their numbers (see `ground_truth`).
+        class_names: WordNet ids by class index.
+
+    Returns:
+        samples
+
+    Raises:
+        DataError: if images and labels do not fit together.
+    """
+    labels = {name: label for label, name in enumerate(class_names)}
+    with _open_tar(path) as tar:
+        members = {}
+        for member in _files(tar, path):
+            number = re.search(r"_(\d+)\.JPEG$", member.name)
+            if not number:
+                raise DataError(f"{path} holds {member.name}, not images like ILSVRC2012_val_00000001.JPEG")
+            members[int(number[1])] = member
+    if sorted(members) != list(range(1, len(truth) + 1)):
+        raise DataError(f"{path} has {len(members)} images, but the ground truth has {len(truth)} labels; check both")
+    unknown = sorted(set(truth) - set(labels))
+    if unknown:
+        raise DataError(
+            f"class {unknown[0]} of the ground truth is not among the {len(labels)} classes of the training tar; "
+            "check that both files are those of ILSVRC-2012 and complete"
+        )
+    return [
+        Sample(os.path.basename(m.name), labels[truth[number - 1]], path, m.offset_data, m.size)
+        for number, m in sorted(members.items())
+    ]
+
+
+def ground_truth(path, synsets=None):
+    """WordNet id of each validation image, in the order of the images' numbers.
+
+    The devkit's own file holds ILSVRC ids from 1 to 1000, which are in no order that a class index follows; only the
+    devkit's meta.mat tells which class is which.
+
+    Args:
+        path: the devkit (`ILSVRC2012_devkit_t12.tar.gz`, or the folder unpacked from it), or its ground-truth file, or
+            a text file with one WordNet id a line.
+        synsets: for a file of ILSVRC ids without its meta.mat beside it: a meta.mat, or a text file whose n-th line
+            starts with the WordNet id of ILSVRC id n.
+
+    Returns:
+        list of WordNet ids
+
+    Raises:
+        DataError: if the ids cannot be told for certain.
+    """
+    meta = None
+    if os.path.isdir(path):
+        found = {file: os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files}
+        if GROUND_TRUTH not in found:
+            raise DataError(f"{path} holds no {GROUND_TRUTH}; give the devkit's folder")
+        text, meta = _read(found[GROUND_TRUTH]), _read(found["meta.mat"]) if "meta.mat" in found else None
+    elif os.path.isfile(path) and tarfile.is_tarfile(path):
+        with tarfile.open(path) as tar:
+            found = {os.path.basename(m.name): m for m in tar if m.isreg()}
+            if GROUND_TRUTH not in found or "meta.mat" not in found:
+                raise DataError(f"{path} holds no {GROUND_TRUTH} with a meta.mat; give ILSVRC2012_devkit_t12.tar.gz")
+            text, meta = (tar.extractfile(found[name]).read() for name in (GROUND_TRUTH, "meta.mat"))
+    else:
+        text = _read(path)
+        beside = os.path.join(os.path.dirname(path), "meta.mat")
+        meta = _read(beside) if os.path.isfile(beside) else None
+    lines = text.decode("ascii", "replace").split("\n")
+    lines = [line.strip() for line in lines if line.strip()]
+    if lines and all(_WNID.fullmatch(line) for line in lines):
+        return lines
+    if not lines or not all(line.isdigit() for line in lines):
+        raise DataError(f"{path}: every line must be one WordNet id (n01440764) or one ILSVRC id (1 to 1000)")
+    if synsets:
+        names = _synset_order(_read(synsets), synsets)
+    elif meta:
+        names = _synset_order(meta, "meta.mat")
+    else:
+        raise DataError(
+            f"{path} holds ILSVRC ids, which only the devkit can translate; give ILSVRC2012_devkit_t12.tar.gz in its "
+            "place, put meta.mat beside it, or name a list with --synsets"
+        )
+    unknown = [line for line in lines if int(line) not in names]
+    if unknown:
+        raise DataError(f"{path}: {unknown[0]} is not an ILSVRC id (1 to {max(names)}); are these class indices?")
+    return [names[int(line)] for line in lines]
+
+
+def _synset_order(data, path):
+    """dict of ILSVRC id -> WordNet id, from a meta.mat or a text file."""
+    if data.startswith(b"MATLAB"):
+        from scipy.io import loadmat
+
+        synsets = loadmat(io.BytesIO(data), squeeze_me=True)["synsets"]
+        # The inner nodes of the hierarchy follow after the classes that images are labelled with.
+        return {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+    lines = [line.split() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
+    if not lines or not all(_WNID.fullmatch(line[0]) for line in lines):
+        raise DataError(f"{path}: every line must start with a WordNet id (n01440764), in the order of the ILSVRC ids")
+    return {number: line[0] for number, line in enumerate(lines, 1)}
+
+
+def digits():
+    """scikit-learn's handwritten digits: 1797 scans of 8 x 8 pixels, 360 of them held out, stratified by class.
+
+    Source: UCI "Optical Recognition of Handwritten Digits", as shipped inside scikit-learn. The 17 gray levels are
+    spread over 0 to 255, stored as PNG without loss.
+
+    Returns:
+        dict of split name -> samples, class_names
+    """
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    data = load_digits()
+    samples = []
+    for number, (image, label) in enumerate(zip(data.images, data.target)):
+        file = io.BytesIO()
+        Image.fromarray((image * (255 / 16)).round().astype("uint8")).save(file, "PNG")
+        samples.append(Sample(f"digit_{number:04d}.png", int(label), size=file.tell(), data=file.getvalue()))
+    train, val = train_test_split(range(len(samples)), test_size=360, stratify=data.target, random_state=0)
+    names = [str(name) for name in data.target_names]
+    return {"train": [samples[i] for i in sorted(train)], "val": [samples[i] for i in sorted(val)]}, names
+
+
+def make_digits(out_dir):
+    """Make the shards of the built-in demo set, unless they are there. Several processes may do so at once.
+
+    Args:
+        out_dir: folder for 4 training and 2 validation shards with their index.
+
+    Returns:
+        out_dir
+
+    Raises:
+        DataError: if `out_dir` holds other data.
+    """
+    from ..shards import make_shards
+
+    index = read_index(out_dir)
+    if index is not None:
+        if {entry.get("source") for entry in index["splits"].values()} != {"digits"}:
+            raise DataError(f"{out_dir} holds other data than the digits; name another folder")
+        if all(os.path.exists(os.path.join(out_dir, f)) for s in index["splits"].values() for f in s["filenames"]):
+            return out_dir
+    splits, class_names = digits()
+    os.makedirs(out_dir, exist_ok=True)
+    # Everyone makes the same bytes in a place of his own and moves them over, so it does not matter who is first.
+    with tempfile.TemporaryDirectory(dir=out_dir, prefix=".making-") as aside:
+        make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
+        make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
+        for name in sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0]):
+            os.replace(os.path.join(aside, name), os.path.join(out_dir, name))
+    return out_dir
+
+
+def _extension(name):
+    return os.path.splitext(name)[1][1:].lower()
+
+
+def _read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _size(path):
+    try:
+        return os.path.getsize(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+
+
+def _open_tar(path, fileobj=None):
+    try:
+        return tarfile.open(path, "r:", fileobj)
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"{path} cannot be opened as an uncompressed tar ({error})") from None
+
+
+def _files(tar, path):
+    try:
+        return [member for member in tar if member.isreg()]
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"{path} is damaged or cut short ({error}); fetch it again") from None

@@ -1,0 +1,51 @@
+"""Errors that a user can mend, and how a command line ends on one: one line and exit code 1, no traceback."""
+
+import argparse
+import difflib
+import sys
+
+
+class UserError(ValueError):
+    """Bad input. The message is one line that names the value and the remedy."""
+
+
+def one_line(error):
+    """Message of an exception without its line breaks."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def run_cli(main):
+    """Runs `main()`; where it raises a `UserError`, prints one line to stderr and exits with code 1."""
+    from vision_longhorn.data import DataError  # not at the top: the data modules may import this one
+
+    try:
+        main()
+    except (UserError, DataError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        sys.exit(1)
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`."""
+
+    def __init__(self, **kwargs):
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        raise UserError(f"{message}; --help lists all options")
+
+    def parse_args(self, args=None, namespace=None):
+        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        found, unknown = self.parse_known_args(words, namespace)
+        if unknown and unknown[0].startswith("--"):
+            key = unknown[0].partition("=")[0]
+            near = difflib.get_close_matches(key, self._option_string_actions, n=1, cutoff=0)[0]
+            raise UserError(f"unknown option {key}; the nearest known one is {near}, --help lists all")
+        if unknown:
+            self.error(f"{unknown[0]!r} follows no option")
+        return found
+
+
+def _with_dashes(word):
+    key, equals, value = word.partition("=")
+    return f"{key.replace('_', '-')}{equals}{value}" if key.startswith("--") else word

@@ -1,0 +1,139 @@
+"""Exact evaluation, and what it shares with training: the device, the data's place, the image transforms."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import parse_flag_from_env
+from timm.data import auto_augment, create_transform, resolve_data_config
+
+from vision_longhorn.config import DIGITS
+from vision_longhorn.errors import UserError
+
+
+def make_accelerator(device="auto", precision="auto", **kwargs):
+    """Accelerator for `device` (auto, cuda, cpu) and `precision` (auto, bf16, fp32).
+
+    Args:
+        device: auto takes CUDA where there is one.
+        precision: auto is bf16 autocast on a GPU and fp32 on a CPU.
+        **kwargs: Further arguments of `Accelerator`.
+
+    Raises:
+        UserError: Where CUDA is asked for and there is none.
+    """
+    # The scans run on CUDA and on the CPU; accelerate on its own would pick Apple's GPU, too.
+    cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if device == "cuda" and cpu:
+        raise UserError("device is 'cuda', but PyTorch finds no CUDA GPU here, or the launcher was given --cpu: "
+                        "use --device auto or --device cpu")
+    mixed_precision = {"auto": "no" if cpu else "bf16", "bf16": "bf16", "fp32": "no"}[precision]
+    return Accelerator(cpu=cpu, mixed_precision=mixed_precision, **kwargs)
+
+
+def locate_data(spec, accelerator):
+    """`spec` itself, or the folder of the built-in digits, which are made in ./data/digits where they are missing."""
+    if spec != DIGITS:
+        return spec
+    from vision_longhorn.data import make_digits
+    folder = Path("data", DIGITS)
+    if accelerator.is_local_main_process:
+        make_digits(folder)
+    accelerator.wait_for_everyone()
+    return str(folder)
+
+
+def input_settings(model, values):
+    """Input size, normalisation, resampling and crop, as `timm.data.create_transform` takes them for evaluation.
+
+    Args:
+        model: The timm model; its default_cfg fills in what `values` leaves open.
+        values: Dict, such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
+
+    Returns:
+        Dict of keyword arguments, with input_size (3, height, width).
+    """
+    wanted = {key: values.get(key) for key in ("mean", "std", "interpolation", "crop_pct")}
+    size = (values.get("model_kwargs") or {}).get("img_size")
+    if size is not None:
+        wanted["input_size"] = (3, *size) if isinstance(size, (list, tuple)) else (3, size, size)
+    return resolve_data_config(wanted, model=model)
+
+
+def train_transform(settings, config):
+    """timm's training transform: from a PIL image to a tensor (3, height, width).
+
+    Args:
+        settings: Dict of `input_settings`; the crop is for evaluation and not used.
+        config: The `Config`.
+    """
+    for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
+        auto_augment.NAME_TO_OP[name] = _posterize
+    return create_transform(
+        settings["input_size"], is_training=True, interpolation=settings["interpolation"], mean=settings["mean"],
+        std=settings["std"], scale=config.scale, ratio=config.ratio, hflip=config.hflip,
+        color_jitter=config.color_jitter, auto_augment=config.auto_augment, re_prob=config.re_prob,
+        re_mode=config.re_mode,
+    )
+
+
+def _posterize(image, bits, **_):
+    # At full magnitude timm keeps 0 bits. That is an error since Pillow 13, and was a black image before.
+    return auto_augment.posterize(image, max(1, bits))
+
+
+@torch.no_grad()
+def evaluate(models, loader, accelerator, num_samples):
+    """Evaluates several models in one pass over the data, each sample counted once over all processes.
+
+    A sample's rank is the number of classes that score higher than its own, or as high with a smaller index. So
+    ties, frequent in bf16, do not depend on the batch, and a score that is not a number is never a hit.
+
+    Args:
+        models: Dict of name to model, not wrapped for distributed training; each maps (B, 3, H, W) to (B, classes).
+        loader: This process's share of the split: images (B, 3, H, W) float32, targets (B,) int64; may be empty.
+        accelerator: Gives device, precision, and the sum over the processes.
+        num_samples: Size of the split, in samples.
+
+    Returns:
+        Dict of name to {"top1", "top5" (per cent), "loss" (mean cross-entropy), "count", "top1_count", "top5_count"}.
+        With fewer than five classes "top5" looks at all of them.
+
+    Raises:
+        UserError: Where the processes together saw another number of samples than `num_samples`.
+    """
+    # The loss is summed in float64, so that the split over processes does not show in it.
+    sums = torch.zeros(len(models), 4, dtype=torch.float64, device=accelerator.device)
+    for model in models.values():
+        model.eval()
+    for images, targets in loader:
+        images = images.to(accelerator.device, non_blocking=True)
+        targets = targets.to(accelerator.device, non_blocking=True)
+        for row, model in zip(sums, models.values()):
+            with accelerator.autocast():
+                logits = model(images)
+            logits = logits.float()  # (B, C)
+            own = logits.gather(1, targets[:, None])  # (B, 1)
+            index = torch.arange(logits.shape[1], device=logits.device)
+            rank = (~(logits <= own) | (logits == own) & (index < targets[:, None])).sum(1)  # (B,)
+            loss = F.cross_entropy(logits, targets, reduction="none").double().sum()
+            hits = [(rank < min(k, logits.shape[1])).sum() for k in (1, 5)]
+            row += torch.stack([*hits, loss, torch.tensor(len(targets), device=loss.device)])
+
+    results = {}
+    for name, (top1, top5, loss, count) in zip(models, accelerator.reduce(sums).tolist()):
+        if count != num_samples:
+            raise UserError(f"evaluation saw {count:.0f} samples, but the split should hold {num_samples}: "
+                            "index the shards anew, or give their true number")
+        results[name] = {
+            "top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count,
+            "count": int(count), "top1_count": int(top1), "top5_count": int(top5),
+        }
+    return results
+
+
+def describe(result):
+    """One line for a person, of one of `evaluate`'s results."""
+    return (f"top-1 {result['top1']:.2f} % ({result['top1_count']})  top-5 {result['top5']:.2f} % "
+            f"({result['top5_count']})  loss {result['loss']:.4f}  count {result['count']}")
