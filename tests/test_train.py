@@ -94,13 +94,13 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
     assert {"config.yaml", "env.json", "metrics.json", "last.pt", "best.pt", "curves.png"} <= set(os.listdir(run))
     assert not list(run.glob("*.tmp"))
     environment = json.loads((run / "env.json").read_text())
-    assert environment["processes"] == 2 and environment["global_batch"] == 128
+    assert environment["processes"] == 2 and environment["global_batch"] == 64
     assert environment["versions"]["torch"] == torch.__version__.split("+")[0]
     assert "commit" in environment
     promised = {"train/loss", "train/lr", "train/images_per_s", "train/grad_norm", "val/top1", "val/top5",
                 "val_ema/top1", "val_ema/top5"}
     assert promised <= scalars(run).keys()
-    assert max(scalars(run)["train/loss"]) == 1437 // 128  # an epoch is the split's samples, over both processes
+    assert max(scalars(run)["train/loss"]) == 1437 // 64  # an epoch is the split's samples, over both processes
 
 
 def test_every_augmentation_and_the_schedule(tmp_path, shards):

@@ -1,0 +1,529 @@
+"""The models: sizes, wiring against a plain description, image sizes, initialisation, precision, timm's interface."""
+
+import itertools
+import math
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from scan_cases import relative_rms
+from timm.optim import create_optimizer_v2
+
+from vision_longhorn import VisionLonghorn
+from vision_longhorn.mixer import BidirectionalMixer
+
+COUNTS = {
+    "vim_tiny": 7_148_008, "vim_small": 25_796_584, "vim_base": 97_598_440,
+    "vlonghorn_tiny": 6_853_096, "vlonghorn_small": 25_206_760, "vlonghorn_base": 96_418_792,
+    "vlonghorn_tiny_shared": 6_290_920, "vlonghorn_small_shared": 23_640_040, "vlonghorn_base_shared": 91_515_880,
+}
+NAMES = {*COUNTS, "vim_test", "vlonghorn_test", "vlonghorn_tiny_exact", "vlonghorn_small_exact", "vlonghorn_base_exact"}
+
+
+def small(name="vlonghorn_test", **options):
+    """A model that runs in milliseconds: 16 patches, 2 blocks, 5 classes."""
+    torch.manual_seed(0)
+    return timm.create_model(name, **{**dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_classes=5), **options})
+
+
+def gradients(model, images, target=None):
+    model.zero_grad()
+    y = model(images)
+    (F.cross_entropy(y, target) if target is not None else y.float().square().mean()).backward()
+    return {name: value.grad.clone() for name, value in model.named_parameters()}
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameter_count(name):
+    with torch.device("meta"):
+        assert sum(value.numel() for value in timm.create_model(name).parameters()) == COUNTS[name]
+
+
+def test_every_name_makes_a_model_of_its_own_kind():
+    assert set(timm.list_models(module="vlonghorn")) == NAMES
+    for name in NAMES:
+        with torch.device("meta"):
+            model = timm.create_model(name, num_classes=7)
+            size = model.default_cfg["input_size"]
+            assert model(torch.empty(2, *size)).shape == (2, 7)
+        mixer = model.blocks[-1].mixer
+        assert mixer.rule == ("mamba" if name.startswith("vim") else "exact" if "exact" in name else "diagonal")
+        assert mixer.shared == name.endswith("_shared")
+        assert size == ((3, 96, 96) if name.endswith("_test") else (3, 224, 224))
+        assert len(model.blocks) == (4 if name.endswith("_test") else 24)
+
+
+@pytest.mark.parametrize("name,options", [
+    ("vlonghorn_tiny", {}), ("vim_tiny", {}), ("vlonghorn_tiny_exact", {}), ("vlonghorn_tiny_shared", {}),
+    ("vlonghorn_small", {}), ("vlonghorn_base", dict(depth=2)), ("vim_base", dict(depth=2))])
+def test_training_step_at_224_reaches_every_channel_of_every_parameter(name, options):
+    torch.manual_seed(0)
+    model = timm.create_model(name, **options)
+    for key, grad in gradients(model, torch.randn(1, 3, 224, 224), torch.tensor([3])).items():
+        assert grad.isfinite().all(), key
+        rows = grad.reshape(-1, grad.shape[-1]) if grad.ndim > 1 else grad.reshape(1, -1)
+        assert rows.any(1).all(), f"{key}: {int((~rows.any(1)).sum())} of {len(rows)} rows get no gradient"
+
+
+# The whole model, written out plainly from the description of the papers
+
+
+def plain_direction(p, i, x, mixer):
+    """One direction over tokens in its own order: the scan's output before the gate, from a loop over tokens."""
+    (B, L, D), K, N = x.shape, p["conv_weight"].shape[-1], mixer.d_state
+    conv = []
+    for t in range(L):
+        out = p["conv_bias"][i].expand(B, D)
+        for tap in range(K):
+            if t - tap >= 0:
+                out = out + p["conv_weight"][i, :, K - 1 - tap] * x[:, t - tap]
+        conv.append(out / (1 + torch.exp(-out)))
+    return torch.stack(conv, 1)
+
+
+def plain_scan(p, i, x, mixer):
+    rank, N = mixer.dt_rank, mixer.d_state
+    low = x @ p["x_proj"][i].t()
+    k, q = low[..., rank:rank + N], low[..., rank + N:]
+    logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
+    state, ys = x.new_zeros(x.shape[0], x.shape[2], N), []
+    for t in range(x.shape[1]):
+        key, value = k[:, t, None, :], x[:, t, :, None]
+        if mixer.rule == "mamba":
+            dt = torch.log1p(torch.exp(logit[:, t]))[..., None]
+            state = torch.exp(-dt * torch.exp(p["A_log"][i])) * state + dt * value * key
+        else:
+            beta = torch.sigmoid(logit[:, t])[..., None]
+            eps = beta / (1 + beta * (key * key).sum(-1, keepdim=True))
+            if mixer.rule == "exact":
+                state = state + eps * (value - (state * key).sum(-1, keepdim=True)) * key
+            else:
+                state = (1 - eps * key * key) * state + eps * value * key
+        ys.append((state * q[:, t, None, :]).sum(-1) + p["D"][i] * x[:, t])
+    return torch.stack(ys, 1)
+
+
+def plain_norm(x, weight):
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def plain_mixer(p, h, mixer):
+    x, z = (h @ p["in_proj.weight"].t()).chunk(2, -1)
+    gate = z / (1 + torch.exp(-z))
+    if mixer.shared:
+        x = plain_direction(p, 0, x, mixer)
+        forward, backward = plain_scan(p, 0, x, mixer), plain_scan(p, 0, x.flip(1), mixer).flip(1)
+        y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
+    else:
+        # The backward direction is a forward one that is shown the tokens in reverse order.
+        forward = plain_scan(p, 0, plain_direction(p, 0, x, mixer), mixer)
+        backward = plain_scan(p, 1, plain_direction(p, 1, x.flip(1), mixer), mixer).flip(1)
+        y = (forward * gate + backward * gate) / 2
+    return y @ p["out_proj.weight"].t()
+
+
+def plain_model(p, images, model):
+    def of(prefix):
+        return {name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)}
+
+    height, width = model.patch_embed.patch_size
+    patches = images.unfold(2, height, height).unfold(3, width, width)  # (B, C, H, W, height, width)
+    x = torch.einsum("bchwij,dcij->bhwd", patches, p["patch_embed.proj.weight"]).flatten(1, 2)
+    x = x + p["patch_embed.proj.bias"]
+    count = x.shape[1]
+    index = {"first": 0, "middle": count // 2, "last": count, "none": None}[model.class_token]
+    tokens = list(x.unbind(1))
+    if index is not None:
+        tokens.insert(index, p["cls_token"][0].expand(len(x), -1))
+    x = torch.stack(tokens, 1) + p["pos_embed"]
+    for i, block in enumerate(model.blocks):
+        x = x + plain_mixer(of(f"blocks.{i}.mixer."), plain_norm(x, p[f"blocks.{i}.norm.weight"]), block.mixer)
+    tokens = list(plain_norm(x, p["norm.weight"]).unbind(1))
+    if model.global_pool == "":
+        x = torch.stack(tokens, 1)
+    elif model.global_pool == "token":
+        x = tokens[index]
+    else:
+        if index is not None:
+            del tokens[index]
+        x = torch.stack(tokens, 1).mean(1) if model.global_pool == "avg" else torch.stack(tokens, 1).max(1).values
+    return x @ p["head.weight"].t() + p["head.bias"]
+
+
+def compare_with_plain_model(model, images):
+    """Outputs and all gradients; every parameter is moved off its initial value, so that no two could be mixed up."""
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.1)
+    plain = {name: value.detach().double().requires_grad_() for name, value in model.named_parameters()}
+    expected = plain_model(plain, images.double(), model)
+    y = model(images)
+    weight = torch.randn(expected.shape)
+    assert y.shape == expected.shape and relative_rms(y, expected) < 1e-5
+    grads = torch.autograd.grad((y * weight).sum(), list(model.parameters()))
+    for name, grad, right in zip(plain, grads, torch.autograd.grad((expected * weight).sum(), list(plain.values()))):
+        assert right.any() and relative_rms(grad, right) < 1e-4, name
+
+
+@pytest.mark.parametrize("class_token,pool", [("middle", "token"), ("first", "token"), ("last", "token"),
+                                              ("middle", "avg"), ("middle", "max"), ("middle", ""), ("none", "avg")])
+@pytest.mark.parametrize("mixer,wiring,beta", itertools.product(
+    ("diagonal", "exact", "mamba"), ("vim", "shared"), ("vector", "scalar")))
+def test_model_is_its_plain_description(mixer, wiring, beta, class_token, pool):
+    update = dict(mixer="mamba") if mixer == "mamba" else dict(rule=mixer)
+    model = small(depth=1 + (pool == "token"), embed_dim=16, d_state=3, wiring=wiring, beta=beta,
+                  class_token=class_token, global_pool=pool, **update)
+    compare_with_plain_model(model, torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize("options,shape", [
+    (dict(img_size=(24, 40)), (3, 24, 40)),                    # an odd number of patches
+    (dict(img_size=(24, 40), patch_size=(8, 4)), (3, 24, 40)),
+    (dict(img_size=8, class_token="none", global_pool="avg"), (3, 8, 8)),  # one token
+    (dict(in_chans=1), (1, 32, 32)),
+    (dict(d_state=5, d_conv=3, expand=3, dt_rank=4), (3, 32, 32)),
+    (dict(d_conv=1, d_state=1), (3, 32, 32)),
+])
+@pytest.mark.parametrize("wiring", ("vim", "shared"))
+def test_other_shapes_follow_the_plain_description(options, shape, wiring):
+    compare_with_plain_model(small(embed_dim=16, wiring=wiring, **options), torch.randn(2, *shape))
+
+
+# Where the class token stands, and other image sizes
+
+
+@pytest.mark.parametrize("size,index", [(224, 98), ((48, 80), 7)])
+def test_class_token_stands_before_the_middle_patch(size, index):
+    torch.manual_seed(0)
+    model = timm.create_model("vlonghorn_tiny", img_size=size, depth=1)
+    height, width = model.patch_embed.img_size
+    seen = []
+    model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        model.pos_embed.zero_()
+        model.patch_embed.proj.weight.zero_()
+        model(torch.randn(1, 3, height, width))
+        model.pos_embed.normal_()
+        model(torch.randn(1, 3, height, width))
+    assert seen[0][0].any(1).nonzero().tolist() == [[index]]
+    assert torch.equal(seen[0][0, index], model.cls_token[0, 0])
+    # The position embedding is added after the token was put in its place.
+    torch.testing.assert_close(seen[1][0, index], model.cls_token[0, 0] + model.pos_embed[0, index])
+
+
+RESIZES = [(32, 64), (32, (24, 40)), ((16, 64), 32), ((24, 40), (40, 24)), (64, 24)]
+
+
+@pytest.mark.parametrize("class_token", ("middle", "first", "last", "none"))
+@pytest.mark.parametrize("old,new", RESIZES)
+def test_position_embedding_is_resampled_around_the_class_token(old, new, class_token):
+    model = small(img_size=old, class_token=class_token, global_pool="avg")
+    old_grid, before = model.patch_embed.grid_size, model.pos_embed.detach().clone()
+    model.set_input_size(new)
+    grid, after = model.patch_embed.grid_size, model.pos_embed.detach()
+
+    def split(value, grid):
+        count = grid[0] * grid[1]
+        index = {"first": 0, "middle": count // 2, "last": count, "none": None}[class_token]
+        keep = [i for i in range(value.shape[1]) if i != index]
+        return None if index is None else value[0, index], value[0, keep].view(*grid, -1).permute(2, 0, 1)
+
+    (old_class, old_patches), (new_class, new_patches) = split(before, old_grid), split(after, grid)
+    assert class_token == "none" or torch.equal(old_class, new_class)
+    expected = F.interpolate(old_patches[None], size=grid, mode="bicubic", antialias=True)[0]
+    torch.testing.assert_close(new_patches, expected)
+    assert isinstance(model.pos_embed, torch.nn.Parameter) and model.pos_embed.requires_grad
+    height, width = model.patch_embed.img_size
+    assert model(torch.randn(1, 3, height, width)).isfinite().all()
+
+
+@pytest.mark.parametrize("old,new", RESIZES)
+def test_three_ways_to_another_image_size_agree(old, new, tmp_path):
+    """Images of any size, a resized model, and a checkpoint of one size loaded into a model of another."""
+    resized, dynamic = small(img_size=old).eval(), small(img_size=old, dynamic_img_size=True).eval()
+    torch.save(resized.state_dict(), tmp_path / "weights.pth")
+    resized.set_input_size(new)
+    images = torch.randn(2, 3, *resized.patch_embed.img_size)
+    expected = resized(images)
+    torch.testing.assert_close(dynamic(images), expected)
+    if isinstance(old, int):  # a file does not say what grid its weights had: they are taken as square
+        loaded = small(img_size=new, pretrained=True, pretrained_cfg_overlay=dict(
+            file=str(tmp_path / "weights.pth"), num_classes=5)).eval()
+        torch.testing.assert_close(loaded(images), expected)
+
+
+def test_another_patch_size_resamples_the_projection():
+    model = small().eval()
+    flat = torch.ones(1, 3, 32, 32)
+    before = model.patch_embed(flat)
+    model.set_input_size(img_size=64, patch_size=16)
+    assert model.patch_embed.proj.weight.shape[-2:] == (16, 16) and model.pos_embed.shape[1] == 17
+    # What a projection says of a flat image does not depend on the size of the patches.
+    torch.testing.assert_close(model.patch_embed(torch.ones(1, 3, 64, 64)), before, rtol=1e-3, atol=1e-3)
+    assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
+
+
+def test_what_does_not_fill_a_patch_is_cropped_or_padded():
+    images = torch.randn(2, 3, 30, 44)
+    cropped = small(img_size=(30, 44)).eval()
+    assert cropped.patch_embed.grid_size == (3, 5)
+    torch.testing.assert_close(cropped(images), small(img_size=(24, 40)).eval()(images[..., :24, :40]))
+    options = dict(img_size=32, dynamic_img_size=True)
+    padded = small(dynamic_img_pad=True, **options).eval()
+    torch.testing.assert_close(padded(images), small(**options).eval()(F.pad(images, (0, 4, 0, 2))))
+    maps = padded.forward_intermediates(images, intermediates_only=True)
+    assert maps[-1].shape == (2, 32, 4, 6)
+
+
+def test_wrong_image_size_is_one_line_with_the_remedy():
+    with pytest.raises((AssertionError, ValueError)) as error:
+        small()(torch.randn(1, 3, 48, 40))
+    words = str(error.value)
+    assert "48 x 40" in words and "32 x 32" in words and "\n" not in words
+    assert "img_size" in words and "set_input_size" in words and "dynamic_img_size" in words
+
+
+@pytest.mark.parametrize("options,words", [
+    (dict(mixer="mambo"), "mixer='mambo'"), (dict(rule="exakt"), "rule='exakt'"), (dict(wiring="vin"), "wiring='vin'"),
+    (dict(beta="matrix"), "beta='matrix'"), (dict(class_token="center"), "class_token='center'"),
+    (dict(global_pool="mean"), "global_pool='mean'"), (dict(class_token="none"), "global_pool='avg'"),
+    (dict(mixer="mamba", rule="exact"), "rule='exact'"), (dict(img_size=4), "patch_size=8"),
+])
+def test_options_that_are_wrong_are_named(options, words):
+    with pytest.raises(ValueError) as error:
+        small(**options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+# Initialisation and weight decay
+
+
+def check_uniform(value, bound):
+    assert value.abs().max() <= bound * (1 + 1e-6) and value.abs().max() > 0.99 * bound
+    assert abs(value.std() / (bound / math.sqrt(3)) - 1) < 0.03 and abs(value.mean()) < 0.05 * bound
+
+
+def check_initialisation(model):
+    depth, dim = len(model.blocks), model.embed_dim
+    for value in (model.pos_embed, model.cls_token, model.head.weight):
+        assert abs(value.std() / 0.02 - 1) < (0.15 if value.numel() < 1000 else 0.03)
+        assert value.abs().max() < 0.02 * 6
+    fan_in = model.patch_embed.proj.weight[0].numel()
+    assert abs(model.patch_embed.proj.weight.std() * math.sqrt(fan_in) - 1) < 0.02
+    assert not model.patch_embed.proj.bias.any() and not model.head.bias.any()
+    assert torch.equal(model.norm.weight, torch.ones(dim))
+    for block in model.blocks:
+        mixer = block.mixer
+        assert torch.equal(block.norm.weight, torch.ones(dim))
+        check_uniform(mixer.in_proj.weight, dim ** -0.5)
+        check_uniform(mixer.x_proj, mixer.d_inner ** -0.5)
+        check_uniform(mixer.dt_proj, mixer.dt_rank ** -0.5)
+        check_uniform(mixer.conv_weight, 0.5)
+        check_uniform(mixer.out_proj.weight, (mixer.d_inner * depth) ** -0.5)
+        assert torch.equal(mixer.D, torch.ones_like(mixer.D))
+        if mixer.is_mamba:
+            dt = F.softplus(mixer.dt_bias)
+            assert dt.min() >= 0.999e-3 and dt.max() <= 1.001e-1
+            # Log-uniform: half of them below the geometric middle.
+            assert abs((dt < 1e-2).float().mean() - 0.5) < 0.1
+            torch.testing.assert_close(mixer.A_log.exp(), torch.arange(1.0, 17).expand_as(mixer.A_log))
+        else:
+            assert not mixer.dt_bias.any()  # beta = sigmoid(0) = 1/2
+    stacked = model.blocks[0].mixer.x_proj
+    assert len(stacked) == 1 or not torch.equal(stacked[0], stacked[1])
+
+
+@pytest.mark.parametrize("name", ("vlonghorn_tiny", "vim_tiny", "vlonghorn_tiny_shared"))
+def test_initialisation(name):
+    torch.manual_seed(0)
+    check_initialisation(timm.create_model(name, depth=6))
+
+
+@pytest.mark.parametrize("name", ("vlonghorn_tiny_shared", "vim_tiny"))
+def test_model_made_without_memory_is_initialised_later(name):
+    with torch.device("meta"):
+        model = timm.create_model(name, depth=2)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for value in model.parameters():
+            value.fill_(float("nan"))
+    torch.manual_seed(0)
+    model.init_weights()
+    check_initialisation(model)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(beta="scalar"),
+                                     dict(mixer="mamba", wiring="shared")])
+def test_only_matrices_are_decayed(options):
+    model = small(**options)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.1)
+    names = {value: name for name, value in model.named_parameters()}
+    groups = {decay: {names[value] for group in optimizer.param_groups if group["weight_decay"] == decay
+                      for value in group["params"]} for decay in (0.0, 0.1)}
+    matrices = ("in_proj.weight", "out_proj.weight", "conv_weight", "x_proj", "dt_proj", "patch_embed.proj.weight",
+                "head.weight")
+    assert groups[0.1] == {name for name in names.values() if name.endswith(matrices)}
+    assert groups[0.0] == set(names.values()) - groups[0.1]
+
+
+def test_layer_decay_follows_depth():
+    model = small(depth=3)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1.0, weight_decay=0.1, layer_decay=0.5)
+    names = {value: name for name, value in model.named_parameters()}
+    scale = {names[value]: group["lr_scale"] for group in optimizer.param_groups for value in group["params"]}
+    assert set(scale) == set(names.values())
+    stem = {scale[name] for name in scale if name.startswith(("cls_token", "pos_embed", "patch_embed"))}
+    blocks = [{scale[name] for name in scale if name.startswith(f"blocks.{i}.")} for i in range(3)]
+    head = {scale[name] for name in scale if name.startswith(("norm", "head"))}
+    ordered = [stem, *blocks, head]
+    assert all(len(values) == 1 for values in ordered)
+    ordered = [values.pop() for values in ordered]
+    assert ordered == sorted(set(ordered)) and ordered[-1] == 1.0
+
+
+# Precision
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(rule="exact")])
+def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options):
+    model, images, target = small(**options), torch.randn(4, 3, 32, 32), torch.arange(4)
+    residuals = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, out: residuals.append(out.dtype))
+    expected, right = model(images), gradients(model, images, target)
+    residuals.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        y, grads = model(images), gradients(model, images, target)
+    assert set(residuals) == {torch.float32}
+    assert relative_rms(y, expected) < 2e-2
+    for name, grad in grads.items():
+        assert grad.isfinite().all() and grad.dtype == torch.float32
+        assert relative_rms(grad, right[name]) < 0.1, name
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared")])
+@pytest.mark.parametrize("fp32", (True, False))
+def test_model_in_bf16(options, fp32):
+    model, images = small(residual_in_fp32=fp32, **options), torch.randn(4, 3, 32, 32)
+    expected, right = model(images), gradients(model, images)
+    model.bfloat16()
+    residuals = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, inputs, out: residuals.append(out.dtype))
+    y, grads = model(images.bfloat16()), gradients(model, images.bfloat16())
+    assert y.dtype == torch.bfloat16 and relative_rms(y, expected) < 4e-2
+    assert set(residuals) == {torch.float32 if fp32 else torch.bfloat16}
+    for name, grad in grads.items():
+        assert grad.dtype == torch.bfloat16 and relative_rms(grad, right[name]) < 0.15, name
+
+
+# timm's interface and training
+
+
+def test_checkpointing_gives_the_same_gradients_and_recomputes():
+    model, images = small(depth=3, drop_path_rate=0.5).train(), torch.randn(4, 3, 32, 32)
+    calls = []
+    model.blocks[1].mixer.in_proj.register_forward_hook(lambda *_: calls.append(1))
+    found = []
+    for enable, runs in ((False, 1), (True, 2)):
+        model.set_grad_checkpointing(enable)
+        calls.clear()
+        torch.manual_seed(1)
+        found.append(gradients(model, images))
+        assert len(calls) == runs
+    for name, grad in found[0].items():
+        assert torch.equal(grad, found[1][name]), name
+
+
+@pytest.mark.parametrize("options", [dict(), dict(wiring="shared"), dict(mixer="mamba")])
+def test_training_and_evaluation_mode_compute_the_same(options):
+    """They differ in what they keep for the backward pass."""
+    model, images = small(**options), torch.randn(2, 3, 32, 32)
+    found = [(model.train(mode)(images), gradients(model, images)) for mode in (True, False)]
+    assert torch.equal(found[0][0], found[1][0])
+    for name, grad in found[0][1].items():
+        assert torch.equal(grad, found[1][1][name]), name
+
+
+def test_drop_path_grows_with_depth_and_rests_in_evaluation():
+    model = small(depth=3, drop_path_rate=0.4, drop_rate=0.3, pos_drop_rate=0.3)
+    assert [getattr(block.drop_path, "drop_prob", 0.0) for block in model.blocks] == pytest.approx([0, 0.2, 0.4])
+    images = torch.randn(6, 3, 32, 32)
+    assert not torch.equal(model.train()(images), model(images))
+    model.eval()
+    y = model(images)
+    assert torch.equal(y, model(images))
+    for i in range(6):  # what a sample gives does not depend on its batch
+        torch.testing.assert_close(model(images[i:i + 1]), y[i:i + 1], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(y, small(depth=3).eval()(images))
+
+
+@pytest.mark.parametrize("class_token", ("middle", "none"))
+def test_forward_intermediates(class_token):
+    model = small(img_size=(24, 40), depth=3, class_token=class_token, global_pool="avg").eval()
+    images = torch.randn(2, 3, 24, 40)
+    final, maps = model.forward_intermediates(images, indices=[0, 2], norm=True)
+    assert [tuple(part.shape) for part in maps] == [(2, 32, 3, 5)] * 2
+    features = model.forward_features(images)
+    assert torch.equal(final, features)
+    index = 7 if class_token == "middle" else None
+    patches = features[:, [i for i in range(features.shape[1]) if i != index]]
+    assert torch.equal(maps[-1].flatten(2).transpose(1, 2), patches)
+    assert not torch.equal(maps[0], maps[1])
+
+    tokens = model.forward_intermediates(images, indices=1, norm=True, output_fmt="NLC", intermediates_only=True,
+                                         return_prefix_tokens=True)[0]
+    if index is not None:
+        tokens, prefix = tokens
+        assert torch.equal(prefix, features[:, index:index + 1])
+    assert torch.equal(tokens, patches)
+    # Without the final norm and stopped early: the stream itself, as it leaves the first block.
+    stream, = model.forward_intermediates(images, indices=[0], stop_early=True, intermediates_only=True)
+    wanted = model.norm(stream.movedim(1, -1)).movedim(-1, 1)
+    torch.testing.assert_close(wanted, maps[0])
+
+
+def test_features_only_gives_maps():
+    model = small(depth=3, features_only=True, out_indices=(0, 2)).eval()
+    assert model.feature_info.channels() == [32, 32] and model.feature_info.reduction() == [8, 8]
+    images = torch.randn(2, 3, 32, 32)
+    expected = small(depth=3).eval().forward_intermediates(images, [0, 2], intermediates_only=True)
+    for found, right in zip(model(images), expected, strict=True):
+        assert found.shape == (2, 32, 4, 4)
+        torch.testing.assert_close(found, right)
+
+
+def test_reset_classifier_and_pruning():
+    model, images = small().eval(), torch.randn(2, 3, 32, 32)
+    features = model.forward_features(images)
+    model.reset_classifier(7)
+    assert model.num_classes == 7 and model(images).shape == (2, 7) and model.get_classifier() is model.head
+    model.reset_classifier(0, "avg")
+    patches = features[:, [i for i in range(17) if i != 8]]
+    torch.testing.assert_close(model(images), patches.mean(1))
+    torch.testing.assert_close(model.forward_head(features, pre_logits=True), patches.mean(1))
+    model.bfloat16().reset_classifier(3, "token")
+    assert model(images.bfloat16()).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="global_pool='mean'"):
+        model.reset_classifier(3, "mean")
+
+    model = small(depth=3).eval()
+    expected = model.forward_intermediates(images, [1], intermediates_only=True)[0]
+    assert model.prune_intermediate_layers([1], prune_norm=True) == [1] and len(model.blocks) == 2
+    tokens = model(images)  # no norm, no head, no pooling: the stream
+    torch.testing.assert_close(tokens[:, [i for i in range(17) if i != 8]], expected.flatten(2).transpose(1, 2))
+
+
+@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared")])
+def test_weights_survive_their_file(options, tmp_path):
+    model, images = small(**options).eval(), torch.randn(2, 3, 32, 32)
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    torch.manual_seed(99)
+    fresh = timm.create_model("vlonghorn_test", img_size=32, patch_size=8, embed_dim=32, depth=2, num_classes=5,
+                              checkpoint_path=str(tmp_path / "weights.pth"), **options).eval()
+    assert isinstance(fresh, VisionLonghorn) and isinstance(fresh.blocks[0].mixer, BidirectionalMixer)
+    assert torch.equal(fresh(images), model(images))
