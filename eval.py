@@ -4,7 +4,7 @@
     accelerate launch eval.py --model resnet50 --pretrained --data DIR --split val
 
 Any number of processes gives the same counts. A checkpoint of a training run brings its model, classes, data, input
-size, normalisation and crop; options change them.
+size, normalisation and crop.
 """
 
 import json

@@ -50,7 +50,7 @@ def longhorn_scan(
     Args:
         x: (B, L, D) values, L >= 1.
         beta: (B, L, D), or (B, L, 1) for one step size for all channels; logits, before the sigmoid.
-        k: (B, L, N) keys, of any size.
+        k: (B, L, N) keys, of any size whose square float32 can hold (norms up to 1e18).
         q: (B, L, N) queries.
         z: (B, L, D) gate, or None.
         D: (D,) skip weight, or None.

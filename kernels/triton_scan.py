@@ -78,23 +78,24 @@ def _decay(eps, e, k, A, RULE: tl.constexpr, A_PER_TOKEN: tl.constexpr):
 @triton.jit(do_not_specialize=["L", "B"])
 def _forward_kernel(
     x_ptr, step_ptr, k_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, initial_ptr, y_ptr, final_ptr, saved_ptr,
-    L, B, D, N,
+    L, B, D, N, blocks,
     x_g, x_b, x_l, step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n,
     z_g, z_b, z_l, D_g, bias_g, bias_d, initial_g, initial_b, initial_d, initial_n,
     RULE: tl.constexpr, SOFTPLUS: tl.constexpr, A_PER_TOKEN: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, SAVE: tl.constexpr, FIRST_REVERSED: tl.constexpr,
     T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    b = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(2).to(tl.int64)
-    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Batch and blocks share the grid's first axis: only that one may be longer than 65,535.
+    b = (tl.program_id(0) // blocks).to(tl.int64)
+    g = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0) % blocks * BLOCK_D + tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     d_ok = d < D
     n_ok = n < N
     tile_ok = n_ok[:, None] & d_ok[None, :]
     tile = n[:, None] * D + d[None, :]
     # A reversed scan starts at the last token and walks with negative strides.
-    backward = (g == 1) | (FIRST_REVERSED == 1)
+    backward = g + FIRST_REVERSED > 0
     first = tl.where(backward, L - 1, 0).to(tl.int64)
     sign = tl.where(backward, -1, 1)
 
@@ -184,7 +185,7 @@ def _backward_kernel(
         d_ok = d < D
         tile_ok = n_ok[:, None] & d_ok[None, :]
         tile = n[:, None] * D + d[None, :]
-        backward = (g == 1) | (FIRST_REVERSED == 1)
+        backward = g + FIRST_REVERSED > 0
         sign = tl.where(backward, -1, 1)
 
         x_row = x_ptr + g * x_g + b * x_b
@@ -345,7 +346,7 @@ class _Launch:
 
     def __init__(self, scan: Scan, block_d: int = 32):
         if scan.x.dtype == torch.float64:
-            raise ValueError("backend='triton' computes in float32 and x is torch.float64; use backend='torch'")
+            raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
         G, B, L, D, N = self.sizes = scan.sizes
 
         def view(value: Optional[Tensor], ndim: int) -> Tensor:
@@ -372,7 +373,7 @@ class _Launch:
             HAS_Z=scan.z is not None, HAS_D=scan.D is not None, HAS_BIAS=scan.bias is not None,
             FIRST_REVERSED=int(scan.direction == "backward"), T=CHUNK, BLOCK_N=block_n, BLOCK_D=block_d,
             num_warps=max(1, min(8, block_n // 16)))
-        self.grid = (triton.cdiv(D, block_d), B, G)
+        self.blocks = triton.cdiv(D, block_d)
 
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -387,8 +388,8 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     initial = stack(scan, scan.initial_state, 3) if has_initial else saved
     if B:
         with torch.cuda.device_of(scan.x):
-            _forward_kernel[launch.grid](
-                *launch.tensors, initial, y, final, saved, L, B, D, N, *launch.strides,
+            _forward_kernel[(launch.blocks * B, G)](
+                *launch.tensors, initial, y, final, saved, L, B, D, N, launch.blocks, *launch.strides,
                 *(initial.stride() if has_initial else (0, 0, 0, 0)),
                 HAS_INITIAL=has_initial, SAVE=save_states, **launch.options)
     if combined:
@@ -407,7 +408,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
         dy = scan.x.new_zeros(1).expand(scan.output_shape)
     dy = dy if dy.stride(-1) == 1 or D == 1 else dy.contiguous()
     dy = dy.expand(G, B, L, D) if dy.ndim == 3 else dy
-    blocks = launch.grid[0]
+    blocks = launch.blocks
 
     def grad(value: Optional[Tensor], *shape: int, summed: bool = False) -> Tensor:
         # What is still to be summed stays in float32.

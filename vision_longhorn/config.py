@@ -133,6 +133,8 @@ def load_config(argv=None):
     if "resume" in given:
         if path:
             raise UserError(f"--resume goes on under the run's own config: drop --config {path}")
+        if "run_dir" in given:
+            raise UserError(f"--resume goes on in the run's own folder: drop --run-dir {given['run_dir']}")
         given["resume"] = str(_run_folder(given["resume"]))
         path = Path(given["resume"], "config.yaml")
         if not path.is_file():

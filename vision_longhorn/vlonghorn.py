@@ -90,7 +90,7 @@ class VisionLonghorn(nn.Module):
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         norm_eps: of all RMS norms.
         residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision.
-        dynamic_img_size: take images of any size, resampling the position embedding for each.
+        dynamic_img_size: take images of any size in whole patches, resampling the position embedding for each.
         dynamic_img_pad: pad images to whole patches.
 
     Raises:

@@ -49,7 +49,8 @@ def train_loader(
         num_workers: worker processes of this rank; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
         seed: of the order, and (with workers) of the transform's random numbers.
-        repeats: how often each image of an epoch is used, each time transformed anew (repeated augmentation).
+        repeats: views of each image in an epoch (repeated augmentation): it is decoded once and transformed anew for
+            each view, and the views follow each other in the batch (batch augmentation, arXiv 1901.09335).
         shuffle_buffer: undecoded samples that each worker holds to draw from. ImageNet's files take 110 kB each.
         num_classes: labels must be below it; default is that of the shards.
         pin_memory: as in torch's DataLoader.
@@ -166,15 +167,14 @@ class _Stream(torch.utils.data.IterableDataset):
                     "or fetch it again, or index the folder anew"
                 )
 
-    def load(self, sample):
-        """(image tensor, label) of a raw sample."""
+    def decode(self, sample):
+        """(PIL image, label) of a raw sample."""
         label = label_of(sample, self.num_classes)
         data = image_of(sample)
         try:
-            image = decode_image(data)
+            return decode_image(data), label
         except DataError as error:
             raise DataError(f"{place(sample)}: {error}") from None
-        return self.transform(image), label
 
 
 class _EvalStream(_Stream):
@@ -183,7 +183,8 @@ class _EvalStream(_Stream):
         share = self.rank * num_workers + worker
         line = sum(self.lengths) * _UNIT
         samples = self.samples(range(len(self.lengths)), line * share // shares, line * (share + 1) // shares)
-        while batch := [self.load(sample) for sample in itertools.islice(samples, self.batch_size)]:
+        views = ((self.transform(image), label) for image, label in map(self.decode, samples))
+        while batch := list(itertools.islice(views, self.batch_size)):
             yield default_collate(batch)
 
 
@@ -201,9 +202,14 @@ class _TrainStream(_Stream):
         # The loader takes batches from the workers in turn, so the first ones may owe one more.
         owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
         first = self.rank * self.num_batches + sum(owed[:worker])
-        samples = self.shuffled(epoch, first, owed[worker], rng)
+        # Decoding costs more than augmenting: each image is decoded once for all of its views.
+        views = (
+            (self.transform(image), label)
+            for image, label in map(self.decode, self.shuffled(epoch, first, owed[worker], rng))
+            for _ in range(self.repeats)
+        )
         for _ in range(owed[worker]):
-            yield default_collate([self.load(sample) for sample in itertools.islice(samples, self.batch_size)])
+            yield default_collate(list(itertools.islice(views, self.batch_size)))
 
     def shuffled(self, epoch, first, owed, rng):
         """Endless samples for the batches [first, first + owed) of all ranks' batches, going on into later epochs.
@@ -219,7 +225,6 @@ class _TrainStream(_Stream):
             random.Random(f"{self.seed} {lap}").shuffle(order)
             start = first * self.repeats + owed * part
             samples = self.samples(order, line * start // parts, line * (start + owed) // parts)
-            samples = itertools.chain.from_iterable(itertools.repeat(sample, self.repeats) for sample in samples)
             idle += 1
             for sample in wds.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 4, rng=rng)(samples):
                 idle = 0
