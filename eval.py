@@ -65,7 +65,7 @@ def main(argv=None):
     )
 
     # Result
-    result = evaluate({"model": model}, batches, accelerator, shards.num_samples)["model"]
+    result = evaluate({"model": model}, batches, accelerator, shards.num_samples, args.batch_size)["model"]
     result.update(model=name, weights=weights, checkpoint=args.checkpoint, data=data, split=split,
                   input_size=list(settings["input_size"]), precision=accelerator.mixed_precision,
                   processes=accelerator.num_processes)

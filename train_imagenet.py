@@ -186,7 +186,7 @@ def main(argv=None):
             done = epoch + 1
             results, is_best = {}, False
             if done % cfg.eval_interval == 0 or done == cfg.epochs:
-                results = evaluate(evaluated, val_batches, accelerator, val_shards.num_samples)
+                results = evaluate(evaluated, val_batches, accelerator, val_shards.num_samples, cfg.batch_size)
                 top1 = results["val_ema" if ema else "val"]["top1"]
                 is_best, best = top1 > best, max(top1, best)
             history.append({"epoch": done, "train_loss": train_loss, "lr": lr, "images_per_s": rate, **results})

@@ -113,7 +113,8 @@ def check(scan: Scan) -> None:
         options = [] if both and stacked == "must" else list(allowed)
         if both:
             options += [(2, *shape) for shape in allowed]
-        if not any(tuple(value.shape) == shape for shape in options):
+        # Lengths first: comparing (B, ...) with (2, B, ...) would tie the batch of a compiled model to other than 2.
+        if not any(value.ndim == len(shape) and tuple(value.shape) == shape for shape in options):
             raise ValueError(f"{names.get(field, field)} has shape {tuple(value.shape)}; with x {tuple(scan.x.shape)}, "
                              f"d_state {N} and direction={scan.direction!r} it must be "
                              f"{' or '.join(str(shape) for shape in options)}")

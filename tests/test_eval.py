@@ -38,7 +38,7 @@ def scores(logits, targets, batch=2):
     """`evaluate` of a model that passes its input on as logits."""
     logits, targets = torch.tensor(logits), torch.tensor(targets)
     loader = list(zip(logits.split(batch), targets.split(batch)))
-    return evaluate({"it": torch.nn.Identity()}, loader, make_accelerator("cpu"), len(targets))["it"]
+    return evaluate({"it": torch.nn.Identity()}, loader, make_accelerator("cpu"), len(targets), batch)["it"]
 
 
 def test_counts_and_loss_by_hand():
@@ -69,7 +69,7 @@ def test_ties_go_to_the_first_class_and_scores_that_are_no_numbers_never_hit():
 def test_a_split_of_another_size_is_an_error():
     with pytest.raises(UserError, match="saw 2 samples, but the split should hold 3"):
         evaluate({"it": torch.nn.Identity()}, [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))],
-                 make_accelerator("cpu"), 3)
+                 make_accelerator("cpu"), 3, 2)
 
 
 def test_two_processes_count_what_one_counts(run, tmp_path):

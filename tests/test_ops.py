@@ -75,8 +75,8 @@ def test_opcheck_of_the_backward_operator(rule, direction, combine):
     for options in (dict(stacked=False), dict(gate=False, state=False, scalar_step=True)):
         arguments = operator_arguments(rule, direction, combine, **options)
         y, final, saved = torch.ops.vision_longhorn.scan(*arguments)
-        for dy, dfinal, kept in ((torch.randn_like(y), torch.randn_like(final), saved),
-                                 (torch.randn_like(y), None, saved.new_empty(0)), (None, torch.randn_like(final), saved)):
+        dy, dfinal = torch.randn_like(y), torch.randn_like(final)
+        for dy, dfinal, kept in ((dy, dfinal, saved), (dy, None, saved.new_empty(0)), (None, dfinal, saved)):
             torch.library.opcheck(torch.ops.vision_longhorn.scan_backward.default,
                                   (dy, dfinal, kept, *arguments[:14], "auto"))
 
@@ -282,7 +282,8 @@ def test_trains_where_triton_cannot_be_imported():
     assert done.returncode == 0, done.stderr
     *lines, refusal = done.stdout.splitlines()
     assert lines == ["vlonghorn_test True", "vim_test True", "imported False"]
-    assert refusal.startswith("refused: backend='triton'") and "not installed" in refusal and "backend='auto'" in refusal
+    assert refusal.startswith("refused: backend='triton'")
+    assert "not installed" in refusal and "backend='auto'" in refusal
 
 
 @pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")

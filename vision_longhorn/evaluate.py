@@ -84,7 +84,7 @@ def _posterize(image, bits, **_):
 
 
 @torch.no_grad()
-def evaluate(models, loader, accelerator, num_samples):
+def evaluate(models, loader, accelerator, num_samples, batch_size):
     """Evaluates several models in one pass over the data, each sample counted once over all processes.
 
     A sample's rank is the number of classes that score higher than its own, or as high with a smaller index. So
@@ -95,6 +95,8 @@ def evaluate(models, loader, accelerator, num_samples):
         loader: This process's share of the split: images (B, 3, H, W) float32, targets (B,) int64; may be empty.
         accelerator: Gives device, precision, and the sum over the processes.
         num_samples: Size of the split, in samples.
+        batch_size: Largest batch of the loader. Shorter ones are filled up to it: in low precision a sample's scores can
+            depend on the shape of its batch, and so the counts would depend on how the batches fall to the processes.
 
     Returns:
         Dict of name to {"top1", "top5" (per cent), "loss" (mean cross-entropy), "count", "top1_count", "top5_count"}.
@@ -110,10 +112,11 @@ def evaluate(models, loader, accelerator, num_samples):
     for images, targets in loader:
         images = images.to(accelerator.device, non_blocking=True)
         targets = targets.to(accelerator.device, non_blocking=True)
+        images = F.pad(images, (0, 0) * (images.ndim - 1) + (0, batch_size - len(targets)))  # (batch_size, 3, H, W)
         for row, model in zip(sums, models.values()):
             with accelerator.autocast():
                 logits = model(images)
-            logits = logits.float()  # (B, C)
+            logits = logits[:len(targets)].float()  # (B, C)
             own = logits.gather(1, targets[:, None])  # (B, 1)
             index = torch.arange(logits.shape[1], device=logits.device)
             rank = (~(logits <= own) | (logits == own) & (index < targets[:, None])).sum(1)  # (B,)

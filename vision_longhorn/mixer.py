@@ -5,6 +5,7 @@ backward scan are those of Vision Mamba (arXiv 2401.09417) and of the Longhorn a
 """
 
 import math
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -36,15 +37,24 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, reverse: bool) -> Tenso
     Returns:
         (B, L, D).
     """
-    past, L = weight.shape[-1] - 1, x.shape[1]
-    if torch.compiler.is_compiling():
-        # As a sum of shifted tokens it fuses with its neighbours; eagerly the same sum would be slower than the library.
-        x = F.pad(x, (0, 0, 0, past) if reverse else (0, 0, past, 0)).float()  # (B, L + K - 1, D)
-        taps = weight.flip(-1) if reverse else weight
-        return (sum(x[:, i:i + L] * taps[:, i] for i in range(past + 1)) + bias).to(weight.dtype)
-    x = F.pad(x.transpose(1, 2), (0, past) if reverse else (past, 0))  # (B, D, L + K - 1)
+    past = weight.shape[-1] - 1
     weight = weight.flip(-1) if reverse else weight
+    if _is_compiling():
+        # As a sum of shifted tokens it fuses with its neighbours; eagerly the same sum would be slower than the library.
+        L = x.shape[1]
+        x = F.pad(x, [0, 0, 0, past] if reverse else [0, 0, past, 0]).float()  # (B, L + K - 1, D)
+        y = x[:, :L] * weight[:, 0] + bias
+        for i in range(1, past + 1):
+            y = y + x[:, i:i + L] * weight[:, i]
+        return y.to(weight.dtype)
+    x = F.pad(x.transpose(1, 2), [0, past] if reverse else [past, 0])  # (B, D, L + K - 1)
     return F.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0]).transpose(1, 2)
+
+
+def _is_compiling() -> bool:
+    if torch.jit.is_scripting():
+        return False
+    return torch.compiler.is_compiling()
 
 
 class BidirectionalMixer(nn.Module):
@@ -83,7 +93,7 @@ class BidirectionalMixer(nn.Module):
         d_state: int = 16,
         d_conv: int = 4,
         expand: int = 2,
-        dt_rank: int | None = None,
+        dt_rank: Optional[int] = None,
         mixer: str = "longhorn",
         rule: str = "diagonal",
         wiring: str = "vim",
@@ -110,7 +120,7 @@ class BidirectionalMixer(nn.Module):
         self.residual_layers = residual_layers
         self.eps = eps
         self.scan_backend = "auto"
-        sets = 1 if self.shared else 2
+        self.sets = sets = 1 if self.shared else 2
         steps = d_inner if beta == "vector" else 1
 
         self.in_proj = nn.Linear(dim, 2 * d_inner, bias=False, **dd)
@@ -161,29 +171,30 @@ class BidirectionalMixer(nn.Module):
         low = low.view(sets, B, L, self.dt_rank + 2 * self.d_state)
         dt, k, q = low.split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         step = torch.matmul(dt, self.dt_proj.to(dt.dtype).transpose(1, 2).unsqueeze(1))  # (sets, B, L, d_inner or 1)
-        A = None if self.A_log is None else -torch.exp(self.A_log.float())
+        A_log = self.A_log
+        A = None if A_log is None else -torch.exp(A_log.float())
         y = self._scan(x, step, k, q, A, z)
         return self.out_proj(y)
 
     def _conv(self, x: Tensor) -> Tensor:
-        out = [F.silu(causal_conv(x, weight, bias, reverse=bool(i)))
-               for i, (weight, bias) in enumerate(zip(self.conv_weight.to(x.dtype), self.conv_bias.to(x.dtype)))]
-        return torch.stack(out)
+        weight, bias = self.conv_weight.to(x.dtype), self.conv_bias.to(x.dtype)
+        return torch.stack([F.silu(causal_conv(x, weight[i], bias[i], reverse=i == 1)) for i in range(self.sets)])
 
-    def _scan(self, x: Tensor, step: Tensor, k: Tensor, q: Tensor, A: Tensor | None, z: Tensor) -> Tensor:
+    def _scan(self, x: Tensor, step: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Tensor) -> Tensor:
         """(B, L, d_inner): both directions scanned, combined and gated."""
         D, bias = self.D, self.dt_bias
         if self.shared:
             # Without their leading axis, both directions read the same values.
-            x, step, k, q, D, bias = (value.squeeze(0) for value in (x, step, k, q, D, bias))
-            A = None if A is None else A.squeeze(0)
+            x, step, k, q, D, bias = x[0], step[0], k[0], q[0], D[0], bias[0]
+            A = None if A is None else A[0]
         # The operator itself rather than its wrapper: torch.fx and TorchScript trace through operators.
         y, _, _ = torch.ops.vision_longhorn.scan(
             x, step, k, q, A, None if self.shared else z, D, bias, None, self.rule, "both",
             "none" if self.shared else "mean", True, False, False, self.training, self.scan_backend)
-        if self.norm_weight is None:
+        norm_weight = self.norm_weight
+        if norm_weight is None:
             return y
-        y = F.rms_norm(y.float(), (self.d_inner,), None, self.eps) * self.norm_weight[:, None, None]
+        y = F.rms_norm(y.float(), [self.d_inner], None, self.eps) * norm_weight[:, None, None]
         return y.sum(0).to(z.dtype) * F.silu(z)
 
     def extra_repr(self) -> str:

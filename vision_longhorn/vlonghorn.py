@@ -6,10 +6,9 @@ Papers:
   https://arxiv.org/abs/2401.09417
 """
 
-from typing import Any, Optional
+from typing import Any, Final, Optional
 
 import torch
-import torch.nn.functional as F
 from timm.layers import DropPath, PatchEmbed, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed, \
     resample_patch_embed, trunc_normal_
 from timm.layers.trace_utils import _assert
@@ -47,7 +46,9 @@ class Block(nn.Module):
 
 def class_index(class_token: str, num_patches: int) -> int:
     """Where the class token stands among the tokens; the patches from there on stand one further."""
-    return {"first": 0, "middle": num_patches // 2, "last": num_patches}[class_token]
+    if class_token == "middle":
+        return num_patches // 2
+    return 0 if class_token == "first" else num_patches
 
 
 def resample_pos_embed(pos_embed: Tensor, class_token: str, old_grid: tuple[int, int],
@@ -96,6 +97,8 @@ class VisionLonghorn(nn.Module):
     Raises:
         ValueError: an option is not known, options contradict each other, or an image is smaller than a patch.
     """
+
+    dynamic_img_size: Final[bool]
 
     def __init__(
         self,
@@ -228,9 +231,10 @@ class VisionLonghorn(nn.Module):
         """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added."""
         if not self.dynamic_img_size:
             height, width = self.patch_embed.img_size
-            _assert(x.shape[-2] == height and x.shape[-1] == width,
-                    f"images are {x.shape[-2]} x {x.shape[-1]} and the model is built for {height} x {width}: give "
-                    "img_size to create_model, call model.set_input_size(), or build it with dynamic_img_size=True")
+            message = (f"images are {x.shape[-2]} x {x.shape[-1]} and the model is built for {height} x {width}: give "
+                       "img_size to create_model, call model.set_input_size(), or build it with dynamic_img_size=True")
+            _assert(x.shape[-2] == height, message)
+            _assert(x.shape[-1] == width, message)
         x = self.patch_embed(x)  # (B, H, W, C)
         B, H, W, C = x.shape
         pos_embed = self.pos_embed
@@ -244,7 +248,7 @@ class VisionLonghorn(nn.Module):
         return x.float() if self.residual_in_fp32 else x
 
     def _norm(self, x: Tensor) -> Tensor:
-        return self.norm(x.to(self.norm.weight.dtype))
+        return self.norm(x.to(self.pos_embed.dtype))
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) images to (B, L, embed_dim) normalised tokens, the class token in its place among them."""
@@ -267,7 +271,7 @@ class VisionLonghorn(nn.Module):
         if self.global_pool == "":
             return x
         token, patches = self._split_class(x)
-        if self.global_pool == "token":
+        if token is not None and self.global_pool == "token":
             return token.squeeze(1)
         return patches.mean(1) if self.global_pool == "avg" else patches.amax(1)
 
