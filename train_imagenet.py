@@ -57,7 +57,7 @@ def main(argv=None):
         say("No shards given by --data DIR: this is the demo, which learns scikit-learn's handwritten digits.")
     data = locate_data(cfg.data, accelerator)
     if not cfg.val_data and not Path(data).is_dir():
-        raise UserError(f"data is {data!r}, which names training shards only: give the others by --val-data, or a folder")
+        raise UserError(f"data is {data!r}, which names training shards only: give --val-data, or a folder of both")
     train_shards = open_shards(data, cfg.train_split, cfg.train_samples, cfg.num_classes)
     val_shards = open_shards(cfg.val_data or data, cfg.val_split, cfg.val_samples, cfg.num_classes)
     num_classes = cfg.num_classes or train_shards.num_classes
@@ -109,8 +109,8 @@ def main(argv=None):
             raise UserError(f"{run_dir} has finished its {first_epoch} epochs: give more by --epochs to go on")
         say(f"Going on with {run_dir} after epoch {first_epoch}.")
         if checkpoint["updates"] != first_epoch * updates_per_epoch:
-            say(f"Note: epochs had {checkpoint['updates'] // first_epoch} updates and now have {updates_per_epoch}, as the "
-                "global batch is another; learning rate and curves follow the new count.")
+            say(f"Note: epochs had {checkpoint['updates'] // first_epoch} updates and now have {updates_per_epoch}, as "
+                "the global batch is another; learning rate and curves follow the new count.")
     updates = first_epoch * updates_per_epoch
     scheduler.step_update(updates)
 

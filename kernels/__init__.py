@@ -9,7 +9,10 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import ops, reference
+from . import (
+    ops,  # noqa: F401  (registers the operators)
+    reference,
+)
 from .contract import Scan, check
 from .ops import HAS_TRITON, choose_backend
 from .reference import longhorn_step, selective_step

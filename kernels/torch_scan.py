@@ -3,7 +3,8 @@
 The recurrence has to walk through time, but little else does. A block of the batch is cut into chunks of `CHUNK`
 tokens, which the cache holds; within a chunk the loop over tokens does only
 
-    diagonal, Mamba:  S_t = a_t * S_{t-1} + k_t v_t^T       exact:  S_t = S_{t-1} + k_t w_t^T,  w_t = eps_t (x_t - S_{t-1} k_t)
+    diagonal, Mamba:  S_t = a_t * S_{t-1} + k_t v_t^T,  v_t = eps_t x_t
+    exact:            S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
 
 (two passes over the state), and everything that needs no order, the decays, the read-out and all gradients but the
 adjoint of the state, is done for the chunk at once. The forward pass saves the state at the start of each chunk, from

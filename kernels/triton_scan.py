@@ -5,8 +5,9 @@ registers and walks through time, forward or backward by the sign of a stride. C
 nothing is transposed, flipped or copied. Offsets are 64 bit, sums float32.
 
 The forward kernel stores the state before every CHUNK-th token; the backward kernel takes chunks from the last to the
-first, rebuilds the states of one chunk into a scratch buffer that it uses again and again, and walks back over them. Sums over channels (the gradients of k, q and a per-token A) leave each program as partial sums that are added
-afterwards in a fixed order, as are the sums over the batch: no atomics, so the same input gives the same bits.
+first, rebuilds the states of one chunk into a scratch buffer that it uses again and again, and walks back over them.
+Sums over channels (the gradients of k, q and a per-token A) leave each program as partial sums that are added afterwards
+in a fixed order, as are the sums over the batch: no atomics, so the same input gives the same bits.
 
 The gradients are derived in docs/scan.md; `torch_scan` is the same computation in torch.
 """
@@ -30,13 +31,13 @@ EXACT = tl.constexpr(1)
 MAMBA = tl.constexpr(2)
 MAX_EXPONENT = tl.constexpr(87.0)  # exp(87) is finite in float32; see torch_scan.MAX_EXPONENT
 
-
-# In the backward kernel tiles of states have one channel a lane and all their states in that lane's registers. Loads and
-# stores whose alignment the compiler knows would choose another layout, several channels a lane, and every step would
-# then move tiles between the two through shared memory; so the alignment is kept from it.
-_BACKWARD_POINTERS = ["x_ptr", "step_ptr", "k_ptr", "q_ptr", "A_ptr", "z_ptr", "D_ptr", "bias_ptr", "saved_ptr", "dy_ptr",
-                      "dfinal_ptr", "scratch_ptr", "dx_ptr", "dstep_ptr", "dk_ptr", "dq_ptr", "dA_ptr", "dz_ptr",
-                      "dD_ptr", "dbias_ptr", "dinitial_ptr"]
+# In the backward kernel tiles of states have one channel a lane and all their states in that lane's registers. Loads
+# and stores whose alignment the compiler knows would choose another layout, several channels a lane, and every step
+# would then move tiles between the two through shared memory; so the alignment is kept from it.
+_BACKWARD_POINTERS = [
+    "x_ptr", "step_ptr", "k_ptr", "q_ptr", "A_ptr", "z_ptr", "D_ptr", "bias_ptr", "saved_ptr", "dy_ptr", "dfinal_ptr",
+    "scratch_ptr", "dx_ptr", "dstep_ptr", "dk_ptr", "dq_ptr", "dA_ptr", "dz_ptr", "dD_ptr", "dbias_ptr", "dinitial_ptr",
+]
 
 
 @triton.jit

@@ -30,13 +30,12 @@ def difference(a, b):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_gpu_agrees_with_cpu(variant, monkeypatch):
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+def test_gpu_agrees_with_cpu(variant):
     images = torch.randn(3, 3, 64, 64)
     model = build(variant)
     on_cpu = logits_and_gradients(model, images)
-    on_gpu = logits_and_gradients(model.cuda(), images.cuda())
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products leave TF32 off by themselves
+        on_gpu = logits_and_gradients(model.cuda(), images.cuda())
     assert max(difference(a, b) for a, b in zip(on_gpu, on_cpu)) < 1e-4
 
 
@@ -44,10 +43,12 @@ def test_gpu_agrees_with_cpu(variant, monkeypatch):
 def test_compiled_in_one_graph_agrees_with_eager(variant):
     images = torch.randn(4, 3, 64, 64, device="cuda")
     model = build(variant).cuda()
-    eager = logits_and_gradients(model, images, autocast=True)
-    compiled = logits_and_gradients(model, images, autocast=True, compiled=True)
-    # Both round to bf16, at different places; what counts is that they differ by no more than that.
-    assert max(difference(a, b) for a, b in zip(compiled, eager)) < 3e-2
+    exact = logits_and_gradients(model, images)
+    eager, compiled = (logits_and_gradients(model, images, autocast=True, compiled=compiled)
+                       for compiled in (False, True))
+    # Both round to bf16, at different places; what counts is that compiling costs no digits.
+    eager, compiled = (max(difference(a, b) for a, b in zip(found, exact)) for found in (eager, compiled))
+    assert 0 < compiled < 2 * eager < 0.2
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

@@ -95,8 +95,8 @@ def evaluate(models, loader, accelerator, num_samples, batch_size):
         loader: This process's share of the split: images (B, 3, H, W) float32, targets (B,) int64; may be empty.
         accelerator: Gives device, precision, and the sum over the processes.
         num_samples: Size of the split, in samples.
-        batch_size: Largest batch of the loader. Shorter ones are filled up to it: in low precision a sample's scores can
-            depend on the shape of its batch, and so the counts would depend on how the batches fall to the processes.
+        batch_size: Largest batch of the loader. Shorter ones are filled up to it: in low precision a sample's scores
+            can depend on the shape of its batch, and the counts would depend on how samples fall to the processes.
 
     Returns:
         Dict of name to {"top1", "top5" (per cent), "loss" (mean cross-entropy), "count", "top1_count", "top5_count"}.

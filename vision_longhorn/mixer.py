@@ -40,7 +40,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, reverse: bool) -> Tenso
     past = weight.shape[-1] - 1
     weight = weight.flip(-1) if reverse else weight
     if _is_compiling():
-        # As a sum of shifted tokens it fuses with its neighbours; eagerly the same sum would be slower than the library.
+        # A sum of shifted tokens fuses with its neighbours; eagerly it would be slower than the library.
         L = x.shape[1]
         x = F.pad(x, [0, 0, 0, past] if reverse else [0, 0, past, 0]).float()  # (B, L + K - 1, D)
         y = x[:, :L] * weight[:, 0] + bias
@@ -63,7 +63,8 @@ class BidirectionalMixer(nn.Module):
     Per direction, x is convolved and gives the step size (through a head of rank `dt_rank`), the key and the query (B
     and C for Mamba) of each token; the scan runs over x, and both directions meet under one gate silu(z):
 
-    - wiring "vim": each direction has its own convolution, projections, step bias and skip; the gated outputs are averaged.
+    - wiring "vim": each direction has its own convolution, projections, step bias and skip; the gated outputs are
+      averaged.
     - wiring "shared": one set serves both directions (its convolution looks backward in both); each scan's output is
       RMS-normalised with a weight of its own, and their sum is gated.
 
