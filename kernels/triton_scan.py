@@ -6,8 +6,8 @@ nothing is transposed, flipped or copied. Offsets are 64 bit, sums float32.
 
 The forward kernel stores the state before every CHUNK-th token; the backward kernel takes chunks from the last to the
 first, rebuilds the states of one chunk into a scratch buffer that it uses again and again, and walks back over them.
-Sums over channels (the gradients of k, q and a per-token A) leave each program as partial sums that are added afterwards
-in a fixed order, as are the sums over the batch: no atomics, so the same input gives the same bits.
+Sums over channels (the gradients of k, q and a per-token A) leave each program as partial sums that are added
+afterwards in a fixed order, as are the sums over the batch: no atomics, so the same input gives the same bits.
 
 The gradients are derived in docs/scan.md; `torch_scan` is the same computation in torch.
 """

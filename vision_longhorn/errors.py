@@ -16,11 +16,9 @@ def one_line(error):
 
 def run_cli(main):
     """Runs `main()`; where it raises a `UserError`, prints one line to stderr and exits with code 1."""
-    from vision_longhorn.data import DataError  # not at the top: the data modules may import this one
-
     try:
         main()
-    except (UserError, DataError) as error:
+    except UserError as error:
         print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
 

@@ -10,6 +10,7 @@ from timm.data import auto_augment, create_transform, resolve_data_config
 
 from vision_longhorn.config import DIGITS
 from vision_longhorn.errors import UserError
+from vision_longhorn.shards import make_digits
 
 
 def make_accelerator(device="auto", precision="auto", **kwargs):
@@ -36,7 +37,6 @@ def locate_data(spec, accelerator):
     """`spec` itself, or the folder of the built-in digits, which are made in ./data/digits where they are missing."""
     if spec != DIGITS:
         return spec
-    from vision_longhorn.data import make_digits
     folder = Path("data", DIGITS)
     if accelerator.is_local_main_process:
         make_digits(folder)

@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import zlib
 
 import webdataset as wds
@@ -19,7 +20,7 @@ from tqdm import tqdm
 
 from .data import sources
 from .data.images import DataError, check_image, decode_image
-from .data.index import find_shards, image_of, label_of, place, read_index, read_shard, write_index
+from .data.index import INDEX_NAMES, find_shards, image_of, label_of, place, read_index, read_shard, write_index
 from .errors import Parser, run_cli
 
 
@@ -95,6 +96,35 @@ def make_shards(
     write_index(out, {split: (names, [done[name]["samples"] for name in names], facts)}, class_names)
     journal.remove()
     return skipped
+
+
+def make_digits(out_dir):
+    """Make the shards of the built-in demo set, unless they are there. Several processes may do so at once.
+
+    Args:
+        out_dir: folder for 4 training and 2 validation shards with their index.
+
+    Returns:
+        out_dir
+
+    Raises:
+        DataError: if `out_dir` holds other data.
+    """
+    index = read_index(out_dir)
+    if index is not None:
+        if {entry.get("source") for entry in index["splits"].values()} != {"digits"}:
+            raise DataError(f"{out_dir} holds other data than the digits; name another folder")
+        if all(os.path.exists(os.path.join(out_dir, f)) for s in index["splits"].values() for f in s["filenames"]):
+            return out_dir
+    splits, class_names = sources.digits()
+    os.makedirs(out_dir, exist_ok=True)
+    # Everyone makes the same bytes in a place of his own and moves them over, so it does not matter who is first.
+    with tempfile.TemporaryDirectory(dir=out_dir, prefix=".making-") as aside:
+        make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
+        make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
+        for name in sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0]):
+            os.replace(os.path.join(aside, name), os.path.join(out_dir, name))
+    return out_dir
 
 
 def _resume(out, split, plan, class_names, journal):
@@ -387,7 +417,7 @@ def main(argv=None):
     elif args.command == "imagenet":
         _imagenet(args)
     elif args.command == "digits":
-        _report(sources.make_digits(args.out))
+        _report(make_digits(args.out))
     elif args.command == "verify":
         problems = verify(args.directory, args.full)
         for problem in problems:

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import tarfile
-import tempfile
 
 from PIL import Image
 
 from .images import EXTENSIONS, DataError
-from .index import INDEX_NAMES, read_index, write_aside
+from .index import write_aside
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _WNID = re.compile(r"n\d{8}")
@@ -289,37 +288,6 @@ def digits():
     train, val = train_test_split(range(len(samples)), test_size=360, stratify=data.target, random_state=0)
     names = [str(name) for name in data.target_names]
     return {"train": [samples[i] for i in sorted(train)], "val": [samples[i] for i in sorted(val)]}, names
-
-
-def make_digits(out_dir):
-    """Make the shards of the built-in demo set, unless they are there. Several processes may do so at once.
-
-    Args:
-        out_dir: folder for 4 training and 2 validation shards with their index.
-
-    Returns:
-        out_dir
-
-    Raises:
-        DataError: if `out_dir` holds other data.
-    """
-    from ..shards import make_shards
-
-    index = read_index(out_dir)
-    if index is not None:
-        if {entry.get("source") for entry in index["splits"].values()} != {"digits"}:
-            raise DataError(f"{out_dir} holds other data than the digits; name another folder")
-        if all(os.path.exists(os.path.join(out_dir, f)) for s in index["splits"].values() for f in s["filenames"]):
-            return out_dir
-    splits, class_names = digits()
-    os.makedirs(out_dir, exist_ok=True)
-    # Everyone makes the same bytes in a place of his own and moves them over, so it does not matter who is first.
-    with tempfile.TemporaryDirectory(dir=out_dir, prefix=".making-") as aside:
-        make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
-        make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
-        for name in sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0]):
-            os.replace(os.path.join(aside, name), os.path.join(out_dir, name))
-    return out_dir
 
 
 def _extension(name):
