@@ -56,9 +56,9 @@ def main(argv=None):
     if cfg.data == DIGITS:
         say("No shards given by --data DIR: this is the demo, which learns scikit-learn's handwritten digits.")
     data = locate_data(cfg.data, accelerator)
+    train_shards = open_shards(data, cfg.train_split, cfg.train_samples, cfg.num_classes)
     if not cfg.val_data and not Path(data).is_dir():
         raise UserError(f"data is {data!r}, which names training shards only: give --val-data, or a folder of both")
-    train_shards = open_shards(data, cfg.train_split, cfg.train_samples, cfg.num_classes)
     val_shards = open_shards(cfg.val_data or data, cfg.val_split, cfg.val_samples, cfg.num_classes)
     num_classes = cfg.num_classes or train_shards.num_classes
     if num_classes is None:

@@ -175,11 +175,19 @@ def test_mistakes_end_with_one_line(tmp_path, shards, monkeypatch, capsys, argum
                                               *arguments], capsys, *words)
 
 
+def test_a_pattern_of_training_shards_is_not_evaluated_on(tmp_path, shards, capsys):
+    """A pattern names files, whatever the split: without --val-data the accuracy would be that of the training data."""
+    pattern = str(Path(shards[shards.index("--data") + 1], "train-*.tar*"))
+    arguments = [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--data", pattern]
+    fails_with_one_line(train_imagenet.main, arguments, capsys, "train-*", "--val-data")
+
+
 def test_a_finished_run_is_neither_overwritten_nor_resumed_as_another_model(tmp_path, shards, capsys):
     run = train_imagenet.main([*QUICK, *PLAIN, *shards, "--run-dir", str(tmp_path / "run"), "--epochs", "1"])
     before = (run / "last.pt").read_bytes()
     fails_with_one_line(train_imagenet.main, [*QUICK, *shards, "--run-dir", run], capsys, str(run), "--resume")
     fails_with_one_line(train_imagenet.main, ["--resume", run], capsys, str(run), "--epochs")
+    fails_with_one_line(train_imagenet.main, ["--resume", run, "--run-dir", "elsewhere"], capsys, "elsewhere")
     fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2", "--model", "vim_test"], capsys,
                         "another model", "vlonghorn_test")
     assert (run / "last.pt").read_bytes() == before

@@ -25,13 +25,14 @@ def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}")
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, reverse: bool) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, channels: int, reverse: bool) -> Tensor:
     """Depthwise convolution over the tokens that sees the present and the past, or in reverse the future.
 
     Args:
         x: (B, L, D).
         weight: (D, K); the last tap meets the present token.
         bias: (D,).
+        channels: D, as a number that torch 2.7's FX accepts where it would refuse a traced shape.
         reverse: run from the last token to the first.
 
     Returns:
@@ -48,7 +49,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor, reverse: bool) -> Tenso
             y = y + x[:, i:i + L] * weight[:, i]
         return y.to(weight.dtype)
     x = F.pad(x.transpose(1, 2), [0, past] if reverse else [past, 0])  # (B, D, L + K - 1)
-    return F.conv1d(x, weight.unsqueeze(1), bias, groups=weight.shape[0]).transpose(1, 2)
+    return F.conv1d(x, weight.unsqueeze(1), bias, groups=channels).transpose(1, 2)
 
 
 def _is_compiling() -> bool:
@@ -179,7 +180,8 @@ class BidirectionalMixer(nn.Module):
 
     def _conv(self, x: Tensor) -> Tensor:
         weight, bias = self.conv_weight.to(x.dtype), self.conv_bias.to(x.dtype)
-        return torch.stack([F.silu(causal_conv(x, weight[i], bias[i], reverse=i == 1)) for i in range(self.sets)])
+        return torch.stack([F.silu(causal_conv(x, weight[i], bias[i], self.d_inner, reverse=i == 1))
+                            for i in range(self.sets)])
 
     def _scan(self, x: Tensor, step: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Tensor) -> Tensor:
         """(B, L, d_inner): both directions scanned, combined and gated."""

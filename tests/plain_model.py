@@ -1,0 +1,81 @@
+"""The whole model, written out plainly from the description of the papers, to compare the fast one with."""
+
+import torch
+
+
+def plain_conv(p, i, x):
+    weight, out = p["conv_weight"][i], []
+    for t in range(x.shape[1]):
+        seen = [weight[:, -1 - age] * x[:, t - age] for age in range(weight.shape[1]) if age <= t]
+        out.append(p["conv_bias"][i] + sum(seen))
+    out = torch.stack(out, 1)
+    return out / (1 + torch.exp(-out))
+
+
+def plain_scan(p, i, x, mixer):
+    rank, N = mixer.dt_rank, mixer.d_state
+    low = x @ p["x_proj"][i].t()
+    k, q = low[..., rank:rank + N], low[..., rank + N:]
+    logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
+    state, ys = x.new_zeros(x.shape[0], x.shape[2], N), []
+    for t in range(x.shape[1]):
+        key, value = k[:, t, None, :], x[:, t, :, None]
+        if mixer.rule == "mamba":
+            dt = torch.log1p(torch.exp(logit[:, t]))[..., None]
+            state = torch.exp(-dt * torch.exp(p["A_log"][i])) * state + dt * value * key
+        else:
+            beta = torch.sigmoid(logit[:, t])[..., None]
+            eps = beta / (1 + beta * (key * key).sum(-1, keepdim=True))
+            if mixer.rule == "exact":
+                state = state + eps * (value - (state * key).sum(-1, keepdim=True)) * key
+            else:
+                state = (1 - eps * key * key) * state + eps * value * key
+        ys.append((state * q[:, t, None, :]).sum(-1) + p["D"][i] * x[:, t])
+    return torch.stack(ys, 1)
+
+
+def plain_norm(x, weight):
+    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
+
+
+def plain_mixer(p, h, mixer):
+    x, z = (h @ p["in_proj.weight"].t()).chunk(2, -1)
+    gate = z / (1 + torch.exp(-z))
+    if mixer.shared:
+        x = plain_conv(p, 0, x)
+        forward, backward = plain_scan(p, 0, x, mixer), plain_scan(p, 0, x.flip(1), mixer).flip(1)
+        y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
+    else:
+        # The backward direction is a forward one that is shown the tokens in reverse order.
+        forward = plain_scan(p, 0, plain_conv(p, 0, x), mixer)
+        backward = plain_scan(p, 1, plain_conv(p, 1, x.flip(1)), mixer).flip(1)
+        y = (forward * gate + backward * gate) / 2
+    return y @ p["out_proj.weight"].t()
+
+
+def plain_model(p, images, model):
+    def of(prefix):
+        return {name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)}
+
+    height, width = model.patch_embed.patch_size
+    patches = images.unfold(2, height, height).unfold(3, width, width)  # (B, C, H, W, height, width)
+    x = torch.einsum("bchwij,dcij->bhwd", patches, p["patch_embed.proj.weight"]).flatten(1, 2)
+    x = x + p["patch_embed.proj.bias"]
+    count = x.shape[1]
+    index = {"first": 0, "middle": count // 2, "last": count, "none": None}[model.class_token]
+    tokens = list(x.unbind(1))
+    if index is not None:
+        tokens.insert(index, p["cls_token"][0].expand(len(x), -1))
+    x = torch.stack(tokens, 1) + p["pos_embed"]
+    for i, block in enumerate(model.blocks):
+        x = x + plain_mixer(of(f"blocks.{i}.mixer."), plain_norm(x, p[f"blocks.{i}.norm.weight"]), block.mixer)
+    tokens = list(plain_norm(x, p["norm.weight"]).unbind(1))
+    if model.global_pool == "":
+        x = torch.stack(tokens, 1)
+    elif model.global_pool == "token":
+        x = tokens[index]
+    else:
+        if index is not None:
+            del tokens[index]
+        x = torch.stack(tokens, 1).mean(1) if model.global_pool == "avg" else torch.stack(tokens, 1).max(1).values
+    return x @ p["head.weight"].t() + p["head.bias"]
