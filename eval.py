@@ -33,12 +33,16 @@ def main(argv=None):
     name = args.model or checkpoint.get("arch")
     if name is None:
         raise UserError(f"{path} does not say which model it holds: give --model NAME")
+    split = args.split or values.get("val_split", "val")
     data, samples = args.data, args.samples
     if data is None:
-        data, samples = values.get("val_data") or values.get("data"), samples or values.get("val_samples")
+        data = values.get("data")
+        if split == values.get("val_split"):
+            data, samples = values.get("val_data") or data, samples or values.get("val_samples")
+        elif split == values.get("train_split"):
+            samples = samples or values.get("train_samples")
     if data is None:
         raise UserError("no data: give --data DIR, a folder of shards, or --data digits")
-    split = args.split or values.get("val_split", "val")
     values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **parse_pairs(args.model_kwargs)}}
 
     # Model and weights

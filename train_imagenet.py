@@ -32,7 +32,7 @@ from vision_longhorn.checkpoint import (
 from vision_longhorn.config import DIGITS, load_config
 from vision_longhorn.curves import plot_runs
 from vision_longhorn.data import eval_loader, open_shards, train_loader
-from vision_longhorn.errors import UserError, run_cli
+from vision_longhorn.errors import UserError, bad_input, run_cli
 from vision_longhorn.evaluate import (
     describe, evaluate, input_settings, locate_data, make_accelerator, train_transform,
 )
@@ -47,14 +47,16 @@ def main(argv=None):
     global_batch = cfg.batch_size * world_size * cfg.grad_accum
     run_dir = Path(cfg.run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     last = run_dir / "last.pt"
-    if last.exists() and not cfg.resume:
-        raise UserError(f"{run_dir} holds a run: go on with it by --resume {run_dir}, or give another --run-dir")
+    if (run_dir / "config.yaml").exists() and not cfg.resume:
+        remedy = f"go on with it by --resume {run_dir}" if last.exists() else "remove it, it stopped in its first epoch"
+        raise UserError(f"{run_dir} holds a run: {remedy}, or give another --run-dir")
+    accelerator.wait_for_everyone()  # all have looked before the first one writes
 
     # Data. An epoch is as many samples as the training split holds, in whole updates.
     if cfg.data is None:
         raise UserError("no data: give --data DIR, a folder of shards; `python -m vision_longhorn.shards` makes them")
     if cfg.data == DIGITS:
-        say("No shards given by --data DIR: this is the demo, which learns scikit-learn's handwritten digits.")
+        say("No shards named by --data DIR: this is the demo, which learns scikit-learn's handwritten digits.")
     data = locate_data(cfg.data, accelerator)
     train_shards = open_shards(data, cfg.train_split, cfg.train_samples, cfg.num_classes)
     if not cfg.val_data and not Path(data).is_dir():
@@ -66,7 +68,7 @@ def main(argv=None):
 
     # Model. The averaged weights (EMA) start as a copy of it, made before it is wrapped for several processes.
     set_seed(cfg.seed)
-    model = create_model(cfg.model, num_classes=num_classes, drop_path_rate=cfg.drop_path, **cfg.model_kwargs)
+    model = create_model(cfg.model, num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
     model.to(device)
     ema = ModelEmaV3(model, decay=cfg.ema_decay, use_warmup=cfg.ema_warmup) if cfg.ema_decay else None
     evaluated = {"val": model, "val_ema": ema.module} if ema else {"val": model}
@@ -90,7 +92,8 @@ def main(argv=None):
                       num_classes=num_classes)
         criterion = SoftTargetCrossEntropy()
     peak_lr = cfg.lr * global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
-    optimizer = create_optimizer_v2(model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay)
+    with bad_input(f"opt={cfg.opt}"):
+        optimizer = create_optimizer_v2(model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay)
     scheduler, _ = create_scheduler_v2(
         optimizer, "cosine", num_epochs=cfg.epochs, warmup_epochs=cfg.warmup_epochs, warmup_lr=cfg.warmup_lr,
         min_lr=cfg.min_lr, step_on_epochs=False, updates_per_epoch=updates_per_epoch,
@@ -99,6 +102,8 @@ def main(argv=None):
     # Resuming goes on after the last finished epoch. The schedule needs no state but the number of updates.
     first_epoch, best, history = 0, -1.0, []
     if cfg.resume:
+        if not last.exists():
+            raise UserError(f"{run_dir} has no last.pt, as it stopped in its first epoch: remove it and start anew")
         checkpoint = load_checkpoint(last)
         load_weights(model, checkpoint, last)
         if ema:
@@ -203,9 +208,9 @@ def main(argv=None):
                 )
                 if ema:
                     state["state_dict_ema"] = ema.module.state_dict()
-                save_checkpoint(last, state)
-                if is_best:
+                if is_best:  # first, so that last.pt never promises a best.pt that is not there
                     save_checkpoint(run_dir / "best.pt", state)
+                save_checkpoint(last, state)
                 write_text(run_dir / "metrics.json", json.dumps(history, indent=2) + "\n")
 
     if is_main:
@@ -220,4 +225,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    run_cli(main, stopped="stopped; --resume RUN goes on after the last finished epoch")

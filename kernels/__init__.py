@@ -13,7 +13,7 @@ from . import (
     ops,  # noqa: F401  (registers the operators)
     reference,
 )
-from .contract import Scan, check
+from .contract import BACKENDS, Scan, check, check_option
 from .ops import HAS_TRITON, choose_backend
 from .reference import longhorn_step, selective_step
 
@@ -129,6 +129,7 @@ def selective_scan(
 
 
 def _run(tensors, options, return_final_state, save_states, backend):
+    check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
         scan = Scan(*tensors, *options)
         check(scan)

@@ -23,6 +23,7 @@ def test_every_config_loads_by_its_bare_name_and_names_a_model(path):
 def test_no_config_and_no_data_is_the_demo():
     config, name = load_config(["--epochs", "2"])
     assert (config.data, config.epochs, name) == ("digits", 2, "demo_digits")
+    assert load_config(["--data", "digits", "--epochs", "2"]) == (config, name)
 
 
 def test_data_without_config_takes_the_defaults_and_not_the_demo():

@@ -86,6 +86,11 @@ def test_two_processes_count_what_one_counts(run, tmp_path):
     assert one == json.loads((tmp_path / "one.json").read_text())
 
 
+def test_another_split_has_its_own_size(run, tmp_path):
+    out = ["--checkpoint", str(run), "--workers", "0", "--out", str(tmp_path / "out.json")]
+    assert eval_script.main([*out, "--split", "train"])["count"] == 70
+
+
 def test_a_process_without_samples_waits_for_the_others(run, tmp_path):
     lone = write_digits(tmp_path / "lone", "val", 1, shards=1)
     done = launch("eval.py", "--checkpoint", run, "--data", lone, "--samples", 1, "--workers", 0, cwd=tmp_path,

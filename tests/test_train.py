@@ -166,6 +166,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
     (["--batch-size", "128"], ["70", "128"]),
     (["--grad-accum", "8"], ["8", "grad_accum"]),
     (["--lr", "1e30"], ["loss", "lr"]),
+    (["--opt", "adamq"], ["adamq"]),
+    (["--auto-augment", "foo"], ["auto_augment=foo"]),
+    (["--interpolation", "bicubi"], ["bicubi", "bicubic"]),
     (["--data", "nowhere/train-{0..3}.tar"], ["nowhere/train-0.tar"]),
     (["--data", "none"], ["--data DIR"]),
 ])

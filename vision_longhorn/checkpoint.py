@@ -92,7 +92,8 @@ def load_weights(model, checkpoint, path, ema=False):
     """
     weights = checkpoint.get("state_dict_ema") if ema else checkpoint["state_dict"]
     if weights is None:
-        raise UserError(f"{path} has no averaged weights: evaluate the raw ones, --raw")
+        raise UserError(f"{path} has no averaged weights (EMA): use the raw ones, by --raw in eval.py or --ema-decay 0 "
+                        "in training")
     weights, own = clean_state_dict(weights), model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in weights.items() if torch.is_tensor(value)}
     wrong = sorted(key for key in own.keys() | weights.keys()

@@ -104,12 +104,14 @@ class Config:
         for key in ("batch_size", "grad_accum", "epochs", "repeats", "log_interval", "eval_interval", "lr"):
             if getattr(self, key) <= 0:
                 raise UserError(f"{key} is {getattr(self, key)}: give a value above 0")
-        for key, known in {"device": ("auto", "cuda", "cpu"), "precision": ("auto", "bf16", "fp32")}.items():
-            if getattr(self, key) not in known:
-                raise UserError(f"{key} is {getattr(self, key)!r}: give one of {', '.join(known)}")
         for key in ("drop_path", "hflip", "re_prob", "smoothing", "mixup_prob", "ema_decay"):
             if not 0 <= getattr(self, key) <= 1:
                 raise UserError(f"{key} is {getattr(self, key)}: give a value from 0 to 1")
+        for key, known in {"device": ("auto", "cuda", "cpu"), "precision": ("auto", "bf16", "fp32"),
+                           "interpolation": ("bilinear", "bicubic", "nearest", "lanczos", "random"),
+                           "re_mode": ("const", "rand", "pixel")}.items():
+            if getattr(self, key) not in known:
+                raise UserError(f"{key} is {getattr(self, key)!r}: give one of {', '.join(known)}")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
 
@@ -140,7 +142,7 @@ def load_config(argv=None):
         if not path.is_file():
             raise UserError(f"cannot resume {given['resume']}: it has no config.yaml; give the folder of a run")
         given["run_dir"] = given["resume"]
-    elif path is None and "data" not in given:
+    elif path is None and given.get("data", DIGITS) == DIGITS:
         path = "demo_digits"
     values = read_config_file(path) if path else {}
     if "model_kwargs" in given:

@@ -1,6 +1,7 @@
 """Errors that a user can mend, and how a command line ends on one: one line and exit code 1, no traceback."""
 
 import argparse
+import contextlib
 import difflib
 import sys
 
@@ -14,13 +15,26 @@ def one_line(error):
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def run_cli(main):
-    """Runs `main()`; where it raises a `UserError`, prints one line to stderr and exits with code 1."""
+@contextlib.contextmanager
+def bad_input(what):
+    """Turns a library's complaint about the setting `what` into a `UserError`."""
+    try:
+        yield
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{what} is not accepted: {one_line(error)}") from error
+
+
+def run_cli(main, stopped="stopped"):
+    """Runs `main()`. A `UserError` or a failure of the system (a full disk, say) prints one line to stderr and exits
+    with code 1; Ctrl-C prints `stopped` and exits with code 130."""
     try:
         main()
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print(stopped, file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 class Parser(argparse.ArgumentParser):

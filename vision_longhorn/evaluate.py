@@ -9,7 +9,7 @@ from accelerate.utils import parse_flag_from_env
 from timm.data import auto_augment, create_transform, resolve_data_config
 
 from vision_longhorn.config import DIGITS
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.shards import make_digits
 
 
@@ -70,12 +70,13 @@ def train_transform(settings, config):
     """
     for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
         auto_augment.NAME_TO_OP[name] = _posterize
-    return create_transform(
-        settings["input_size"], is_training=True, interpolation=settings["interpolation"], mean=settings["mean"],
-        std=settings["std"], scale=config.scale, ratio=config.ratio, hflip=config.hflip,
-        color_jitter=config.color_jitter, auto_augment=config.auto_augment, re_prob=config.re_prob,
-        re_mode=config.re_mode,
-    )
+    with bad_input(f"auto_augment={config.auto_augment}"):
+        return create_transform(
+            settings["input_size"], is_training=True, interpolation=settings["interpolation"], mean=settings["mean"],
+            std=settings["std"], scale=config.scale, ratio=config.ratio, hflip=config.hflip,
+            color_jitter=config.color_jitter, auto_augment=config.auto_augment, re_prob=config.re_prob,
+            re_mode=config.re_mode,
+        )
 
 
 def _posterize(image, bits, **_):

@@ -436,11 +436,4 @@ def main(argv=None):
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        run_cli(main)
-    except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        sys.exit(130)
-    except OSError as error:  # a full disk, a folder that may not be written
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(1)
+    run_cli(main, stopped="stopped; the same command goes on from here")
