@@ -13,9 +13,12 @@ from torch import Tensor
 RULES = ("diagonal", "exact", "mamba")
 DIRECTIONS = ("forward", "backward", "both")
 COMBINES = ("none", "sum", "mean")
+REGIMES = ("auto", "sequential", "parallel")
 BACKENDS = ("auto", "torch", "triton")
 # The chunked implementations save the state every so many tokens; the backward pass rebuilds what lies between.
 CHUNK = 8
+# The exact rule's kernels keep what each token wrote, and a state every so many tokens.
+ANCHOR = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -40,6 +43,7 @@ class Scan(NamedTuple):
     combine: str = "none"
     softplus: bool = True          # Mamba only
     A_per_token: bool = False      # Mamba only
+    regime: str = "auto"           # Triton only
 
     @property
     def reversed(self) -> tuple[bool, ...]:
@@ -61,6 +65,13 @@ class Scan(NamedTuple):
     def state_shape(self) -> tuple[int, ...]:
         _, B, _, D, N = self.sizes
         return (2, B, D, N) if self.direction == "both" else (B, D, N)
+
+    def saved_shape(self, triton: bool) -> tuple[int, ...]:
+        """Of what a forward pass keeps for the backward pass, beside the inputs, in the dtype of `accumulator`."""
+        G, B, L, D, N = self.sizes
+        if triton and self.state_rule == "exact":
+            return (G * B * D * (L + -(-L // ANCHOR) * N),)
+        return (G, -(-L // CHUNK), B, N, D)
 
     @property
     def output_scale(self) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from . import torch_scan
-from .contract import BACKENDS, CHUNK, Scan, check, check_option
+from .contract import BACKENDS, Scan, check, check_option
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -72,9 +72,7 @@ def _(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, sof
       return_final_state, save_states, backend):
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token)
     check(inputs)
-    check_option("backend", backend, BACKENDS)
-    G, B, L, channels, N = inputs.sizes
-    saved = (G, -(-L // CHUNK), B, N, channels) if save_states else (0,)
+    saved = inputs.saved_shape(choose_backend(backend, x.device) == "triton") if save_states else (0,)
     return (x.new_empty(inputs.output_shape),
             x.new_empty(inputs.state_shape if return_final_state else (0,), dtype=inputs.accumulator),
             x.new_empty(saved, dtype=inputs.accumulator))
