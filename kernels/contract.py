@@ -165,7 +165,7 @@ def unstack(grad: Tensor, like: Tensor) -> Tensor:
     """The gradient of `stack`: sum the direction axis where `like` has none, then sum channels that `like` shares
     (a scalar beta), and cast to the dtype of `like`."""
     if grad.ndim > like.ndim:
-        grad = grad.sum(0) if grad.shape[0] > 1 else grad.squeeze(0)
+        grad = torch.add(grad[0], grad[1]) if grad.shape[0] > 1 else grad.squeeze(0)
     if grad.shape != like.shape:
         grad = grad.sum(-1, keepdim=True)
     return grad.to(like.dtype)

@@ -24,7 +24,7 @@ MAMBA = tl.constexpr(2)
 # Only what changes the code is compiled for: not lengths, not strides (`ALIGNED` tells what matters about those), not
 # where rows of k and q begin (`K_PACK`, `Q_PACK`).
 _RUNTIME = [f"{name}_{axis}" for name in ("x", "step", "k", "q", "A", "z", "D", "bias", "dy", "start", "adjoint")
-            for axis in "gbsl"] + ["L", "B", "blocks", "segments", "span", "A_d", "A_n", "start_d", "start_n",
+            for axis in "gbsl"] + ["L", "B", "padded", "blocks", "segments", "span", "A_d", "A_n", "start_d", "start_n",
                                    "adjoint_d", "adjoint_n"]
 _UNALIGNED = ["k_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -177,16 +177,50 @@ def _sum(a, NI: tl.constexpr, NS: tl.constexpr):
 
 
 @triton.jit
-def _step_size(u, kk, keep, RULE: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-    """eps and, for Longhorn, exp(-u); Mamba's dt stands for eps. `keep` is 0 for a token beyond the end, else 1."""
+def _step_size(u, bias, norm, keep, RULE: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    """eps and, for Longhorn, exp(-logit); Mamba's dt stands for eps. Both are as if the token were absent, eps 0, beyond
+    the end: where `norm`, the square of k's, is infinite (Longhorn), or `keep` is 0 (Mamba)."""
     if RULE == MAMBA:
         if SOFTPLUS:
-            eps = _softplus(u) * keep
+            eps = _softplus(u.to(tl.float32) + bias) * keep
         else:
-            eps = u * keep
+            eps = (u.to(tl.float32) + bias) * keep
         return eps, eps
-    e = tl.exp2(tl.minimum(u * -LOG2E, MAX_EXPONENT))
-    return keep * _reciprocal(1.0 + e + kk, PTX), e
+    # `_bias` has the factor already.
+    e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, MAX_EXPONENT))
+    return _reciprocal(1.0 + e + norm, PTX), e
+
+
+@triton.jit
+def _load_bias(ptr, RULE: tl.constexpr):
+    bias = tl.load(ptr).to(tl.float32)
+    if RULE == MAMBA:
+        return bias
+    else:
+        return bias * -LOG2E
+
+
+@triton.jit
+def _load_norm(ptr, i, RULE: tl.constexpr):
+    if RULE == MAMBA:
+        return 0.0
+    else:
+        return tl.load(ptr + i)
+
+
+@triton.jit(do_not_specialize=["L", "B", "padded", "k_g", "k_b", "k_l"], do_not_specialize_on_alignment=["k_ptr"])
+def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: tl.constexpr, N: tl.constexpr,
+                 BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+    """||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
+    b = tl.program_id(1).to(tl.int64)
+    g = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.arange(0, BLOCK_N)
+    t = tl.where(g + FIRST_REVERSED > 0, L - 1 - i, i).to(tl.int64)
+    k = tl.load(k_ptr + g * k_g + b * k_b + t[:, None] * k_l + n[None, :],
+                mask=(i < L)[:, None] & (n < N)[None, :], other=0).to(tl.float32)
+    norm = tl.where(i < L, tl.sum(k * k, 1), float("inf"))
+    tl.store(norm_ptr + (g * B + b) * padded + i, norm, mask=i < padded)
 
 
 @triton.jit
@@ -207,6 +241,32 @@ def _advance(S, x, k, A, eps, e, NI: tl.constexpr, NS: tl.constexpr, N: tl.const
             else:
                 new = new + (S[i] + k[i] * (w - eps * (k[i] * S[i])),)
     return new, w
+
+
+@triton.jit
+def _load_A(ptr, like, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    """A token's A, for exp2."""
+    return _scale(_unpack(_load_row(ptr, first, N, NI, NS, 1), like, NI, 1), LOG2E, NI)
+
+
+@triton.jit
+def _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_next, k_ptr, A_ptr, origin,
+          sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
+          A_PER_TOKEN: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr,
+          PTX: tl.constexpr):
+    """From the state before token `begin`, whose packed key is `k_next`, to the state before token `end` and its key."""
+    for i in tl.range(begin, end, num_stages=1):
+        t = origin + sign * i
+        x = tl.load(x_row + _at(t, x_l, ALIGNED)).to(tl.float32)
+        u = tl.load(step_row + _at(t, step_l, ALIGNED))
+        k = _unpack(k_next, k_ptr, NI, K_PACK)
+        after = origin + sign * tl.minimum(i + 1, L - 1)
+        k_next = _load_row(k_row + after.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
+        if A_PER_TOKEN:
+            A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+        eps, e = _step_size(u, bias, _load_norm(norm_row, i, RULE), 1.0, RULE, SOFTPLUS, PTX)
+        S, w = _advance(S, x, k, A, eps, e, NI, NS, N, RULE)
+    return S, k_next
 
 
 @triton.jit
@@ -265,8 +325,8 @@ def _scale(row, factor, NI: tl.constexpr):
 
 @_kernel
 def _forward_kernel(
-    x_ptr, step_ptr, k_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, decay_ptr, saved_ptr, written_ptr,
-    L, B, blocks, segments, span,
+    x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, decay_ptr, saved_ptr, written_ptr,
+    L, B, padded, blocks, segments, span,
     x_g, x_b, x_l, step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n,
     z_g, z_b, z_l, D_g, bias_g, bias_d, start_g, start_b, start_s, start_d, start_n, scale,
     RULE: tl.constexpr, SOFTPLUS: tl.constexpr, A_PER_TOKEN: tl.constexpr, HAS_Z: tl.constexpr, HAS_D: tl.constexpr,
@@ -305,6 +365,7 @@ def _forward_kernel(
     k_row = k_ptr + g * k_g + b * k_b
     q_row = q_ptr + g * q_g + b * q_b
     A_row = A_ptr + g * A_g + b * A_b
+    norm_row = norm_ptr + (g * B + b) * padded
     if NS > 1:
         k_row = k_row + first
         q_row = q_row + first
@@ -315,7 +376,7 @@ def _forward_kernel(
     if HAS_D:
         skip = tl.load(D_ptr + g * D_g + d).to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + g * bias_g + d * bias_d).to(tl.float32)
+        bias = _load_bias(bias_ptr + g * bias_g + d * bias_d, RULE)
     A = ()
     total = ()  # Mamba's decay over the segment is one exp of the sum of dt, or of dt A, so far
     if RULE == MAMBA:
@@ -365,11 +426,11 @@ def _forward_kernel(
                 q = _unpack(q_next, q_ptr, NI, Q_PACK)
                 q_next = _load_row(q_row + after.to(tl.int64) * q_l, first, N, NI, NS, Q_PACK)
             if A_PER_TOKEN:
-                A = _scale(_unpack(_load_row(A_row + t.to(tl.int64) * A_l, first, N, NI, NS, 1), A_ptr, NI, 1), LOG2E, NI)
+                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
             inside = _all_lanes(i + j, 1, BC) < end
             keep = tl.where(inside, 1.0, 0.0)
-            eps, e = _step_size(us[j].to(tl.float32) + bias, _dot(k, k, NI, NS), keep, RULE, SOFTPLUS, PTX)
+            eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
             S, w = _advance(S, x, k, A, eps, e, NI, NS, N, RULE)
             if SAVE and RULE == EXACT:
                 tl.store(written_row + _at(t, D, ALIGNED), w, mask=d_ok & inside)
@@ -461,8 +522,8 @@ def _gate(dy, z, PTX: tl.constexpr):
 
 @_kernel
 def _adjoint_kernel(
-    step_ptr, k_ptr, q_ptr, A_ptr, z_ptr, bias_ptr, dy_ptr, local_ptr, decay_ptr,
-    L, B, blocks, segments, span,
+    step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, bias_ptr, dy_ptr, local_ptr, decay_ptr,
+    L, B, padded, blocks, segments, span,
     step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n, z_g, z_b, z_l,
     bias_g, bias_d, dy_g, dy_b, dy_l, scale,
     RULE: tl.constexpr, SOFTPLUS: tl.constexpr, A_PER_TOKEN: tl.constexpr, HAS_Z: tl.constexpr,
@@ -492,12 +553,13 @@ def _adjoint_kernel(
     k_row = k_ptr + g * k_g + b * k_b
     q_row = q_ptr + g * q_g + b * q_b
     A_row = A_ptr + g * A_g + b * A_b
+    norm_row = norm_ptr + (g * B + b) * padded
     if NS > 1:
         k_row = k_row + first
         q_row = q_row + first
     bias = tl.zeros([1, BC], tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + g * bias_g + d * bias_d).to(tl.float32)
+        bias = _load_bias(bias_ptr + g * bias_g + d * bias_d, RULE)
     A = ()
     if RULE == MAMBA:
         if A_PER_TOKEN:
@@ -528,11 +590,11 @@ def _adjoint_kernel(
             k = _unpack(_load_row(k_row + t.to(tl.int64) * k_l, first, N, NI, NS, K_PACK), k_ptr, NI, K_PACK)
             q = _unpack(_load_row(q_row + t.to(tl.int64) * q_l, first, N, NI, NS, Q_PACK), q_ptr, NI, Q_PACK)
             if A_PER_TOKEN:
-                A = _scale(_unpack(_load_row(A_row + t.to(tl.int64) * A_l, first, N, NI, NS, 1), A_ptr, NI, 1), LOG2E, NI)
-            eps, e = _step_size(us[j].to(tl.float32) + bias, _dot(k, k, NI, NS), keep, RULE, SOFTPLUS, PTX)
+                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+            eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
             dy = gs[j].to(tl.float32) * (scale * keep)
             if HAS_Z:
-                dy, _ = _gate(dy, zs[j].to(tl.float32), PTX)
+                dy, slope = _gate(dy, zs[j].to(tl.float32), PTX)
             new = ()
             new_total = ()
             for n in tl.static_range(NI):
@@ -654,9 +716,9 @@ def _store_sums(ptr, values, i, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: 
 
 @_kernel
 def _backward_kernel(
-    x_ptr, step_ptr, k_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, saved_ptr, written_ptr, dy_ptr, adjoint_ptr,
+    x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, saved_ptr, written_ptr, dy_ptr, adjoint_ptr,
     dx_ptr, dstep_ptr, sums_ptr, dA_ptr, dz_ptr, dD_ptr, dbias_ptr, dinitial_ptr,
-    L, B, blocks, segments, span,
+    L, B, padded, blocks, segments, span,
     x_g, x_b, x_l, step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n,
     z_g, z_b, z_l, D_g, bias_g, bias_d, dy_g, dy_b, dy_l,
     adjoint_g, adjoint_b, adjoint_s, adjoint_d, adjoint_n, scale,
@@ -665,7 +727,7 @@ def _backward_kernel(
     WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr, Q_PACK: tl.constexpr,
     T: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, U: tl.constexpr, V: tl.constexpr, VA: tl.constexpr,
-    MATRIX: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
+    MATRIX: tl.constexpr, PTX: tl.constexpr,
 ):
     """One segment of `span` tokens backwards, BC channels of one sequence and direction.
 
@@ -694,6 +756,7 @@ def _backward_kernel(
     k_row = k_ptr + g * k_g + b * k_b
     q_row = q_ptr + g * q_g + b * q_b
     A_row = A_ptr + g * A_g + b * A_b
+    norm_row = norm_ptr + (g * B + b) * padded
     if NS > 1:
         k_row = k_row + first
         q_row = q_row + first
@@ -712,7 +775,7 @@ def _backward_kernel(
     if HAS_D:
         skip = tl.load(D_ptr + g * D_g + d).to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + g * bias_g + d * bias_d).to(tl.float32)
+        bias = _load_bias(bias_ptr + g * bias_g + d * bias_d, RULE)
     A = ()
     dA = ()
     if RULE == MAMBA:
@@ -750,52 +813,41 @@ def _backward_kernel(
     else:
         t = origin + sign * (last // T * T)
     k_next = _load_row(k_row + t.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
-    S_next = _load_state(saved_row + last // T * saved_c, D, first, N, NI, NS)
+    # The state after the part: the one before the part that follows, and for the last part found here.
+    S = _load_state(saved_row + last // T * saved_c, D, first, N, NI, NS)
+    if RULE != EXACT:
+        S, unused = _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_next, k_ptr, A_ptr,
+                     origin, sign, last // T * T, end, L, first, ALIGNED, RULE, SOFTPLUS, A_PER_TOKEN, N, NI, NS,
+                     K_PACK, PTX)
     for r in tl.range(0, rounds, num_stages=1):
         i = begin + (rounds - 1 - r) * U
         before_i = tl.maximum(i - U, begin)
         q_next = _load_row(q_row + (origin + sign * tl.minimum(i + U - 1, L - 1)).to(tl.int64) * q_l,
                            first, N, NI, NS, Q_PACK)
-        if RULE == EXACT or PREFETCH:
-            S = S_next
-        else:
-            S = _load_state(saved_row + i // T * saved_c, D, first, N, NI, NS)
-        states = S
+        states = S  # one after the other the states before the tokens of the part
         epss = ()
         es = ()
         if RULE != EXACT:
+            state = _load_state(saved_row + i // T * saved_c, D, first, N, NI, NS)
             if U < T:
-                for s in tl.range(i // T * T, i, num_stages=1):
-                    t = origin + sign * s
-                    x = tl.load(x_row + _at(t, x_l, ALIGNED)).to(tl.float32)
-                    u = tl.load(step_row + _at(t, step_l, ALIGNED)).to(tl.float32) + bias
-                    k = _unpack(k_next, k_ptr, NI, K_PACK)
-                    k_next = _load_row(k_row + (t + sign).to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
-                    if A_PER_TOKEN:
-                        A = _scale(_unpack(_load_row(A_row + t.to(tl.int64) * A_l, first, N, NI, NS, 1), A_ptr, NI, 1),
-                                   LOG2E, NI)
-                    eps, e = _step_size(u, _dot(k, k, NI, NS), 1.0, RULE, SOFTPLUS, PTX)
-                    S, _ = _advance(S, x, k, A, eps, e, NI, NS, N, RULE)
-            # Through the part; the states before its tokens stand one after the other in `states`.
-            states = S
+                state, k_next = _walk(state, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A,
+                                      k_next, k_ptr, A_ptr, origin, sign, i // T * T, i, L, first, ALIGNED, RULE,
+                                      SOFTPLUS, A_PER_TOKEN, N, NI, NS, K_PACK, PTX)
+            states = state
             for j in tl.static_range(U):
-                t = origin + sign * tl.minimum(i + j, L - 1)
-                after = origin + sign * tl.minimum(i + j + 1, L - 1)
-                k = _unpack(k_next, k_ptr, NI, K_PACK)
-                if j + 1 < U:
-                    k_next = _load_row(k_row + after.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
-                if A_PER_TOKEN:
-                    A = _scale(_unpack(_load_row(A_row + t.to(tl.int64) * A_l, first, N, NI, NS, 1), A_ptr, NI, 1),
-                               LOG2E, NI)
                 keep = tl.where(_all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
-                eps, e = _step_size(us[j].to(tl.float32) + bias, _dot(k, k, NI, NS), keep, RULE, SOFTPLUS, PTX)
-                S, _ = _advance(S, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
+                eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
                 epss = epss + (eps,)
                 es = es + (e,)
                 if j + 1 < U:
-                    states = states + S
-            if PREFETCH:
-                S_next = _load_state(saved_row + before_i // T * saved_c, D, first, N, NI, NS)
+                    t = origin + sign * tl.minimum(i + j, L - 1)
+                    after = origin + sign * tl.minimum(i + j + 1, L - 1)
+                    k = _unpack(k_next, k_ptr, NI, K_PACK)
+                    k_next = _load_row(k_row + after.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
+                    if A_PER_TOKEN:
+                        A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+                    state, unused_w = _advance(state, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
+                    states = states + state
 
         next_xs = _load_tokens(x_row, origin, sign, i - U, x_l, L, U, BC, ALIGNED)
         next_us = _load_tokens(step_row, origin, sign, i - U, step_l, L, U, BC, ALIGNED)
@@ -823,11 +875,10 @@ def _backward_kernel(
                 earlier = origin + sign * (before_i + U - 1 if RULE == EXACT else before_i // T * T)
                 k_next = _load_row(k_row + earlier.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
             if A_PER_TOKEN:
-                A = _scale(_unpack(_load_row(A_row + t.to(tl.int64) * A_l, first, N, NI, NS, 1), A_ptr, NI, 1), LOG2E, NI)
+                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
             if RULE == EXACT:
-                keep = tl.where(inside, 1.0, 0.0)
-                eps, e = _step_size(us[j].to(tl.float32) + bias, _dot(k, k, NI, NS), keep, RULE, SOFTPLUS, PTX)
+                eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), 1.0, RULE, SOFTPLUS, PTX)
                 w = ws[j]  # zero beyond the end
             else:
                 eps = epss[j]
@@ -924,10 +975,9 @@ def _backward_kernel(
                         2.0 if RULE == DIAGONAL and N > 1 else 1.0, MATRIX)
             S = before
         if RULE == EXACT:
-            S_next = S
             if i % T == 0:
                 if i > begin:
-                    S_next = _load_state(saved_row + (i // T - 1) * saved_c, D, first, N, NI, NS)
+                    S = _load_state(saved_row + (i // T - 1) * saved_c, D, first, N, NI, NS)
         xs = next_xs
         us = next_us
         gs = next_gs

@@ -21,6 +21,8 @@ from .tuning import Choice, choose
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
 # The most states that a lane keeps; more are spread over lanes.
 _LANE_STATES = 16
+# Programs, of one warp each, that a multiprocessor should have when time is cut into segments.
+_WARPS = 8
 
 
 class Plan(NamedTuple):
@@ -37,7 +39,7 @@ def plan(scan: Scan, programs: int, device: torch.device) -> Plan:
     one = Plan(1, triton.cdiv(L, CHUNK) * CHUNK)
     if scan.state_rule == "exact" or scan.regime == "sequential":
         return one
-    wanted = _multiprocessors(device) * 8
+    wanted = _multiprocessors(device) * _WARPS
     if scan.regime == "auto" and programs * 2 > wanted:
         return one
     segments = max(2, triton.cdiv(wanted, programs))
@@ -91,6 +93,16 @@ class _Launch:
             **_strides("z", None if scan.z is None else z, "gbl"), **_strides("D", None if scan.D is None else skip, "g"),
             **_strides("bias", None if scan.bias is None else bias, "gd"))
         self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
+        # What eps needs of k, in the order of the scan and infinite beyond its end: found once, not by every program.
+        padded = triton.cdiv(L, CHUNK) * CHUNK
+        norm = x
+        if scan.rule != "mamba" and B:
+            norm = x.new_empty(G, B, padded, dtype=torch.float32)
+            with torch.cuda.device_of(x):
+                kernels._norm_kernel[(triton.cdiv(padded, 128), B, G)](
+                    k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=int(scan.direction == "backward"), N=N,
+                    BLOCK_N=triton.next_power_of_2(N), BLOCK=128, num_warps=4)
+        self.args |= dict(norm_ptr=norm, padded=padded)
         # A lane takes up to 16 states of a channel.
         NS = min(32, triton.next_power_of_2(triton.cdiv(N, _LANE_STATES)))
         NI = triton.cdiv(N, NS)
@@ -226,7 +238,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
                 adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums, dA_ptr=dA,
                 dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial, HAS_ADJOINT=adjoint is not None,
                 HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
-                MATRIX=launch.matrix and values in (16, 32), PREFETCH=choice.prefetch,
+                MATRIX=launch.matrix and values in (16, 32),
                 **_state_strides("adjoint", adjoint, plan.segments > 1))
     # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
     sums = sums.sum(0) if blocks > 1 else sums[0]

@@ -3,7 +3,6 @@ class Choice(NamedTuple):
     channels: int
     unroll: int
     registers: int | None = None
-    prefetch: bool = False
 TABLE = {"forward": Choice(4, 4), "summary": Choice(2, 4), "backward": Choice(1, 4)}
 def choose(what, scan):
     return TABLE[what]
