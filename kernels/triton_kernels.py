@@ -101,6 +101,26 @@ def _load_row(ptr, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, P
 
 
 @triton.jit
+def _load_rows(row, stride, origin, sign, i, L, U: tl.constexpr, first, N: tl.constexpr, NI: tl.constexpr,
+               NS: tl.constexpr, PACK: tl.constexpr):
+    """`_load_row` of U tokens from the i-th of the scan on, the last one again beyond the end."""
+    rows = ()
+    for j in tl.static_range(U):
+        t = origin + sign * tl.maximum(tl.minimum(i + j, L - 1), 0)
+        rows = rows + _load_row(row + t.to(tl.int64) * stride, first, N, NI, NS, PACK)
+    return rows
+
+
+@triton.jit
+def _part(values, j: tl.constexpr, parts: tl.constexpr):
+    """The j-th of equal parts of a tuple."""
+    part = ()
+    for i in tl.static_range(len(values) // parts):
+        part = part + (values[j * (len(values) // parts) + i],)
+    return part
+
+
+@triton.jit
 def _unpack(row, like, NI: tl.constexpr, PACK: tl.constexpr):
     """The numbers of `_load_row` as float32; `like` is the pointer that they were read from."""
     values = ()
@@ -250,23 +270,36 @@ def _load_A(ptr, like, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexp
 
 
 @triton.jit
-def _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_next, k_ptr, A_ptr, origin,
+def _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row, origin,
           sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
           A_PER_TOKEN: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr,
-          PTX: tl.constexpr):
-    """From the state before token `begin`, whose packed key is `k_next`, to the state before token `end` and its key."""
-    for i in tl.range(begin, end, num_stages=1):
-        t = origin + sign * i
-        x = tl.load(x_row + _at(t, x_l, ALIGNED)).to(tl.float32)
-        u = tl.load(step_row + _at(t, step_l, ALIGNED))
-        k = _unpack(k_next, k_ptr, NI, K_PACK)
-        after = origin + sign * tl.minimum(i + 1, L - 1)
-        k_next = _load_row(k_row + after.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
-        if A_PER_TOKEN:
-            A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
-        eps, e = _step_size(u, bias, _load_norm(norm_row, i, RULE), 1.0, RULE, SOFTPLUS, PTX)
-        S, w = _advance(S, x, k, A, eps, e, NI, NS, N, RULE)
-    return S, k_next
+          BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):
+    """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
+    stored one after the other at `scratch_row`."""
+    for i in tl.range(begin, end, U, num_stages=1):
+        xs = _load_tokens(x_row, origin, sign, i, x_l, L, U, BC, ALIGNED)
+        us = _load_tokens(step_row, origin, sign, i, step_l, L, U, BC, ALIGNED)
+        ks = _load_rows(k_row, k_l, origin, sign, i, L, U, first, N, NI, NS, K_PACK)
+        norms = ()
+        for j in tl.static_range(U):
+            norms = norms + (_load_norm(norm_row, i + j, RULE),)
+        for j in tl.static_range(U):
+            k = _unpack(_part(ks, j, U), k_ptr, NI, K_PACK)
+            if A_PER_TOKEN:
+                t = origin + sign * tl.minimum(i + j, L - 1)
+                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+            keep = tl.where(_all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
+            eps, e = _step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
+            S, w = _advance(S, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
+        if i + U < end:
+            _store_scratch(scratch_row + (i - begin) // U * (NI * NS * BC), S, NI, BC)
+    return S
+
+
+@triton.jit
+def _store_scratch(ptr, state, NI: tl.constexpr, BC: tl.constexpr):
+    for i in tl.static_range(NI):
+        tl.store(ptr + i * BC, state[i])
 
 
 @triton.jit
@@ -333,7 +366,7 @@ def _forward_kernel(
     HAS_BIAS: tl.constexpr, FIRST_REVERSED: tl.constexpr, HAS_START: tl.constexpr, OUTPUT: tl.constexpr,
     SUMMARY: tl.constexpr, SAVE: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr, Q_PACK: tl.constexpr,
-    T: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr,
+    T: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, DEEP: tl.constexpr, PTX: tl.constexpr,
 ):
     """One segment of `span` tokens, BC channels of one sequence and direction.
 
@@ -350,6 +383,9 @@ def _forward_kernel(
     backward = g + FIRST_REVERSED > 0
     sign = tl.where(backward, -1, 1)
     origin = tl.where(backward, L - 1, 0)  # token i of the scan is token origin + sign i of the sequence
+    if SUMMARY:
+        if segment == segments - 1:
+            return  # no segment follows it
     begin = segment * span
     end = tl.minimum(L, begin + span)
 
@@ -401,53 +437,66 @@ def _forward_kernel(
     zs = ()
     if HAS_Z and OUTPUT:
         zs = _load_tokens(z_row, origin, sign, begin, z_l, L, U, BC, ALIGNED)
-    t = origin + sign * begin
-    k_next = _load_row(k_row + t.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
-    q_next = ()
+    # Rows of k and q one token ahead, or (DEEP) as many as the others.
+    AHEAD: tl.constexpr = U if DEEP else 1
+    ks = _load_rows(k_row, k_l, origin, sign, begin, L, AHEAD, first, N, NI, NS, K_PACK)
+    qs = ()
     if OUTPUT:
-        q_next = _load_row(q_row + t.to(tl.int64) * q_l, first, N, NI, NS, Q_PACK)
+        qs = _load_rows(q_row, q_l, origin, sign, begin, L, AHEAD, first, N, NI, NS, Q_PACK)
     for i in tl.range(begin, end, U, num_stages=1):
         next_xs = _load_tokens(x_row, origin, sign, i + U, x_l, L, U, BC, ALIGNED)
         next_us = _load_tokens(step_row, origin, sign, i + U, step_l, L, U, BC, ALIGNED)
         next_zs = ()
         if HAS_Z and OUTPUT:
             next_zs = _load_tokens(z_row, origin, sign, i + U, z_l, L, U, BC, ALIGNED)
+        next_ks = ks
+        next_qs = qs
+        if DEEP:
+            next_ks = _load_rows(k_row, k_l, origin, sign, i + U, L, U, first, N, NI, NS, K_PACK)
+            if OUTPUT:
+                next_qs = _load_rows(q_row, q_l, origin, sign, i + U, L, U, first, N, NI, NS, Q_PACK)
         if SAVE and RULE != EXACT:
             if i % T == 0:
                 _store_state(saved_ptr, D, S, d_ok, first, N, NI, NS)
                 saved_ptr += B.to(tl.int64) * (N * D)
         for j in tl.static_range(U):
             t = origin + sign * tl.minimum(i + j, L - 1)
-            after = origin + sign * tl.minimum(i + j + 1, L - 1)
-            k = _unpack(k_next, k_ptr, NI, K_PACK)
-            k_next = _load_row(k_row + after.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
+            k = _unpack(_part(ks, j if DEEP else 0, AHEAD), k_ptr, NI, K_PACK)
             q = ()
             if OUTPUT:
-                q = _unpack(q_next, q_ptr, NI, Q_PACK)
-                q_next = _load_row(q_row + after.to(tl.int64) * q_l, first, N, NI, NS, Q_PACK)
+                q = _unpack(_part(qs, j if DEEP else 0, AHEAD), q_ptr, NI, Q_PACK)
+            if not DEEP:
+                ks = _load_rows(k_row, k_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, K_PACK)
+                if OUTPUT:
+                    qs = _load_rows(q_row, q_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, Q_PACK)
             if A_PER_TOKEN:
                 A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
             inside = _all_lanes(i + j, 1, BC) < end
             keep = tl.where(inside, 1.0, 0.0)
             eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
-            S, w = _advance(S, x, k, A, eps, e, NI, NS, N, RULE)
+            if SUMMARY and RULE == DIAGONAL:
+                w = eps * x
+                new = ()
+                new_total = ()
+                for n in tl.static_range(NI):
+                    a = _decay(k[n], 0.0, eps, e, N, RULE)
+                    new = new + (a * S[n] + k[n] * w,)
+                    new_total = new_total + (total[n] * a,)
+                S = new
+                total = new_total
+            else:
+                S, w = _advance(S, x, k, A, eps, e, NI, NS, N, RULE)
             if SAVE and RULE == EXACT:
                 tl.store(written_row + _at(t, D, ALIGNED), w, mask=d_ok & inside)
-            if SUMMARY:
-                if RULE == MAMBA:
-                    if A_PER_TOKEN:
-                        new = ()
-                        for n in tl.static_range(NI):
-                            new = new + (total[n] + A[n] * eps,)
-                        total = new
-                    else:
-                        total = (total[0] + eps,)
-                else:
+            if SUMMARY and RULE == MAMBA:
+                if A_PER_TOKEN:
                     new = ()
                     for n in tl.static_range(NI):
-                        new = new + (total[n] * _decay(k[n], 0.0, eps, e, N, RULE),)
+                        new = new + (total[n] + A[n] * eps,)
                     total = new
+                else:
+                    total = (total[0] + eps,)
             if OUTPUT:
                 y = _dot(S, q, NI, NS)
                 if HAS_D:
@@ -463,6 +512,9 @@ def _forward_kernel(
         xs = next_xs
         us = next_us
         zs = next_zs
+        if DEEP:
+            ks = next_ks
+            qs = next_qs
     if SUMMARY:
         at = ((g * B + b) * segments + segment) * (N * D) + first * D + d
         _store_state(final_ptr + at, D, S, d_ok, first, N, NI, NS)
@@ -483,7 +535,7 @@ def _forward_kernel(
 @_kernel
 def _carry_kernel(
     local_ptr, decay_ptr, start_ptr, D, N, segments, B, start_g, start_b, start_d, start_n,
-    HAS_START: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_START: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, U: tl.constexpr,
 ):
     """The state that enters each segment, in the place of what the segment adds to it: a walk over the segments with
     state = decay * state + local, from the first or (REVERSED, for adjoints) from the last."""
@@ -499,17 +551,18 @@ def _carry_kernel(
     if HAS_START:
         state = tl.load(start_ptr + row // B * start_g + row % B * start_b + at % D * start_d + at // D * start_n,
                         mask=ok, other=0).to(tl.float32)
-    local = tl.load(local_ptr + offset, mask=ok, other=0)
-    decay = tl.load(decay_ptr + offset, mask=ok, other=0)
-    for s in tl.range(0, segments, num_stages=1):
-        more = ok & (tl.zeros([BLOCK], tl.int32) + s + 1 < segments)  # a tensor, as in _all_lanes
-        next_local = tl.load(local_ptr + offset + step, mask=more, other=0)
-        next_decay = tl.load(decay_ptr + offset + step, mask=more, other=0)
-        tl.store(local_ptr + offset, state, mask=ok)
-        state = decay * state + local
-        local = next_local
-        decay = next_decay
-        offset += step
+    for s in tl.range(0, segments, U, num_stages=1):
+        locals = ()
+        decays = ()
+        for j in tl.static_range(U):
+            more = ok & (tl.zeros([BLOCK], tl.int32) + s + j < segments)  # a tensor, as in _all_lanes
+            locals = locals + (tl.load(local_ptr + offset + j * step, mask=more, other=0),)
+            decays = decays + (tl.load(decay_ptr + offset + j * step, mask=more, other=0),)
+        for j in tl.static_range(U):
+            more = ok & (tl.zeros([BLOCK], tl.int32) + s + j < segments)
+            tl.store(local_ptr + offset + j * step, state, mask=more)
+            state = decays[j] * state + locals[j]
+        offset += U * step
 
 
 @triton.jit
@@ -540,6 +593,8 @@ def _adjoint_kernel(
     backward = g + FIRST_REVERSED > 0
     sign = tl.where(backward, -1, 1)
     origin = tl.where(backward, L - 1, 0)
+    if segment == 0:
+        return  # no segment follows it on the way back
     begin = segment * span
     end = tl.minimum(L, begin + span)
 
@@ -577,6 +632,8 @@ def _adjoint_kernel(
     zs = ()
     if HAS_Z:
         zs = _load_tokens(z_row, origin, sign, last, z_l, L, U, BC, ALIGNED)
+    ks = _load_rows(k_row, k_l, origin, sign, last + U - 1, L, 1, first, N, NI, NS, K_PACK)
+    qs = _load_rows(q_row, q_l, origin, sign, last + U - 1, L, 1, first, N, NI, NS, Q_PACK)
     for r in tl.range(0, rounds, num_stages=1):
         i = begin + (rounds - 1 - r) * U
         next_us = _load_tokens(step_row, origin, sign, i - U, step_l, L, U, BC, ALIGNED)
@@ -587,8 +644,10 @@ def _adjoint_kernel(
         for j in tl.static_range(U - 1, -1, -1):
             keep = tl.where(_all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
             t = origin + sign * tl.minimum(i + j, L - 1)
-            k = _unpack(_load_row(k_row + t.to(tl.int64) * k_l, first, N, NI, NS, K_PACK), k_ptr, NI, K_PACK)
-            q = _unpack(_load_row(q_row + t.to(tl.int64) * q_l, first, N, NI, NS, Q_PACK), q_ptr, NI, Q_PACK)
+            k = _unpack(ks, k_ptr, NI, K_PACK)
+            q = _unpack(qs, q_ptr, NI, Q_PACK)
+            ks = _load_rows(k_row, k_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, K_PACK)
+            qs = _load_rows(q_row, q_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, Q_PACK)
             if A_PER_TOKEN:
                 A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
@@ -717,7 +776,7 @@ def _store_sums(ptr, values, i, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: 
 @_kernel
 def _backward_kernel(
     x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, saved_ptr, written_ptr, dy_ptr, adjoint_ptr,
-    dx_ptr, dstep_ptr, sums_ptr, dA_ptr, dz_ptr, dD_ptr, dbias_ptr, dinitial_ptr,
+    dx_ptr, dstep_ptr, sums_ptr, dA_ptr, dz_ptr, dD_ptr, dbias_ptr, dinitial_ptr, scratch_ptr,
     L, B, padded, blocks, segments, span,
     x_g, x_b, x_l, step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n,
     z_g, z_b, z_l, D_g, bias_g, bias_d, dy_g, dy_b, dy_l,
@@ -731,8 +790,8 @@ def _backward_kernel(
 ):
     """One segment of `span` tokens backwards, BC channels of one sequence and direction.
 
-    The tokens are taken in parts of U, the last part first: from the last saved state before it walk forward to the
-    part, then through it with its states kept in registers, then back over them. The exact rule needs no walk forward:
+    The tokens are taken in parts of U, the last part first: walk forward to the part from a saved state, then through it
+    with its states kept in registers, then back over them. The exact rule needs no walk forward:
     its steps are undone by subtracting what each wrote, from the saved state after every T-th token.
     """
     block = tl.program_id(0) % blocks
@@ -769,6 +828,11 @@ def _backward_kernel(
     sums_row = sums_ptr + (block * tl.num_programs(1).to(tl.int64) * B * L + row) * SUMS
     saved_row = saved_ptr + (g * ((L + T - 1) // T) * B + b) * (N * D) + first * D + d
     saved_c = B.to(tl.int64) * (N * D)
+
+    # (T / U - 1, states, BC) of this program alone, each lane reading what it wrote.
+    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+    scratch_row = scratch_ptr + program.to(tl.int64) * ((T // U - 1) * NI * NS * BC) + first * BC \
+        + tl.arange(0, BC)[None, :]
 
     skip = tl.zeros([1, BC], tl.float32)
     bias = tl.zeros([1, BC], tl.float32)
@@ -809,44 +873,50 @@ def _backward_kernel(
         zs = _load_tokens(z_row, origin, sign, last, z_l, L, U, BC, ALIGNED)
     if RULE == EXACT:
         ws = _load_tokens(written_row, origin, sign, last, D, L, U, BC, ALIGNED)
-        t = origin + sign * tl.minimum(last + U - 1, L - 1)
-    else:
-        t = origin + sign * (last // T * T)
-    k_next = _load_row(k_row + t.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
-    # The state after the part: the one before the part that follows, and for the last part found here.
+    # The state after a part is the one before the part that follows; for the last part it is found here.
     S = _load_state(saved_row + last // T * saved_c, D, first, N, NI, NS)
     if RULE != EXACT:
-        S, unused = _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_next, k_ptr, A_ptr,
-                     origin, sign, last // T * T, end, L, first, ALIGNED, RULE, SOFTPLUS, A_PER_TOKEN, N, NI, NS,
-                     K_PACK, PTX)
+        S = _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row,
+                  origin, sign, last // T * T, end, L, first, ALIGNED, RULE, SOFTPLUS, A_PER_TOKEN, N, NI, NS, K_PACK,
+                  BC, U, PTX)
+    k_next = _load_rows(k_row, k_l, origin, sign, last + U - 1 if RULE == EXACT else last, L, 1, first, N, NI, NS,
+                        K_PACK)
     for r in tl.range(0, rounds, num_stages=1):
         i = begin + (rounds - 1 - r) * U
-        before_i = tl.maximum(i - U, begin)
-        q_next = _load_row(q_row + (origin + sign * tl.minimum(i + U - 1, L - 1)).to(tl.int64) * q_l,
-                           first, N, NI, NS, Q_PACK)
+        q_next = _load_rows(q_row, q_l, origin, sign, i + U - 1, L, 1, first, N, NI, NS, Q_PACK)
+        norms = ()
+        for j in tl.static_range(U):
+            norms = norms + (_load_norm(norm_row, i + j, RULE),)
         states = S  # one after the other the states before the tokens of the part
         epss = ()
         es = ()
         if RULE != EXACT:
-            state = _load_state(saved_row + i // T * saved_c, D, first, N, NI, NS)
-            if U < T:
-                state, k_next = _walk(state, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A,
-                                      k_next, k_ptr, A_ptr, origin, sign, i // T * T, i, L, first, ALIGNED, RULE,
-                                      SOFTPLUS, A_PER_TOKEN, N, NI, NS, K_PACK, PTX)
+            # The first part to be taken of a chunk walks to it, and leaves the states before the others on its way.
+            saved_at = saved_row + i // T * saved_c
+            if U == T:
+                state = _load_state(saved_at, D, first, N, NI, NS)
+            else:
+                walks = (i % T == T - U) & (r > 0)
+                if walks | (i % T == 0):
+                    state = _load_state(saved_at, D, first, N, NI, NS)
+                else:
+                    state = _load_state(scratch_row + (i % T // U - 1) * (NI * NS * BC), BC, first, NI * NS, NI, NS)
+                state = _walk(state, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr,
+                              A_ptr, scratch_row, origin, sign, i // T * T, tl.where(walks, i, i // T * T), L, first,
+                              ALIGNED, RULE, SOFTPLUS, A_PER_TOKEN, N, NI, NS, K_PACK, BC, U, PTX)
             states = state
             for j in tl.static_range(U):
                 keep = tl.where(_all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
-                eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
+                eps, e = _step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
                 epss = epss + (eps,)
                 es = es + (e,)
                 if j + 1 < U:
-                    t = origin + sign * tl.minimum(i + j, L - 1)
-                    after = origin + sign * tl.minimum(i + j + 1, L - 1)
                     k = _unpack(k_next, k_ptr, NI, K_PACK)
-                    k_next = _load_row(k_row + after.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
+                    k_next = _load_rows(k_row, k_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, K_PACK)
                     if A_PER_TOKEN:
+                        t = origin + sign * tl.minimum(i + j, L - 1)
                         A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
-                    state, unused_w = _advance(state, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
+                    state, w = _advance(state, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
                     states = states + state
 
         next_xs = _load_tokens(x_row, origin, sign, i - U, x_l, L, U, BC, ALIGNED)
@@ -867,18 +937,17 @@ def _backward_kernel(
             k = _unpack(k_next, k_ptr, NI, K_PACK)
             q = _unpack(q_next, q_ptr, NI, Q_PACK)
             if j > 0:
-                earlier = origin + sign * tl.minimum(i + j - 1, L - 1)
-                k_next = _load_row(k_row + earlier.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
-                q_next = _load_row(q_row + earlier.to(tl.int64) * q_l, first, N, NI, NS, Q_PACK)
+                k_next = _load_rows(k_row, k_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, K_PACK)
+                q_next = _load_rows(q_row, q_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, Q_PACK)
             else:
-                # The first token of the next round: where it walks forward from, or for the exact rule its last one.
-                earlier = origin + sign * (before_i + U - 1 if RULE == EXACT else before_i // T * T)
-                k_next = _load_row(k_row + earlier.to(tl.int64) * k_l, first, N, NI, NS, K_PACK)
+                # The first key that the next part needs: of its first token, or (exact) of its last.
+                k_next = _load_rows(k_row, k_l, origin, sign, i - 1 if RULE == EXACT else i - U, L, 1, first, N, NI, NS,
+                                    K_PACK)
             if A_PER_TOKEN:
                 A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
             if RULE == EXACT:
-                eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), 1.0, RULE, SOFTPLUS, PTX)
+                eps, e = _step_size(us[j], bias, norms[j], 1.0, RULE, SOFTPLUS, PTX)
                 w = ws[j]  # zero beyond the end
             else:
                 eps = epss[j]

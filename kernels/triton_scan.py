@@ -21,8 +21,6 @@ from .tuning import Choice, choose
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
 # The most states that a lane keeps; more are spread over lanes.
 _LANE_STATES = 16
-# Programs, of one warp each, that a multiprocessor should have when time is cut into segments.
-_WARPS = 8
 
 
 class Plan(NamedTuple):
@@ -32,17 +30,22 @@ class Plan(NamedTuple):
     span: int
 
 
-def plan(scan: Scan, programs: int, device: torch.device) -> Plan:
-    """Segments enough to fill the GPU, if one walk through time with `programs` programs does not, and none shorter
-    than 4 chunks: each pays for its share of the first pass."""
+def plan(scan: Scan, programs: int, resident: int) -> Plan:
+    """How to cut time, given that a walk through all of it makes `programs` programs, of which the GPU runs `resident`
+    at once.
+
+    One walk, unless that fills less than half of the GPU. Else as many segments as fill it once, twice or three times
+    with the least left over, none shorter than 4 chunks: each segment pays for its share of the first pass.
+    """
     L = scan.sizes[2]
     one = Plan(1, triton.cdiv(L, CHUNK) * CHUNK)
-    if scan.state_rule == "exact" or scan.regime == "sequential":
+    if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and programs * 2 > resident):
         return one
-    wanted = _multiprocessors(device) * _WARPS
-    if scan.regime == "auto" and programs * 2 > wanted:
-        return one
-    segments = max(2, triton.cdiv(wanted, programs))
+    used = {}
+    for waves in (3, 2, 1):
+        segments = max(1, waves * resident // programs)
+        used[segments] = segments * programs / (waves * resident)
+    segments = max(2, min(s for s in used if used[s] > max(used.values()) - 0.03))
     span = max(4, triton.cdiv(triton.cdiv(L, segments), CHUNK)) * CHUNK
     segments = triton.cdiv(L, span)
     return one if segments < (3 if scan.regime == "auto" else 2) else Plan(segments, span)
@@ -123,7 +126,7 @@ class _Launch:
         G, B, L, D, N = self.sizes
         width = self.lanes * choice.channels
         blocks = triton.cdiv(D, width)
-        args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll,
+        args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll, "DEEP": choice.deep,
                 "WHOLE": D % width == 0, "blocks": blocks, "segments": plan.segments, "span": plan.span, **args}
         kernel[(blocks * plan.segments * B, G)](
             **{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1,
@@ -142,14 +145,14 @@ class _Launch:
 
     def plan(self, choice: Choice) -> Plan:
         G, B = self.sizes[:2]
-        return plan(self.scan, G * B * self.blocks(choice), self.scan.x.device)
+        return plan(self.scan, G * B * self.blocks(choice), _multiprocessors(self.scan.x.device) * choice.resident)
 
     def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> None:
         G, B, L, D, N = self.sizes
         kernels._carry_kernel[(triton.cdiv(N * D, 64), G * B)](
             local, decay, local if start is None else start, D, N, local.shape[2], B,
             *((0,) * 4 if start is None else start.stride()), HAS_START=start is not None, REVERSED=reverse,
-            BLOCK=64, num_warps=1, num_stages=1)
+            BLOCK=64, U=8, num_warps=1, num_stages=1)
 
 
 def _strides(name: str, value: Optional[Tensor], axes: str) -> dict[str, int]:
@@ -233,10 +236,14 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
                 launch.carry(local, decay, adjoint, reverse=True)
                 adjoint = local
             values = triton.next_power_of_2(2 * launch.args["NI"])
+            width = launch.lanes * choice.channels
+            slots = 0 if scan.state_rule == "exact" else max(0, CHUNK // choice.unroll - 1)
+            scratch = scan.x.new_empty(blocks * plan.segments * B * G * slots * launch.args["NI"] * launch.args["NS"] * width,
+                                       dtype=torch.float32)
             launch.run(
                 kernels._backward_kernel, plan, choice, **common, **launch.saved(saved),
                 adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums, dA_ptr=dA,
-                dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial, HAS_ADJOINT=adjoint is not None,
+                dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial, scratch_ptr=scratch, HAS_ADJOINT=adjoint is not None,
                 HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
                 MATRIX=launch.matrix and values in (16, 32),
                 **_state_strides("adjoint", adjoint, plan.segments > 1))
