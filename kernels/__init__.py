@@ -14,10 +14,10 @@ from . import (
     reference,
 )
 from .contract import BACKENDS, Scan, check, check_option
-from .ops import HAS_TRITON, choose_backend
+from .ops import HAS_TRITON, choose_backend, scan_plan
 from .reference import longhorn_step, selective_step
 
-__all__ = ["HAS_TRITON", "choose_backend", "longhorn_scan", "longhorn_step", "selective_scan", "selective_step"]
+__all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "scan_plan", "selective_scan", "selective_step"]
 
 
 def longhorn_scan(
@@ -36,6 +36,7 @@ def longhorn_scan(
     return_final_state: bool = False,
     save_states: Optional[bool] = None,
     backend: str = "auto",
+    regime: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Longhorn's recurrence over a sequence (arXiv 2407.14207, section 3; `longhorn_step` is one token of it).
 
@@ -63,10 +64,14 @@ def longhorn_scan(
         direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
         combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
         return_final_state: also return the state after the last token scanned.
-        save_states: keep the state of every 8th token for the backward pass, D N / 2 bytes a token and direction,
-            instead of finding it again there. By default they are kept when a gradient will be wanted.
+        save_states: keep for the backward pass what it starts from, instead of finding it again there: the state of every
+            8th token, D N / 2 bytes a token and direction, or with Triton's exact rule what each token wrote, D (4 + N /
+            16). By default it is kept when a gradient will be wanted.
         backend: "auto", "torch", "triton", or "reference" for the plain loop under autograd. "auto" is triton on a GPU
             and torch elsewhere.
+        regime: how Triton goes through time: "sequential", a walk for each block of channels; "parallel", in segments
+            side by side, for few long sequences ("diagonal" only); "auto" chooses from the sizes and the GPU.
+            `scan_plan` tells what is chosen.
 
     Returns:
         y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with
@@ -79,7 +84,7 @@ def longhorn_scan(
     if rule not in ("diagonal", "exact"):
         raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
     tensors = (x, beta, k, q, None, z, D, beta_bias, initial_state)
-    return _run(tensors, (rule, direction, combine, True, False), return_final_state, save_states, backend)
+    return _run(tensors, (rule, direction, combine, True, False), return_final_state, save_states, backend, regime)
 
 
 def selective_scan(
@@ -100,6 +105,7 @@ def selective_scan(
     return_final_state: bool = False,
     save_states: Optional[bool] = None,
     backend: str = "auto",
+    regime: str = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba's selective scan (arXiv 2312.00752, Algorithm 2), channels last; `selective_step` is one token of it.
 
@@ -112,7 +118,7 @@ def selective_scan(
             input-dependent A that arXiv 2407.14207 compares with).
         B: (B, L, N) input weights, in the place of Longhorn's keys.
         C: (B, L, N) read-out weights, in the place of the queries.
-        z, D, initial_state, direction, combine, return_final_state, save_states, backend: as in `longhorn_scan`.
+        z, D, initial_state, direction, combine, return_final_state, save_states, backend, regime: as in `longhorn_scan`.
         dt_bias: (D,) or (1,), added to `dt` in float32, before the softplus.
         dt_softplus: whether the step size is softplus(dt + dt_bias).
         A_per_token: whether A depends on the token.
@@ -125,17 +131,18 @@ def selective_scan(
     """
     tensors = (x, dt, B, C, A, z, D, dt_bias, initial_state)
     options = ("mamba", direction, combine, dt_softplus, A_per_token)
-    return _run(tensors, options, return_final_state, save_states, backend)
+    return _run(tensors, options, return_final_state, save_states, backend, regime)
 
 
-def _run(tensors, options, return_final_state, save_states, backend):
+def _run(tensors, options, return_final_state, save_states, backend, regime):
     check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
-        scan = Scan(*tensors, *options)
+        scan = Scan(*tensors, *options, regime)
         check(scan)
         y, final_state = reference.scan(scan)
         return (y, final_state) if return_final_state else y
     if save_states is None:
         save_states = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    y, final_state, _ = torch.ops.vision_longhorn.scan(*tensors, *options, return_final_state, save_states, backend)
+    y, final_state, _ = torch.ops.vision_longhorn.scan(*tensors, *options, return_final_state, save_states, backend,
+                                                        regime)
     return (y, final_state) if return_final_state else y

@@ -103,6 +103,10 @@ def check(scan: Scan) -> None:
     check_option("rule", scan.rule, RULES)
     check_option("direction", scan.direction, DIRECTIONS)
     check_option("combine", scan.combine, COMBINES)
+    check_option("regime", scan.regime, REGIMES)
+    if scan.regime == "parallel" and scan.rule == "exact":
+        raise ValueError("regime='parallel' with rule='exact': its steps cannot be chained without walking through them; "
+                         "use regime='auto' or rule='diagonal'")
     if scan.combine != "none" and scan.direction != "both":
         raise ValueError(f"combine={scan.combine!r} adds two directions; with direction={scan.direction!r} use 'none'")
 

@@ -39,11 +39,24 @@ def choose_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def _implementation(backend: str, device: torch.device):
-    if choose_backend(backend, device) == "triton":
+def _implementation(scan: Scan, backend: str):
+    if choose_backend(backend, scan.x.device) == "triton":
         from . import triton_scan
         return triton_scan
+    if scan.regime == "parallel":
+        raise ValueError("regime='parallel' is one of the Triton kernels', and these tensors take the torch path; "
+                         "use regime='auto'")
     return torch_scan
+
+
+def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, "triton_scan.Plan"]:  # noqa: F821
+    """How the Triton kernels would run `scan`: for "forward" and "backward" the segments into which time is cut, their
+    tokens, and the channels of a program. Empty where `scan` takes the torch path."""
+    check(scan)
+    if choose_backend(backend, scan.x.device) != "triton":
+        return {}
+    from . import triton_scan
+    return triton_scan.plan(scan)
 
 
 # The gradients that the backward operator returns, in the order of the tensors of `Scan`.
@@ -54,23 +67,25 @@ TENSORS = ("x", "step", "k", "q", "A", "z", "D", "bias", "initial_state")
 def scan(
     x: Tensor, step: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor],
     bias: Optional[Tensor], initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool,
-    A_per_token: bool, return_final_state: bool, save_states: bool, backend: str,
+    A_per_token: bool, return_final_state: bool, save_states: bool, backend: str, regime: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operator behind `longhorn_scan` and `selective_scan`; its arguments are the fields of `Scan`.
 
     Returns y, the final state (empty unless `return_final_state`), and what the backward pass wants kept: the states
     at the starts of the chunks if `save_states`, else an empty tensor, and the backward pass finds them again.
     """
-    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token)
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
+                  regime)
     check(inputs)
-    y, final_state, saved = _implementation(backend, x.device).forward(inputs, save_states)
+    y, final_state, saved = _implementation(inputs, backend).forward(inputs, save_states)
     return y, final_state if return_final_state else final_state.new_empty(0), saved
 
 
 @scan.register_fake
 def _(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
-      return_final_state, save_states, backend):
-    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token)
+      return_final_state, save_states, backend, regime):
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
+                  regime)
     check(inputs)
     saved = inputs.saved_shape(choose_backend(backend, x.device) == "triton") if save_states else (0,)
     return (x.new_empty(inputs.output_shape),
@@ -83,25 +98,26 @@ def scan_backward(
     dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, x: Tensor, step: Tensor, k: Tensor, q: Tensor,
     A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor], bias: Optional[Tensor],
     initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool, A_per_token: bool,
-    backend: str,
+    backend: str, regime: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradient of each tensor of `Scan`, empty where the tensor is absent."""
-    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token)
-    grads = _implementation(backend, x.device).backward(inputs, dy, dfinal, saved)
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
+                  regime)
+    grads = _implementation(inputs, backend).backward(inputs, dy, dfinal, saved)
     return tuple(grads[name] if name in grads else x.new_empty(0) for name in TENSORS)
 
 
 @scan_backward.register_fake
 def _(dy, dfinal, saved, x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
-      backend):
+      backend, regime):
     return tuple(x.new_empty(0) if value is None else value.new_empty(value.shape)
                  for value in (x, step, k, q, A, z, D, bias, initial_state))
 
 
 def _setup_context(ctx, inputs, output):
-    tensors, options, (return_final_state, _, backend) = inputs[:9], inputs[9:14], inputs[14:]
+    tensors, options, (return_final_state, _, *where) = inputs[:9], inputs[9:14], inputs[14:]
     ctx.save_for_backward(output[2], *tensors)
-    ctx.options = (*options, backend)
+    ctx.options = (*options, *where)
     ctx.has_final_state = return_final_state
     ctx.set_materialize_grads(False)
 
@@ -110,9 +126,9 @@ def _autograd(ctx, dy, dfinal, _):
     saved, *tensors = ctx.saved_tensors
     dfinal = dfinal if ctx.has_final_state else None
     if dy is None and dfinal is None:
-        return (None,) * 17
+        return (None,) * 18
     grads = torch.ops.vision_longhorn.scan_backward(dy, dfinal, saved, *tensors, *ctx.options)
-    return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 8)
+    return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 9)
 
 
 scan.register_autograd(_autograd, setup_context=_setup_context)

@@ -270,10 +270,10 @@ def _load_A(ptr, like, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexp
 
 
 @triton.jit
-def _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row, origin,
-          sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
-          A_PER_TOKEN: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr,
-          BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):
+def _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row, d_ok,
+          origin, sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
+          A_PER_TOKEN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
+          K_PACK: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):
     """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
     stored one after the other at `scratch_row`."""
     for i in tl.range(begin, end, U, num_stages=1):
@@ -292,14 +292,8 @@ def _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bia
             eps, e = _step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
             S, w = _advance(S, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
         if i + U < end:
-            _store_scratch(scratch_row + (i - begin) // U * (NI * NS * BC), S, NI, BC)
+            _store_state(scratch_row + (i - begin) // U * (N * D), D, S, d_ok, first, N, NI, NS)
     return S
-
-
-@triton.jit
-def _store_scratch(ptr, state, NI: tl.constexpr, BC: tl.constexpr):
-    for i in tl.static_range(NI):
-        tl.store(ptr + i * BC, state[i])
 
 
 @triton.jit
@@ -829,10 +823,8 @@ def _backward_kernel(
     saved_row = saved_ptr + (g * ((L + T - 1) // T) * B + b) * (N * D) + first * D + d
     saved_c = B.to(tl.int64) * (N * D)
 
-    # (T / U - 1, states, BC) of this program alone, each lane reading what it wrote.
-    program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-    scratch_row = scratch_ptr + program.to(tl.int64) * ((T // U - 1) * NI * NS * BC) + first * BC \
-        + tl.arange(0, BC)[None, :]
+    # (G, B, segments, T / U - 1, N, D): each lane reads what it wrote.
+    scratch_row = scratch_ptr + ((g * B + b) * segments + segment) * ((T // U - 1) * N * D) + first * D + d
 
     skip = tl.zeros([1, BC], tl.float32)
     bias = tl.zeros([1, BC], tl.float32)
@@ -873,12 +865,9 @@ def _backward_kernel(
         zs = _load_tokens(z_row, origin, sign, last, z_l, L, U, BC, ALIGNED)
     if RULE == EXACT:
         ws = _load_tokens(written_row, origin, sign, last, D, L, U, BC, ALIGNED)
-    # The state after a part is the one before the part that follows; for the last part it is found here.
-    S = _load_state(saved_row + last // T * saved_c, D, first, N, NI, NS)
-    if RULE != EXACT:
-        S = _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row,
-                  origin, sign, last // T * T, end, L, first, ALIGNED, RULE, SOFTPLUS, A_PER_TOKEN, N, NI, NS, K_PACK,
-                  BC, U, PTX)
+    # The state after a part is the one before the part that follows; for the last part (exact: part of a chunk) it is
+    # found in the loop.
+    S = _fill(0.0, NI, NS, BC)
     k_next = _load_rows(k_row, k_l, origin, sign, last + U - 1 if RULE == EXACT else last, L, 1, first, N, NI, NS,
                         K_PACK)
     for r in tl.range(0, rounds, num_stages=1):
@@ -887,37 +876,43 @@ def _backward_kernel(
         norms = ()
         for j in tl.static_range(U):
             norms = norms + (_load_norm(norm_row, i + j, RULE),)
+        if RULE == EXACT:
+            if ((i + U) % T == 0) | (r == 0):
+                S = _load_state(saved_row + i // T * saved_c, D, first, N, NI, NS)
         states = S  # one after the other the states before the tokens of the part
         epss = ()
         es = ()
         if RULE != EXACT:
             # The first part to be taken of a chunk walks to it, and leaves the states before the others on its way.
-            saved_at = saved_row + i // T * saved_c
-            if U == T:
-                state = _load_state(saved_at, D, first, N, NI, NS)
-            else:
-                walks = (i % T == T - U) & (r > 0)
-                if walks | (i % T == 0):
-                    state = _load_state(saved_at, D, first, N, NI, NS)
-                else:
-                    state = _load_state(scratch_row + (i % T // U - 1) * (NI * NS * BC), BC, first, NI * NS, NI, NS)
+            start = saved_row + i // T * saved_c
+            walked = i // T * T
+            if U < T:
+                if (i % T == T - U) | (r == 0):
+                    walked = i
+                elif i % T > 0:
+                    start = scratch_row + (i % T // U - 1) * (N * D)
+            state = _load_state(start, D, first, N, NI, NS)
+            if U < T:
                 state = _walk(state, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr,
-                              A_ptr, scratch_row, origin, sign, i // T * T, tl.where(walks, i, i // T * T), L, first,
-                              ALIGNED, RULE, SOFTPLUS, A_PER_TOKEN, N, NI, NS, K_PACK, BC, U, PTX)
+                              A_ptr, scratch_row, d_ok, origin, sign, i // T * T, walked, L, first, ALIGNED, RULE,
+                              SOFTPLUS, A_PER_TOKEN, D, N, NI, NS, K_PACK, BC, U, PTX)
             states = state
             for j in tl.static_range(U):
                 keep = tl.where(_all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
                 eps, e = _step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
                 epss = epss + (eps,)
                 es = es + (e,)
+                k = _unpack(k_next, k_ptr, NI, K_PACK)
+                if A_PER_TOKEN:
+                    t = origin + sign * tl.minimum(i + j, L - 1)
+                    A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
                 if j + 1 < U:
-                    k = _unpack(k_next, k_ptr, NI, K_PACK)
                     k_next = _load_rows(k_row, k_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, K_PACK)
-                    if A_PER_TOKEN:
-                        t = origin + sign * tl.minimum(i + j, L - 1)
-                        A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
                     state, w = _advance(state, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
                     states = states + state
+                else:
+                    if r == 0:
+                        S, w = _advance(state, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
 
         next_xs = _load_tokens(x_row, origin, sign, i - U, x_l, L, U, BC, ALIGNED)
         next_us = _load_tokens(step_row, origin, sign, i - U, step_l, L, U, BC, ALIGNED)
@@ -1043,10 +1038,6 @@ def _backward_kernel(
             _store_sums(sums_row + t.to(tl.int64) * SUMS, sums + dq, i + j, end, 2, N, NI, NS, V, W,
                         2.0 if RULE == DIAGONAL and N > 1 else 1.0, MATRIX)
             S = before
-        if RULE == EXACT:
-            if i % T == 0:
-                if i > begin:
-                    S = _load_state(saved_row + (i // T - 1) * saved_c, D, first, N, NI, NS)
         xs = next_xs
         us = next_us
         gs = next_gs

@@ -7,7 +7,7 @@ to the state and how much of the state it keeps, a short walk over the segments 
 second pass starts each segment from its state. The backward pass does the same with the adjoint.
 """
 
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 import triton
@@ -16,7 +16,7 @@ from torch import Tensor
 from . import triton_kernels as kernels
 from .contract import ANCHOR, CHUNK, Scan, stack, unstack
 from .triton_kernels import INTERPRETED
-from .tuning import Choice, choose
+from .tuning import Choice, choose, first_choice, multiprocessors
 
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
 # The most states that a lane keeps; more are spread over lanes.
@@ -24,22 +24,24 @@ _LANE_STATES = 16
 
 
 class Plan(NamedTuple):
-    """How a scan is cut along time: `segments` pieces of `span` tokens that run side by side; 1 is one walk."""
+    """How a kernel goes over its work: `segments` pieces of `span` tokens side by side (1: one walk through time), in
+    programs of `channels` channels of one sequence and direction."""
 
     segments: int
     span: int
+    channels: int
 
 
-def plan(scan: Scan, programs: int, resident: int) -> Plan:
-    """How to cut time, given that a walk through all of it makes `programs` programs, of which the GPU runs `resident`
-    at once.
+def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
+    """(segments, span), given that a walk through all of time makes `programs` programs, of which the GPU runs
+    `resident` at once.
 
-    One walk, unless that fills less than half of the GPU. Else as many segments as fill it once, twice or three times
-    with the least left over, none shorter than 4 chunks: each segment pays for its share of the first pass.
+    One walk, unless that fills less than a quarter of the GPU. Else as many segments as fill it once, twice or three
+    times with the least left over, none shorter than 4 chunks: each pays for its share of the first pass.
     """
     L = scan.sizes[2]
-    one = Plan(1, triton.cdiv(L, CHUNK) * CHUNK)
-    if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and programs * 2 > resident):
+    one = 1, triton.cdiv(L, CHUNK) * CHUNK
+    if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and programs * 4 > resident):
         return one
     used = {}
     for waves in (3, 2, 1):
@@ -48,11 +50,7 @@ def plan(scan: Scan, programs: int, resident: int) -> Plan:
     segments = max(2, min(s for s in used if used[s] > max(used.values()) - 0.03))
     span = max(4, triton.cdiv(triton.cdiv(L, segments), CHUNK)) * CHUNK
     segments = triton.cdiv(L, span)
-    return one if segments < (3 if scan.regime == "auto" else 2) else Plan(segments, span)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return one if segments < (3 if scan.regime == "auto" else 2) else (segments, span)
 
 
 def _ptx(device: torch.device) -> bool:
@@ -96,6 +94,7 @@ class _Launch:
             **_strides("z", None if scan.z is None else z, "gbl"), **_strides("D", None if scan.D is None else skip, "g"),
             **_strides("bias", None if scan.bias is None else bias, "gd"))
         self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
+        self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
         # What eps needs of k, in the order of the scan and infinite beyond its end: found once, not by every program.
         padded = triton.cdiv(L, CHUNK) * CHUNK
         norm = x
@@ -109,7 +108,7 @@ class _Launch:
         # A lane takes up to 16 states of a channel.
         NS = min(32, triton.next_power_of_2(triton.cdiv(N, _LANE_STATES)))
         NI = triton.cdiv(N, NS)
-        self.lanes = 32 // NS
+        self.lanes = (32 if torch.version.hip is None else 64) // NS  # of a warp; AMD's data-centre GPUs have 64
         self.matrix &= NS == 1
         wide = (x, step, *(() if scan.z is None else (z,)))
         self.aligned = all(s % 16 == 0 for value in wide for s in value.stride()[:3]) and D % 16 == 0
@@ -121,31 +120,49 @@ class _Launch:
             K_PACK=_pack(k, NI if NS * NI == N else 1), Q_PACK=_pack(q, NI if NS * NI == N else 1),
             PTX=_ptx(x.device))
 
-    def run(self, kernel, plan: Plan, choice: Choice, **args) -> None:
+    def norms(self) -> None:
+        """Find what eps needs of k, in the order of the scan and infinite beyond its end: once for all programs."""
+        G, B, L, D, N = self.sizes
+        k = self.args["k_ptr"]
+        padded = triton.cdiv(L, CHUNK) * CHUNK
+        norm = k.new_empty(G, B, padded, dtype=torch.float32)
+        if self.scan.rule != "mamba":
+            kernels._norm_kernel[(triton.cdiv(padded, 128), B, G)](
+                k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
+                BLOCK_N=triton.next_power_of_2(N), BLOCK=128, num_warps=4)
+        self.args |= dict(norm_ptr=norm, padded=padded)
+
+    def run(self, kernel, choice: Choice, cut: tuple[int, int], **args) -> None:
         """Launch one program for each block of channels, segment, sequence and direction."""
         G, B, L, D, N = self.sizes
+        segments, span = cut
         width = self.lanes * choice.channels
         blocks = triton.cdiv(D, width)
-        args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll, "DEEP": choice.deep,
-                "WHOLE": D % width == 0, "blocks": blocks, "segments": plan.segments, "span": plan.span, **args}
-        kernel[(blocks * plan.segments * B, G)](
+        args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll,
+                "DEEP": choice.deep, "WHOLE": D % width == 0, "blocks": blocks, "segments": segments, "span": span,
+                **args}
+        kernel[(blocks * segments * B, G)](
             **{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1,
-            **({} if choice.registers is None else {"maxnreg": choice.registers}))
+            **({} if choice.registers is None or not self.args["PTX"] else {"maxnreg": choice.registers}))
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
-        """What is kept for the backward pass: states, and for the exact rule then what each token wrote."""
+        """What is kept for the backward pass: states, and for the exact rule what each token wrote before them."""
         if self.scan.state_rule != "exact" or not saved.numel():
             return dict(saved_ptr=saved, written_ptr=saved)
         G, B, L, D, N = self.sizes
-        written = G * B * L * D
-        return dict(saved_ptr=saved[written:], written_ptr=saved)
+        return dict(saved_ptr=saved[G * B * L * D:], written_ptr=saved)
 
-    def blocks(self, choice: Choice) -> int:
-        return triton.cdiv(self.sizes[3], self.lanes * choice.channels)
+    def programs(self, choice: Choice) -> int:
+        """Of one walk through time."""
+        G, B, L, D, N = self.sizes
+        return G * B * triton.cdiv(D, self.lanes * choice.channels)
 
-    def plan(self, choice: Choice) -> Plan:
-        G, B = self.sizes[:2]
-        return plan(self.scan, G * B * self.blocks(choice), _multiprocessors(self.scan.x.device) * choice.resident)
+    def choice(self, kernel: str, cut: tuple[int, int], run: Optional[Callable[[Choice], object]] = None) -> Choice:
+        """For "forward" or "backward". Segments fill the GPU with any choice, and the first is the fastest then."""
+        return choose(kernel, self.scan, self.programs, run) if cut[0] == 1 else first_choice(kernel, self.scan)
+
+    def cut(self, choice: Choice) -> tuple[int, int]:
+        return _cut(self.scan, self.programs(choice), multiprocessors(self.scan.x.device) * choice.resident)
 
     def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> None:
         G, B, L, D, N = self.sizes
@@ -176,19 +193,23 @@ def forward(scan: Scan, save_states: bool, output: bool = True) -> tuple[Tensor,
     start = None if scan.initial_state is None else stack(scan, scan.initial_state, 3)
     if B:
         with torch.cuda.device_of(scan.x):
-            choice = choose("forward", scan)
-            plan = launch.plan(choice)
+            launch.norms()
             common = dict(y_ptr=y, decay_ptr=final, **launch.saved(saved))
-            if plan.segments > 1:
-                local, decay = scan.x.new_empty(2, G, B, plan.segments, N, D, dtype=torch.float32).unbind(0)
-                launch.run(kernels._forward_kernel, plan, choose("summary", scan), **common | dict(
+
+            def run(choice: Choice) -> None:
+                launch.run(kernels._forward_kernel, choice, cut, **common, start_ptr=final if start is None else start,
+                           final_ptr=final, HAS_START=start is not None, OUTPUT=output, SUMMARY=False, SAVE=save_states,
+                           **_state_strides("start", start, cut[0] > 1))
+
+            cut = launch.cut(first_choice("forward", scan))
+            if cut[0] > 1:
+                local, decay = scan.x.new_empty(2, G, B, cut[0], N, D, dtype=torch.float32).unbind(0)
+                launch.run(kernels._forward_kernel, first_choice("summary", scan), cut, **common | dict(
                     start_ptr=local, final_ptr=local, decay_ptr=decay, HAS_START=False, OUTPUT=False, SUMMARY=True,
                     SAVE=False, **_state_strides("start", None, True)))
                 launch.carry(local, decay, start, reverse=False)
                 start = local
-            launch.run(kernels._forward_kernel, plan, choice, **common, start_ptr=final if start is None else start,
-                       final_ptr=final, HAS_START=start is not None, OUTPUT=output, SUMMARY=False, SAVE=save_states,
-                       **_state_strides("start", start, plan.segments > 1))
+            run(launch.choice("forward", cut, run))
     if output:
         y = torch.add(y[0], y[1]) if scan.direction == "both" and scan.combine != "none" else y.view(scan.output_shape)
     return y, final.view(scan.state_shape), saved
@@ -205,50 +226,54 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     dy = dy.expand(G, B, L, D) if dy.ndim == 3 else dy
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
-    choice = choose("backward", scan)
-    plan = launch.plan(choice) if B else Plan(1, L)
-    blocks = launch.blocks(choice)
     groups = 3 if scan.A_per_token else 2
+    cut = launch.cut(first_choice("backward", scan)) if B else (1, L)
+    parts = G, B, cut[0]
 
     def grad(value: Optional[Tensor], *shape: int, dtype: Optional[torch.dtype] = torch.float32) -> Tensor:
         return scan.x.new_empty(shape if value is not None else (0,), dtype=dtype)
 
     def whole(value: Optional[Tensor]) -> Tensor:
-        # Summed over directions (two numbers) it keeps the dtype that it will have; over channels it is float32.
-        return grad(value, G, B, L, D, dtype=None if value is None else value.dtype if value.shape[-1] == D
+        # To be summed over the directions at most, two numbers, it has its dtype already; over channels, float32.
+        return grad(value, G, B, L, D, dtype=value.dtype if value is not None and value.shape[-1] == D
                     else torch.float32)
 
     dx, dstep, dz = whole(scan.x), whole(scan.step), whole(scan.z)
-    sums = grad(scan.k, blocks, G, B, L, groups * N)
-    parts = (G, B, plan.segments)
     dA = grad(None if scan.A_per_token else scan.A, *parts, N, D)
     dD, dbias = grad(scan.D, *parts, D), grad(scan.bias, *parts, D)
     dinitial = grad(scan.initial_state, G, B, D, N)
+    sums = scan.x.new_empty(1, G, B, L, groups * N, dtype=torch.float32)
     if B:
         with torch.cuda.device_of(scan.x):
-            aligned = launch.aligned and all(s % 16 == 0 for s in dy.stride()[:3])
-            adjoint = dfinal if dfinal is None else dfinal.view(G, B, D, N)
-            common = dict(dy_ptr=dy, ALIGNED=aligned, **_strides("dy", dy, "gbl"))
-            if plan.segments > 1:
-                local, decay = scan.x.new_empty(2, G, B, plan.segments, N, D, dtype=torch.float32).unbind(0)
-                launch.run(kernels._adjoint_kernel, plan, choose("summary", scan), **common, local_ptr=local,
+            launch.norms()
+            adjoint = dfinal if dfinal is None else dfinal.reshape(G, B, D, N)
+            common = dict(dy_ptr=dy, ALIGNED=launch.aligned and all(s % 16 == 0 for s in dy.stride()[:3]),
+                          **_strides("dy", dy, "gbl"))
+            if cut[0] > 1:
+                local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
+                launch.run(kernels._adjoint_kernel, first_choice("adjoint", scan), cut, **common, local_ptr=local,
                            decay_ptr=decay)
                 launch.carry(local, decay, adjoint, reverse=True)
                 adjoint = local
             values = triton.next_power_of_2(2 * launch.args["NI"])
-            width = launch.lanes * choice.channels
-            slots = 0 if scan.state_rule == "exact" else max(0, CHUNK // choice.unroll - 1)
-            scratch = scan.x.new_empty(blocks * plan.segments * B * G * slots * launch.args["NI"] * launch.args["NS"] * width,
-                                       dtype=torch.float32)
-            launch.run(
-                kernels._backward_kernel, plan, choice, **common, **launch.saved(saved),
-                adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums, dA_ptr=dA,
-                dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial, scratch_ptr=scratch, HAS_ADJOINT=adjoint is not None,
-                HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
-                MATRIX=launch.matrix and values in (16, 32),
-                **_state_strides("adjoint", adjoint, plan.segments > 1))
+
+            def run(choice: Choice) -> Tensor:
+                # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
+                sums = scan.x.new_empty(triton.cdiv(D, launch.lanes * choice.channels), G, B, L, groups * N,
+                                        dtype=torch.float32)
+                between = 0 if scan.state_rule == "exact" else CHUNK // choice.unroll - 1
+                launch.run(
+                    kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
+                    adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
+                    dA_ptr=dA, dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
+                    scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
+                    HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
+                    MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1))
+                return sums
+
+            sums = run(launch.choice("backward", cut, run))
     # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
-    sums = sums.sum(0) if blocks > 1 else sums[0]
+    sums = sums.sum(0) if len(sums) > 1 else sums[0]
     grads = {"x": dx, "step": dstep, "k": sums[..., :N], "q": sums[..., N:2 * N], "z": dz, "initial_state": dinitial}
     if scan.A is not None:
         grads["A"] = sums[..., 2 * N:] if scan.A_per_token else dA.sum((1, 2)).transpose(1, 2)
@@ -257,3 +282,13 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     if scan.bias is not None:
         grads["bias"] = dbias.sum((1, 2))
     return {name: unstack(grads[name], value).contiguous() for name, value in scan.tensors().items()}
+
+
+def plan(scan: Scan) -> dict[str, Plan]:
+    """How "forward" and "backward" would be run; the tensors of `scan` are not looked into."""
+    launch = _Launch(scan)
+    plans = {}
+    for kernel in ("forward", "backward"):
+        cut = launch.cut(first_choice(kernel, scan))
+        plans[kernel] = Plan(*cut, launch.lanes * launch.choice(kernel, cut).channels)
+    return plans

@@ -41,7 +41,7 @@ def operator_arguments(rule, direction, combine, *, final=True, save=True, **opt
         del inputs["D"], inputs["bias"]
     name = "mamba" if rule.startswith("mamba") else rule
     return (*(inputs.get(field) for field in FIELDS), name, direction, combine, True, rule == "mamba_per_token",
-            final, save, "auto")
+            final, save, "auto", "auto")
 
 
 def with_gradients(arguments):

@@ -193,7 +193,7 @@ class BidirectionalMixer(nn.Module):
         # The operator itself rather than its wrapper: torch.fx and TorchScript trace through operators.
         y, _, _ = torch.ops.vision_longhorn.scan(
             x, step, k, q, A, None if self.shared else z, D, bias, None, self.rule, "both",
-            "none" if self.shared else "mean", True, False, False, self.training, self.scan_backend)
+            "none" if self.shared else "mean", True, False, False, self.training, self.scan_backend, "auto")
         norm_weight = self.norm_weight
         if norm_weight is None:
             return y
