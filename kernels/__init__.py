@@ -17,7 +17,8 @@ from .contract import BACKENDS, Scan, check, check_option
 from .ops import HAS_TRITON, choose_backend, scan_plan
 from .reference import longhorn_step, selective_step
 
-__all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "scan_plan", "selective_scan", "selective_step"]
+__all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "scan_plan", "selective_scan",
+           "selective_step"]
 
 
 def longhorn_scan(
@@ -64,9 +65,9 @@ def longhorn_scan(
         direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
         combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
         return_final_state: also return the state after the last token scanned.
-        save_states: keep for the backward pass what it starts from, instead of finding it again there: the state of every
-            8th token, D N / 2 bytes a token and direction, or with Triton's exact rule what each token wrote, D (4 + N /
-            16). By default it is kept when a gradient will be wanted.
+        save_states: keep for the backward pass what it starts from, instead of finding it again there: the state of
+            every 8th token, D N / 2 bytes a token and direction, or with Triton's exact rule what each token wrote and
+            every 64th state, D (4 + N / 16) bytes. By default it is kept when a gradient will be wanted.
         backend: "auto", "torch", "triton", or "reference" for the plain loop under autograd. "auto" is triton on a GPU
             and torch elsewhere.
         regime: how Triton goes through time: "sequential", a walk for each block of channels; "parallel", in segments
@@ -118,7 +119,8 @@ def selective_scan(
             input-dependent A that arXiv 2407.14207 compares with).
         B: (B, L, N) input weights, in the place of Longhorn's keys.
         C: (B, L, N) read-out weights, in the place of the queries.
-        z, D, initial_state, direction, combine, return_final_state, save_states, backend, regime: as in `longhorn_scan`.
+        z, D, initial_state, direction, combine, return_final_state, save_states, backend, regime: as in
+            `longhorn_scan`; "parallel" is possible.
         dt_bias: (D,) or (1,), added to `dt` in float32, before the softplus.
         dt_softplus: whether the step size is softplus(dt + dt_bias).
         A_per_token: whether A depends on the token.

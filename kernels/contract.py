@@ -105,7 +105,7 @@ def check(scan: Scan) -> None:
     check_option("combine", scan.combine, COMBINES)
     check_option("regime", scan.regime, REGIMES)
     if scan.regime == "parallel" and scan.rule == "exact":
-        raise ValueError("regime='parallel' with rule='exact': its steps cannot be chained without walking through them; "
+        raise ValueError("regime='parallel' with rule='exact': its steps are no products of numbers; "
                          "use regime='auto' or rule='diagonal'")
     if scan.combine != "none" and scan.direction != "both":
         raise ValueError(f"combine={scan.combine!r} adds two directions; with direction={scan.direction!r} use 'none'")

@@ -32,8 +32,8 @@ def choose_backend(backend: str, device: torch.device) -> str:
         if not HAS_TRITON:
             raise RuntimeError("backend='triton' was asked for and triton is not installed; "
                                "use backend='auto' or install a build of torch that brings triton")
-        from . import triton_scan
-        if device.type != "cuda" and not triton_scan.INTERPRETED:
+        from . import triton_kernels
+        if device.type != "cuda" and not triton_kernels.INTERPRETED:
             raise RuntimeError(f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
                                "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU")
     return backend

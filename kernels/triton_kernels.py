@@ -198,8 +198,8 @@ def _sum(a, NI: tl.constexpr, NS: tl.constexpr):
 
 @triton.jit
 def _step_size(u, bias, norm, keep, RULE: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-    """eps and, for Longhorn, exp(-logit); Mamba's dt stands for eps. Both are as if the token were absent, eps 0, beyond
-    the end: where `norm`, the square of k's, is infinite (Longhorn), or `keep` is 0 (Mamba)."""
+    """eps and, for Longhorn, exp(-logit); Mamba's dt stands for eps. A token beyond the end, where `norm`, ||k||^2, is
+    infinite (Longhorn) or `keep` is 0 (Mamba), has eps 0: as if it were not there."""
     if RULE == MAMBA:
         if SOFTPLUS:
             eps = _softplus(u.to(tl.float32) + bias) * keep
@@ -352,7 +352,8 @@ def _scale(row, factor, NI: tl.constexpr):
 
 @_kernel
 def _forward_kernel(
-    x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, decay_ptr, saved_ptr, written_ptr,
+    x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, decay_ptr,
+    saved_ptr, written_ptr,
     L, B, padded, blocks, segments, span,
     x_g, x_b, x_l, step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n,
     z_g, z_b, z_l, D_g, bias_g, bias_d, start_g, start_b, start_s, start_d, start_n, scale,
@@ -365,9 +366,9 @@ def _forward_kernel(
     """One segment of `span` tokens, BC channels of one sequence and direction.
 
     OUTPUT writes y. SAVE keeps what the backward pass starts from: the state before every T-th token, or, for the exact
-    rule, the state after it, at the end too, and what each token wrote, w. The state after the segment goes to final_ptr: with
-    SUMMARY as (G, B, segments, N, D), beside the product of its decays at decay_ptr, else, for the last segment alone,
-    as (G, B, D, N).
+    rule, the states after T tokens each and what every token wrote, w. The state after the segment goes to final_ptr:
+    with SUMMARY as (G, B, segments, N, D), beside the product of its decays at decay_ptr, else, for the last segment
+    alone, as (G, B, D, N).
     """
     # Batch, blocks and segments share the grid's first axis: only that one may be longer than 65,535.
     block = tl.program_id(0) % blocks
@@ -784,7 +785,7 @@ def _backward_kernel(
 ):
     """One segment of `span` tokens backwards, BC channels of one sequence and direction.
 
-    The tokens are taken in parts of U, the last part first: walk forward to the part from a saved state, then through it
+    The tokens are taken in parts of U, the last part first: walk forward to the part from a saved state, through it
     with its states kept in registers, then back over them. The exact rule needs no walk forward:
     its steps are undone by subtracting what each wrote, from the saved state after every T-th token.
     """

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import triton_kernels as kernels
 from .contract import ANCHOR, CHUNK, Scan, stack, unstack
-from .triton_kernels import INTERPRETED
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
@@ -91,7 +90,8 @@ class _Launch:
             scale=scan.output_scale, **_strides("x", x, "gbl"), **_strides("step", step, "gbld"),
             **_strides("k", k, "gbl"), **_strides("q", q, "gbl"),
             **dict(zip(("A_g", "A_b", "A_l", "A_d", "A_n"), A_strides)),
-            **_strides("z", None if scan.z is None else z, "gbl"), **_strides("D", None if scan.D is None else skip, "g"),
+            **_strides("z", None if scan.z is None else z, "gbl"),
+            **_strides("D", None if scan.D is None else skip, "g"),
             **_strides("bias", None if scan.bias is None else bias, "gd"))
         self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
         self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
@@ -136,7 +136,7 @@ class _Launch:
         """Launch one program for each block of channels, segment, sequence and direction."""
         G, B, L, D, N = self.sizes
         segments, span = cut
-        width = self.lanes * choice.channels
+        width = self.width(choice)
         blocks = triton.cdiv(D, width)
         args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll,
                 "DEEP": choice.deep, "WHOLE": D % width == 0, "blocks": blocks, "segments": segments, "span": span,
@@ -152,10 +152,14 @@ class _Launch:
         G, B, L, D, N = self.sizes
         return dict(saved_ptr=saved[G * B * L * D:], written_ptr=saved)
 
+    def width(self, choice: Choice) -> int:
+        """Channels of a program. Where lanes share a channel, they have no second one."""
+        return self.lanes * (choice.channels if self.args["NS"] == 1 else 1)
+
     def programs(self, choice: Choice) -> int:
         """Of one walk through time."""
         G, B, L, D, N = self.sizes
-        return G * B * triton.cdiv(D, self.lanes * choice.channels)
+        return G * B * triton.cdiv(D, self.width(choice))
 
     def choice(self, kernel: str, cut: tuple[int, int], run: Optional[Callable[[Choice], object]] = None) -> Choice:
         """For "forward" or "backward". Segments fill the GPU with any choice, and the first is the fastest then."""
@@ -219,6 +223,8 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     """As `torch_scan.backward`."""
     launch = _Launch(scan)
     G, B, L, D, N = launch.sizes
+    if not B:
+        return {name: torch.zeros_like(value) for name, value in scan.tensors().items()}
     if not saved.numel():
         saved = forward(scan, True, output=False)[2]
     if dy is None:
@@ -227,7 +233,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
     groups = 3 if scan.A_per_token else 2
-    cut = launch.cut(first_choice("backward", scan)) if B else (1, L)
+    cut = launch.cut(first_choice("backward", scan))
     parts = G, B, cut[0]
 
     def grad(value: Optional[Tensor], *shape: int, dtype: Optional[torch.dtype] = torch.float32) -> Tensor:
@@ -242,36 +248,34 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     dA = grad(None if scan.A_per_token else scan.A, *parts, N, D)
     dD, dbias = grad(scan.D, *parts, D), grad(scan.bias, *parts, D)
     dinitial = grad(scan.initial_state, G, B, D, N)
-    sums = scan.x.new_empty(1, G, B, L, groups * N, dtype=torch.float32)
-    if B:
-        with torch.cuda.device_of(scan.x):
-            launch.norms()
-            adjoint = dfinal if dfinal is None else dfinal.reshape(G, B, D, N)
-            common = dict(dy_ptr=dy, ALIGNED=launch.aligned and all(s % 16 == 0 for s in dy.stride()[:3]),
-                          **_strides("dy", dy, "gbl"))
-            if cut[0] > 1:
-                local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
-                launch.run(kernels._adjoint_kernel, first_choice("adjoint", scan), cut, **common, local_ptr=local,
-                           decay_ptr=decay)
-                launch.carry(local, decay, adjoint, reverse=True)
-                adjoint = local
-            values = triton.next_power_of_2(2 * launch.args["NI"])
+    with torch.cuda.device_of(scan.x):
+        launch.norms()
+        adjoint = dfinal if dfinal is None else dfinal.reshape(G, B, D, N)
+        common = dict(dy_ptr=dy, ALIGNED=launch.aligned and all(s % 16 == 0 for s in dy.stride()[:3]),
+                      **_strides("dy", dy, "gbl"))
+        if cut[0] > 1:
+            local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
+            launch.run(kernels._adjoint_kernel, first_choice("adjoint", scan), cut, **common, local_ptr=local,
+                       decay_ptr=decay)
+            launch.carry(local, decay, adjoint, reverse=True)
+            adjoint = local
+        values = triton.next_power_of_2(2 * launch.args["NI"])
 
-            def run(choice: Choice) -> Tensor:
-                # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
-                sums = scan.x.new_empty(triton.cdiv(D, launch.lanes * choice.channels), G, B, L, groups * N,
-                                        dtype=torch.float32)
-                between = 0 if scan.state_rule == "exact" else CHUNK // choice.unroll - 1
-                launch.run(
-                    kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
-                    adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
-                    dA_ptr=dA, dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
-                    scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
-                    HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
-                    MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1))
-                return sums
+        def run(choice: Choice) -> Tensor:
+            # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
+            sums = scan.x.new_empty(triton.cdiv(D, launch.width(choice)), G, B, L, groups * N,
+                                    dtype=torch.float32)
+            between = 0 if scan.state_rule == "exact" else CHUNK // choice.unroll - 1
+            launch.run(
+                kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
+                adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
+                dA_ptr=dA, dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
+                scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
+                HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
+                MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1))
+            return sums
 
-            sums = run(launch.choice("backward", cut, run))
+        sums = run(launch.choice("backward", cut, run))
     # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
     sums = sums.sum(0) if len(sums) > 1 else sums[0]
     grads = {"x": dx, "step": dstep, "k": sums[..., :N], "q": sums[..., N:2 * N], "z": dz, "initial_state": dinitial}
@@ -290,5 +294,5 @@ def plan(scan: Scan) -> dict[str, Plan]:
     plans = {}
     for kernel in ("forward", "backward"):
         cut = launch.cut(first_choice(kernel, scan))
-        plans[kernel] = Plan(*cut, launch.lanes * launch.choice(kernel, cut).channels)
+        plans[kernel] = Plan(*cut, launch.width(launch.choice(kernel, cut)))
     return plans

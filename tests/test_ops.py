@@ -78,7 +78,7 @@ def test_opcheck_of_the_backward_operator(rule, direction, combine):
         dy, dfinal = torch.randn_like(y), torch.randn_like(final)
         for dy, dfinal, kept in ((dy, dfinal, saved), (dy, None, saved.new_empty(0)), (None, dfinal, saved)):
             torch.library.opcheck(torch.ops.vision_longhorn.scan_backward.default,
-                                  (dy, dfinal, kept, *arguments[:14], "auto"))
+                                  (dy, dfinal, kept, *arguments[:14], "auto", "auto"))
 
 
 @pytest.mark.parametrize("rule", RULES)

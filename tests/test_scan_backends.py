@@ -15,7 +15,8 @@ BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 
 
 def check(rule, backend, *sizes, dtype=torch.float32, device="cpu", **options):
-    scan_options = {name: options.pop(name) for name in ("direction", "combine", "save_states") if name in options}
+    scan_options = {name: options.pop(name) for name in ("direction", "combine", "save_states", "regime")
+                    if name in options}
     inputs = make_inputs(rule, *sizes, dtype=dtype, device=device,
                          direction=scan_options.get("direction", "forward"), **options)
     found = errors(rule, inputs, backend, **scan_options)
@@ -140,6 +141,42 @@ def test_extreme_values_stay_finite_and_right(backend, rule):
     assert max(found.values()) <= 1e-5, found
 
 
+@needs_triton
+@pytest.mark.parametrize("rule,direction", [
+    ("diagonal", "backward"), ("mamba", "forward"), ("mamba_per_token", "forward"), ("diagonal", "both")])
+def test_segments_of_time_side_by_side(rule, direction):
+    """67 tokens in three segments, the last one short, with an initial state and a gradient of the final one."""
+    check(rule, "triton", 1, 67, 3, 2, direction=direction, regime="parallel")
+
+
+@needs_triton
+def test_exact_rule_beyond_the_first_saved_state():
+    check("exact", "triton", 1, 71, 3, 2)
+
+
+@needs_triton
+@pytest.mark.parametrize("kernel,rule", [("forward", "diagonal"), ("backward", "diagonal"), ("backward", "exact")])
+def test_every_choice_of_launch_is_right(kernel, rule, monkeypatch):
+    from vision_longhorn.kernels import triton_scan, tuning
+    for choice in tuning._HOPPER[kernel, rule]:
+        monkeypatch.setattr(triton_scan, "choose",
+                            lambda which, scan, *_: choice if which == kernel else tuning.first_choice(which, scan))
+        check(rule, "triton", 1, 11, 40, 4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", (0.0, 1e-41))
+def test_zeros_and_denormals(backend, rule, size):
+    inputs = {name: value if name == "A" else value.sign() * size for name, value in
+              make_inputs(rule, 1, 9, 3, 4).items()}
+    expected = reference(rule, inputs)
+    got = outputs_and_gradients(rule, inputs, backend=backend)
+    for name, value in got.items():
+        # What is smaller than float32's smallest normal number may have any of its values, or zero.
+        assert (value - expected[name]).abs().max() <= 1e-5 * expected[name].abs().max() + 1e-37, name
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES)
 def test_an_empty_batch_passes_through(backend, rule):
@@ -167,11 +204,121 @@ def test_wrong_tensors_are_named(change, words):
 
 @pytest.mark.parametrize("options,words", [
     (dict(rule="exakt"), "rule='exakt'"), (dict(direction="sideways"), "direction='sideways'"),
-    (dict(backend="cuda"), "backend='cuda'"), (dict(combine="mean"), "combine='mean'")])
+    (dict(backend="cuda"), "backend='cuda'"), (dict(combine="mean"), "combine='mean'"),
+    (dict(regime="fast"), "regime='fast'"), (dict(regime="parallel", rule="exact"), "rule='exact'"),
+    (dict(regime="parallel", backend="torch"), "torch path")])
 def test_wrong_options_are_named(options, words):
     inputs = make_inputs("diagonal", 2, 18, 5, 4)
     with pytest.raises(ValueError, match=words):
         kernels.longhorn_scan(inputs["x"], inputs["step"], inputs["k"], inputs["q"], **options)
+
+
+@needs_triton
+def test_the_plan_follows_the_sizes_and_can_be_forced():
+    """Few long sequences are cut along time where the rule allows it, many short ones are not."""
+    def segments(rule, B, L, **options):
+        x, k = torch.empty(B, L, 64), torch.empty(B, L, 16)
+        plan = kernels.scan_plan(kernels.Scan(x, x, k, k, torch.empty(64, 16) if rule == "mamba" else None, None, None,
+                                              None, None, rule, **options), backend="triton")
+        return plan["forward"].segments, plan["backward"].segments
+
+    for rule in ("diagonal", "mamba"):
+        assert min(segments(rule, 1, 4096)) > 1
+        assert segments(rule, 1, 4096, regime="sequential") == segments(rule, 1024, 196) == (1, 1)
+        assert min(segments(rule, 1024, 196, regime="parallel")) > 1
+    assert segments("exact", 1, 4096) == (1, 1)
+
+
+@needs_triton
+def test_timings_choose_once_and_are_kept(tmp_path, monkeypatch):
+    """On a GPU that the table does not know: the fastest choice is found once, and again from the file."""
+    from vision_longhorn.kernels import tuning
+    monkeypatch.setenv("VISION_LONGHORN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
+    monkeypatch.setattr(tuning, "_known", None)
+    choices = tuning._HOPPER["backward", "exact"]
+    scans = [kernels.Scan(*(torch.empty(B, L, n) for n in (8, 8, 4, 4)), None, None, None, None, None, "exact")
+             for B, L in ((2, 5), (3, 9))]
+    timed = []
+
+    def milliseconds(run, choice):
+        timed.append(choice)
+        return 1.0 if choice == choices[1] else 2.0
+
+    monkeypatch.setattr(tuning, "_time", milliseconds)
+    assert [tuning._timed("backward", scan, choices, None) for scan in scans] == [choices[1]] * 2
+    assert timed == list(choices)
+    monkeypatch.setattr(tuning, "_known", None)  # another process
+    assert tuning._timed("backward", scans[0], choices, None) == choices[1] and timed == list(choices)
+
+
+@needs_triton
+def test_nothing_is_timed_where_bits_must_repeat(monkeypatch):
+    from vision_longhorn.kernels import tuning
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.delenv("VISION_LONGHORN_TUNE", raising=False)
+    assert tuning._may_time(known=False) and not tuning._may_time(known=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert not tuning._may_time(known=False)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    monkeypatch.setenv("VISION_LONGHORN_TUNE", "0")
+    assert not tuning._may_time(known=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B,L,D,rules", [
+    (128, 197, 768, ("diagonal", "exact", "mamba")), (128, 197, 384, ("diagonal", "exact", "mamba")),
+    (8, 6085, 384, ("diagonal", "exact", "mamba")), (8, 6085, 768, ("diagonal", "mamba")),
+    (1, 16384, 768, ("diagonal", "mamba"))])
+def test_gpu_errors_at_the_sizes_of_the_benchmark(B, L, D, rules):
+    """The first and the last sequence of the whole batch, as it is planned and launched for the whole, against float64
+    (by the torch path, which the tests above hold against the loop)."""
+    for rule in rules:
+        inputs = make_inputs(rule, B, L, D, 16, direction="both", dtype=torch.bfloat16, device="cuda", state=False)
+        options = dict(direction="both", combine="mean")
+        leaves = {name: value.requires_grad_() for name, value in inputs.items()}
+        y = call(rule, leaves, backend="triton", **options)
+        dy = torch.randn(y.shape, device="cuda").bfloat16()
+        grads = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy)))
+        for at in {0, B - 1}:
+            one = {name: (value if name in ("D", "bias", "A") else value[..., at:at + 1, :, :]).detach().double()
+                   .requires_grad_() for name, value in inputs.items()}
+            right = call(rule, one, backend="torch", **options)
+            expected = dict(zip(one, torch.autograd.grad(right, list(one.values()), dy[at:at + 1].double())))
+            found = {"y": relative_rms(y[at:at + 1], right)}
+            for name in ("x", "step", "k", "q", "z"):
+                found[name] = relative_rms(grads[name][..., at:at + 1, :, :], expected[name])
+            assert max(found.values()) <= 1e-2, (rule, found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ("diagonal", "mamba"))
+def test_gpu_segments_give_the_same_bits_20_times(rule):
+    inputs = make_inputs(rule, 1, 4099, 384, 16, direction="both", dtype=torch.bfloat16, device="cuda")
+    options = dict(direction="both", combine="mean", backend="triton")
+    first = outputs_and_gradients(rule, inputs, **options)
+    for _ in range(20):
+        again = outputs_and_gradients(rule, inputs, **options)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+def test_gpu_first_use_compiles_nothing_for_another_batch_or_length():
+    from vision_longhorn.kernels import triton_kernels
+
+    def compiled():
+        return [len(cache) for kernel in (triton_kernels._forward_kernel, triton_kernels._backward_kernel)
+                for cache in (kernel.device_caches[torch.cuda.current_device()][0],)]
+
+    counts = set()
+    for B, L in ((128, 197), (96, 65), (131, 50)):
+        inputs = make_inputs("diagonal", B, L, 384, 16, direction="both", dtype=torch.bfloat16, device="cuda")
+        outputs_and_gradients("diagonal", inputs, direction="both", backend="triton", regime="sequential")
+        counts.add(tuple(compiled()))
+    assert len(counts) == 1, counts
 
 
 @pytest.mark.gpu

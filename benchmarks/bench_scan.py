@@ -1,0 +1,578 @@
+"""Times the scans, with the floor of the hardware beside each time.
+
+    python benchmarks/bench_scan.py             # everything that this machine's GPU can show; without one, the CPU
+    python benchmarks/bench_scan.py --quick     # the same in about a minute
+    python benchmarks/bench_scan.py --choices   # every entry of kernels/tuning.py's table, to justify the table
+
+Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
+they are of `triton_scan.forward` and `triton_scan.backward` replayed in a CUDA graph: the operator around them costs
+about half a millisecond of the CPU's time, which a network in training hides behind the GPU's work, and which would
+hide the kernels here. One row times the operator as it is called, through autograd. The replays follow one another, so
+inputs that fit the GPU's L2 cache may be found there.
+
+The floor is what no implementation on this GPU can undercut: the bytes that must move once (inputs, outputs,
+gradients, and what is saved between the passes) at the bandwidth of a copy, or the arithmetic of a walk at the rate of
+multiply-adds or exponentials in registers, whichever takes longest. All three rates are measured in the same run.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from statistics import median
+from typing import Callable, Iterator, NamedTuple, Optional
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a checkout needs no installation
+
+from vision_longhorn import kernels  # noqa: E402
+from vision_longhorn.kernels import Scan, tuning  # noqa: E402
+
+if kernels.HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+RULES = ("diagonal", "exact", "mamba")
+IMAGES, SMALL_IMAGES = (128, 197, 768), (128, 197, 384)
+LONG, WIDE_LONG, ONE = (8, 6085, 384), (8, 6085, 768), (1, 16384, 768)
+# The exact rule has no regime for few long sequences: one such shape shows what that costs.
+SHAPES = {"diagonal": (IMAGES, SMALL_IMAGES, LONG, WIDE_LONG, ONE), "exact": (IMAGES, SMALL_IMAGES, LONG),
+          "mamba": (IMAGES, SMALL_IMAGES, LONG, WIDE_LONG, ONE)}
+QUICK_SHAPES = (SMALL_IMAGES, LONG)
+SWEEP_TOKENS, SWEEP_CHANNELS = 16384, 768
+
+# (multiply-adds, exponentials) for each state of each channel and step: the arithmetic that any walk through time must
+# do, whatever its instructions. Forward: the decay (diagonal: eps k^2; mamba: dt A, then exp), what is added, the
+# update, the read-out; the exact rule has a product with k, the update and the read-out. Backward: the states again,
+# the read-out (for dz), the adjoint's two steps, and a product for each gradient that is a sum over states or channels.
+OPERATIONS = {
+    ("forward", "diagonal"): (4, 0), ("forward", "exact"): (3, 0), ("forward", "mamba"): (4, 1),
+    ("backward", "diagonal"): (12, 0), ("backward", "exact"): (8, 0), ("backward", "mamba"): (12, 1),
+}
+# A backward pass that was left nothing walks forward once more, without the read-out.
+READ_OUT = 1
+
+
+class Rates(NamedTuple):
+    """What the GPU reaches: bytes, multiply-adds and exponentials (both float32) per second."""
+
+    bytes: float
+    fma: float
+    exp: float
+
+
+if kernels.HAS_TRITON:
+    @triton.jit
+    def _arithmetic_kernel(out_ptr, factor, summand, steps, EXP: tl.constexpr, BLOCK: tl.constexpr,
+                           UNROLL: tl.constexpr):
+        # Each lane has BLOCK / 128 chains that do not wait for one another, and touches memory only at its end.
+        value = tl.arange(0, BLOCK).to(tl.float32)
+        for _ in range(steps):
+            for _step in tl.static_range(UNROLL):
+                if EXP:
+                    value = tl.exp2(-value)
+                else:
+                    value = value * factor + summand
+        tl.store(out_ptr + tl.program_id(0), tl.sum(value, 0))
+
+
+def measure(fn: Callable[[], object], rep: float) -> float:
+    """Milliseconds of `fn` without what its launches cost the CPU."""
+    torch.cuda.synchronize()
+    return triton.testing.do_bench_cudagraph(fn, rep=rep, return_mode="median")
+
+
+def measure_eager(fn: Callable[[], object], rep: float) -> float:
+    """Milliseconds of `fn` as it is called."""
+    return triton.testing.do_bench(fn, rep=rep, return_mode="median")
+
+
+def measure_rates(rep: float, size: int = 2 ** 28, steps: int = 64) -> Rates:
+    """The rates that floors are made of: a copy of `size` float32 numbers, and arithmetic in registers."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    source = torch.zeros(size, device=device)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / measure(lambda: target.copy_(source), rep) * 1e3
+    block, unroll, programs = 2048, 16, 64 * tuning.multiprocessors(device)
+    out = torch.empty(programs, device=device)
+    count = programs * block * steps * unroll
+
+    def rate(exp: bool) -> float:
+        return count * 1e3 / measure(lambda: _arithmetic_kernel[(programs,)](
+            out, 0.999, 0.001, steps, EXP=exp, BLOCK=block, UNROLL=unroll, num_warps=4), rep)
+
+    return Rates(bandwidth, rate(False), rate(True))
+
+
+def make_inputs(shape: tuple[int, int, int], N: int, rule: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """Random inputs, separate for each direction but for z; what a network computes per token has `dtype`."""
+    B, L, D = shape
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=dtype, device=device)
+
+    inputs = dict(x=draw(2, B, L, D), step=draw(2, B, L, D), k=draw(2, B, L, N) / N ** 0.5, q=draw(2, B, L, N),
+                  z=draw(B, L, D), D=draw(2, D, dtype=torch.float32), bias=draw(2, D, dtype=torch.float32))
+    if rule == "mamba":
+        inputs["A"] = -torch.arange(1.0, N + 1, device=device).expand(2, D, N).contiguous()
+        inputs["bias"] -= 4  # step sizes of a few hundredths, as Mamba's are
+    return inputs
+
+
+def make_scan(inputs: dict[str, Tensor], rule: str) -> Scan:
+    values = {name: inputs.get(name) for name in ("x", "step", "k", "q", "A", "z", "D", "bias")}
+    return Scan(**values, initial_state=None, rule=rule, direction="both", combine="mean")
+
+
+def call(inputs: dict[str, Tensor], rule: str, **options) -> Tensor:
+    """The public function for `rule`, (B, L, D)."""
+    rest = dict(z=inputs["z"], D=inputs["D"], direction="both", combine="mean", **options)
+    x, step, k, q = (inputs[name] for name in ("x", "step", "k", "q"))
+    if rule == "mamba":
+        return kernels.selective_scan(x, step, inputs["A"], k, q, dt_bias=inputs["bias"], **rest)
+    return kernels.longhorn_scan(x, step, k, q, beta_bias=inputs["bias"], rule=rule, **rest)
+
+
+def through_autograd(inputs: dict[str, Tensor], rule: str, **options) -> Callable[[], object]:
+    """A function that calls the operator and takes the gradient of every input."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
+    dy = torch.randn_like(inputs["z"])
+    return lambda: torch.autograd.grad(call(leaves, rule, **options), list(leaves.values()), dy)
+
+
+def floor(rates: Rates, bytes_moved: int, fma: float, exp: float) -> tuple[float, str]:
+    """(milliseconds, what binds)."""
+    times = {"bytes": bytes_moved / rates.bytes, "fma": fma / rates.fma, "exp": exp / rates.exp}
+    binds = max(times, key=times.get)
+    return times[binds] * 1e3, binds
+
+
+def attempt(row: dict, fn: Callable[[], float]) -> dict:
+    """`row` with its time, or with what went wrong: one failure must not cost the rest of a long run."""
+    try:
+        row["ms"] = fn()
+    except Exception as error:
+        row |= dict(ms=None, error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        print(f"failed: {row}", file=sys.stderr)
+    if row["ms"] is not None and row.get("floor_ms"):
+        row["times_floor"] = row["ms"] / row["floor_ms"]
+    return row
+
+
+PASSES = ("forward", "forward, saves", "backward", "backward, nothing saved")
+
+
+def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dtype, rule: str, rep: float,
+              passes: tuple[str, ...] = PASSES) -> list[dict]:
+    """A row for each pass of one scan."""
+    from vision_longhorn.kernels import triton_scan
+    B, L, D = shape
+    base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule)
+    try:
+        scan = make_scan(make_inputs(shape, N, rule, dtype, "cuda" if torch.cuda.is_available() else "cpu"), rule)
+        saved = triton_scan.forward(scan, True)[2]
+        plans = {name: plan._asdict() | {"regime": "parallel" if plan.segments > 1 else "sequential"}
+                 for name, plan in kernels.scan_plan(scan, "triton").items()}
+    except Exception as error:  # as in `attempt`
+        return [attempt(base | {"pass": "all"}, lambda: _raise(error))]
+    dy, empty = torch.randn_like(scan.z), saved.new_empty(0)
+    runs = {"forward": lambda: triton_scan.forward(scan, False),
+            "forward, saves": lambda: triton_scan.forward(scan, True),
+            "backward": lambda: triton_scan.backward(scan, dy, None, saved),
+            "backward, nothing saved": lambda: triton_scan.backward(scan, dy, None, empty)}
+    inputs, output = sum(t.nbytes for t in scan.tensors().values()), scan.z.nbytes
+    rows = []
+    for name in passes:
+        direction = name.split(",")[0]
+        fma, exp = OPERATIONS[direction, scan.state_rule]
+        bytes_moved = inputs + output if direction == "forward" else 2 * inputs + output
+        if name in ("forward, saves", "backward"):
+            bytes_moved += saved.nbytes
+        if name == "backward, nothing saved":
+            again = OPERATIONS["forward", scan.state_rule]
+            fma, exp = fma + again[0] - READ_OUT, exp + again[1]
+        steps = 2 * B * L * D * N
+        floor_ms, binds = floor(rates, bytes_moved, fma * steps, exp * steps)
+        row = base | {"pass": name, "floor_ms": floor_ms, "binds": binds, "bytes_moved": bytes_moved,
+                      "saved_MB": None, "saved_bytes_per_token": None, "plan": plans[direction]}
+        if name in ("forward, saves", "backward"):
+            row |= dict(saved_MB=saved.nbytes / 1e6, saved_bytes_per_token=saved.nbytes / (B * L))
+        rows.append(attempt(row, lambda: measure(runs[name], rep)))
+    return rows
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
+    """All shapes and rules, other sizes of the state, float32, and the operator as it is called."""
+    cases = [(shape, 16, torch.bfloat16, rule) for rule in RULES for shape in SHAPES[rule]
+             if not quick or shape in QUICK_SHAPES]
+    if not quick:
+        cases += [(SMALL_IMAGES, N, torch.bfloat16, "diagonal") for N in (8, 32, 64)]
+        cases += [(SMALL_IMAGES, 16, torch.float32, "diagonal")]
+    rows = []
+    for case in cases:
+        rows += time_scan(rates, *case, rep)
+        torch.cuda.empty_cache()
+    B, L, D = SMALL_IMAGES
+    inputs = make_inputs(SMALL_IMAGES, 16, "diagonal", torch.bfloat16, "cuda")
+    row = {"B": B, "L": L, "D": D, "N": 16, "dtype": "bfloat16", "rule": "diagonal",
+           "pass": "operator, forward + backward"}
+    rows.append(attempt(row, lambda: measure_eager(through_autograd(inputs, "diagonal"), rep)))
+    return rows
+
+
+def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
+    """The same number of tokens in ever fewer and longer sequences."""
+    lengths = (256, 2048, 16384) if quick else tuple(2 ** i for i in range(6, 15))
+    rows = []
+    for rule in RULES:
+        for L in lengths:
+            shape = SWEEP_TOKENS // L, L, SWEEP_CHANNELS
+            rows += time_scan(rates, shape, 16, torch.bfloat16, rule, rep, ("forward", "backward"))
+    return rows
+
+
+@contextmanager
+def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
+    """Every launch of `kernel` with `choice`, or with None as the table has it; yields what was taken, by kernel."""
+    from vision_longhorn.kernels import triton_scan
+    taken = {}
+
+    def replace(original: Callable) -> Callable:
+        def chosen(name: str, *args, **options) -> tuning.Choice:
+            taken[name] = choice if name == kernel and choice is not None else original(name, *args, **options)
+            return taken[name]
+        return chosen
+
+    with mock.patch.multiple(triton_scan, choose=replace(triton_scan.choose),
+                             first_choice=replace(triton_scan.first_choice)):
+        yield taken
+
+
+def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
+    """Each pass with each choice of the table; the kernels that only the parallel regime has, at one long sequence."""
+    from vision_longhorn.kernels import triton_scan
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = []
+    for shape in shapes or (IMAGES, SMALL_IMAGES, ONE):
+        parallel = shape[0] == 1
+        for rule in RULES[::2] if parallel else RULES:
+            scan = make_scan(make_inputs(shape, 16, rule, torch.bfloat16, device), rule)
+            saved, dy = triton_scan.forward(scan, True)[2], torch.randn_like(scan.z)
+            runs = {"forward": lambda: triton_scan.forward(scan, False),
+                    "backward": lambda: triton_scan.backward(scan, dy, None, saved)}
+            runs |= {"summary": runs["forward"], "adjoint": runs["backward"]} if parallel else {}
+            for kernel, run in runs.items():
+                with forced(kernel, None) as taken:
+                    run()
+                for choice in tuning._choices(kernel, scan):
+                    row = dict(zip("BLD", shape), rule=rule, kernel=kernel, chosen=choice == taken.get(kernel),
+                               **choice._asdict())
+                    with forced(kernel, choice):
+                        rows.append(attempt(row, lambda: measure(run, rep)))
+    best = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("B", "L", "D", "rule", "kernel"))
+        best[key] = min(best.get(key, float("inf")), row["ms"] or float("inf"))
+        row["key"] = key
+    for row in rows:
+        row["relative"] = best[row.pop("key")] / row["ms"] if row["ms"] else None
+    return rows
+
+
+def first_use(rule: str) -> list[dict]:
+    """Run in a process of its own with an empty cache: seconds of a first forward and backward pass, and the kernels
+    compiled for them, then of another batch and length, and (where there is one) of the parallel regime."""
+    from vision_longhorn.kernels import triton_scan
+    cache = Path(os.environ["TRITON_CACHE_DIR"])
+    rows, before = [], 0
+    for shape in (IMAGES, (96, 256, 768), *(() if rule == "exact" else (ONE,))):
+        scan = make_scan(make_inputs(shape, 16, rule, torch.bfloat16, "cuda"), rule)
+        dy = torch.randn_like(scan.z)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        saved = triton_scan.forward(scan, True)[2]
+        triton_scan.backward(scan, dy, None, saved)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        compiled = sum(path.suffix in (".cubin", ".hsaco") for path in cache.rglob("*"))
+        rows.append(dict(zip("BLD", shape), rule=rule, seconds=seconds, kernels_compiled=compiled - before))
+        before = compiled
+    return rows
+
+
+def first_use_rows(quick: bool) -> list[dict]:
+    rows = []
+    for rule in RULES[:1] if quick else RULES:
+        with tempfile.TemporaryDirectory() as folder:
+            environment = os.environ | dict(TRITON_CACHE_DIR=f"{folder}/triton", VISION_LONGHORN_CACHE=f"{folder}/tuning")
+            try:
+                run = subprocess.run([sys.executable, __file__, "--first-use", rule], env=environment, text=True,
+                                     capture_output=True, timeout=300, check=True)
+                rows += json.loads(run.stdout.splitlines()[-1])
+            except (subprocess.SubprocessError, ValueError, IndexError) as error:
+                message = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
+                rows.append(dict(rule=rule, seconds=None, error=message))
+                print(f"failed: {rows[-1]}", file=sys.stderr)
+    return rows
+
+
+def peer_function(candidates: tuple[tuple[str, str], ...]) -> tuple[Optional[Callable], str]:
+    """The first importable of (module, function), and in words what was found."""
+    status = "not installed"
+    for module, function in candidates:
+        try:
+            found = importlib.import_module(module)
+            return getattr(found, function) if function else None, "importable"
+        except ModuleNotFoundError:
+            continue
+        except Exception as error:  # a build for another torch fails in its own ways
+            status = f"not usable: {type(error).__name__}: {error}".splitlines()[0][:120]
+    return None, status
+
+
+def peer_rows(quick: bool, rep: float) -> list[dict]:
+    """Peers that are importable, at what they can do of the same work: one call for each direction, on copies of the
+    inputs in their layout and order of time, so neither transposing, flipping nor adding the two outputs is counted.
+    They are timed as they are called."""
+    interface = "ops.selective_scan_interface"
+    mamba = peer_function(((f"mamba_ssm.{interface}", "selective_scan_fn"),))
+    longhorn = peer_function(((f"longhorn.{interface}", "selective_scan_online7_fn"),
+                              (f"mamba_ssm.{interface}", "selective_scan_online7_fn")))
+    delta = peer_function((("fla.ops.delta_rule", "chunk_delta_rule"),))
+    conv = peer_function((("causal_conv1d", ""),))
+
+    def channels_first(values: dict[str, Tensor], *names: str) -> list[Tensor]:
+        return [values[name].transpose(1, 2).contiguous() for name in names]
+
+    def mamba_call(v: dict[str, Tensor]) -> tuple[list[Tensor], Callable]:
+        return ([*channels_first(v, "x", "step"), v["A"], *channels_first(v, "k", "q"), v["D"],
+                 *channels_first(v, "z"), v["bias"]], lambda *leaves: mamba[0](*leaves, delta_softplus=True))
+
+    def longhorn_call(v: dict[str, Tensor]) -> tuple[list[Tensor], Callable]:
+        x, q, k, step, z = channels_first(v, "x", "q", "k", "step", "z")
+        return [x, q, k, step, v["D"], v["bias"], z], longhorn[0]
+
+    def delta_call(v: dict[str, Tensor]) -> tuple[list[Tensor], Callable]:
+        heads = [v[name].unsqueeze(2).contiguous() for name in ("q", "k", "x")]  # (B, L, 1, N or D)
+        step = torch.sigmoid(v["step"][..., :1].float())
+        step = (step / (1 + step * v["k"].float().square().sum(-1, keepdim=True))).to(v["x"].dtype)
+        return [*heads, step], lambda *leaves: delta[0](*leaves, scale=1.0)[0]
+
+    peers = (("mamba_ssm", "mamba", mamba, mamba_call, ""), ("official Longhorn", "diagonal", longhorn, longhorn_call, ""),
+             ("flash-linear-attention", "exact", delta, delta_call, "delta rule: one step size a token, no gate, no skip"))
+    rows = [{"peer": "causal_conv1d", "status": conv[1]}]
+    for peer, rule, (function, status), prepare, note in peers:
+        if function is None:
+            rows.append({"peer": peer, "rule": rule, "status": status})
+            continue
+        for shape in QUICK_SHAPES if quick else SHAPES["diagonal"]:
+            base = dict(zip("BLD", shape), peer=peer, rule=rule, status=status, note=note)
+            try:
+                inputs = make_inputs(shape, 16, rule, torch.bfloat16, "cuda")
+                calls = []
+                for g in range(2):
+                    leaves, run = prepare({name: value if name == "z" else value[g] for name, value in inputs.items()})
+                    calls.append(([leaf.detach().clone().requires_grad_() for leaf in leaves], run))
+                outputs = [run(*leaves) for leaves, run in calls]
+                dys = [torch.randn_like(y) for y in outputs]
+            except Exception as error:  # as in `attempt`
+                rows.append(attempt(base | {"pass": "all"}, lambda: _raise(error)))
+                continue
+
+            def forward() -> None:
+                with torch.no_grad():
+                    for leaves, run in calls:
+                        run(*leaves)
+
+            def backward() -> None:
+                for y, dy, (leaves, _) in zip(outputs, dys, calls):
+                    torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+            rows += [attempt(base | {"pass": name}, lambda: measure_eager(run, rep))
+                     for name, run in (("forward", forward), ("backward", backward))]
+    return rows
+
+
+def cpu_rows(quick: bool) -> list[dict]:
+    """The CPU's implementation against the plain loop under autograd, forward and backward together, float32."""
+    # The demo's batch, 16 patches and the class token, twice its width of 64, its d_state of 8 and that of the rest.
+    cases = [((32, 17, 128), 8), ((32, 17, 128), 16)] + ([] if quick else [((4, 197, 384), 16)])
+    rows = []
+    for shape, N in cases:
+        for rule in RULES:
+            inputs = make_inputs(shape, N, rule, torch.float32, "cpu")
+            times = {backend: _cpu_time(through_autograd(inputs, rule, backend=backend), 0.5 if quick else 2.0)
+                     for backend in ("torch", "reference")}
+            rows.append(dict(zip("BLD", shape), N=N, rule=rule, ms=times["torch"], reference_ms=times["reference"],
+                             ratio=times["reference"] / times["torch"]))
+    return rows
+
+
+def _cpu_time(fn: Callable[[], object], seconds: float) -> float:
+    """Median milliseconds over at least 3 runs and about `seconds`, after one that warms up."""
+    fn()
+    times = []
+    while len(times) < 3 or sum(times) < seconds * 1e3:
+        start = time.perf_counter()
+        fn()
+        times.append((time.perf_counter() - start) * 1e3)
+    return median(times)
+
+
+def _output_of(*command: str) -> Optional[str]:
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment() -> dict:
+    """On what, with what and of which commit a run's numbers are."""
+    status = _output_of("git", "status", "--porcelain")
+    found = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=" ".join(sys.argv[1:]),
+                 python=platform.python_version(), torch=torch.__version__,
+                 triton=triton.__version__ if kernels.HAS_TRITON else None,
+                 commit=_output_of("git", "rev-parse", "HEAD"), dirty=None if status is None else bool(status),
+                 threads=torch.get_num_threads(), cores=os.cpu_count(), processor=platform.machine())
+    if torch.cuda.is_available():
+        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        found |= dict(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda, hip=torch.version.hip,
+                      driver=driver.splitlines()[0] if driver else None)
+    return found
+
+
+def table(title: str, rows: list[dict], **columns: tuple[str, str]) -> None:
+    """Print `rows`, aligned; `columns` maps a key to its heading and format."""
+    def cell(row: dict, key: str, form: str) -> str:
+        value = row.get(key)
+        if value is None:
+            return "failed" if key in ("ms", "seconds") and "error" in row else ""
+        return format(value, form)
+
+    lines = [[heading for heading, _ in columns.values()]]
+    lines += [[cell(row, key, form) for key, (_, form) in columns.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    numeric = [form[-1:] in ("f", "d") for _, form in columns.values()]
+    print(f"\n{title}")
+    for line in lines:
+        print("  ".join(text.rjust(width) if right else text.ljust(width)
+                        for text, width, right in zip(line, widths, numeric)).rstrip())
+    sys.stdout.flush()
+
+
+SIZES = dict(B=("B", "d"), L=("L", "d"), D=("D", "d"))
+
+
+def print_passes(title: str, rows: list[dict]) -> None:
+    shown = []
+    for row in rows:
+        plan = row.get("plan")
+        words = "" if plan is None else f"walk, {plan['channels']} channels" if plan["segments"] == 1 else \
+            f"{plan['segments']} segments of {plan['span']}, {plan['channels']} channels"
+        shown.append(row | {"plan": words})
+    table(title, shown, **SIZES, N=("N", "d"), dtype=("dtype", ""), rule=("rule", ""), **{"pass": ("pass", "")},
+          ms=("ms", ".3f"), floor_ms=("floor", ".3f"), binds=("binds", ""), times_floor=("x floor", ".1f"),
+          saved_MB=("saved MB", ".0f"), saved_bytes_per_token=("B/token", ".0f"), plan=("plan", ""))
+
+
+def plot(rows: list[dict], path: Path, title: str) -> None:
+    """Time and floor over the length, forward and backward."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    for axis, name in zip(axes, ("forward", "backward")):
+        for i, rule in enumerate(RULES):
+            points = [row for row in rows if row["pass"] == name and row["rule"] == rule and row["ms"]]
+            lengths = [row["L"] for row in points]
+            axis.loglog(lengths, [row["ms"] for row in points], "o-", color=f"C{i}", label=rule)
+            axis.loglog(lengths, [row["floor_ms"] for row in points], "--", color=f"C{i}", linewidth=1,
+                        label=f"{rule}, floor")
+        axis.set(title=name, xlabel=f"tokens in a sequence ({SWEEP_TOKENS:,} in all)")
+        axis.grid(which="both", alpha=0.3)
+    axes[0].set_ylabel("ms, both directions")
+    axes[1].legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER",
+                        help="for scan.json and scan_over_length.png; scan_cpu.json without a GPU; choices.json")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes and shorter timings")
+    parser.add_argument("--cpu", action="store_true", help="time the CPU's implementation too (without a GPU, always)")
+    parser.add_argument("--choices", action="store_true", help="time the entries of kernels/tuning.py and nothing else")
+    parser.add_argument("--rep", type=float, metavar="MS", help="length of one timing (50; with --quick 10)")
+    parser.add_argument("--first-use", choices=RULES, help=argparse.SUPPRESS)  # for the process it starts itself
+    args = parser.parse_args()
+    if args.first_use:
+        print(json.dumps(first_use(args.first_use)))
+        return
+    gpu = torch.cuda.is_available() and kernels.HAS_TRITON
+    if args.choices and not gpu:
+        parser.error("--choices times GPU kernels, and there is no GPU here")
+    rep = args.rep or (10 if args.quick else 50)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / ("choices.json" if args.choices else "scan.json" if gpu else "scan_cpu.json")
+    results = {"environment": environment()}
+    print("  ".join(f"{name} {value}" for name, value in results["environment"].items() if value is not None))
+
+    def keep(name: str, value: object) -> None:
+        # After each part, so that a run that is cut short leaves what it had.
+        results[name] = value
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+    if args.choices:
+        keep("choices", choice_rows(rep))
+        table("choices (relative: to the fastest for the same work)", results["choices"], **SIZES, rule=("rule", ""),
+              kernel=("kernel", ""), channels=("channels", "d"), unroll=("unroll", "d"), registers=("registers", "d"),
+              deep=("deep", ""), ms=("ms", ".3f"), relative=("relative", ".2f"), speed=("speed", ".2f"),
+              chosen=("chosen", ""))
+        return
+    if gpu:
+        rates = measure_rates(rep)
+        keep("rates", rates._asdict())
+        print(f"copy {rates.bytes / 1e12:.2f} TB/s, {rates.fma / 1e12:.1f} T multiply-adds/s, "
+              f"{rates.exp / 1e12:.2f} T exponentials/s")
+        keep("scans", gpu_rows(rates, args.quick, rep))
+        print_passes("scans, both directions, gated", results["scans"])
+        keep("peers", peer_rows(args.quick, rep))
+        table("peers, both directions", results["peers"], peer=("peer", ""), status=("status", ""), **SIZES,
+              rule=("rule", ""), **{"pass": ("pass", "")}, ms=("ms", ".3f"), note=("", ""))
+        keep("over_length", length_rows(rates, args.quick, rep / 2))
+        print_passes(f"{SWEEP_TOKENS:,} tokens in sequences of length L", results["over_length"])
+        plot(results["over_length"], args.out / "scan_over_length.png",
+             f"{results['environment']['gpu']}, bfloat16, D={SWEEP_CHANNELS}, N=16, gated")
+        keep("first_use", first_use_rows(args.quick))
+        table("first use: seconds of forward and backward, one shape after the other, from an empty cache",
+              results["first_use"], **SIZES, rule=("rule", ""), seconds=("seconds", ".3f"),
+              kernels_compiled=("kernels compiled", "d"))
+    if args.cpu or not gpu:
+        keep("cpu", cpu_rows(args.quick))
+        table(f"CPU, {torch.get_num_threads()} threads, float32, forward + backward, both directions", results["cpu"],
+              **SIZES, N=("N", "d"), rule=("rule", ""), ms=("ms", ".1f"), reference_ms=("plain loop", ".1f"),
+              ratio=("ratio", ".1f"))
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Every kernel once at small, awkward sizes, for a memory checker:
+
+    compute-sanitizer --tool memcheck python benchmarks/small_shapes.py
+    compute-sanitizer --tool racecheck python benchmarks/small_shapes.py
+"""
+
+import torch
+
+from vision_longhorn.kernels import longhorn_scan, selective_scan
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for rule in ("diagonal", "exact", "mamba"):
+        for B, L, D, N in ((2, 37, 70, 16), (1, 101, 64, 5), (1, 70, 33, 33)):
+            for regime in ("sequential",) if rule == "exact" else ("sequential", "parallel"):
+                x, step, k, q = (torch.randn(2, B, L, n, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                                 for n in (D, D, N, N))
+                z = torch.randn(B, L, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+                skip = torch.randn(2, D, device="cuda", requires_grad=True)
+                options = dict(direction="both", combine="mean", regime=regime, backend="triton")
+                if rule == "mamba":
+                    y = selective_scan(x, step, -torch.rand(D, N, device="cuda"), k, q, z, skip, skip, **options)
+                else:
+                    y = longhorn_scan(x, step, k, q, z, skip, skip, rule=rule, **options)
+                y.float().square().mean().backward()
+                torch.cuda.synchronize()
+                assert all(value.grad.isfinite().all() for value in (x, step, k, q, z, skip))
+                print(rule, (B, L, D, N), regime, "ran")
+
+
+if __name__ == "__main__":
+    main()
