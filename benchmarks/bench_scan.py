@@ -79,12 +79,13 @@ if kernels.HAS_TRITON:
                            UNROLL: tl.constexpr):
         # Each lane has BLOCK / 128 chains that do not wait for one another, and touches memory only at its end.
         value = tl.arange(0, BLOCK).to(tl.float32)
+        factors, summands = tl.zeros_like(value) + factor, tl.zeros_like(value) + summand
         for _ in range(steps):
             for _step in tl.static_range(UNROLL):
                 if EXP:
                     value = tl.exp2(-value)
                 else:
-                    value = value * factor + summand
+                    value = tl.fma(value, factors, summands)
         tl.store(out_ptr + tl.program_id(0), tl.sum(value, 0))
 
 
@@ -160,14 +161,19 @@ def floor(rates: Rates, bytes_moved: int, fma: float, exp: float) -> tuple[float
     return times[binds] * 1e3, binds
 
 
+def failed(row: dict, error: Exception) -> dict:
+    row |= dict(ms=None, error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    print(f"failed: {row}", file=sys.stderr)
+    return row
+
+
 def attempt(row: dict, fn: Callable[[], float]) -> dict:
     """`row` with its time, or with what went wrong: one failure must not cost the rest of a long run."""
     try:
         row["ms"] = fn()
     except Exception as error:
-        row |= dict(ms=None, error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-        print(f"failed: {row}", file=sys.stderr)
-    if row["ms"] is not None and row.get("floor_ms"):
+        return failed(row, error)
+    if row.get("floor_ms"):
         row["times_floor"] = row["ms"] / row["floor_ms"]
     return row
 
@@ -187,7 +193,7 @@ def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dt
         plans = {name: plan._asdict() | {"regime": "parallel" if plan.segments > 1 else "sequential"}
                  for name, plan in kernels.scan_plan(scan, "triton").items()}
     except Exception as error:  # as in `attempt`
-        return [attempt(base | {"pass": "all"}, lambda: _raise(error))]
+        return [failed(base | {"pass": "all"}, error)]
     dy, empty = torch.randn_like(scan.z), saved.new_empty(0)
     runs = {"forward": lambda: triton_scan.forward(scan, False),
             "forward, saves": lambda: triton_scan.forward(scan, True),
@@ -212,10 +218,6 @@ def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dt
             row |= dict(saved_MB=saved.nbytes / 1e6, saved_bytes_per_token=saved.nbytes / (B * L))
         rows.append(attempt(row, lambda: measure(runs[name], rep)))
     return rows
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
@@ -321,15 +323,14 @@ def first_use_rows(quick: bool) -> list[dict]:
     rows = []
     for rule in RULES[:1] if quick else RULES:
         with tempfile.TemporaryDirectory() as folder:
-            environment = os.environ | dict(TRITON_CACHE_DIR=f"{folder}/triton", VISION_LONGHORN_CACHE=f"{folder}/tuning")
+            caches = dict(TRITON_CACHE_DIR=f"{folder}/triton", VISION_LONGHORN_CACHE=f"{folder}/tuning")
             try:
-                run = subprocess.run([sys.executable, __file__, "--first-use", rule], env=environment, text=True,
-                                     capture_output=True, timeout=300, check=True)
+                run = subprocess.run([sys.executable, __file__, "--first-use", rule], env=os.environ | caches,
+                                     text=True, capture_output=True, timeout=300, check=True)
                 rows += json.loads(run.stdout.splitlines()[-1])
-            except (subprocess.SubprocessError, ValueError, IndexError) as error:
-                message = (getattr(error, "stderr", None) or str(error)).strip().splitlines()[-1]
-                rows.append(dict(rule=rule, seconds=None, error=message))
-                print(f"failed: {rows[-1]}", file=sys.stderr)
+            except Exception as error:  # as in `attempt`; the child's last line says more than its exit status
+                lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+                rows.append(failed(dict(rule=rule, seconds=None), RuntimeError(lines[-1])))
     return rows
 
 
@@ -340,9 +341,11 @@ def peer_function(candidates: tuple[tuple[str, str], ...]) -> tuple[Optional[Cal
         try:
             found = importlib.import_module(module)
             return getattr(found, function) if function else None, "importable"
-        except ModuleNotFoundError:
-            continue
+        except AttributeError:
+            continue  # a namesake that has another operator
         except Exception as error:  # a build for another torch fails in its own ways
+            if isinstance(error, ModuleNotFoundError) and error.name and module.startswith(error.name):
+                continue
             status = f"not usable: {type(error).__name__}: {error}".splitlines()[0][:120]
     return None, status
 
@@ -375,8 +378,9 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
         step = (step / (1 + step * v["k"].float().square().sum(-1, keepdim=True))).to(v["x"].dtype)
         return [*heads, step], lambda *leaves: delta[0](*leaves, scale=1.0)[0]
 
-    peers = (("mamba_ssm", "mamba", mamba, mamba_call, ""), ("official Longhorn", "diagonal", longhorn, longhorn_call, ""),
-             ("flash-linear-attention", "exact", delta, delta_call, "delta rule: one step size a token, no gate, no skip"))
+    peers = (("mamba_ssm", "mamba", mamba, mamba_call, ""),
+             ("official Longhorn", "diagonal", longhorn, longhorn_call, ""),
+             ("flash-linear-attention", "exact", delta, delta_call, "delta rule: a step a token, no gate or skip"))
     rows = [{"peer": "causal_conv1d", "status": conv[1]}]
     for peer, rule, (function, status), prepare, note in peers:
         if function is None:
@@ -393,7 +397,7 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
                 outputs = [run(*leaves) for leaves, run in calls]
                 dys = [torch.randn_like(y) for y in outputs]
             except Exception as error:  # as in `attempt`
-                rows.append(attempt(base | {"pass": "all"}, lambda: _raise(error)))
+                rows.append(failed(base | {"pass": "all"}, error))
                 continue
 
             def forward() -> None:

@@ -704,6 +704,9 @@ def _matrix_fold(values: int) -> tuple[str, str]:
     comes to stand in column n; so four products take 16 values, and a lane holds 2 columns of 2 rows of the result. The
     sums over the eight quads are left, a quarter of the exchanges. Operands are rounded to TF32 (11 bits), sums are
     float32: for 16-bit inputs only.
+
+    This takes it that lane l holds element l of each tensor, which Triton does not promise: the first operand is the
+    number of the element, and where it is another than the lane's the result is NaN and not a wrong number.
     """
     tiles = values // 16
     code = ["{ .reg .pred p; .reg .u32 lane, quad, bit; .reg .f32 a, b, c;",
@@ -713,7 +716,7 @@ def _matrix_fold(values: int) -> tuple[str, str]:
     for tile in range(tiles):
         sums = ", ".join(f"s{4 * tile + i}" for i in range(4))
         for m in range(0, 8, 2):
-            first = 1 + 16 * tile + m
+            first = 2 + 16 * tile + m
             code.append(f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{sums}}}, "
                         f"{{${first}, ${first + 8}, ${first + 1}, ${first + 9}}}, {{one{m}, one{m + 1}}}, {{{sums}}};")
     left = 4 * tiles
@@ -725,7 +728,8 @@ def _matrix_fold(values: int) -> tuple[str, str]:
                      f"shfl.sync.bfly.b32 c, a, {bit}, 31, 0xffffffff; add.f32 s{i}, b, c;" for i in range(left)]
         else:
             code.append(f"shfl.sync.bfly.b32 c, s0, {bit}, 31, 0xffffffff; add.f32 s0, s0, c;")
-    return " ".join([*code, "mov.f32 $0, s0; }"]), "=f" + ",r" * values
+    code.append("setp.ne.u32 p, $1, lane; selp.f32 $0, 0f7FFFFFFF, s0, p; }")
+    return " ".join(code), "=f" + ",r" * (1 + values)
 
 
 _FOLD_16, _FOLD_16_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(16))
@@ -743,7 +747,7 @@ def _store_sums(ptr, values, i, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: 
     index = lane * V // W
     valid = lane % (W // V if V < W else 1) == 0
     if MATRIX:
-        words = ()
+        words = (lane,)
         for i in tl.static_range(V):
             words = words + (values[i].to(tl.int32, bitcast=True),)
         if V == 32:
@@ -754,7 +758,7 @@ def _store_sums(ptr, values, i, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: 
             sums = (tl.inline_asm_elementwise(_FOLD_16, _FOLD_16_CONSTRAINTS, words, dtype=tl.float32, is_pure=True,
                                               pack=1),)
             index = (lane // 2 & 8) + 2 * (lane & 3) + (lane // 8 & 1)
-            valid = lane & 4 == 0
+            valid = (lane & 4) == 0
     else:
         sums = _fold(values, V, NS, W)
     part = tl.arange(0, NS)[:, None] + tl.zeros([NS, W], tl.int32)

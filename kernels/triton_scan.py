@@ -52,6 +52,11 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
     return one if segments < (3 if scan.regime == "auto" else 2) else (segments, span)
 
 
+def _aligned(value: Tensor) -> bool:
+    """Whether every row of channels starts at a multiple of 16 bytes (and 16 numbers, as the kernels are told)."""
+    return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[:3])
+
+
 def _ptx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
@@ -110,8 +115,7 @@ class _Launch:
         NI = triton.cdiv(N, NS)
         self.lanes = (32 if torch.version.hip is None else 64) // NS  # of a warp; AMD's data-centre GPUs have 64
         self.matrix &= NS == 1
-        wide = (x, step, *(() if scan.z is None else (z,)))
-        self.aligned = all(s % 16 == 0 for value in wide for s in value.stride()[:3]) and D % 16 == 0
+        self.aligned = D % 16 == 0 and all(map(_aligned, (x, step, *(() if scan.z is None else (z,)))))
         self.args |= dict(
             RULE=_RULE[scan.state_rule], SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
             HAS_Z=scan.z is not None, HAS_D=scan.D is not None, HAS_BIAS=scan.bias is not None,
@@ -142,7 +146,7 @@ class _Launch:
                 "DEEP": choice.deep, "WHOLE": D % width == 0, "blocks": blocks, "segments": segments, "span": span,
                 **args}
         kernel[(blocks * segments * B, G)](
-            **{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1,
+            **{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1, enable_fp_fusion=True,
             **({} if choice.registers is None or not self.args["PTX"] else {"maxnreg": choice.registers}))
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
@@ -153,8 +157,9 @@ class _Launch:
         return dict(saved_ptr=saved[G * B * L * D:], written_ptr=saved)
 
     def width(self, choice: Choice) -> int:
-        """Channels of a program. Where lanes share a channel, they have no second one."""
-        return self.lanes * (choice.channels if self.args["NS"] == 1 else 1)
+        """Channels of a program: several a lane where they can be loaded together and no lanes share a channel."""
+        several = self.aligned and self.args["NS"] == 1 and self.sizes[3] % (self.lanes * choice.channels) == 0
+        return self.lanes * (choice.channels if several else 1)
 
     def programs(self, choice: Choice) -> int:
         """Of one walk through time."""
@@ -232,6 +237,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     dy = dy.expand(G, B, L, D) if dy.ndim == 3 else dy
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
+    launch.aligned &= _aligned(dy)
     groups = 3 if scan.A_per_token else 2
     cut = launch.cut(first_choice("backward", scan))
     parts = G, B, cut[0]
@@ -251,8 +257,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     with torch.cuda.device_of(scan.x):
         launch.norms()
         adjoint = dfinal if dfinal is None else dfinal.reshape(G, B, D, N)
-        common = dict(dy_ptr=dy, ALIGNED=launch.aligned and all(s % 16 == 0 for s in dy.stride()[:3]),
-                      **_strides("dy", dy, "gbl"))
+        common = dict(dy_ptr=dy, **_strides("dy", dy, "gbl"))
         if cut[0] > 1:
             local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
             launch.run(kernels._adjoint_kernel, first_choice("adjoint", scan), cut, **common, local_ptr=local,

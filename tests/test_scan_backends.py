@@ -394,6 +394,6 @@ def test_gpu_offsets_beyond_32_bits():
     x, step, k, q = draw(B, L, D), draw(B, L, D), draw(B, L, N), draw(B, L, N)
     y = kernels.longhorn_scan(x, step, k, q, backend="triton")
     alone = kernels.longhorn_scan(x[-1:].clone(), step[-1:].clone(), k[-1:].clone(), q[-1:].clone(), backend="triton")
-    assert torch.equal(y[-1:], alone)
+    assert relative_rms(y[-1:], alone) < 1e-2  # planned and launched in another way
     few = [value[-1:, :64].float() for value in (x, step, k, q)]
     assert relative_rms(y[-1:, :64], kernels.longhorn_scan(*few, backend="reference")) < 1e-2
