@@ -448,12 +448,12 @@ def _output_of(*command: str) -> Optional[str]:
 
 
 def environment() -> dict:
-    """On what, with what and of which commit a run's numbers are."""
+    """On what, with what and of which commit a run's numbers are; a copy without git takes it from COMMIT."""
     status = _output_of("git", "status", "--porcelain")
     found = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=" ".join(sys.argv[1:]),
                  python=platform.python_version(), torch=torch.__version__,
                  triton=triton.__version__ if kernels.HAS_TRITON else None,
-                 commit=_output_of("git", "rev-parse", "HEAD"), dirty=None if status is None else bool(status),
+                 commit=_output_of("git", "rev-parse", "HEAD") or os.environ.get("COMMIT"), dirty=None if status is None else bool(status),
                  threads=torch.get_num_threads(), cores=os.cpu_count(), processor=platform.machine())
     if torch.cuda.is_available():
         driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
