@@ -285,12 +285,13 @@ def _walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bia
             norms = norms + (_load_norm(norm_row, i + j, RULE),)
         for j in tl.static_range(U):
             k = _unpack(_part(ks, j, U), k_ptr, NI, K_PACK)
+            A_t = A
             if A_PER_TOKEN:
                 t = origin + sign * tl.minimum(i + j, L - 1)
-                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+                A_t = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             keep = tl.where(_all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
             eps, e = _step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
-            S, w = _advance(S, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
+            S, w = _advance(S, xs[j].to(tl.float32), k, A_t, eps, e, NI, NS, N, RULE)
         if i + U < end:
             _store_state(scratch_row + (i - begin) // U * (N * D), D, S, d_ok, first, N, NI, NS)
     return S
@@ -464,8 +465,9 @@ def _forward_kernel(
                 ks = _load_rows(k_row, k_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, K_PACK)
                 if OUTPUT:
                     qs = _load_rows(q_row, q_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, Q_PACK)
+            A_t = A
             if A_PER_TOKEN:
-                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+                A_t = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
             inside = _all_lanes(i + j, 1, BC) < end
             keep = tl.where(inside, 1.0, 0.0)
@@ -481,14 +483,14 @@ def _forward_kernel(
                 S = new
                 total = new_total
             else:
-                S, w = _advance(S, x, k, A, eps, e, NI, NS, N, RULE)
+                S, w = _advance(S, x, k, A_t, eps, e, NI, NS, N, RULE)
             if SAVE and RULE == EXACT:
                 tl.store(written_row + _at(t, D, ALIGNED), w, mask=d_ok & inside)
             if SUMMARY and RULE == MAMBA:
                 if A_PER_TOKEN:
                     new = ()
                     for n in tl.static_range(NI):
-                        new = new + (total[n] + A[n] * eps,)
+                        new = new + (total[n] + A_t[n] * eps,)
                     total = new
                 else:
                     total = (total[0] + eps,)
@@ -643,8 +645,9 @@ def _adjoint_kernel(
             q = _unpack(qs, q_ptr, NI, Q_PACK)
             ks = _load_rows(k_row, k_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, K_PACK)
             qs = _load_rows(q_row, q_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, Q_PACK)
+            A_t = A
             if A_PER_TOKEN:
-                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+                A_t = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             eps, e = _step_size(us[j], bias, _load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
             dy = gs[j].to(tl.float32) * (scale * keep)
             if HAS_Z:
@@ -652,7 +655,7 @@ def _adjoint_kernel(
             new = ()
             new_total = ()
             for n in tl.static_range(NI):
-                a = _decay(k[n], A[n] if RULE == MAMBA else 0.0, eps, e, N, RULE)
+                a = _decay(k[n], A_t[n] if RULE == MAMBA else 0.0, eps, e, N, RULE)
                 new = new + ((adjoint[n] + q[n] * dy) * a,)
                 new_total = new_total + (total[n] * a,)
             adjoint = new
@@ -737,10 +740,10 @@ _FOLD_32, _FOLD_32_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(32
 
 
 @triton.jit
-def _store_sums(ptr, values, i, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
+def _store_sums(ptr, values, token, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
                 V: tl.constexpr, W: tl.constexpr, FACTOR: tl.constexpr, MATRIX: tl.constexpr):
     """Sum `values`, GROUPS times NI tensors (NS, W), over the lanes and store state n of a group at ptr[group N + n],
-    if i < end; the first group times FACTOR. V is GROUPS NI or the next power of two."""
+    if token < end; the first group times FACTOR. V is GROUPS NI or the next power of two."""
     for _ in tl.static_range(V - GROUPS * NI):
         values = values + (tl.zeros([NS, W], tl.float32),)
     lane = tl.arange(0, W)[None, :] + tl.zeros([NS, W], tl.int32)
@@ -765,7 +768,7 @@ def _store_sums(ptr, values, i, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: 
     for j in tl.static_range(V // W if V > W else 1):
         group = (index + j) // NI
         n = part * NI + (index + j) % NI
-        ok = valid & (group < GROUPS) & (n < N) & (_all_lanes(i, NS, W) < end)
+        ok = valid & (group < GROUPS) & (n < N) & (_all_lanes(token, NS, W) < end)
         total = sums[j]
         if FACTOR != 1.0:
             total = tl.where(group == 0, FACTOR * total, total)
@@ -908,16 +911,17 @@ def _backward_kernel(
                 epss = epss + (eps,)
                 es = es + (e,)
                 k = _unpack(k_next, k_ptr, NI, K_PACK)
+                A_t = A
                 if A_PER_TOKEN:
                     t = origin + sign * tl.minimum(i + j, L - 1)
-                    A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+                    A_t = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
                 if j + 1 < U:
                     k_next = _load_rows(k_row, k_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, K_PACK)
-                    state, w = _advance(state, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
+                    state, w = _advance(state, xs[j].to(tl.float32), k, A_t, eps, e, NI, NS, N, RULE)
                     states = states + state
                 else:
                     if r == 0:
-                        S, w = _advance(state, xs[j].to(tl.float32), k, A, eps, e, NI, NS, N, RULE)
+                        S, w = _advance(state, xs[j].to(tl.float32), k, A_t, eps, e, NI, NS, N, RULE)
 
         next_xs = _load_tokens(x_row, origin, sign, i - U, x_l, L, U, BC, ALIGNED)
         next_us = _load_tokens(step_row, origin, sign, i - U, step_l, L, U, BC, ALIGNED)
@@ -943,8 +947,9 @@ def _backward_kernel(
                 # The first key that the next part needs: of its first token, or (exact) of its last.
                 k_next = _load_rows(k_row, k_l, origin, sign, i - 1 if RULE == EXACT else i - U, L, 1, first, N, NI, NS,
                                     K_PACK)
+            A_t = A
             if A_PER_TOKEN:
-                A = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+                A_t = _load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
             if RULE == EXACT:
                 eps, e = _step_size(us[j], bias, norms[j], 1.0, RULE, SOFTPLUS, PTX)
@@ -984,11 +989,11 @@ def _backward_kernel(
                 reads = _dot(now, k, NI, NS)
                 dx = eps * reads
                 for n in tl.static_range(NI):
-                    a = _decay(k[n], A[n], eps, eps, N, RULE)
+                    a = _decay(k[n], A_t[n], eps, eps, N, RULE)
                     dk = dk + (now[n] * w,)
                     G = G + (now[n] * a,)
                     flows = flows + (G[n] * before[n],)  # d loss / d(dt A)
-                dlog = x * reads + _dot(flows, A, NI, NS) * 0.6931471805599453
+                dlog = x * reads + _dot(flows, A_t, NI, NS) * 0.6931471805599453
             elif N == 1:
                 a = _lone_decay(k[0], eps, e)
                 reads = now[0] * k[0]

@@ -48,7 +48,7 @@ _HOPPER = {
     ("adjoint", "mamba"): (Choice(2, 2, 160),),
     ("backward", "diagonal"): (Choice(2, 2), Choice(1, 2, speed=0.6)),
     ("backward", "exact"): (Choice(2, 2), Choice(2, 2, 168, speed=0.95), Choice(1, 4, speed=0.6)),
-    ("backward", "mamba"): (Choice(2, 2), Choice(1, 2, speed=0.85)),
+    ("backward", "mamba"): (Choice(1, 2),),
 }
 _TABLES = {"NVIDIA H200": _HOPPER, "NVIDIA H100": _HOPPER, "NVIDIA GH200": _HOPPER}
 
