@@ -24,7 +24,7 @@ MAMBA = tl.constexpr(2)
 # Only what changes the code is compiled for: not lengths, not strides (`ALIGNED` tells what matters about those), not
 # where rows of k and q begin (`K_PACK`, `Q_PACK`).
 _RUNTIME = [f"{name}_{axis}" for name in ("x", "step", "k", "q", "A", "z", "D", "bias", "dy", "start", "adjoint")
-            for axis in "gbsl"] + ["L", "B", "padded", "blocks", "segments", "span", "A_d", "A_n", "start_d", "start_n",
+            for axis in "gbsl"] + ["L", "B", "padded", "size", "blocks", "segments", "span", "A_d", "A_n", "start_d", "start_n",
                                    "adjoint_d", "adjoint_n"]
 _UNALIGNED = ["k_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -531,16 +531,16 @@ def _forward_kernel(
 
 @_kernel
 def _carry_kernel(
-    local_ptr, decay_ptr, start_ptr, D, N, segments, B, start_g, start_b, start_d, start_n,
+    local_ptr, decay_ptr, start_ptr, D, size, segments, B, start_g, start_b, start_d, start_n,
     HAS_START: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, U: tl.constexpr,
 ):
     """The state that enters each segment, in the place of what the segment adds to it: a walk over the segments with
-    state = decay * state + local, from the first or (REVERSED, for adjoints) from the last."""
+    state = decay * state + local, from the first or (REVERSED, for adjoints) from the last. A state has `size` numbers,
+    (N, D)."""
     row = tl.program_id(1).to(tl.int64)  # of (G, B)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    ok = at < N * D
-    size = N.to(tl.int64) * D
-    step = -size if REVERSED else size
+    ok = at < size
+    step = -size.to(tl.int64) if REVERSED else size.to(tl.int64)
     offset = row * segments * size + at
     if REVERSED:
         offset += (segments - 1) * size

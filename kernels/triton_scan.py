@@ -35,12 +35,13 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
     """(segments, span), given that a walk through all of time makes `programs` programs, of which the GPU runs
     `resident` at once.
 
-    One walk, unless that fills less than a quarter of the GPU. Else as many segments as fill it once, twice or three
+    One walk, unless that fills less than a quarter of the GPU, or less than a half for a long time. Else as many segments as fill it once, twice or three
     times with the least left over, none shorter than 4 chunks: each pays for its share of the first pass.
     """
     L = scan.sizes[2]
     one = 1, triton.cdiv(L, CHUNK) * CHUNK
-    if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and programs * 4 > resident):
+    little = programs * (2 if L >= 1024 else 4) <= resident
+    if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and not little):
         return one
     used = {}
     for waves in (3, 2, 1):
@@ -176,7 +177,7 @@ class _Launch:
     def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> None:
         G, B, L, D, N = self.sizes
         kernels._carry_kernel[(triton.cdiv(N * D, 64), G * B)](
-            local, decay, local if start is None else start, D, N, local.shape[2], B,
+            local, decay, local if start is None else start, D, N * D, local.shape[2], B,
             *((0,) * 4 if start is None else start.stride()), HAS_START=start is not None, REVERSED=reverse,
             BLOCK=64, U=8, num_warps=1, num_stages=1)
 
