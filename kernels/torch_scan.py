@@ -1,16 +1,17 @@
 """The scans in vectorised torch with their own backward pass: what runs on a CPU, and wherever triton is absent.
 
-The recurrence has to walk through time, but little else does. A block of the batch is cut into chunks of `CHUNK`
-tokens, which the cache holds; within a chunk the loop over tokens does only
+The recurrence has to walk through time, but little else does. All directions are scanned together, as one batch; where
+it is large it is cut into blocks, and time into spans of whole chunks of `CHUNK` tokens. Within a span the loop over
+tokens does only
 
     diagonal, Mamba:  S_t = a_t * S_{t-1} + k_t v_t^T,  v_t = eps_t x_t
     exact:            S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
 
-(two passes over the state), and everything that needs no order, the decays, the read-out and all gradients but the
-adjoint of the state, is done for the chunk at once. The forward pass saves the state at the start of each chunk, from
-which the backward pass rebuilds the chunk.
+(one call for each token, or three), and everything that needs no order, the decays, what is written, the read-out and
+all gradients but the adjoint of the state, is done for the span at once. The forward pass saves the state at the start
+of each chunk; the backward pass rebuilds each span from the one at its start.
 
-Layout: time first, (L, batch, ...), the state (batch, N, D). docs/scan.md derives the gradients.
+Layout: time first, (L, sequences, ...), the state (sequences, N, D). docs/scan.md derives the gradients.
 """
 
 from typing import NamedTuple, Optional
@@ -21,132 +22,174 @@ from torch import Tensor
 
 from .contract import CHUNK, Scan, stack, unstack
 
-# States of one block and chunk, in elements. Smaller blocks spend their time on calls, larger ones on memory; between
-# 2^18 and 2^20 the difference is small.
-BLOCK_ELEMENTS = 1 << 19
+# States of one block and span, in elements. Smaller pieces spend their time on calls, and at the demo's size all of it
+# fits in one.
+BLOCK_ELEMENTS = 1 << 21
 # exp(87) is the largest power of e, to the integer, that float32 holds; 700 for float64. A step whose logit lies
 # below has beta < 1e-37: it writes nothing that float32 could show.
 MAX_EXPONENT = {torch.float32: 87.0, torch.float64: 700.0}
 
 
-class _Direction(NamedTuple):
-    """One direction, time first and in the order it is scanned, in the accumulator's dtype."""
+class _Inputs(NamedTuple):
+    """What is scanned, time first and in the order it is scanned, in the accumulator's dtype.
 
-    x: Tensor               # (L, B, D)
-    step: Tensor            # (L, B, D), bias included
-    k: Tensor               # (L, B, N)
-    q: Tensor               # (L, B, N)
-    A: Optional[Tensor]     # (N, D), or per token (L, B, N)
-    z: Optional[Tensor]     # (L, B, D)
-    D: Optional[Tensor]     # (D,)
-    state: Tensor           # (B, N, D)
+    The R sequences of the batch axis are the batch of each direction, one direction after the other.
+    """
+
+    x: Tensor               # (L, R, D)
+    step: Tensor            # (L, R, D), bias included
+    k: Tensor               # (L, R, N)
+    q: Tensor               # (L, R, N)
+    A: Optional[Tensor]     # (R, N, D), or per token (L, R, N)
+    z: Optional[Tensor]     # (L, R, D)
+    D: Optional[Tensor]     # (R, D)
+    state: Tensor           # (R, N, D)
 
 
 class _Step(NamedTuple):
     """What the recurrence needs of each token's step size."""
 
-    eps: Tensor             # (L, B, D): Longhorn's eps, Mamba's dt
-    e: Optional[Tensor]     # (L, B, D): exp(-logit), Longhorn only
+    eps: Tensor             # (L, R, D): Longhorn's eps, Mamba's dt
+    e: Optional[Tensor]     # (L, R, D): exp(-logit), Longhorn only
 
 
-def _directions(scan: Scan) -> list[_Direction]:
-    dtype = scan.accumulator
+class _Walk(NamedTuple):
+    """What `_advance` finds on its way through T tokens of b sequences."""
+
+    states: Tensor          # (T + 1, b, N, D): before the first token, and after each
+    targets: Tensor         # (T, b, D): x, or for the exact rule the error x_t - S_{t-1} k_t
+    writes: Tensor          # (T, b, D): eps times the target, which is written along k_t
+    a: Optional[Tensor]     # (T, b, N, D): decays; None for the exact rule
+
+
+def _time_first(scan: Scan, value: Tensor) -> Tensor:
+    """([2,] B, L, C) in the order of the tokens to (L, R, C) in scanning order."""
+    parts = stack(scan, value, 3)
+    G, B, L, C = parts.shape
+    out = value.new_empty(L, G, B, C, dtype=scan.accumulator)
+    for g, backward in enumerate(scan.reversed):
+        part = parts[g].transpose(0, 1)
+        out[:, g] = part.flip(0) if backward else part
+    return out.view(L, G * B, C)
+
+
+def _batch_first(scan: Scan, value: Tensor) -> Tensor:
+    """The way back: (L, R, C) to (G, B, L, C)."""
+    parts = value.unflatten(1, scan.sizes[:2]).unbind(1)
+    return torch.stack([(part.flip(0) if backward else part).transpose(0, 1)
+                        for part, backward in zip(parts, scan.reversed)])
+
+
+def _inputs(scan: Scan) -> _Inputs:
     G, B, L, D, N = scan.sizes
 
-    def each(value: Optional[Tensor], ndim: int, time: bool) -> list:
-        if value is None:
-            return [None] * G
-        parts = stack(scan, value, ndim).to(dtype).unbind(0)
-        if not time:
-            return list(parts)
-        return [(part.flip(1) if backward else part).transpose(0, 1).contiguous()
-                for part, backward in zip(parts, scan.reversed)]
+    def each(value: Optional[Tensor], ndim: int) -> Optional[Tensor]:
+        return None if value is None else stack(scan, value, ndim).to(scan.accumulator)  # (G, ...)
 
-    step = each(scan.step, 3, True)
+    def each_sequence(value: Tensor) -> Tensor:
+        return value.unsqueeze(1).expand(G, B, *value.shape[1:]).flatten(0, 1)
+
+    step = _time_first(scan, scan.step)
     if scan.bias is not None:
-        step = [part + bias for part, bias in zip(step, each(scan.bias, 1, False))]
-    step = [part.expand(L, B, D) for part in step]
-    if scan.A_per_token:
-        A = each(scan.A, 3, True)
+        step.unflatten(1, (G, B)).add_(each(scan.bias, 1).unsqueeze(1))
+    if scan.A is None or scan.A_per_token:
+        A = None if scan.A is None else _time_first(scan, scan.A)
     else:
-        A = [part if part is None else part.t().contiguous() for part in each(scan.A, 2, False)]
+        A = each_sequence(each(scan.A, 2).transpose(1, 2))
     if scan.initial_state is None:
-        state = [scan.x.new_zeros(B, N, D, dtype=dtype)] * G
+        state = scan.x.new_zeros(G * B, N, D, dtype=scan.accumulator)
     else:
-        state = [part.transpose(1, 2).contiguous() for part in each(scan.initial_state, 3, False)]
-    return [_Direction(*parts) for parts in zip(
-        each(scan.x, 3, True), step, each(scan.k, 3, True), each(scan.q, 3, True), A, each(scan.z, 3, True),
-        each(scan.D, 1, False), state)]
+        state = each(scan.initial_state, 3).transpose(2, 3).flatten(0, 1)
+    return _Inputs(_time_first(scan, scan.x), step.expand(L, G * B, D), _time_first(scan, scan.k),
+                   _time_first(scan, scan.q), A, None if scan.z is None else _time_first(scan, scan.z),
+                   None if scan.D is None else each_sequence(each(scan.D, 1)), state)
 
 
-def _step_sizes(scan: Scan, d: _Direction) -> _Step:
+def _step_sizes(scan: Scan, d: _Inputs) -> _Step:
     if scan.rule == "mamba":
         return _Step(F.softplus(d.step) if scan.softplus else d.step, None)
     e = torch.exp((-d.step).clamp(max=MAX_EXPONENT[d.step.dtype]))
     return _Step(1 / (1 + e + d.k.square().sum(-1, keepdim=True)), e)
 
 
-def _blocks(d: _Direction) -> list[slice]:
-    _, B, D = d.x.shape
-    size = max(1, BLOCK_ELEMENTS // (CHUNK * D * d.k.shape[-1]))
-    return [slice(start, min(start + size, B)) for start in range(0, B, size)]
+def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
+    """Blocks of the sequences, and spans of time, each of whole chunks."""
+    L, R, D = d.x.shape
+    room = max(1, BLOCK_ELEMENTS // (CHUNK * D * d.k.shape[-1]))  # chunks of one sequence
+    span = CHUNK * max(1, room // max(1, R))
+    return ([slice(start, min(start + room, R)) for start in range(0, R, room)],
+            [slice(start, min(start + span, L)) for start in range(0, L, span)])
 
 
-def _block(scan: Scan, d: _Direction, s: _Step, b: slice, t: slice) -> tuple[_Direction, _Step]:
-    """The batch entries `b` at the times `t`."""
+def _cut(scan: Scan, d: _Inputs, s: _Step, b: slice, t: slice) -> tuple[_Inputs, _Step]:
+    """The sequences `b` at the times `t`."""
     def cut(value: Optional[Tensor]) -> Optional[Tensor]:
         return None if value is None else value[t, b]
-    A = cut(d.A) if scan.A_per_token else d.A
-    return (_Direction(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), d.D, d.state[b]),
+    A = cut(d.A) if scan.A_per_token or d.A is None else d.A[b]
+    return (_Inputs(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), None if d.D is None else d.D[b],
+                    d.state[b]),
             _Step(*map(cut, s)))
 
 
-def _decays(scan: Scan, d: _Direction, s: _Step) -> Tensor:
-    """a of shape (T, b, N, D)."""
-    eps = s.eps.unsqueeze(-2)  # (T, b, 1, D)
+def _workspace(d: _Inputs, b: slice, spans: list[slice], fields: int) -> Tensor:
+    """Room for `fields` tensors of a state for each token of a span and one more: (fields, T + 1, b, N, D).
+
+    One piece for all spans: memory that the allocator returns to the system costs a page fault for each of its pages
+    when it is next written, at the demo's size as much as the arithmetic.
+    """
+    return d.x.new_empty(fields, spans[0].stop + 1, *d.state[b].shape)
+
+
+def _decays(scan: Scan, d: _Inputs, s: _Step, out: Tensor) -> Tensor:
+    """a of shape (T, b, N, D), in `out`."""
+    eps = s.eps.unsqueeze(2)  # (T, b, 1, D)
     if scan.rule == "mamba":
-        A = d.A.unsqueeze(-1) if scan.A_per_token else d.A
-        return (eps * A).exp_()
-    k2 = d.k.square().unsqueeze(-1)  # (T, b, N, 1)
-    a = 1 - eps * k2
+        return torch.mul(eps, d.A.unsqueeze(3) if scan.A_per_token else d.A, out=out).exp_()
+    a = torch.mul(eps, -d.k.square().unsqueeze(3), out=out).add_(1)
     if d.k.shape[-1] == 1:
         # A lone large key leaves 1 - eps k^2 no digits: and then
         # a = eps (1 + exp(-logit)), since eps = 1 / (1 + exp(-logit) + k^2).
-        a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(-2), a)
+        a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(2), a)
     return a
 
 
-def _advance(scan: Scan, d: _Direction, s: _Step, state: Tensor) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """Walk through one chunk from `state`.
+def _rows(value: Tensor) -> tuple[Tensor, ...]:
+    """(T, b, C) to (b, 1, C) for each token, all in one call."""
+    return value.unsqueeze(2).unbind(0)
 
-    Returns:
-        states (T, b, N, D) after each token; the targets (T, b, D), of which eps times k_t is written: x, or for the
-        exact rule the error x_t - S_{t-1} k_t; and the decays (None for the exact rule).
-    """
-    T, b, D = d.x.shape
-    states = d.x.new_empty(T, b, d.k.shape[-1], D)
+
+def _columns(value: Tensor) -> tuple[Tensor, ...]:
+    """(T, b, C) to (b, C, 1) for each token."""
+    return value.unsqueeze(3).unbind(0)
+
+
+def _advance(scan: Scan, d: _Inputs, s: _Step, state: Tensor, work: Tensor) -> _Walk:
+    """Walk from `state` through the times of `d`; the states and the decays lie in the first two fields of `work`."""
+    T = d.x.shape[0]
+    states = work[0, :T + 1]
+    states[0] = state
+    rows = states.unbind(0)
     if scan.state_rule == "exact":
-        errors = torch.empty_like(d.x)
-        for t in range(T):
-            predicted = torch.bmm(d.k[t].unsqueeze(1), state).squeeze(1)  # (b, D)
-            torch.sub(d.x[t], predicted, out=errors[t])
-            state = torch.addcmul(state, d.k[t].unsqueeze(2), (s.eps[t] * errors[t]).unsqueeze(1), out=states[t])
-        return states, errors, None
-    a = _decays(scan, d, s)
-    write = s.eps * d.x
-    for t in range(T):
-        state = torch.mul(a[t], state, out=states[t]).addcmul_(d.k[t].unsqueeze(2), write[t].unsqueeze(1))
-    return states, d.x, a
+        errors = d.x.clone(memory_format=torch.contiguous_format)
+        writes = torch.empty_like(errors)
+        for before, after, error, write, eps, key, key_column in zip(
+                rows, rows[1:], _rows(errors), _rows(writes), _rows(s.eps), _rows(d.k), _columns(d.k)):
+            error.baddbmm_(key, before, alpha=-1)
+            torch.mul(eps, error, out=write)
+            torch.addcmul(before, key_column, write, out=after)
+        return _Walk(states, errors, writes, None)
+    a = _decays(scan, d, s, work[1, :T])
+    writes = s.eps * d.x
+    torch.mul(d.k.unsqueeze(3), writes.unsqueeze(2), out=states[1:])
+    for before, after, decay in zip(rows, rows[1:], a.unbind(0)):
+        after.addcmul_(decay, before)
+    return _Walk(states, d.x, writes, a)
 
 
-def _read_out(d: _Direction, states: Tensor) -> Tensor:
+def _read_out(d: _Inputs, states: Tensor) -> Tensor:
     """q_t S_t + D x_t, before the gate: (T, b, D)."""
     y = torch.matmul(d.q.unsqueeze(2), states).squeeze(2)
-    return y if d.D is None else torch.addcmul(y, d.D, d.x)
-
-
-def _chunks(L: int) -> list[slice]:
-    return [slice(start, min(start + CHUNK, L)) for start in range(0, L, CHUNK)]
+    return y if d.D is None else y.addcmul_(d.D, d.x)
 
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,37 +200,27 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
         the states at the starts of the chunks, (directions, chunks, B, N, D), empty unless `save_states`.
     """
     G, B, L, D, N = scan.sizes
-    chunks = _chunks(L)
-    y = scan.x.new_empty(G, B, L, D, dtype=scan.accumulator)
-    final = scan.x.new_empty(G, B, N, D, dtype=scan.accumulator)
-    saved = scan.x.new_empty(*((G, len(chunks), B, N, D) if save_states else (0,)), dtype=scan.accumulator)
-    for g, d in enumerate(_directions(scan)):
-        s = _step_sizes(scan, d)
-        out = d.x.new_empty(L, B, D)
-        for b in _blocks(d):
-            state = d.state[b]
-            for c, t in enumerate(chunks):
-                if save_states:
-                    saved[g, c, b] = state
-                part, sizes = _block(scan, d, s, b, t)
-                states, _, _ = _advance(scan, part, sizes, state)
-                o = _read_out(part, states)
-                out[t, b] = o if part.z is None else o.mul_(F.silu(part.z))
-                state = states[-1]
-            final[g, b] = state
-        y[g] = _to_batch_first(out, scan.reversed[g])
-    if scan.direction == "both" and scan.combine != "none":
-        y = (y[0] + y[1]).mul_(scan.output_scale)
-    elif scan.direction != "both":
-        y = y[0]
-    final = final.transpose(-1, -2).reshape(scan.state_shape)
-    return y.to(scan.x.dtype), final.contiguous(), saved
-
-
-def _to_batch_first(value: Tensor, backward: bool) -> Tensor:
-    """(L, B, ·) in scanning order to (B, L, ·) in the order of the tokens."""
-    value = value.transpose(0, 1)
-    return value.flip(1) if backward else value
+    d = _inputs(scan)
+    s = _step_sizes(scan, d)
+    blocks, spans = _cuts(d)
+    out, final = torch.empty_like(d.x), torch.empty_like(d.state)
+    saved = d.x.new_empty(-(-L // CHUNK) if save_states else 0, G * B, N, D)
+    for b in blocks:
+        state, work = d.state[b], _workspace(d, b, spans, 2)
+        for t in spans:
+            part, sizes = _cut(scan, d, s, b, t)
+            states = _advance(scan, part, sizes, state, work).states
+            if save_states:
+                saved[t.start // CHUNK:-(-t.stop // CHUNK), b] = states[:-1:CHUNK]
+            y = _read_out(part, states[1:])
+            out[t, b] = y if part.z is None else y.mul_(F.silu(part.z))
+            state = states[-1]
+        final[b] = state
+    y = _batch_first(scan, out)
+    y = (y[0] + y[1]).mul_(scan.output_scale) if scan.combine != "none" else y.view(scan.output_shape)
+    final = final.transpose(1, 2).reshape(scan.state_shape).contiguous()
+    saved = saved.unflatten(1, (G, B)).transpose(0, 1).contiguous() if save_states else saved.new_empty(0)
+    return y.to(scan.x.dtype), final, saved
 
 
 def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor) -> dict[str, Tensor]:
@@ -195,63 +228,69 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     G, B, L, D, N = scan.sizes
     if not saved.numel():
         saved = forward(scan, True)[2]
-    if dy is None:
-        dy = scan.x.new_zeros(scan.output_shape)
-    dy = dy.to(scan.accumulator).mul(scan.output_scale)
-    dys = dy.unbind(0) if dy.ndim == 4 else [dy] * G
-    dfinals = [None] * G if dfinal is None else dfinal.reshape(G, B, D, N).transpose(-1, -2).to(scan.accumulator)
+    d = _inputs(scan)
+    s = _step_sizes(scan, d)
+    blocks, spans = _cuts(d)
+    starts = saved[:, [t.start // CHUNK for t in spans]].transpose(0, 1).flatten(1, 2)  # (spans, R, N, D)
+    dy = torch.zeros_like(d.x) if dy is None else _time_first(scan, dy).mul_(scan.output_scale)
+    if dfinal is None:
+        dfinal = torch.zeros_like(d.state)
+    else:
+        dfinal = dfinal.to(scan.accumulator).reshape(G * B, D, N).transpose(1, 2)
+    grads = {name: torch.zeros_like(value, memory_format=torch.contiguous_format)
+             for name, value in d._asdict().items() if value is not None}
+    for b in blocks:
+        adjoint, work = dfinal[b], _workspace(d, b, spans, 3)
+        for start, t in reversed(list(zip(starts, spans))):
+            part, sizes = _cut(scan, d, s, b, t)
+            adjoint = _span_backward(scan, part, sizes, start[b], dy[t, b], adjoint, work, grads, b, t)
+        grads["state"][b] = adjoint
 
-    per_direction: list[dict[str, Tensor]] = []
-    for g, d in enumerate(_directions(scan)):
-        s = _step_sizes(scan, d)
-        grads = {name: torch.zeros_like(value, memory_format=torch.contiguous_format)
-                 for name, value in d._asdict().items() if value is not None}
-        gy = (dys[g].flip(1) if scan.reversed[g] else dys[g]).transpose(0, 1)  # (L, B, D)
-        for b in _blocks(d):
-            adjoint = torch.zeros_like(d.state[b]) if dfinals[g] is None else dfinals[g][b].clone()  # (b, N, D)
-            for c, t in reversed(list(enumerate(_chunks(L)))):
-                part, sizes = _block(scan, d, s, b, t)
-                adjoint = _chunk_backward(scan, part, sizes, saved[g, c, b], gy[t, b], adjoint, grads, b, t)
-            grads["state"][b] = adjoint
-        per_direction.append(grads)
-
-    out: dict[str, Tensor] = {}
-    for name, value in scan.tensors().items():
-        field = "state" if name == "initial_state" else "step" if name == "bias" else name
-        parts = [grads[field] for grads in per_direction]
-        if field in ("x", "step", "k", "q", "z") or (field == "A" and scan.A_per_token):
-            parts = [_to_batch_first(part, backward) for part, backward in zip(parts, scan.reversed)]
+    def original(name: str) -> Tensor:
+        """The gradient in the layout of `scan`, with a direction axis first."""
         if name == "bias":
-            parts = [part.sum((0, 1)) for part in parts]  # (D,)
-        elif field == "state" or (field == "A" and not scan.A_per_token):
-            parts = [part.transpose(-1, -2) for part in parts]
-        out[name] = unstack(torch.stack(parts), value).contiguous()
-    return out
+            return grads["step"].unflatten(1, (G, B)).sum((0, 2))  # (G, D)
+        if name == "initial_state":
+            return grads["state"].unflatten(0, (G, B)).transpose(2, 3)
+        if name == "D":
+            return grads["D"].unflatten(0, (G, B)).sum(1)
+        if name == "A" and not scan.A_per_token:
+            return grads["A"].unflatten(0, (G, B)).sum(1).transpose(1, 2)
+        return _batch_first(scan, grads[name])
+
+    return {name: unstack(original(name), value).contiguous() for name, value in scan.tensors().items()}
 
 
-def _chunk_backward(scan: Scan, d: _Direction, s: _Step, state: Tensor, dy: Tensor, adjoint: Tensor,
-                    grads: dict[str, Tensor], b: slice, t: slice) -> Tensor:
-    """Rebuild the chunk from the state at its start, write its gradients into `grads`, and return the adjoint of that
+def _span_backward(scan: Scan, d: _Inputs, s: _Step, state: Tensor, dy: Tensor, adjoint: Tensor,
+                   work: Tensor, grads: dict[str, Tensor], b: slice, t: slice) -> Tensor:
+    """Rebuild the span from the state at its start, write its gradients into `grads`, and return the adjoint of that
     state. `adjoint` is that of the state at its end, from all later tokens."""
-    states, targets, a = _advance(scan, d, s, state)
-    before = torch.cat([state.unsqueeze(0), states[:-1]])  # (T, b, N, D)
+    walk, targets, writes, a = _advance(scan, d, s, state, work)
+    before, states = walk[:-1], walk[1:]  # (T, b, N, D)
     if d.z is not None:
         sigmoid = torch.sigmoid(d.z)
         grads["z"][t, b] = dy * _read_out(d, states) * (sigmoid * (1 + d.z * (1 - sigmoid)))
         dy = dy * d.z * sigmoid
     if d.D is not None:
-        grads["D"] += (dy * d.x).sum((0, 1))
+        grads["D"][b] += (dy * d.x).sum(0)
 
-    T = d.x.shape[0]
-    adjoints = torch.empty_like(states)  # of S_t, the read-out at t included
-    reads = torch.empty_like(d.x)        # k_t · adjoint_t: (T, b, D)
-    for i in reversed(range(T)):
-        torch.addcmul(adjoint, d.q[i].unsqueeze(2), dy[i].unsqueeze(1), out=adjoints[i])
-        if a is not None:
-            adjoint = a[i] * adjoints[i]
-        else:
-            reads[i] = torch.bmm(d.k[i].unsqueeze(1), adjoints[i]).squeeze(1)
-            adjoint = torch.addcmul(adjoints[i], d.k[i].unsqueeze(2), (s.eps[i] * reads[i]).unsqueeze(1), value=-1)
+    adjoints = work[2, :len(states)]  # of S_t, the read-out at t included
+    rows = adjoints.unbind(0)
+    if a is not None:
+        torch.mul(d.q.unsqueeze(3), dy.unsqueeze(2), out=adjoints)
+        rows[-1].add_(adjoint)
+        decays = a.unbind(0)
+        for i in reversed(range(1, len(rows))):
+            rows[i - 1].addcmul_(decays[i], rows[i])
+        adjoint = decays[0] * rows[0]
+    else:
+        reads, dx = torch.empty_like(targets), torch.empty_like(targets)
+        for row, query, dy_t, key, key_column, eps, read, product in reversed(list(zip(
+                rows, _columns(d.q), _rows(dy), _rows(d.k), _columns(d.k), _rows(s.eps), _rows(reads), _rows(dx)))):
+            torch.addcmul(adjoint, query, dy_t, out=row)
+            torch.bmm(key, row, out=read)
+            torch.mul(eps, read, out=product)
+            adjoint = torch.addcmul(row, key_column, product, value=-1)
 
     def over_channels(field: Tensor, weight: Tensor) -> Tensor:
         return torch.matmul(field, weight.unsqueeze(-1)).squeeze(-1)  # (T, b, N)
@@ -260,10 +299,10 @@ def _chunk_backward(scan: Scan, d: _Direction, s: _Step, state: Tensor, dy: Tens
         return torch.matmul(weight.unsqueeze(2), field).squeeze(2)  # (T, b, D)
 
     grads["q"][t, b] = over_channels(states, dy)
-    dk = over_channels(adjoints, s.eps * targets)
+    dk = over_channels(adjoints, writes)
     if a is not None:
-        reads = over_states(d.k, adjoints)
-    dx = s.eps * reads
+        reads = over_states(d.k, adjoints)  # k_t · adjoint_t: (T, b, D)
+        dx = s.eps * reads
     deps = targets * reads
     if a is None:
         dk -= over_channels(before, dx)
@@ -275,8 +314,8 @@ def _chunk_backward(scan: Scan, d: _Direction, s: _Step, state: Tensor, dy: Tens
                 deps += over_states(d.A, flow)
                 grads["A"][t, b] = over_channels(flow, s.eps)
             else:
-                deps += (flow * d.A).sum(2)
-                grads["A"] += (flow * s.eps.unsqueeze(2)).sum((0, 1))
+                deps += torch.mul(flow, d.A, out=a).sum(2)
+                grads["A"][b] += flow.mul_(s.eps.unsqueeze(2)).sum(0)
         else:
             deps -= over_states(d.k.square(), flow)
             if d.k.shape[-1] == 1:
