@@ -24,8 +24,8 @@ MAMBA = tl.constexpr(2)
 # Only what changes the code is compiled for: not lengths, not strides (`ALIGNED` tells what matters about those), not
 # where rows of k and q begin (`K_PACK`, `Q_PACK`).
 _RUNTIME = [f"{name}_{axis}" for name in ("x", "step", "k", "q", "A", "z", "D", "bias", "dy", "start", "adjoint")
-            for axis in "gbsl"] + ["L", "B", "padded", "size", "blocks", "segments", "span", "A_d", "A_n", "start_d", "start_n",
-                                   "adjoint_d", "adjoint_n"]
+            for axis in "gbsl"] + ["L", "B", "padded", "size", "blocks", "segments", "span", "A_d", "A_n",
+                                   "start_d", "start_n", "adjoint_d", "adjoint_n"]
 _UNALIGNED = ["k_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 LOG2E = tl.constexpr(1.4426950408889634)
 # 2^125 is far inside float32; a step whose logit lies below -87 has beta < 1e-37 and writes nothing float32 could show.

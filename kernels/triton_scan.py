@@ -35,8 +35,9 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
     """(segments, span), given that a walk through all of time makes `programs` programs, of which the GPU runs
     `resident` at once.
 
-    One walk, unless that fills less than a quarter of the GPU, or less than a half for a long time. Else as many segments as fill it once, twice or three
-    times with the least left over, none shorter than 4 chunks: each pays for its share of the first pass.
+    One walk, unless that fills less than a quarter of the GPU, or less than a half for a long time. Else as many
+    segments as fill it once, twice or three times with the least left over, none shorter than 4 chunks: each pays for
+    its share of the first pass.
     """
     L = scan.sizes[2]
     one = 1, triton.cdiv(L, CHUNK) * CHUNK

@@ -149,6 +149,15 @@ def test_segments_of_time_side_by_side(rule, direction):
     check(rule, "triton", 1, 67, 3, 2, direction=direction, regime="parallel")
 
 
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("elements", (1, 700))
+def test_torch_path_in_many_pieces(rule, elements, monkeypatch):
+    """Sequence by sequence and chunk by chunk, and a few of each at a time."""
+    from vision_longhorn.kernels import torch_scan
+    monkeypatch.setattr(torch_scan, "BLOCK_ELEMENTS", elements)
+    check(rule, "torch", 3, 29, 5, 4, direction="both", combine="mean")
+
+
 @needs_triton
 def test_exact_rule_beyond_the_first_saved_state():
     check("exact", "triton", 1, 71, 3, 2)
