@@ -503,7 +503,7 @@ def _forward_kernel(
                     y *= z * _reciprocal(1.0 + tl.exp2(z * -LOG2E), PTX)
                 tl.store(y_row + _at(t, D, ALIGNED), (y * scale).to(y_ptr.dtype.element_ty), mask=d_ok & inside)
         if SAVE and RULE == EXACT:
-            if ((i + U) % T == 0) | (i + U >= end):
+            if ((i + U) % T) * tl.maximum(end - i - U, 0) == 0:  # either is zero; older interpreters have no `|` here
                 _store_state(saved_ptr, D, S, d_ok, first, N, NI, NS)
                 saved_ptr += B.to(tl.int64) * (N * D)
         xs = next_xs
@@ -885,7 +885,7 @@ def _backward_kernel(
         for j in tl.static_range(U):
             norms = norms + (_load_norm(norm_row, i + j, RULE),)
         if RULE == EXACT:
-            if ((i + U) % T == 0) | (r == 0):
+            if ((i + U) % T) * r == 0:  # either is zero
                 S = _load_state(saved_row + i // T * saved_c, D, first, N, NI, NS)
         states = S  # one after the other the states before the tokens of the part
         epss = ()
@@ -895,7 +895,7 @@ def _backward_kernel(
             start = saved_row + i // T * saved_c
             walked = i // T * T
             if U < T:
-                if (i % T == T - U) | (r == 0):
+                if (i % T - (T - U)) * r == 0:  # either is zero
                     walked = i
                 elif i % T > 0:
                     start = scratch_row + (i % T // U - 1) * (N * D)

@@ -135,9 +135,10 @@ def _timed(kernel: str, scan: Scan, choices: tuple[Choice, ...], run: Callable[[
 
 def _time(run: Callable[[Choice], None], choice: Choice) -> float:
     """Milliseconds of the fastest of three runs after one that compiles; infinite for a choice that cannot run."""
+    from triton.runtime.errors import OutOfResources, PTXASError
     try:
         run(choice)
-    except RuntimeError:  # more registers or shared memory than this GPU has
+    except (OutOfResources, PTXASError):  # more than this GPU has, or instructions that it does not know
         return float("inf")
     times = []
     for _ in range(3):
