@@ -3,6 +3,7 @@
     python benchmarks/bench_scan.py             # everything that this machine's GPU can show; without one, the CPU
     python benchmarks/bench_scan.py --quick     # the same in about a minute
     python benchmarks/bench_scan.py --choices   # every entry of kernels/tuning.py's table, to justify the table
+    python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler to watch
 
 Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
 they are of `triton_scan.forward` and `triton_scan.backward` replayed in a CUDA graph: the operator around them costs
@@ -299,6 +300,15 @@ def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
     return rows
 
 
+def once(rule: str) -> None:
+    """A forward pass that saves and a backward pass, at the first of the shapes."""
+    from vision_longhorn.kernels import triton_scan
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    scan = make_scan(make_inputs(IMAGES, 16, rule, torch.bfloat16, device), rule)
+    y, _, saved = triton_scan.forward(scan, True)
+    triton_scan.backward(scan, torch.randn_like(y), None, saved)
+
+
 def first_use(rule: str) -> list[dict]:
     """Run in a process of its own with an empty cache: seconds of a first forward and backward pass, and the kernels
     compiled for them, then of another batch and length, and (where there is one) of the parallel regime."""
@@ -527,11 +537,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes and shorter timings")
     parser.add_argument("--cpu", action="store_true", help="time the CPU's implementation too (without a GPU, always)")
     parser.add_argument("--choices", action="store_true", help="time the entries of kernels/tuning.py and nothing else")
+    parser.add_argument("--once", choices=RULES, help="run a rule once and time nothing, for a profiler")
     parser.add_argument("--rep", type=float, metavar="MS", help="length of one timing (50; with --quick 10)")
     parser.add_argument("--first-use", choices=RULES, help=argparse.SUPPRESS)  # for the process it starts itself
     args = parser.parse_args()
     if args.first_use:
         print(json.dumps(first_use(args.first_use)))
+        return
+    if args.once:
+        once(args.once)
         return
     gpu = torch.cuda.is_available() and kernels.HAS_TRITON
     if args.choices and not gpu:

@@ -32,8 +32,8 @@ def choose_backend(backend: str, device: torch.device) -> str:
         if not HAS_TRITON:
             raise RuntimeError("backend='triton' was asked for and triton is not installed; "
                                "use backend='auto' or install a build of torch that brings triton")
-        from . import triton_kernels
-        if device.type != "cuda" and not triton_kernels.INTERPRETED:
+        from . import triton_lanes
+        if device.type != "cuda" and not triton_lanes.INTERPRETED:
             raise RuntimeError(f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
                                "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU")
     return backend
@@ -49,9 +49,9 @@ def _implementation(scan: Scan, backend: str):
     return torch_scan
 
 
-def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, "triton_scan.Plan"]:  # noqa: F821
+def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int]]:
     """How the Triton kernels would run `scan`: for "forward" and "backward" the segments into which time is cut, their
-    tokens, and the channels of a program. Empty where `scan` takes the torch path."""
+    tokens, and the channels of a program, as a named tuple. Empty where `scan` takes the torch path."""
     check(scan)
     if choose_backend(backend, scan.x.device) != "triton":
         return {}

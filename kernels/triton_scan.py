@@ -44,13 +44,13 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
     little = programs * (2 if L >= 1024 else 4) <= resident
     if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and not little):
         return one
-    used = {}
+    cuts = {}
     for waves in (3, 2, 1):
-        segments = max(1, waves * resident // programs)
-        used[segments] = segments * programs / (waves * resident)
-    segments = max(2, min(s for s in used if used[s] > max(used.values()) - 0.03))
-    span = max(4, triton.cdiv(triton.cdiv(L, segments), CHUNK)) * CHUNK
-    segments = triton.cdiv(L, span)
+        segments = max(2, waves * resident // programs)
+        span = max(4, triton.cdiv(triton.cdiv(L, segments), CHUNK)) * CHUNK
+        segments = triton.cdiv(L, span)
+        cuts[segments, span] = segments * programs / (triton.cdiv(segments * programs, resident) * resident)
+    segments, span = min(cut for cut in cuts if cuts[cut] > max(cuts.values()) - 0.03)
     return one if segments < (3 if scan.regime == "auto" else 2) else (segments, span)
 
 
@@ -101,17 +101,6 @@ class _Launch:
             **_strides("D", None if scan.D is None else skip, "g"),
             **_strides("bias", None if scan.bias is None else bias, "gd"))
         self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
-        self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
-        # What eps needs of k, in the order of the scan and infinite beyond its end: found once, not by every program.
-        padded = triton.cdiv(L, CHUNK) * CHUNK
-        norm = x
-        if scan.rule != "mamba" and B:
-            norm = x.new_empty(G, B, padded, dtype=torch.float32)
-            with torch.cuda.device_of(x):
-                kernels._norm_kernel[(triton.cdiv(padded, 128), B, G)](
-                    k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=int(scan.direction == "backward"), N=N,
-                    BLOCK_N=triton.next_power_of_2(N), BLOCK=128, num_warps=4)
-        self.args |= dict(norm_ptr=norm, padded=padded)
         # A lane takes up to 16 states of a channel.
         NS = min(32, triton.next_power_of_2(triton.cdiv(N, _LANE_STATES)))
         NI = triton.cdiv(N, NS)

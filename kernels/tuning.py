@@ -43,7 +43,7 @@ _HOPPER = {
     ("forward", "exact"): (Choice(4, 2, 168), Choice(2, 2, 128, speed=0.75), Choice(1, 4, deep=True, speed=0.4)),
     ("forward", "mamba"): (Choice(2, 2, 128), Choice(1, 4, deep=True, speed=0.5)),
     ("summary", "diagonal"): (Choice(2, 4, 168),),
-    ("summary", "mamba"): (Choice(2, 2, 128),),
+    ("summary", "mamba"): (Choice(2, 4, 168),),
     ("adjoint", "diagonal"): (Choice(2, 2, 160),),
     ("adjoint", "mamba"): (Choice(2, 2, 160),),
     ("backward", "diagonal"): (Choice(2, 2), Choice(1, 2, speed=0.6)),

@@ -1,0 +1,499 @@
+"""What the kernels of the scans are made of: loads and stores of tokens, rows and states, one step of each recurrence,
+and the sums over states and over channels. Names and shapes are those of `triton_kernels`.
+"""
+
+import os
+
+import triton
+import triton.language as tl
+
+# Read when the kernels are decorated, so the variable must be set before the first import.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+DIAGONAL = tl.constexpr(0)
+EXACT = tl.constexpr(1)
+MAMBA = tl.constexpr(2)
+LOG2E = tl.constexpr(1.4426950408889634)
+# 2^125 is far inside float32; a step whose logit lies below -87 has beta < 1e-37 and writes nothing float32 could show.
+MAX_EXPONENT = tl.constexpr(125.0)
+
+
+@triton.jit
+def reciprocal(v, PTX: tl.constexpr):
+    # Triton's division guards the ends of the exponent range, at six instructions; 1 <= v <= 2^126 needs no guard.
+    if PTX:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True,
+                                         pack=1)
+    else:
+        return 1.0 / v
+
+
+@triton.jit
+def offset_of(index, stride, ALIGNED: tl.constexpr):
+    """index * stride; ALIGNED promises that the stride is a multiple of 16, so that loads may be wide."""
+    offset = index.to(tl.int64) * stride
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    return offset
+
+
+@triton.jit
+def work_of(blocks, segments):
+    """(block of channels, segment of time, sequence, direction) of this program. Blocks, segments and sequences share
+    the grid's first axis: only that one may be longer than 65,535."""
+    i = tl.program_id(0)
+    return i % blocks, i // blocks % segments, (i // blocks // segments).to(tl.int64), tl.program_id(1).to(tl.int64)
+
+
+@triton.jit
+def tokens_of(segment, g, span, L, FIRST_REVERSED: tl.constexpr):
+    """(sign, origin, begin, end): the scan's tokens from `begin` to `end` - 1 are the segment's, and its i-th token is
+    token origin + sign i of the sequence."""
+    backward = g + FIRST_REVERSED > 0
+    begin = segment * span
+    return tl.where(backward, -1, 1), tl.where(backward, L - 1, 0), begin, tl.minimum(L, begin + span)
+
+
+@triton.jit
+def channels_of(block, D: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr):
+    """(channels (1, BC), which of them exist, the first state that each lane keeps (NS, BC)). WHOLE: all exist."""
+    lane = block * BC + tl.arange(0, BC)[None, :]
+    first = tl.arange(0, NS)[:, None] * NI + tl.zeros([NS, BC], tl.int32)
+    return lane if WHOLE else tl.minimum(lane, D - 1), lane < D, first
+
+
+@triton.jit
+def row_of(ptr, g, b, stride_g, stride_b, ALIGNED: tl.constexpr):
+    """Where sequence b of direction g begins."""
+    return ptr + offset_of(g, stride_g, ALIGNED) + offset_of(b, stride_b, ALIGNED)
+
+
+@triton.jit
+def state_row_of(ptr, g, b, stride_g, stride_b, first, NS: tl.constexpr):
+    """The same for k, q and a token's A, from the lane's first state on: for all lanes at once where they keep all
+    states, so that loads are of scalars."""
+    ptr = ptr + g * stride_g + b * stride_b
+    if NS > 1:
+        return ptr + first
+    else:
+        return ptr
+
+
+@triton.jit
+def load_tokens(row, origin, sign, i, stride, L, U: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr):
+    """U tokens from the i-th of the scan on, zeros beyond the last one and before the first."""
+    ptrs = row + offset_of(origin + sign * i, stride, ALIGNED)
+    tokens = ()
+    for j in tl.static_range(U):
+        offset = j * offset_of(sign, stride, ALIGNED)
+        inside = all_lanes(i + j, 1, BC)
+        tokens = tokens + (tl.load(ptrs + offset, mask=(inside >= 0) & (inside < L), other=0),)
+    return tokens
+
+
+@triton.jit
+def all_lanes(value, NS: tl.constexpr, BC: tl.constexpr):
+    # Conditions on tokens are tensors: the interpreter has no masks made of scalars.
+    return tl.zeros([NS, BC], tl.int32) + value
+
+
+@triton.jit
+def softplus(v):
+    # log(1 + u) loses the digits of a small u; log(w) / (w - 1) with the rounded w = 1 + u restores them.
+    u = tl.exp(-tl.abs(v))
+    w = 1.0 + u
+    return tl.maximum(v, 0.0) + tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+
+@triton.jit
+def load_row(ptr, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, PACK: tl.constexpr):
+    """A lane's share of N numbers at `ptr`, as they lie in memory: with PACK > 1, PACK of them in 64 bits."""
+    row = ()
+    if PACK > 1:
+        packed = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        for i in tl.static_range(NI // PACK):
+            row = row + (tl.load(packed + i),)
+    else:
+        for i in tl.static_range(NI):
+            if NS * NI == N:
+                row = row + (tl.load(ptr + i),)
+            else:
+                row = row + (tl.load(ptr + i, mask=first + i < N, other=0),)
+    return row
+
+
+@triton.jit
+def load_rows(row, stride, origin, sign, i, L, U: tl.constexpr, first, N: tl.constexpr, NI: tl.constexpr,
+               NS: tl.constexpr, PACK: tl.constexpr):
+    """`load_row` of U tokens from the i-th of the scan on, the last one again beyond the end."""
+    rows = ()
+    for j in tl.static_range(U):
+        t = origin + sign * tl.maximum(tl.minimum(i + j, L - 1), 0)
+        rows = rows + load_row(row + t.to(tl.int64) * stride, first, N, NI, NS, PACK)
+    return rows
+
+
+@triton.jit
+def part_of(values, j: tl.constexpr, parts: tl.constexpr):
+    """The j-th of equal parts of a tuple."""
+    part = ()
+    for i in tl.static_range(len(values) // parts):
+        part = part + (values[j * (len(values) // parts) + i],)
+    return part
+
+
+@triton.jit
+def unpack(row, like, NI: tl.constexpr, PACK: tl.constexpr):
+    """The numbers of `load_row` as float32; `like` is the pointer that they were read from."""
+    values = ()
+    for i in tl.static_range(NI):
+        if PACK == 1:
+            values = values + (row[i].to(tl.float32),)
+        else:
+            if PACK == 2:
+                word = (row[i // 2] >> (32 * (i % 2))).to(tl.int32)
+                values = values + (word.to(tl.float32, bitcast=True),)
+            else:
+                if like.dtype.element_ty == tl.bfloat16:
+                    word = (row[i // 4] >> (32 * (i % 4 // 2))).to(tl.int32)
+                    if i % 2 == 0:
+                        values = values + ((word << 16).to(tl.float32, bitcast=True),)
+                    else:
+                        values = values + ((word & -65536).to(tl.float32, bitcast=True),)
+                else:
+                    word = (row[i // 4] >> (16 * (i % 4))).to(tl.int16)
+                    values = values + (word.to(tl.float16, bitcast=True).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def dot(a, b, NI: tl.constexpr, NS: tl.constexpr):
+    """Sum over the states of a * b, in up to four chains; (1, BC), or a scalar where a and b are."""
+    c0 = a[0] * b[0]
+    if NI < 4:
+        for i in tl.static_range(1, NI):
+            c0 += a[i] * b[i]
+    else:
+        c1 = a[1] * b[1]
+        c2 = a[2] * b[2]
+        c3 = a[3] * b[3]
+        for i in tl.static_range(4, NI):
+            if i % 4 == 0:
+                c0 += a[i] * b[i]
+            elif i % 4 == 1:
+                c1 += a[i] * b[i]
+            elif i % 4 == 2:
+                c2 += a[i] * b[i]
+            else:
+                c3 += a[i] * b[i]
+        c0 = (c0 + c1) + (c2 + c3)
+    if NS > 1:
+        c0 = tl.sum(c0, 0, keep_dims=True)
+    return c0
+
+
+@triton.jit
+def sum_states(a, NI: tl.constexpr, NS: tl.constexpr):
+    """Sum over the states, as `dot`."""
+    c0 = a[0]
+    if NI < 4:
+        for i in tl.static_range(1, NI):
+            c0 += a[i]
+    else:
+        c1 = a[1]
+        c2 = a[2]
+        c3 = a[3]
+        for i in tl.static_range(4, NI):
+            if i % 4 == 0:
+                c0 += a[i]
+            elif i % 4 == 1:
+                c1 += a[i]
+            elif i % 4 == 2:
+                c2 += a[i]
+            else:
+                c3 += a[i]
+        c0 = (c0 + c1) + (c2 + c3)
+    if NS > 1:
+        c0 = tl.sum(c0, 0, keep_dims=True)
+    return c0
+
+
+@triton.jit
+def step_size(u, bias, norm, keep, RULE: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    """eps and, for Longhorn, exp(-logit); Mamba's dt stands for eps. A token beyond the end, where `norm`, ||k||^2, is
+    infinite (Longhorn) or `keep` is 0 (Mamba), has eps 0: as if it were not there."""
+    if RULE == MAMBA:
+        if SOFTPLUS:
+            eps = softplus(u.to(tl.float32) + bias) * keep
+        else:
+            eps = (u.to(tl.float32) + bias) * keep
+        return eps, eps
+    # `load_bias` gave the bias this factor already.
+    e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, MAX_EXPONENT))
+    return reciprocal(1.0 + e + norm, PTX), e
+
+
+@triton.jit
+def load_bias(ptr, HAS_BIAS: tl.constexpr, RULE: tl.constexpr, BC: tl.constexpr):
+    """Of the step size, (1, BC), as `step_size` takes it."""
+    if not HAS_BIAS:
+        return tl.zeros([1, BC], tl.float32)
+    bias = tl.load(ptr).to(tl.float32)
+    if RULE == MAMBA:
+        return bias
+    else:
+        return bias * -LOG2E
+
+
+@triton.jit
+def load_skip(ptr, HAS_D: tl.constexpr, BC: tl.constexpr):
+    """The skip weight, (1, BC)."""
+    if HAS_D:
+        return tl.load(ptr).to(tl.float32)
+    else:
+        return tl.zeros([1, BC], tl.float32)
+
+
+@triton.jit
+def load_norm(ptr, i, RULE: tl.constexpr):
+    if RULE == MAMBA:
+        return 0.0
+    else:
+        return tl.load(ptr + i)
+
+
+@triton.jit
+def advance(S, x, k, A, eps, e, NI: tl.constexpr, NS: tl.constexpr, N: tl.constexpr, RULE: tl.constexpr):
+    """One step of the recurrence: the new state, and w, what is written along k."""
+    new = ()
+    if RULE == EXACT:
+        w = eps * (x - dot(S, k, NI, NS))
+        for i in tl.static_range(NI):
+            new = new + (S[i] + k[i] * w,)
+    else:
+        w = eps * x
+        for i in tl.static_range(NI):
+            if RULE == MAMBA:
+                new = new + (tl.exp2(A[i] * eps) * S[i] + k[i] * w,)
+            elif N == 1:
+                new = new + (lone_decay(k[i], eps, e) * S[i] + k[i] * w,)
+            else:
+                new = new + (S[i] + k[i] * (w - eps * (k[i] * S[i])),)
+    return new, w
+
+
+@triton.jit
+def load_A(ptr, like, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    """A token's A, for exp2."""
+    return scale_row(unpack(load_row(ptr, first, N, NI, NS, 1), like, NI, 1), LOG2E, NI)
+
+
+@triton.jit
+def start_of_A(ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN: tl.constexpr, RULE: tl.constexpr, N: tl.constexpr,
+               NI: tl.constexpr, NS: tl.constexpr):
+    """(where a sequence's A begin, for `load_A`; A for exp2, if all tokens have the same, else nothing)."""
+    row = ptr + g * A_g + b * A_b
+    A = ()
+    if RULE == MAMBA:
+        if A_PER_TOKEN:
+            if NS > 1:
+                row = row + first
+        else:
+            A = scale_row(load_state(row + d * A_d + first * A_n, A_n, first, N, NI, NS), LOG2E, NI)
+    return row, A
+
+
+@triton.jit
+def walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row, d_ok,
+          origin, sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
+          A_PER_TOKEN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
+          K_PACK: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):
+    """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
+    stored one after the other at `scratch_row`."""
+    for i in tl.range(begin, end, U, num_stages=1):
+        xs = load_tokens(x_row, origin, sign, i, x_l, L, U, BC, ALIGNED)
+        us = load_tokens(step_row, origin, sign, i, step_l, L, U, BC, ALIGNED)
+        ks = load_rows(k_row, k_l, origin, sign, i, L, U, first, N, NI, NS, K_PACK)
+        norms = ()
+        for j in tl.static_range(U):
+            norms = norms + (load_norm(norm_row, i + j, RULE),)
+        for j in tl.static_range(U):
+            k = unpack(part_of(ks, j, U), k_ptr, NI, K_PACK)
+            A_t = A
+            if A_PER_TOKEN:
+                t = origin + sign * tl.minimum(i + j, L - 1)
+                A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
+            keep = tl.where(all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
+            eps, e = step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
+            S, w = advance(S, xs[j].to(tl.float32), k, A_t, eps, e, NI, NS, N, RULE)
+        if i + U < end:
+            store_state(scratch_row + (i - begin) // U * (N * D), D, S, d_ok, first, N, NI, NS)
+    return S
+
+
+@triton.jit
+def lone_decay(k, eps, e):
+    # With one state a large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same without the difference.
+    a = 1.0 - eps * (k * k)
+    return tl.where(a < 0.5, eps * (1.0 + e), a)
+
+
+@triton.jit
+def decay_of(k, A, eps, e, N: tl.constexpr, RULE: tl.constexpr):
+    if RULE == MAMBA:
+        return tl.exp2(A * eps)
+    elif N == 1:
+        return lone_decay(k, eps, e)
+    else:
+        return 1.0 - eps * (k * k)
+
+
+@triton.jit
+def fill(value, NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr):
+    state = ()
+    for _ in tl.static_range(NI):
+        state = state + (tl.full([NS, BC], value, tl.float32),)
+    return state
+
+
+@triton.jit
+def load_state(ptr, n_stride, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    """State i of the lane from ptr + i n_stride; `ptr` points at its first state."""
+    state = ()
+    for i in tl.static_range(NI):
+        if NS * NI == N:
+            state = state + (tl.load(ptr + i * n_stride).to(tl.float32),)
+        else:
+            state = state + (tl.load(ptr + i * n_stride, mask=first + i < N, other=0).to(tl.float32),)
+    return state
+
+
+@triton.jit
+def store_state(ptr, n_stride, state, ok, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    for i in tl.static_range(NI):
+        if NS * NI == N:
+            tl.store(ptr + i * n_stride, state[i], mask=ok)
+        else:
+            tl.store(ptr + i * n_stride, state[i], mask=ok & (first + i < N))
+
+
+@triton.jit
+def scale_row(row, factor, NI: tl.constexpr):
+    scaled = ()
+    for i in tl.static_range(NI):
+        scaled = scaled + (row[i] * factor,)
+    return scaled
+
+
+@triton.jit
+def gate(dy, z, PTX: tl.constexpr):
+    """dy silu(z), and dy silu'(z)."""
+    sigmoid = reciprocal(1.0 + tl.exp2(z * -LOG2E), PTX)
+    silu = z * sigmoid
+    return dy * silu, dy * (sigmoid + silu * (1.0 - sigmoid))
+
+
+@triton.jit
+def channels_of_a_lane(v, NS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
+    """(NS, BC) -> (NS, W): the sum over the channels that a lane holds."""
+    if BC == W:
+        return v
+    else:
+        return tl.sum(tl.reshape(v, [NS, W, BC // W]), 2)
+
+
+@triton.jit
+def fold_lanes(values, V: tl.constexpr, NS: tl.constexpr, W: tl.constexpr):
+    """Sums over W lanes of V tensors (NS, W) at once, V a power of two.
+
+    Halving: a lane keeps one half of the values and gives its partner the other, so that V sums take V - 1 exchanges
+    and not V log W. Lane l ends with the sums of the values l V/W, l V/W + 1, ...; with V < W, W/V lanes hold the same.
+    """
+    lane = tl.arange(0, W)[None, :] + tl.zeros([NS, W], tl.int32)
+    for s in tl.static_range(6):
+        if (W >> (s + 1)) > 0:
+            if (V >> (s + 1)) > 0:
+                upper = (lane & (W >> (s + 1))) != 0
+                half = ()
+                for i in tl.static_range(V >> (s + 1)):
+                    kept = tl.where(upper, values[i + (V >> (s + 1))], values[i])
+                    given = tl.where(upper, values[i], values[i + (V >> (s + 1))])
+                    half = half + (kept + tl.gather(given, lane ^ (W >> (s + 1)), 1),)
+                values = half
+            else:
+                values = (values[0] + tl.gather(values[0], lane ^ (W >> (s + 1)), 1),)
+    return values
+
+
+def _matrix_fold(values: int) -> tuple[str, str]:
+    """PTX of `fold_lanes` for one warp with 16 or 32 values, its first steps made by the matrix units, and constraints.
+
+    A product with a matrix of ones sums over the four lanes of each quad. With the ones in column n alone, value n
+    comes to stand in column n; so four products take 16 values, and a lane holds 2 columns of 2 rows of the result. The
+    sums over the eight quads are left, a quarter of the exchanges. Operands are rounded to TF32 (11 bits), sums are
+    float32: for 16-bit inputs only.
+
+    This takes it that lane l holds element l of each tensor, which Triton does not promise: the first operand is the
+    number of the element, and where it is another than the lane's the result is NaN and not a wrong number.
+    """
+    tiles = values // 16
+    code = ["{ .reg .pred p; .reg .u32 lane, quad, bit; .reg .f32 a, b, c;",
+            f".reg .b32 one<8>; .reg .f32 s<{4 * tiles}>;", "mov.u32 lane, %laneid; shr.u32 quad, lane, 2;"]
+    code += [f"setp.eq.u32 p, quad, {n}; selp.b32 one{n}, 0x3f800000, 0, p;" for n in range(8)]
+    code += [f"mov.f32 s{i}, 0f00000000;" for i in range(4 * tiles)]
+    for tile in range(tiles):
+        sums = ", ".join(f"s{4 * tile + i}" for i in range(4))
+        for m in range(0, 8, 2):
+            first = 2 + 16 * tile + m
+            code.append(f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{sums}}}, "
+                        f"{{${first}, ${first + 8}, ${first + 1}, ${first + 9}}}, {{one{m}, one{m + 1}}}, {{{sums}}};")
+    left = 4 * tiles
+    for bit in (16, 8, 4):
+        if left > 1:
+            left //= 2
+            code.append(f"and.b32 bit, lane, {bit}; setp.ne.u32 p, bit, 0;")
+            code += [f"selp.f32 a, s{i}, s{i + left}, p; selp.f32 b, s{i + left}, s{i}, p; "
+                     f"shfl.sync.bfly.b32 c, a, {bit}, 31, 0xffffffff; add.f32 s{i}, b, c;" for i in range(left)]
+        else:
+            code.append(f"shfl.sync.bfly.b32 c, s0, {bit}, 31, 0xffffffff; add.f32 s0, s0, c;")
+    code.append("setp.ne.u32 p, $1, lane; selp.f32 $0, 0f7FFFFFFF, s0, p; }")
+    return " ".join(code), "=f" + ",r" * (1 + values)
+
+
+_FOLD_16, _FOLD_16_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(16))
+_FOLD_32, _FOLD_32_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(32))
+
+@triton.jit
+def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
+                V: tl.constexpr, W: tl.constexpr, FACTOR: tl.constexpr, MATRIX: tl.constexpr):
+    """Sum `values`, GROUPS times NI tensors (NS, W), over the lanes and store state n of a group at ptr[group N + n],
+    if token < end; the first group times FACTOR. V is GROUPS NI or the next power of two."""
+    for _ in tl.static_range(V - GROUPS * NI):
+        values = values + (tl.zeros([NS, W], tl.float32),)
+    lane = tl.arange(0, W)[None, :] + tl.zeros([NS, W], tl.int32)
+    index = lane * V // W
+    valid = lane % (W // V if V < W else 1) == 0
+    if MATRIX:
+        words = (lane,)
+        for i in tl.static_range(V):
+            words = words + (values[i].to(tl.int32, bitcast=True),)
+        if V == 32:
+            sums = (tl.inline_asm_elementwise(_FOLD_32, _FOLD_32_CONSTRAINTS, words, dtype=tl.float32, is_pure=True,
+                                              pack=1),)
+            index = (lane & 24) + 2 * (lane & 3) + (lane // 4 & 1)
+        else:
+            sums = (tl.inline_asm_elementwise(_FOLD_16, _FOLD_16_CONSTRAINTS, words, dtype=tl.float32, is_pure=True,
+                                              pack=1),)
+            index = (lane // 2 & 8) + 2 * (lane & 3) + (lane // 8 & 1)
+            valid = (lane & 4) == 0
+    else:
+        sums = fold_lanes(values, V, NS, W)
+    part = tl.arange(0, NS)[:, None] + tl.zeros([NS, W], tl.int32)
+    for j in tl.static_range(V // W if V > W else 1):
+        group = (index + j) // NI
+        n = part * NI + (index + j) % NI
+        ok = valid & (group < GROUPS) & (n < N) & (all_lanes(token, NS, W) < end)
+        total = sums[j]
+        if FACTOR != 1.0:
+            total = tl.where(group == 0, FACTOR * total, total)
+        tl.store(ptr + group * N + n, total, mask=ok)
