@@ -20,13 +20,11 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import contextmanager
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Callable, Iterator, NamedTuple, Optional
@@ -35,11 +33,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a checkout needs no installation
+# First, since it lets a checkout do without installation.
+from common import RESULTS, describe, environment, print_environment, table
 
-from vision_longhorn import kernels  # noqa: E402
-from vision_longhorn.kernels import Scan, tuning  # noqa: E402
+from vision_longhorn import kernels
+from vision_longhorn.kernels import Scan, tuning
 
 if kernels.HAS_TRITON:
     import triton
@@ -164,7 +162,7 @@ def floor(rates: Rates, bytes_moved: int, fma: float, exp: float) -> tuple[float
 
 
 def failed(row: dict, error: Exception) -> dict:
-    row |= dict(ms=None, error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    row |= dict(ms=None, error=describe(error))
     print(f"failed: {row}", file=sys.stderr)
     return row
 
@@ -451,48 +449,6 @@ def _cpu_time(fn: Callable[[], object], seconds: float) -> float:
     return median(times)
 
 
-def _output_of(*command: str) -> Optional[str]:
-    try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def environment() -> dict:
-    """On what, with what and of which commit a run's numbers are; COMMIT names it for a copy without git."""
-    status = _output_of("git", "status", "--porcelain")
-    found = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=" ".join(sys.argv[1:]),
-                 python=platform.python_version(), torch=torch.__version__,
-                 triton=triton.__version__ if kernels.HAS_TRITON else None,
-                 commit=os.environ.get("COMMIT") or _output_of("git", "rev-parse", "HEAD"),
-                 dirty=None if status is None else bool(status),
-                 threads=torch.get_num_threads(), cores=os.cpu_count(), processor=platform.machine())
-    if torch.cuda.is_available():
-        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        found |= dict(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda, hip=torch.version.hip,
-                      driver=driver.splitlines()[0] if driver else None)
-    return found
-
-
-def table(title: str, rows: list[dict], **columns: tuple[str, str]) -> None:
-    """Print `rows`, aligned; `columns` maps a key to its heading and format."""
-    def cell(row: dict, key: str, form: str) -> str:
-        value = row.get(key)
-        if value is None:
-            return "failed" if key in ("ms", "seconds") and "error" in row else ""
-        return format(value, form)
-
-    lines = [[heading for heading, _ in columns.values()]]
-    lines += [[cell(row, key, form) for key, (_, form) in columns.items()] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    numeric = [form[-1:] in ("f", "d") for _, form in columns.values()]
-    print(f"\n{title}")
-    for line in lines:
-        print("  ".join(text.rjust(width) if right else text.ljust(width)
-                        for text, width, right in zip(line, widths, numeric)).rstrip())
-    sys.stdout.flush()
-
-
 SIZES = dict(B=("B", "d"), L=("L", "d"), D=("D", "d"))
 
 
@@ -532,7 +488,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", metavar="FOLDER",
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
                         help="for scan.json and scan_over_length.png; scan_cpu.json without a GPU; choices.json")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and shorter timings")
     parser.add_argument("--cpu", action="store_true", help="time the CPU's implementation too (without a GPU, always)")
@@ -554,7 +510,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / ("choices.json" if args.choices else "scan.json" if gpu else "scan_cpu.json")
     results = {"environment": environment()}
-    print("  ".join(f"{name} {value}" for name, value in results["environment"].items() if value is not None))
+    print_environment(results["environment"])
 
     def keep(name: str, value: object) -> None:
         # After each part, so that a run that is cut short leaves what it had.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import (
-    ops,  # noqa: F401  (registers the operators)
+    mixing,  # noqa: F401  (registers operators, as ops does)
     reference,
 )
 from .contract import BACKENDS, Scan, check, check_option

@@ -172,4 +172,4 @@ def unstack(grad: Tensor, like: Tensor) -> Tensor:
         grad = torch.add(grad[0], grad[1]) if grad.shape[0] > 1 else grad.squeeze(0)
     if grad.shape != like.shape:
         grad = grad.sum(-1, keepdim=True)
-    return grad.to(like.dtype)
+    return grad.to(like.dtype).contiguous()

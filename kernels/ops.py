@@ -39,7 +39,8 @@ def choose_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
-def _implementation(scan: Scan, backend: str):
+def implementation(scan: Scan, backend: str):
+    """The module whose `forward` and `backward` run `scan`."""
     if choose_backend(backend, scan.x.device) == "triton":
         from . import triton_scan
         return triton_scan
@@ -77,7 +78,7 @@ def scan(
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
                   regime)
     check(inputs)
-    y, final_state, saved = _implementation(inputs, backend).forward(inputs, save_states)
+    y, final_state, saved = implementation(inputs, backend).forward(inputs, save_states)
     return y, final_state if return_final_state else final_state.new_empty(0), saved
 
 
@@ -103,7 +104,7 @@ def scan_backward(
     """The gradient of each tensor of `Scan`, empty where the tensor is absent."""
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
                   regime)
-    grads = _implementation(inputs, backend).backward(inputs, dy, dfinal, saved)
+    grads = implementation(inputs, backend).backward(inputs, dy, dfinal, saved)
     return tuple(grads[name] if name in grads else x.new_empty(0) for name in TENSORS)
 
 

@@ -223,8 +223,10 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y.to(scan.x.dtype), final, saved
 
 
-def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor) -> dict[str, Tensor]:
-    """A gradient for each tensor of `scan`, given those of y and of the final state and what `forward` saved."""
+def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor,
+             dz: Optional[Tensor] = None) -> dict[str, Tensor]:
+    """A gradient for each tensor of `scan`, given those of y and of the final state and what `forward` saved; that of z
+    is written to `dz` instead, if given: (B, L, D), for a gate that both directions share."""
     G, B, L, D, N = scan.sizes
     if not saved.numel():
         saved = forward(scan, True)[2]
@@ -258,7 +260,10 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
             return grads["A"].unflatten(0, (G, B)).sum(1).transpose(1, 2)
         return _batch_first(scan, grads[name])
 
-    return {name: unstack(original(name), value).contiguous() for name, value in scan.tensors().items()}
+    found = {name: unstack(original(name), value) for name, value in scan.tensors().items()}
+    if dz is not None and scan.z is not None:
+        dz.copy_(found.pop("z"))
+    return found
 
 
 def _span_backward(scan: Scan, d: _Inputs, s: _Step, state: Tensor, dy: Tensor, adjoint: Tensor,

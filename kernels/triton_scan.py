@@ -215,12 +215,13 @@ def forward(scan: Scan, save_states: bool, output: bool = True) -> tuple[Tensor,
     return y, final.view(scan.state_shape), saved
 
 
-def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor) -> dict[str, Tensor]:
+def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor,
+             dz: Optional[Tensor] = None) -> dict[str, Tensor]:
     """As `torch_scan.backward`."""
     launch = _Launch(scan)
     G, B, L, D, N = launch.sizes
     if not B:
-        return {name: torch.zeros_like(value) for name, value in scan.tensors().items()}
+        return {name: torch.zeros_like(value) for name, value in scan.tensors().items()}  # dz has no numbers either
     if not saved.numel():
         saved = forward(scan, True, output=False)[2]
     if dy is None:
@@ -241,7 +242,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
         return grad(value, G, B, L, D, dtype=value.dtype if value is not None and value.shape[-1] == D
                     else torch.float32)
 
-    dx, dstep, dz = whole(scan.x), whole(scan.step), whole(scan.z)
+    dx, dstep, dgate = whole(scan.x), whole(scan.step), whole(scan.z)
     dA = grad(None if scan.A_per_token else scan.A, *parts, N, D)
     dD, dbias = grad(scan.D, *parts, D), grad(scan.bias, *parts, D)
     dinitial = grad(scan.initial_state, G, B, D, N)
@@ -265,7 +266,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
             launch.run(
                 kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
                 adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
-                dA_ptr=dA, dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
+                dA_ptr=dA, dz_ptr=dgate, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
                 scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
                 HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
                 MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1))
@@ -274,14 +275,27 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
         sums = run(launch.choice("backward", cut, run))
     # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
     sums = sums.sum(0) if len(sums) > 1 else sums[0]
-    grads = {"x": dx, "step": dstep, "k": sums[..., :N], "q": sums[..., N:2 * N], "z": dz, "initial_state": dinitial}
+    grads = {"x": dx, "step": dstep, "k": sums[..., :N], "q": sums[..., N:2 * N], "z": dgate, "initial_state": dinitial}
     if scan.A is not None:
         grads["A"] = sums[..., 2 * N:] if scan.A_per_token else dA.sum((1, 2)).transpose(1, 2)
     if scan.D is not None:
         grads["D"] = dD.sum((1, 2))
     if scan.bias is not None:
         grads["bias"] = dbias.sum((1, 2))
-    return {name: unstack(grads[name], value).contiguous() for name, value in scan.tensors().items()}
+    if dz is not None and scan.z is not None:
+        _add(dgate, dz)
+        del grads["z"]
+    return {name: unstack(grads[name], value) for name, value in scan.tensors().items() if name in grads}
+
+
+def _add(pair: Tensor, out: Tensor) -> None:
+    """out (B, L, D), its last axis contiguous, = pair[0] + pair[1]."""
+    B, L, D = out.shape
+    block = triton.next_power_of_2(D)
+    with torch.cuda.device_of(out):
+        kernels._add_kernel[(B * L,)](
+            pair, out, B * L, L, *out.stride()[:2], D=D, BLOCK=block, num_warps=min(4, max(1, block // 256)),
+            ALIGNED=D % 16 == 0 and all(s % 16 == 0 for s in out.stride()[:2]))
 
 
 def plan(scan: Scan) -> dict[str, Plan]:

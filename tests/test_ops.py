@@ -215,7 +215,7 @@ def test_mixer_traces_with_fx(kind):
     torch.manual_seed(0)
     mixer = BidirectionalMixer(16, **MODELS[kind]).eval()
     traced = torch.fx.symbolic_trace(mixer)
-    assert any(node.target in (torch.ops.vision_longhorn.scan, torch.ops.vision_longhorn.scan.default)
+    assert any(node.target in (torch.ops.vision_longhorn.mix, torch.ops.vision_longhorn.mix.default)
                for node in traced.graph.nodes)
     for shape in ((2, 9, 16), (3, 5, 16)):
         tokens = torch.randn(*shape)

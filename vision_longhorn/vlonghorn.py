@@ -84,7 +84,8 @@ class VisionLonghorn(nn.Module):
         global_pool: "token" (the class token's output), "avg" or "max" over the patches, or "" for all tokens.
         embed_dim: width of the tokens.
         depth: number of blocks.
-        d_state, d_conv, expand, dt_rank, mixer, rule, wiring, beta: of the mixer, see `BidirectionalMixer`.
+        d_state, d_conv, expand, dt_rank, mixer, rule, wiring, beta, save_states: of the mixer, see
+            `BidirectionalMixer`.
         class_token: its place in the sequence, "middle", "first", "last", or "none".
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
@@ -117,6 +118,7 @@ class VisionLonghorn(nn.Module):
         rule: str = "diagonal",
         wiring: str = "vim",
         beta: str = "vector",
+        save_states: bool = False,
         class_token: str = "middle",
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
@@ -153,7 +155,8 @@ class VisionLonghorn(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.blocks = nn.Sequential(*[
             Block(embed_dim, drop_path=rate, eps=norm_eps, d_state=d_state, d_conv=d_conv, expand=expand,
-                  dt_rank=dt_rank, mixer=mixer, rule=rule, wiring=wiring, beta=beta, residual_layers=depth, **dd)
+                  dt_rank=dt_rank, mixer=mixer, rule=rule, wiring=wiring, beta=beta, residual_layers=depth,
+                  save_states=save_states, **dd)
             for rate in calculate_drop_path_rates(drop_path_rate, depth)])
         reduction = self.patch_embed.feat_ratio()
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)]

@@ -1,0 +1,397 @@
+"""Times whole models: images per second of training and inference, and peak memory, over resolution and batch.
+
+    python benchmarks/bench_model.py            # the standard comparison: tiny and small, at 224 and 1248 pixels
+    python benchmarks/bench_model.py --sweep    # over the resolution, at about the same number of tokens a batch
+    python benchmarks/bench_model.py --models vlonghorn_tiny vlonghorn_tiny,wiring=shared resnet50,img_size=none \\
+        --sizes 64x224 --modes eager
+    python benchmarks/bench_model.py --official ../Vim    # hustvl's ViM beside the others
+
+Any name of timm will do. Images are random, float32 and on the device; labels are random. On a GPU the forward pass
+and the loss run under bf16 autocast, on a CPU in float32. A training step is forward, cross entropy, backward, AdamW,
+without drop path; an inference step is a forward pass in eval mode. Modes are "eager", "compiled" (torch.compile) and
+"graphs" (torch.compile with mode="reduce-overhead").
+
+Each measurement warms up, then times three blocks of steps and takes their median. Memory is the peak of what PyTorch
+had allocated in these blocks, model, optimizer and images included; with "graphs" it is what PyTorch had reserved,
+since the replay of a graph allocates nothing. What the first step takes, compilation included, is a figure of its own
+(a warm cache of the compiler on disk makes it smaller).
+"""
+
+import argparse
+import gc
+import json
+import math
+import re
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Callable, NamedTuple, Optional
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# First, since it lets a checkout do without installation.
+from common import RESULTS, describe, environment, print_environment, table
+
+import vision_longhorn  # noqa: F401  (registers the models)
+from vision_longhorn.config import parse_pairs
+from vision_longhorn.errors import UserError
+
+MODELS = [name.format(size) for size in ("tiny", "small") for name in (
+    "vlonghorn_{}", "vlonghorn_{}_exact", "vlonghorn_{}_shared", "vim_{}", "deit_{}_patch16_224")]
+OFFICIAL = {size: f"vim_{size}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
+            for size in ("tiny", "small")}
+SIZES = [(256, 224), (8, 1248)]
+SWEEP_RESOLUTIONS, SWEEP_PATCHES, PATCH = (224, 320, 448, 640, 896, 1248), 256 * 196, 16
+COMPILE = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
+PASSES = ("train", "infer")
+WARM_UP = 5  # steps, of which the last two tell how many fill the time of a measurement
+BLOCKS = 3
+GIB = 2 ** 30
+
+
+class Model(NamedTuple):
+    """A model to measure: as it is called in tables, its name in timm, and arguments of its own."""
+
+    label: str
+    name: str
+    args: dict
+
+
+def parse_model(word: str) -> Model:
+    """NAME or NAME,KEY=VALUE,..."""
+    name, *pairs = word.split(",")
+    return Model(word, name, parse_pairs(pairs))
+
+
+def parse_size(word: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", word)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{word!r} is not BATCHxRESOLUTION, such as 256x224")
+    return int(found[1]), int(found[2])
+
+
+def sweep_sizes() -> list[tuple[int, int]]:
+    return [(max(1, round(SWEEP_PATCHES / (resolution // PATCH) ** 2)), resolution)
+            for resolution in SWEEP_RESOLUTIONS]
+
+
+def register_official(checkout: Path) -> Optional[str]:
+    """Make the models of a checkout of hustvl/Vim known to timm; what went wrong, if something did."""
+    # Its own mamba_ssm, which has the second direction, must come before one that is installed.
+    sys.path[:0] = [str(checkout / "vim"), str(checkout / "mamba-1p1p1")]
+    try:
+        import models_mamba  # noqa: F401
+    except Exception as error:  # a build for another torch fails in its own ways
+        return describe(error)
+    return None
+
+
+def build(model: Model, resolution: int, device: str) -> nn.Module:
+    """The model at that resolution, without drop path; an argument of its own that is None leaves the default."""
+    return timm.create_model(model.name, **dict(img_size=resolution, drop_path_rate=0.0) | model.args).to(device)
+
+
+def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolution: int) -> Callable[[], None]:
+    """A function that runs one step on random data, on the device of the model."""
+    device = next(model.parameters()).device
+    images = torch.randn(batch, 3, resolution, resolution, device=device)
+    labels = torch.randint(model.num_classes, (batch,), device=device)
+    options = COMPILE[mode]
+    model.train(training)
+    run = model if options is None else torch.compile(model, **options)
+
+    def forward() -> Tensor:
+        if mode == "graphs":
+            torch.compiler.cudagraph_mark_step_begin()
+        return run(images)
+
+    def autocast() -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+    if not training:
+        def infer() -> None:
+            with torch.inference_mode(), autocast():
+                forward()
+        return infer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+
+    def train() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        with autocast():
+            loss = F.cross_entropy(forward(), labels)
+        loss.backward()
+        optimizer.step()
+    return train
+
+
+def clock(step: Callable[[], None], steps: int) -> float:
+    """Seconds that `steps` steps take."""
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        for _ in range(steps):
+            step()
+        return time.perf_counter() - start
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for _ in range(steps):
+        step()
+    events[1].record()
+    events[1].synchronize()
+    return events[0].elapsed_time(events[1]) / 1e3
+
+
+def measure(step: Callable[[], None], mode: str, batch: int, steps: int, seconds: float) -> dict:
+    """Speed and memory of `step`, over at least `steps` steps and about `seconds` seconds."""
+    gpu = torch.cuda.is_available()
+    first = clock(step, 1)
+    clock(step, WARM_UP - 3)
+    estimate = clock(step, 2) / 2
+    block = math.ceil(max(steps, seconds / estimate) / BLOCKS)
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+    ms = median(clock(step, block) for _ in range(BLOCKS)) / block * 1e3
+    memory = None
+    if gpu:
+        memory = (torch.cuda.max_memory_reserved if mode == "graphs" else torch.cuda.max_memory_allocated)() / GIB
+    return dict(images_per_s=batch / ms * 1e3, ms=ms, GiB=memory, first_step_s=first, steps=block * BLOCKS)
+
+
+def attempt(row: dict, model: Model, steps: int, seconds: float) -> dict:
+    """`row` with what was measured, or with what went wrong: one failure must not cost the rest of a long run."""
+    torch.manual_seed(0)
+    try:
+        made = build(model, row["resolution"], "cuda" if torch.cuda.is_available() else "cpu")
+        row["parameters"] = sum(value.numel() for value in made.parameters())
+        step = make_step(made, row["mode"], row["pass"] == "train", row["batch"], row["resolution"])
+        row |= measure(step, row["mode"], row["batch"], steps, seconds)
+    except Exception as error:
+        row["error"] = "out of memory" if "out of memory" in str(error) else describe(error)
+    return row
+
+
+def free() -> None:
+    """Give back the memory of the last measurement, so that the next one starts as the first did."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def merge_passes(rows: list[dict]) -> list[dict]:
+    """One row for each model, mode and size, with the figures of a pass under "PASS KEY"."""
+    merged = {}
+    for row in rows:
+        key = tuple(row[name] for name in ("model", "mode", "batch", "resolution"))
+        target = merged.setdefault(key, dict(zip(("model", "mode", "batch", "resolution"), key)))
+        target |= {f"{row['pass']} {name}": row.get(name) for name in ("images_per_s", "ms", "GiB", "first_step_s")}
+        if "error" in row:
+            target["error"] = "; ".join(filter(None, (target.get("error"), f"{row['pass']}: {row['error']}")))
+    return list(merged.values())
+
+
+def size_of(label: str) -> Optional[str]:
+    """The word for the size in a model's name: "small" in "deit_small_patch16_224"."""
+    found = re.search(r"(?<![a-z])(test|tiny|small|medium|base|large|huge)(?![a-z])", label)
+    return found and found[1]
+
+
+def reference_of(label: str, labels: list[str]) -> Optional[str]:
+    """The DeiT of the same size among `labels`."""
+    return next((other for other in labels if other.startswith("deit") and size_of(other) == size_of(label)), None)
+
+
+def best_of_modes(rows: list[dict]) -> list[dict]:
+    """For each model and size the fastest mode of each pass, and how it compares with the DeiT of the same size."""
+    best = {}
+    for row in rows:
+        if row.get("images_per_s") is None:
+            continue
+        key = row["model"], row["batch"], row["resolution"]
+        passes = best.setdefault(key, {})
+        if row["pass"] not in passes or passes[row["pass"]]["images_per_s"] < row["images_per_s"]:
+            passes[row["pass"]] = row
+    labels, found = list(dict.fromkeys(key[0] for key in best)), []
+    for (label, batch, resolution), passes in best.items():
+        row = dict(model=label, batch=batch, resolution=resolution)
+        others = best.get((reference_of(label, labels), batch, resolution), {})
+        for name, fastest in passes.items():
+            row |= {f"{name} {key}": fastest[key] for key in ("images_per_s", "mode", "GiB")}
+            if name in others:
+                row[f"{name} ratio"] = fastest["images_per_s"] / others[name]["images_per_s"]
+        found.append(row)
+    return found
+
+
+def overtakes(ratios: dict[int, float]) -> str:
+    """In words, the resolution from which the ratio, known at some resolutions, stays above 1."""
+    resolutions = sorted(ratios)
+    below = [i for i, resolution in enumerate(resolutions) if ratios[resolution] < 1]
+    if not below:
+        return f"from {resolutions[0]} px or less"
+    if below[-1] == len(resolutions) - 1:
+        return f"not up to {resolutions[-1]} px"
+    left, right = resolutions[below[-1]:][:2]
+    part = (1 - ratios[left]) / (ratios[right] - ratios[left])
+    return f"from {left * (right / left) ** part:.0f} px"
+
+
+def crossings(best: list[dict]) -> list[dict]:
+    """Where each Vision Longhorn overtakes the DeiT of its size."""
+    found = []
+    for label in dict.fromkeys(row["model"] for row in best if row["model"].startswith("vlonghorn")):
+        row = dict(model=label, over=reference_of(label, [other["model"] for other in best]))
+        for name in PASSES:
+            ratios = {other["resolution"]: other[f"{name} ratio"] for other in best
+                      if other["model"] == label and f"{name} ratio" in other}
+            if ratios:
+                row[name] = overtakes(ratios)
+        if row["over"]:
+            found.append(row)
+    return found
+
+
+def print_results(rows: list[dict], best: list[dict]) -> None:
+    size = dict(batch=("batch", "d"), resolution=("px", "d"))
+    table("models", merge_passes(rows), model=("model", ""), mode=("mode", ""), **size, **{
+        "train images_per_s": ("train img/s", ".1f"), "train ms": ("ms/step", ".2f"), "train GiB": ("GiB", ".2f"),
+        "train first_step_s": ("first s", ".1f"), "infer images_per_s": ("infer img/s", ".1f"),
+        "infer ms": ("ms/step", ".2f"), "infer GiB": ("GiB", ".2f"), "infer first_step_s": ("first s", ".1f")},
+        error=("", ""))
+    table("best of modes (x DeiT: over the DeiT of the same size)", best, model=("model", ""), **size, **{
+        "train images_per_s": ("train img/s", ".1f"), "train mode": ("mode", ""), "train ratio": ("x DeiT", ".2f"),
+        "train GiB": ("GiB", ".2f"), "infer images_per_s": ("infer img/s", ".1f"), "infer mode": ("mode", ""),
+        "infer ratio": ("x DeiT", ".2f"), "infer GiB": ("GiB", ".2f")})
+
+
+def plot(best: list[dict], path: Path, title: str) -> None:
+    """Images per second and, where it is known, peak memory over the resolution; training above, inference below."""
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    labels = list(dict.fromkeys(row["model"] for row in best))
+    # A colour for each kind of model, a line style for each size.
+    kinds = list(dict.fromkeys(label.replace(size_of(label) or "", "") for label in labels))
+    sizes = list(dict.fromkeys(map(size_of, labels)))
+    columns = [("images_per_s", "images/s"), ("GiB", "peak memory, GiB")]
+    columns = [column for column in columns if any(row.get(f"{name} {column[0]}") for row in best for name in PASSES)]
+    resolutions = sorted({row["resolution"] for row in best})
+    figure, axes = plt.subplots(2, len(columns), figsize=(3 + 5 * len(columns), 9), sharex=True, squeeze=False,
+                                layout="constrained")
+    for name, row_axes in zip(PASSES, axes):
+        for axis, (key, heading) in zip(row_axes, columns):
+            for label in labels:
+                points = [(row["resolution"], row[f"{name} {key}"]) for row in best
+                          if row["model"] == label and row.get(f"{name} {key}")]
+                axis.plot(*zip(*points) if points else ([], []), marker="o", markersize=4, label=label,
+                          color=f"C{kinds.index(label.replace(size_of(label) or '', ''))}",
+                          linestyle=("-", "--", ":", "-.")[sizes.index(size_of(label)) % 4])
+            axis.set(title={"train": "training", "infer": "inference"}[name], ylabel=heading, xscale="log")
+            if key == "GiB":
+                axis.set_ylim(bottom=0)
+            else:
+                axis.set_yscale("log")
+            axis.set_xticks(resolutions, [str(resolution) for resolution in resolutions])
+            axis.set_xticks([], minor=True)
+            axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("resolution, pixels")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME[,KEY=VALUE]",
+                        help="timm models, each with arguments of its own (default: the standard comparison)")
+    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="BATCHxRESOLUTION", help="(256x224 8x1248)")
+    parser.add_argument("--sweep", action="store_true", help="over the resolution, with a plot and where lines cross")
+    parser.add_argument("--modes", nargs="+", choices=list(COMPILE), default=["eager", "compiled"], metavar="MODE",
+                        help="eager, compiled, graphs (eager compiled)")
+    parser.add_argument("--graphs", action="store_true", help="the same as one more mode, graphs")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="(both)")
+    parser.add_argument("--arg", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
+                        help="arguments for the models of this package; a model of another has them after its name")
+    parser.add_argument("--official", type=Path, metavar="CHECKOUT",
+                        help="a checkout of hustvl/Vim, whose tiny and small models are measured too")
+    parser.add_argument("--steps", type=int, default=10, help="least number of steps of a measurement (10)")
+    parser.add_argument("--seconds", type=float, default=2.0, help="about how long a measurement lasts (2)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no measurement after that time")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
+                        help="for model.json; with --sweep model_sweep.json and model_over_resolution.png")
+    args = parser.parse_args(argv)
+    try:
+        own = set(timm.list_models(module="vlonghorn"))
+        shared = parse_pairs(args.arg)
+        models = [parse_model(word) for word in args.models]
+        args.models = [model._replace(args=shared | model.args) if model.name in own else model for model in models]
+    except UserError as error:
+        parser.error(str(error))
+    if args.graphs and "graphs" not in args.modes:
+        args.modes = [*args.modes, "graphs"]
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: give at least 1")
+    args.sizes = args.sizes or (sweep_sizes() if args.sweep else SIZES)
+    return args
+
+
+def main(argv: Optional[list[str]] = None) -> None:
+    start = time.monotonic()
+    args = parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / ("model_sweep.json" if args.sweep else "model.json")
+    results = {"environment": environment() | {"timm": timm.__version__}}
+    print_environment(results["environment"])
+    models = args.models
+    if args.official:
+        error = register_official(args.official)
+        results["official"] = {"imported": error is None, "error": error}
+        if error is None:
+            models = [*models, *(Model(f"vim_{size} (official)", name, {}) for size, name in OFFICIAL.items())]
+        else:
+            print(f"the official models cannot be imported: {error}")
+    plan = [(dict(model=model.label, args=model.args, mode=mode, batch=batch, resolution=resolution) | {"pass": name},
+             model) for batch, resolution in args.sizes for model in models for mode in args.modes
+            for name in args.passes]
+    rows = results["models"] = []
+
+    def keep() -> None:
+        # After each measurement, so that a run that is cut short leaves what it had.
+        results["missing"] = [row for row, _ in plan[len(rows):]]
+        results["best"] = best_of_modes(rows)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+
+    keep()
+    for row, model in plan:
+        if args.budget is not None and time.monotonic() - start > args.budget:
+            break
+        rows.append(attempt(row, model, args.steps, args.seconds))
+        keep()
+        found = f"{row['images_per_s']:.1f} images/s" if "ms" in row else row["error"]
+        print(f"{row['model']}, {row['mode']}, {row['batch']} x {row['resolution']} px, {row['pass']}: {found}",
+              flush=True)
+        free()
+    print_results(rows, results["best"])
+    if args.sweep:
+        results["crossings"] = crossings(results["best"])
+        keep()
+        table("faster than DeiT", results["crossings"], model=("model", ""), over=("than", ""),
+              train=("training", ""), infer=("inference", ""))
+        if results["best"]:
+            plot(results["best"], args.out / "model_over_resolution.png",
+                 results["environment"].get("gpu") or "CPU")
+    if results["missing"]:
+        print(f"\nnot measured within {args.budget:g} s:")
+        for row in results["missing"]:
+            print(f"  {row['model']}, {row['mode']}, {row['batch']} x {row['resolution']} px, {row['pass']}")
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()

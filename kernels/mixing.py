@@ -1,0 +1,184 @@
+"""All that stands between the two projections of a bidirectional block, as one operator: short convolution, step sizes,
+keys and queries, the scan in both directions, gate and mean (or norms).
+
+As one operator, because of what is kept for the backward pass: its input xz, the step sizes at their low rank with keys
+and queries, and nothing else. The convolution and the step sizes cost less to find again than to keep, and so, unless
+`save_states`, do the states of the scan. What a compiler could still fuse across the operator's border is nothing: both
+neighbours are matrix products.
+"""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from . import gated_norm, short_conv
+from .contract import Scan, check
+from .ops import choose_backend, implementation
+
+
+class Mix(NamedTuple):
+    """Inputs of one mixing. With S = 2 each direction has its own set of parameters and the gated outputs are averaged;
+    with S = 1 both share one, and `norm_weight` says how their outputs meet (see `gated_norm`)."""
+
+    xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
+    conv_weight: Tensor            # (S, D, K), the last tap meets the present token
+    conv_bias: Tensor              # (S, D)
+    x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query
+    dt_proj: Tensor                # (S, D or 1, R)
+    dt_bias: Tensor                # (S, D or 1)
+    A_log: Optional[Tensor]        # (S, D, N) for Mamba, A = -exp(A_log)
+    D: Tensor                      # (S, D) skip weight
+    norm_weight: Optional[Tensor]  # (2, D)
+    rule: str                      # "diagonal", "exact" or "mamba"
+    eps: float                     # of the norms
+
+    @property
+    def shared(self) -> bool:
+        return self.norm_weight is not None
+
+    @property
+    def rank(self) -> int:
+        return self.dt_proj.shape[2]
+
+    def scan(self, x: Tensor, step: Tensor, low: Tensor) -> Scan:
+        """The scan over the convolved x (S, B, L, D); step (S, B, L, D or 1), low (S, B, L, R + 2 N)."""
+        k, q = low[..., self.rank:].chunk(2, -1)  # (S, B, L, N)
+        A = None if self.A_log is None else -torch.exp(self.A_log.to(_wide(x)))
+        z, D, bias, combine = self.xz.chunk(2, -1)[1], self.D, self.dt_bias, "mean"
+        if self.shared:
+            # Without the leading axis both directions read the same values.
+            x, step, k, q, D, bias, z, combine = x[0], step[0], k[0], q[0], D[0], bias[0], None, "none"
+            A = None if A is None else A[0]
+        return Scan(x, step, k, q, A, z, D, bias, None, self.rule, "both", combine)
+
+
+def _wide(value: Tensor) -> torch.dtype:
+    return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def _rows(value: Tensor) -> Tensor:
+    """(S, B, L, n) -> (S, B L, n)."""
+    return value.flatten(1, 2)
+
+
+def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of each set, (S, B L, n) and (S, B L, m) to (S, n, m). One product after the other: small results of
+    long sums are cut along the sum then, which the batched product does not do."""
+    return torch.stack([torch.mm(a.t(), b) for a, b in zip(left, right)])
+
+
+def _step_sizes(mix: Mix, low: Tensor) -> Tensor:
+    S, B, L, _ = low.shape
+    dt_proj = mix.dt_proj.to(low.dtype).transpose(1, 2)  # (S, R, D or 1)
+    return torch.bmm(_rows(low)[..., :mix.rank], dt_proj).view(S, B, L, dt_proj.shape[2])
+
+
+def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(y (B, L, D), low (S, B, L, R + 2 N), what the scan saved, the scan's outputs (2, B, L, D) if a norm follows)."""
+    x, z = mix.xz.chunk(2, -1)
+    B, L, _ = x.shape
+    x = short_conv.forward(x, mix.conv_weight, mix.conv_bias, backend)  # (S, B, L, D)
+    low = torch.bmm(_rows(x), mix.x_proj.to(x.dtype).transpose(1, 2)).view(len(x), B, L, mix.x_proj.shape[1])
+    scan = mix.scan(x, _step_sizes(mix, low), low)
+    check(scan)
+    y, _, saved = implementation(scan, backend).forward(scan, save_states)
+    if not mix.shared:
+        return y, low, saved, y.new_empty(0)
+    return gated_norm.forward(y, z, mix.norm_weight, mix.eps, backend), low, saved, y
+
+
+def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backend: str) -> dict[str, Tensor]:
+    """The gradient of each tensor of `mix`, from that of y and what `forward` left."""
+    x, z = mix.xz.chunk(2, -1)
+    dxz = torch.empty_like(mix.xz)
+    dx, dz = dxz.chunk(2, -1)
+    grads = {"xz": dxz}
+    convolved = short_conv.forward(x, mix.conv_weight, mix.conv_bias, backend)
+    scan = mix.scan(convolved, _step_sizes(mix, low), low)
+    if mix.shared:
+        dy, grads["norm_weight"] = gated_norm.backward(dy, o, z, mix.norm_weight, mix.eps, dz, backend)
+    found = implementation(scan, backend).backward(scan, dy, None, saved, dz)
+
+    def stacked(name: str) -> Tensor:
+        return found[name].unsqueeze(0) if mix.shared else found[name]
+
+    dstep, low_steps = _rows(stacked("step")), _rows(low)[..., :mix.rank]
+    grads["dt_proj"] = _weight_grad(dstep, low_steps)
+    dlow = torch.cat([torch.bmm(dstep, mix.dt_proj.to(low.dtype)), _rows(stacked("k")), _rows(stacked("q"))], -1)
+    grads["x_proj"] = _weight_grad(dlow, _rows(convolved))
+    dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.x_proj.to(low.dtype)).view_as(convolved)
+    grads["conv_weight"], grads["conv_bias"] = short_conv.backward(dconvolved, x, mix.conv_weight, mix.conv_bias, dx,
+                                                                   backend)
+    grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
+    if mix.A_log is not None:
+        grads["A_log"] = stacked("A") * (-torch.exp(mix.A_log.to(_wide(x))))
+    return grads
+
+
+@torch.library.custom_op("vision_longhorn::mix", mutates_args=())
+def mix(
+    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor,
+    A_log: Optional[Tensor], D: Tensor, norm_weight: Optional[Tensor], rule: str, eps: float, save_states: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`forward` as an operator; its tensors and options are the fields of `Mix`. The first output is y, (B, L, D) in
+    the dtype of xz; the others are for the backward pass."""
+    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
+    with torch.autocast(xz.device.type, enabled=False):  # xz has the dtype that is meant
+        return forward(values, save_states, choose_backend(backend, xz.device))
+
+
+@mix.register_fake
+def _(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, save_states, backend):
+    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
+    S, d_inner, _ = conv_weight.shape
+    B, L, _ = xz.shape
+    low = xz.new_empty(S, B, L, x_proj.shape[1])
+    scan = values.scan(xz.new_empty(S, B, L, d_inner), xz.new_empty(S, B, L, dt_proj.shape[1]), low)
+    check(scan)
+    saved = scan.saved_shape(choose_backend(backend, xz.device) == "triton") if save_states else (0,)
+    return (xz.new_empty(B, L, d_inner), low, xz.new_empty(saved, dtype=scan.accumulator),
+            xz.new_empty((2, B, L, d_inner) if values.shared else (0,)))
+
+
+@torch.library.custom_op("vision_longhorn::mix_backward", mutates_args=())
+def mix_backward(
+    dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
+    x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
+    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradient of each tensor of `Mix`, empty where the tensor is absent."""
+    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
+    with torch.autocast(xz.device.type, enabled=False):
+        grads = backward(values, dy.contiguous(), low, saved, o, choose_backend(backend, xz.device))
+    return tuple(xz.new_empty(0) if value is None else grads[name].to(value.dtype)
+                 for name, value in zip(Mix._fields[:TENSORS], values))
+
+
+TENSORS = 9  # of the fields of `Mix`, the first
+
+
+@mix_backward.register_fake
+def _(dy, low, saved, o, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps,
+      backend):
+    return tuple(xz.new_empty(0) if value is None else value.new_empty(value.shape)
+                 for value in (xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight))
+
+
+def _setup_context(ctx, inputs, output):
+    tensors, (rule, eps, _, backend) = inputs[:TENSORS], inputs[TENSORS:]
+    ctx.save_for_backward(*output[1:], *tensors)
+    ctx.options = rule, eps, backend
+    ctx.set_materialize_grads(False)
+
+
+def _autograd(ctx, dy, *_):
+    if dy is None:
+        return (None,) * (TENSORS + 4)
+    low, saved, o, *tensors = ctx.saved_tensors
+    grads = torch.ops.vision_longhorn.mix_backward(dy, low, saved, o, *tensors, *ctx.options)
+    return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 4)
+
+
+mix.register_autograd(_autograd, setup_context=_setup_context)

@@ -1,0 +1,309 @@
+"""The Triton kernels of the short convolution and their launch; `short_conv` says what they compute.
+
+A program is one warp that walks through a segment of a sequence, channels along its lanes. It reads each token of x
+once for both directions: the K tokens up to s, which stay in registers, give the first direction its token s and the
+second one its token s - (K - 1). Loads are of U tokens and stand one part before their use, since a warp alone could
+not hide them. Tokens outside the sequence are read as zeros, so the walk needs no other condition than that of its
+stores.
+
+Channels beyond D repeat the last one and nothing of them is stored.
+"""
+
+import inspect
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_lanes import LOG2E, all_lanes, channels_of, fill, gate, reciprocal, work_of
+from .tuning import multiprocessors
+
+# Only what changes the code is compiled for: not lengths, not strides. Those are given in units of `UNIT`: where it is
+# 16, the compiler sees that numbers side by side may be loaded together.
+_RUNTIME = ["L", "B", "blocks", "segments", "span", "x_b", "x_l", "dx_b", "dx_l"]
+_UNALIGNED = ["weight_ptr", "bias_ptr"]
+# Bytes of a channel in a part, forward and backward: 8 and 4 tokens of 16-bit numbers. Backward, more would leave
+# registers for fewer programs at once.
+_FORWARD_PART = 16
+_BACKWARD_PART = 8
+_SHORTEST = 32  # tokens of a segment: each repeats K - 1 tokens of its neighbours
+
+
+def _kernel(function):
+    names = inspect.signature(function).parameters
+    return triton.jit(do_not_specialize=[name for name in _RUNTIME if name in names],
+                      do_not_specialize_on_alignment=[name for name in _UNALIGNED if name in names])(function)
+
+
+@triton.jit
+def _exists(t, L, BC: tl.constexpr):
+    """Whether 0 <= t < L, (1, BC); one comparison, as a negative number is a huge unsigned one."""
+    return all_lanes(t, 1, BC).to(tl.uint32) < L.to(tl.uint32)
+
+
+@triton.jit
+def _load_tokens(row, t, step, L, U: tl.constexpr, BC: tl.constexpr):
+    """U tokens from token t on, each (1, BC), as they lie in memory, `step` apart; zeros outside the sequence."""
+    ptrs = row + t.to(tl.int64) * step
+    tokens = ()
+    for j in tl.static_range(U):
+        tokens = tokens + (tl.load(ptrs + j * step, mask=_exists(t + j, L, BC), other=0),)
+    return tokens
+
+
+@triton.jit
+def _load_floats(ptr, N: tl.constexpr, stride: tl.constexpr):
+    """N numbers of each channel, each (1, BC), float32."""
+    values = ()
+    for i in tl.static_range(N):
+        values = values + (tl.load(ptr + i * stride).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def _floats(values):
+    converted = ()
+    for i in tl.static_range(len(values)):
+        converted = converted + (values[i].to(tl.float32),)
+    return converted
+
+
+@triton.jit
+def _but_first(values):
+    rest = ()
+    for i in tl.static_range(1, len(values)):
+        rest = rest + (values[i],)
+    return rest
+
+
+@triton.jit
+def _grad_of_pre(dy, pre, PTX: tl.constexpr):
+    gated, grad = gate(dy, pre, PTX)
+    return grad
+
+
+@triton.jit
+def _convolve(window, weight, bias, K: tl.constexpr, FUTURE: tl.constexpr):
+    """The pre-activation, (1, BC), from K tokens in the order of the sequence; FUTURE: of the first of them, which sees
+    those after it."""
+    total = bias
+    for i in tl.static_range(K):
+        total += weight[i] * window[K - 1 - i if FUTURE else i]
+    return total
+
+
+@_kernel
+def _conv_forward_kernel(
+    x_ptr, weight_ptr, bias_ptr, y_ptr, L, B, blocks, segments, span, x_b, x_l,
+    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr,
+    UNIT: tl.constexpr, PTX: tl.constexpr,
+):
+    """The steps from segment * span on, of BC channels of one sequence. There are L steps, and K - 1 more for the
+    second direction, which is that much behind: no segment computes what another one does."""
+    block, segment, b, _ = work_of(blocks, segments)
+    d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
+    PAST: tl.constexpr = K - 1
+    begin = segment * span
+    end = tl.minimum(begin + span, L + PAST if G == 2 else L)
+    x_step = x_l.to(tl.int64) * UNIT
+    x_row = x_ptr + b * x_b * UNIT + d
+    y_row = y_ptr + b * L * D + d
+    y2_row = y_ptr + (b + B * (G - 1)) * L * D + d
+
+    window = _floats(_load_tokens(x_row, begin - PAST, x_step, L, PAST, BC))
+    xs = _load_tokens(x_row, begin, x_step, L, U, BC)
+    weight = _load_floats(weight_ptr + d * K, K, 1)
+    bias = _load_floats(bias_ptr + d, G, D)
+    weight2 = ()
+    if G == 2:
+        weight2 = _load_floats(weight_ptr + D * K + d * K, K, 1)
+    for i in tl.range(0, end - begin, U, num_stages=1):
+        s = begin + i
+        next_xs = _load_tokens(x_row, s + U, x_step, L, U, BC)
+        y_at = y_row + s.to(tl.int64) * D
+        y2_at = y2_row + (s - PAST).to(tl.int64) * D
+        for j in tl.static_range(U):
+            window = window + (xs[j].to(tl.float32),)
+            pre = _convolve(window, weight, bias[0], K, False)
+            y = pre * reciprocal(1.0 + tl.exp2(pre * -LOG2E), PTX)
+            tl.store(y_at + j * D, y.to(y_ptr.dtype.element_ty), mask=d_ok & _exists(s + j, L, BC))
+            if G == 2:
+                pre = _convolve(window, weight2, bias[1], K, True)
+                y = pre * reciprocal(1.0 + tl.exp2(pre * -LOG2E), PTX)
+                tl.store(y2_at + j * D, y.to(y_ptr.dtype.element_ty), mask=d_ok & _exists(s + j - PAST, L, BC))
+            window = _but_first(window)
+        xs = next_xs
+
+
+@_kernel
+def _conv_backward_kernel(
+    dy_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, sums_ptr, L, B, blocks, segments, span, x_b, x_l, dx_b, dx_l,
+    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr,
+    UNIT: tl.constexpr, PTX: tl.constexpr,
+):
+    """dx of the segment's tokens, of BC channels of one sequence, and the segment's part of the other gradients.
+
+    dx of token u takes the gradients of K pre-activations, of u and what follows it in the first direction, of u and
+    what precedes it in the second: rolling windows like that of x. Those of other segments are found here again. A
+    weight's gradient is the sum over u of x of token u times that gradient in the windows that the weight connects it
+    with; so each token of x is counted once, by the program it belongs to, and zeros beyond the end need no mask.
+
+    sums: (B, segments, G, K + 1, D), the gradients of the K weights and the bias.
+    """
+    block, segment, b, _ = work_of(blocks, segments)
+    d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
+    PAST: tl.constexpr = K - 1
+    begin = segment * span
+    end = tl.minimum(begin + span, L)
+    x_step = x_l.to(tl.int64) * UNIT
+    x_row = x_ptr + b * x_b * UNIT + d
+    dx_step = dx_l.to(tl.int64) * UNIT
+    dx_row = dx_ptr + b * dx_b * UNIT + d
+    dy_row = dy_ptr + b * L * D + d
+    dy2_row = dy_ptr + (b + B * (G - 1)) * L * D + d
+
+    # Before the first step: tokens up to that before the first (second direction), and PAST tokens on (first one).
+    window = _floats(_load_tokens(x_row, begin - PAST, x_step, L, PAST, BC))
+    early_xs = _load_tokens(x_row, begin, x_step, L, PAST, BC)
+    early_gs = _load_tokens(dy_row, begin, D, L, PAST, BC)
+    early_gs2 = ()
+    gs2 = ()
+    weight2 = ()
+    if G == 2:
+        early_gs2 = _load_tokens(dy2_row, begin - PAST, D, L, PAST, BC)
+        gs2 = _load_tokens(dy2_row, begin, D, L, U, BC)
+        weight2 = _load_floats(weight_ptr + D * K + d * K, K, 1)
+    xs = _load_tokens(x_row, begin + PAST, x_step, L, U, BC)
+    gs = _load_tokens(dy_row, begin + PAST, D, L, U, BC)
+    weight = _load_floats(weight_ptr + d * K, K, 1)
+    bias = _load_floats(bias_ptr + d, G, D)
+
+    grads = ()  # of the pre-activations that the present step's dx needs, in the order of the sequence
+    grads2 = ()
+    for j in tl.static_range(PAST):
+        window = window + (early_xs[j].to(tl.float32),)
+        grad = _grad_of_pre(early_gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, False), PTX)
+        grads = grads + (grad,)
+        if G == 2:
+            grad = _grad_of_pre(early_gs2[j].to(tl.float32), _convolve(window, weight2, bias[1], K, True), PTX)
+            grads2 = grads2 + (grad,)
+        window = _but_first(window)
+    dweight = fill(0.0, K, 1, BC)
+    dbias = tl.zeros([1, BC], tl.float32)
+    dweight2 = fill(0.0, K if G == 2 else 0, 1, BC)
+    dbias2 = tl.zeros([1, BC], tl.float32)
+
+    for i in tl.range(0, end - begin, U, num_stages=1):
+        u = begin + i
+        dx_at = dx_row + u.to(tl.int64) * dx_step
+        next_xs = _load_tokens(x_row, u + U + PAST, x_step, L, U, BC)
+        next_gs = _load_tokens(dy_row, u + U + PAST, D, L, U, BC)
+        next_gs2 = ()
+        if G == 2:
+            next_gs2 = _load_tokens(dy2_row, u + U, D, L, U, BC)
+        for j in tl.static_range(U):
+            # x and the first direction are PAST tokens ahead of the second direction and dx.
+            window = window + (xs[j].to(tl.float32),)
+            grad = _grad_of_pre(gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, False), PTX)
+            grads = grads + (grad,)
+            x = window[0]
+            dx = grads[0] * weight[K - 1]
+            for n in tl.static_range(1, K):
+                dx += grads[n] * weight[K - 1 - n]
+            new = ()
+            for n in tl.static_range(K):
+                new = new + (dweight[n] + x * grads[K - 1 - n],)
+            dweight = new
+            dbias += grads[0]
+            if G == 2:
+                grad = _grad_of_pre(gs2[j].to(tl.float32), _convolve(window, weight2, bias[1], K, True), PTX)
+                grads2 = grads2 + (grad,)
+                new = ()
+                for n in tl.static_range(K):
+                    dx += grads2[n] * weight2[n]
+                    new = new + (dweight2[n] + x * grads2[n],)
+                dweight2 = new
+                dbias2 += grad
+                grads2 = _but_first(grads2)
+            tl.store(dx_at + j * dx_step, dx.to(dx_ptr.dtype.element_ty), mask=d_ok & _exists(u + j, L, BC))
+            window = _but_first(window)
+            grads = _but_first(grads)
+        xs = next_xs
+        gs = next_gs
+        gs2 = next_gs2
+
+    sums = sums_ptr + (b * segments + segment) * (G * (K + 1) * D) + d
+    for i in tl.static_range(K):
+        tl.store(sums + i * D, dweight[i], mask=d_ok)
+    tl.store(sums + K * D, dbias, mask=d_ok)
+    if G == 2:
+        for i in tl.static_range(K):
+            tl.store(sums + (K + 1 + i) * D, dweight2[i], mask=d_ok)
+        tl.store(sums + (2 * K + 1) * D, dbias2, mask=d_ok)
+
+
+def _cut(L: int, programs: int, device: torch.device, part: int) -> tuple[int, int]:
+    """(segments, span) of a walk of L steps, given that whole walks make `programs` programs: about two rounds of 24
+    programs on each multiprocessor, unless whole walks fill most of one round. `span` is a multiple of `part`."""
+    capacity = 24 * multiprocessors(device)
+    segments = 1 if 3 * programs >= 2 * capacity else 2 * capacity // max(programs, 1)
+    span = max(_SHORTEST, triton.cdiv(triton.cdiv(L, segments), part) * part)
+    return triton.cdiv(L, span), span
+
+
+def _aligned(value: Tensor) -> bool:
+    """Whether every token starts at a multiple of 16 numbers and 16 bytes."""
+    return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[-3:-1])
+
+
+def _prepare(steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor,
+             **others: Tensor) -> tuple[int, dict]:
+    """(programs, arguments) of a kernel whose walk through a sequence has so many steps; `others` are y, dy and dx."""
+    if x.dtype == torch.float64:
+        raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
+    B, L, D = x.shape
+    G, _, K = weight.shape
+    aligned = D % 16 == 0 and all(map(_aligned, (x, *others.values())))
+    # Two channels a lane where they can be loaded together and no lane is idle. AMD's data-centre GPUs have 64 lanes.
+    lanes = 32 if torch.version.hip is None else 64
+    width = 2 * lanes if aligned and D % (2 * lanes) == 0 else lanes
+    unit = 16 if aligned else 1
+    blocks = triton.cdiv(D, width)
+    part = part_bytes // x.element_size()
+    segments, span = _cut(steps, blocks * B, x.device, part)
+    args = dict(x_ptr=x, weight_ptr=weight, bias_ptr=bias, L=L, B=B, blocks=blocks, segments=segments, span=span,
+                x_b=x.stride(0) // unit, x_l=x.stride(1) // unit, D=D, K=K, G=G, BC=width, U=part,
+                WHOLE=D % width == 0, UNIT=unit, PTX=x.device.type == "cuda" and torch.version.hip is None)
+    for name, value in others.items():
+        args |= {f"{name}_ptr": value, f"{name}_b": value.stride(-3) // unit, f"{name}_l": value.stride(-2) // unit}
+    return blocks * segments * B, args
+
+
+def _launch(kernel, programs: int, args: dict) -> None:
+    with torch.cuda.device_of(args["x_ptr"]):
+        kernel[(programs,)](**{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1,
+                            enable_fp_fusion=True)
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """As `short_conv.forward`."""
+    G, _, K = weight.shape
+    y = x.new_empty(G, *x.shape)
+    programs, args = _prepare(x.shape[1] + (G - 1) * (K - 1), _FORWARD_PART, x, weight, bias, y=y)
+    if programs:
+        _launch(_conv_forward_kernel, programs, args)
+    return y
+
+
+def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+    """As `short_conv.backward`."""
+    (B, L, D), (G, _, K) = x.shape, weight.shape
+    programs, args = _prepare(L, _BACKWARD_PART, x, weight, bias, dy=dy, dx=dx)
+    sums = x.new_empty(B * args["segments"], G, K + 1, D, dtype=torch.float32)
+    if programs:
+        _launch(_conv_backward_kernel, programs, args | {"sums_ptr": sums})
+    # No atomics, and torch adds in a fixed order: the same bits in every run. Clones: an operator must not return two
+    # views of one tensor.
+    sums = sums.sum(0)
+    return sums[:, :K].transpose(1, 2).clone(memory_format=torch.contiguous_format), sums[:, K].clone()

@@ -1,0 +1,144 @@
+"""The operator between the two projections of a block: against the plain description, and as an operator."""
+
+import itertools
+
+import pytest
+import torch
+from plain_model import plain_mixer
+from scan_cases import relative_rms
+
+from vision_longhorn import kernels
+from vision_longhorn.mixer import BidirectionalMixer
+
+needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
+BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
+UPDATES = [dict(rule="diagonal"), dict(rule="exact"), dict(mixer="mamba")]
+LAYOUTS = [dict(wiring=wiring, beta=beta) for wiring, beta in itertools.product(("vim", "shared"),
+                                                                              ("vector", "scalar"))]
+
+
+def build(backend="auto", dim=6, **options):
+    torch.manual_seed(0)
+    mixer = BidirectionalMixer(dim, d_state=4, **options)
+    mixer.scan_backend = backend
+    with torch.no_grad():
+        for value in mixer.parameters():  # no two of them alike
+            value.add_(torch.randn_like(value), alpha=0.2)
+    return mixer
+
+
+def output_and_gradients(mixer, h, weight):
+    y = mixer(h)
+    return [y, *torch.autograd.grad((y.float() * weight).sum(), [h, *mixer.parameters()])]
+
+
+def expected_of(mixer, h, weight):
+    plain = {name: value.detach().double().requires_grad_() for name, value in mixer.named_parameters()}
+    h = h.detach().double().requires_grad_()
+    y = plain_mixer(plain, h, mixer)
+    return [y, *torch.autograd.grad((y * weight).sum(), [h, *plain.values()])]
+
+
+def check(mixer, h, tolerance):
+    weight = torch.randn(h.shape, device=h.device)
+    names = ["y", "h", *(name for name, _ in mixer.named_parameters())]
+    found = zip(names, output_and_gradients(mixer, h, weight), expected_of(mixer, h, weight))
+    errors = {name: relative_rms(value, right) for name, value, right in found}
+    assert max(errors.values()) < tolerance, errors
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+@pytest.mark.parametrize("save_states", (False, True))
+def test_mixer_is_its_plain_description(backend, layout, update, save_states):
+    mixer = build(backend, save_states=save_states, **layout, **update)
+    check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("options,shape", [
+    (dict(d_conv=1), (1, 1, 6)), (dict(d_conv=2, expand=3), (3, 2, 6)), (dict(dt_rank=5), (1, 70, 6))], ids=str)
+def test_mixer_at_awkward_sizes(backend, options, shape):
+    for wiring in ("vim", "shared"):
+        check(build(backend, wiring=wiring, **options), torch.randn(shape, requires_grad=True), 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wiring", ("vim", "shared"))
+def test_mixer_in_bfloat16(backend, wiring):
+    """All of it in bfloat16, the parameters too: nothing but the rounding of inputs, results and what lies between."""
+    mixer = build(backend, wiring=wiring, dim=16).to(torch.bfloat16)
+    check(mixer, torch.randn(2, 19, 16, dtype=torch.bfloat16, requires_grad=True), 3e-2)
+
+
+def operator_inputs(update, layout, save_states):
+    mixer = build(**update, **layout)
+    xz = torch.randn(2, 5, 2 * mixer.d_inner, requires_grad=True)
+    return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
+            mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto")
+
+
+@pytest.mark.parametrize("update,layout,save_states", [
+    (UPDATES[0], LAYOUTS[0], True), (UPDATES[1], LAYOUTS[3], False), (UPDATES[2], LAYOUTS[2], False)], ids=str)
+def test_operator_keeps_torchs_rules(update, layout, save_states):
+    torch.library.opcheck(torch.ops.vision_longhorn.mix.default, operator_inputs(update, layout, save_states))
+
+
+def test_autocast_does_not_reach_inside():
+    """Outside, xz was made in bfloat16 or was not; inside, its dtype is what counts."""
+    inputs = operator_inputs(UPDATES[0], LAYOUTS[0], False)
+    plain = torch.ops.vision_longhorn.mix(*inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = torch.ops.vision_longhorn.mix(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+
+
+def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass():
+    kept = {}
+    for save_states in (False, True):
+        mixer = build(dim=64, save_states=save_states, rule="diagonal")
+        h = torch.randn(2, 40, 64, requires_grad=True)
+        parameters = {value.data_ptr() for value in mixer.parameters()}
+        sizes = []
+
+        def pack(value):
+            if value.data_ptr() not in parameters and value.untyped_storage().data_ptr() not in parameters:
+                sizes.append(value.numel())
+            return value
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+            mixer(h)
+        kept[save_states] = sum(sizes)
+    tokens, d_inner, rank, N = 2 * 40, 128, 4, 4
+    # h for in_proj, xz and the low-rank values for the mixing, y for out_proj.
+    assert kept[False] == tokens * (64 + 2 * d_inner + 2 * (rank + 2 * N) + d_inner)
+    assert kept[True] == kept[False] + 2 * (tokens // 8) * N * d_inner
+
+
+def test_wrong_shapes_are_named():
+    inputs = list(operator_inputs(UPDATES[0], LAYOUTS[0], False))
+    inputs[7] = torch.ones(2, 3)
+    with pytest.raises(ValueError, match=r"D has shape \(2, 3\)"):
+        torch.ops.vision_longhorn.mix(*inputs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=str)
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
+    for dim, shape in ((96, (3, 65, 96)), (33, (2, 50, 33))):
+        mixer = build(dim=dim, **layout, **update).to("cuda", dtype)
+        check(mixer, torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True), tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=str)
+def test_gpu_mixing_gives_the_same_bits_again(layout):
+    mixer = build(dim=192, **layout).cuda()
+    h = torch.randn(16, 197, 192, device="cuda", requires_grad=True)
+    weight = torch.randn_like(h)
+    first = output_and_gradients(mixer, h, weight)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, output_and_gradients(mixer, h, weight)))
