@@ -70,8 +70,8 @@ class Scan(NamedTuple):
         """Of what a forward pass keeps for the backward pass, beside the inputs, in the dtype of `accumulator`."""
         G, B, L, D, N = self.sizes
         if triton and self.state_rule == "exact":
-            return (G * B * D * (L + -(-L // ANCHOR) * N),)
-        return (G, -(-L // CHUNK), B, N, D)
+            return (G * B * D * (L + ceil_div(L, ANCHOR) * N),)
+        return (G, ceil_div(L, CHUNK), B, N, D)
 
     @property
     def output_scale(self) -> float:
@@ -153,6 +153,16 @@ def check(scan: Scan) -> None:
         if value.device != scan.x.device:
             raise ValueError(f"{names.get(name, name)} is on {value.device} and x on {scan.x.device}; "
                              "put them on one device")
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up. (Triton's own takes microseconds, and a launch asks often.)"""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n, n >= 1."""
+    return 1 << (n - 1).bit_length()
 
 
 def stack(scan: Scan, value: Tensor, ndim: int) -> Tensor:

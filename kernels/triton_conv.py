@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .contract import ceil_div
 from .triton_lanes import LOG2E, all_lanes, channels_of, fill, gate, reciprocal, work_of
 from .tuning import multiprocessors
 
@@ -248,8 +249,8 @@ def _cut(L: int, programs: int, device: torch.device, part: int) -> tuple[int, i
     programs on each multiprocessor, unless whole walks fill most of one round. `span` is a multiple of `part`."""
     capacity = 24 * multiprocessors(device)
     segments = 1 if 3 * programs >= 2 * capacity else 2 * capacity // max(programs, 1)
-    span = max(_SHORTEST, triton.cdiv(triton.cdiv(L, segments), part) * part)
-    return triton.cdiv(L, span), span
+    span = max(_SHORTEST, ceil_div(ceil_div(L, segments), part) * part)
+    return ceil_div(L, span), span
 
 
 def _aligned(value: Tensor) -> bool:
@@ -269,7 +270,7 @@ def _prepare(steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tenso
     lanes = 32 if torch.version.hip is None else 64
     width = 2 * lanes if aligned and D % (2 * lanes) == 0 else lanes
     unit = 16 if aligned else 1
-    blocks = triton.cdiv(D, width)
+    blocks = ceil_div(D, width)
     part = part_bytes // x.element_size()
     segments, span = _cut(steps, blocks * B, x.device, part)
     args = dict(x_ptr=x, weight_ptr=weight, bias_ptr=bias, L=L, B=B, blocks=blocks, segments=segments, span=span,

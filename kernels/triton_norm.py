@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .contract import power_of_2
 from .triton_lanes import LOG2E, offset_of
 from .tuning import multiprocessors
 
@@ -83,7 +84,7 @@ def _gated_norm_backward_kernel(
 def _options(*views: Tensor) -> dict[str, int]:
     """For (B, L, D) tensors of any strides but the last."""
     D = views[0].shape[-1]
-    block = triton.next_power_of_2(D)
+    block = power_of_2(D)
     aligned = D % 16 == 0 and all(s % 16 == 0 for view in views for s in view.stride()[:2])
     return dict(D=D, BLOCK=block, ALIGNED=aligned, num_warps=min(8, max(1, block // 256)))
 

@@ -10,11 +10,10 @@ second pass starts each segment from its state. The backward pass does the same 
 from typing import Callable, NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
 from . import triton_kernels as kernels
-from .contract import ANCHOR, CHUNK, Scan, stack, unstack
+from .contract import ANCHOR, CHUNK, Scan, ceil_div, power_of_2, stack, unstack
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
@@ -40,16 +39,16 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
     its share of the first pass.
     """
     L = scan.sizes[2]
-    one = 1, triton.cdiv(L, CHUNK) * CHUNK
+    one = 1, ceil_div(L, CHUNK) * CHUNK
     little = programs * (2 if L >= 1024 else 4) <= resident
     if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and not little):
         return one
     cuts = {}
     for waves in (3, 2, 1):
         segments = max(2, waves * resident // programs)
-        span = max(4, triton.cdiv(triton.cdiv(L, segments), CHUNK)) * CHUNK
-        segments = triton.cdiv(L, span)
-        cuts[segments, span] = segments * programs / (triton.cdiv(segments * programs, resident) * resident)
+        span = max(4, ceil_div(ceil_div(L, segments), CHUNK)) * CHUNK
+        segments = ceil_div(L, span)
+        cuts[segments, span] = segments * programs / (ceil_div(segments * programs, resident) * resident)
     segments, span = min(cut for cut in cuts if cuts[cut] > max(cuts.values()) - 0.03)
     return one if segments < (3 if scan.regime == "auto" else 2) else (segments, span)
 
@@ -102,8 +101,8 @@ class _Launch:
             **_strides("bias", None if scan.bias is None else bias, "gd"))
         self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
         # A lane takes up to 16 states of a channel.
-        NS = min(32, triton.next_power_of_2(triton.cdiv(N, _LANE_STATES)))
-        NI = triton.cdiv(N, NS)
+        NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
+        NI = ceil_div(N, NS)
         self.lanes = (32 if torch.version.hip is None else 64) // NS  # of a warp; AMD's data-centre GPUs have 64
         self.matrix &= NS == 1
         self.aligned = D % 16 == 0 and all(map(_aligned, (x, step, *(() if scan.z is None else (z,)))))
@@ -116,15 +115,18 @@ class _Launch:
             PTX=_ptx(x.device))
 
     def norms(self) -> None:
-        """Find what eps needs of k, in the order of the scan and infinite beyond its end: once for all programs."""
+        """Find what eps needs of k, in the order of the scan and infinite beyond its end: once for all programs and
+        passes."""
+        if "norm_ptr" in self.args:
+            return
         G, B, L, D, N = self.sizes
         k = self.args["k_ptr"]
-        padded = triton.cdiv(L, CHUNK) * CHUNK
+        padded = ceil_div(L, CHUNK) * CHUNK
         norm = k.new_empty(G, B, padded, dtype=torch.float32)
         if self.scan.rule != "mamba":
-            kernels._norm_kernel[(triton.cdiv(padded, 128), B, G)](
+            kernels._norm_kernel[(ceil_div(padded, 128), B, G)](
                 k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
-                BLOCK_N=triton.next_power_of_2(N), BLOCK=128, num_warps=4)
+                BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)
         self.args |= dict(norm_ptr=norm, padded=padded)
 
     def run(self, kernel, choice: Choice, cut: tuple[int, int], **args) -> None:
@@ -132,7 +134,7 @@ class _Launch:
         G, B, L, D, N = self.sizes
         segments, span = cut
         width = self.width(choice)
-        blocks = triton.cdiv(D, width)
+        blocks = ceil_div(D, width)
         args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll,
                 "DEEP": choice.deep, "WHOLE": D % width == 0, "blocks": blocks, "segments": segments, "span": span,
                 **args}
@@ -155,7 +157,7 @@ class _Launch:
     def programs(self, choice: Choice) -> int:
         """Of one walk through time."""
         G, B, L, D, N = self.sizes
-        return G * B * triton.cdiv(D, self.width(choice))
+        return G * B * ceil_div(D, self.width(choice))
 
     def choice(self, kernel: str, cut: tuple[int, int], run: Optional[Callable[[Choice], object]] = None) -> Choice:
         """For "forward" or "backward". Segments fill the GPU with any choice, and the first is the fastest then."""
@@ -166,7 +168,7 @@ class _Launch:
 
     def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> None:
         G, B, L, D, N = self.sizes
-        kernels._carry_kernel[(triton.cdiv(N * D, 64), G * B)](
+        kernels._carry_kernel[(ceil_div(N * D, 64), G * B)](
             local, decay, local if start is None else start, D, N * D, local.shape[2], B,
             *((0,) * 4 if start is None else start.stride()), HAS_START=start is not None, REVERSED=reverse,
             BLOCK=64, U=8, num_warps=1, num_stages=1)
@@ -183,9 +185,14 @@ def _state_strides(name: str, value: Optional[Tensor], segmented: bool) -> dict[
     return {**_strides(name, value, "gbdn"), f"{name}_s": 0}
 
 
-def forward(scan: Scan, save_states: bool, output: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """As `torch_scan.forward`; without `output` only the states are found."""
-    launch = _Launch(scan)
+def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """As `torch_scan.forward`."""
+    return _forward(_Launch(scan), save_states, output=True)
+
+
+def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """`forward`; without `output` only the states are found."""
+    scan = launch.scan
     G, B, L, D, N = launch.sizes
     y = scan.x.new_empty((G, B, L, D) if output else (0,))
     final = scan.x.new_empty(G, B, D, N, dtype=torch.float32)
@@ -223,7 +230,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     if not B:
         return {name: torch.zeros_like(value) for name, value in scan.tensors().items()}  # dz has no numbers either
     if not saved.numel():
-        saved = forward(scan, True, output=False)[2]
+        saved = _forward(launch, True, output=False)[2]
     if dy is None:
         dy = scan.x.new_zeros(1).expand(scan.output_shape)
     dy = dy.expand(G, B, L, D) if dy.ndim == 3 else dy
@@ -256,11 +263,11 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
                        decay_ptr=decay)
             launch.carry(local, decay, adjoint, reverse=True)
             adjoint = local
-        values = triton.next_power_of_2(2 * launch.args["NI"])
+        values = power_of_2(2 * launch.args["NI"])
 
         def run(choice: Choice) -> Tensor:
             # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
-            sums = scan.x.new_empty(triton.cdiv(D, launch.width(choice)), G, B, L, groups * N,
+            sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N,
                                     dtype=torch.float32)
             between = 0 if scan.state_rule == "exact" else CHUNK // choice.unroll - 1
             launch.run(
@@ -291,7 +298,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
 def _add(pair: Tensor, out: Tensor) -> None:
     """out (B, L, D), its last axis contiguous, = pair[0] + pair[1]."""
     B, L, D = out.shape
-    block = triton.next_power_of_2(D)
+    block = power_of_2(D)
     with torch.cuda.device_of(out):
         kernels._add_kernel[(B * L,)](
             pair, out, B * L, L, *out.stride()[:2], D=D, BLOCK=block, num_warps=min(4, max(1, block // 256)),

@@ -36,8 +36,8 @@ class Choice(NamedTuple):
         return min(32, 65536 // (32 * (self.registers or 255)))
 
 
-# The first of a list is for many programs. From benchmarks/bench_scan.py --choices on an H200; an H100 has the same
-# multiprocessors.
+# The first of a list is for many programs. Found on an H200, whose multiprocessors an H100 has too;
+# `benchmarks/bench_scan.py --choices` times every entry.
 _HOPPER = {
     ("forward", "diagonal"): (Choice(4, 2, 168), Choice(2, 2, 128, speed=0.8), Choice(1, 4, deep=True, speed=0.4)),
     ("forward", "exact"): (Choice(4, 2, 168), Choice(2, 2, 128, speed=0.75), Choice(1, 4, deep=True, speed=0.4)),

@@ -57,3 +57,52 @@ def test_same_images_give_the_same_bits(variant):
     model = build(variant).cuda()
     first, second = (logits_and_gradients(model, images, autocast=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[1], VARIANTS[2], VARIANTS[4]], ids=str)
+def test_a_captured_training_step_replays_with_the_same_bits(variant):
+    model = build(variant).cuda()
+    static = torch.randn(4, 3, 64, 64, device="cuda")
+
+    def step():
+        model.zero_grad(set_to_none=False)
+        with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+            logits = model(static)
+        logits.float().square().mean().backward()
+        return logits
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    for seed in range(3):
+        static.copy_(torch.randn(4, 3, 64, 64, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        replayed = [logits.clone(), *(parameter.grad.clone() for parameter in model.parameters())]
+        eager = [step().detach(), *(parameter.grad for parameter in model.parameters())]
+        assert all(torch.equal(a, b) for a, b in zip(replayed, eager))
+
+
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[4]], ids=str)
+@pytest.mark.parametrize("training", (False, True))
+def test_compiled_into_graphs_gives_what_eager_gives(variant, training):
+    model = build(variant).cuda().train(training)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        for _ in range(4):  # from the third on it replays
+            images = torch.randn(4, 3, 64, 64, device="cuda")
+            torch.compiler.cudagraph_mark_step_begin()
+            if not training:
+                with torch.no_grad():
+                    assert difference(compiled(images).clone(), model(images)) < 1e-5
+                continue
+            model.zero_grad(set_to_none=True)
+            logits = compiled(images)
+            logits.square().mean().backward()
+            found = [logits.detach().clone(), *(parameter.grad.clone() for parameter in model.parameters())]
+            assert max(difference(a, b) for a, b in zip(found, logits_and_gradients(model, images))) < 1e-4
