@@ -493,6 +493,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer shapes and shorter timings")
     parser.add_argument("--cpu", action="store_true", help="time the CPU's implementation too (without a GPU, always)")
     parser.add_argument("--choices", action="store_true", help="time the entries of kernels/tuning.py and nothing else")
+    parser.add_argument("--only-first-use", action="store_true",
+                        help="how long a first use takes and nothing else, to first_use.json")
     parser.add_argument("--once", choices=RULES, help="run a rule once and time nothing, for a profiler")
     parser.add_argument("--rep", type=float, metavar="MS", help="length of one timing (50; with --quick 10)")
     parser.add_argument("--first-use", choices=RULES, help=argparse.SUPPRESS)  # for the process it starts itself
@@ -504,11 +506,12 @@ def main() -> None:
         once(args.once)
         return
     gpu = torch.cuda.is_available() and kernels.HAS_TRITON
-    if args.choices and not gpu:
-        parser.error("--choices times GPU kernels, and there is no GPU here")
+    if (args.choices or args.only_first_use) and not gpu:
+        parser.error("--choices and --only-first-use time GPU kernels, and there is no GPU here")
     rep = args.rep or (10 if args.quick else 50)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / ("choices.json" if args.choices else "scan.json" if gpu else "scan_cpu.json")
+    path = args.out / ("choices.json" if args.choices else "first_use.json" if args.only_first_use else
+                       "scan.json" if gpu else "scan_cpu.json")
     results = {"environment": environment()}
     print_environment(results["environment"])
 
@@ -517,6 +520,15 @@ def main() -> None:
         results[name] = value
         path.write_text(json.dumps(results, indent=1) + "\n")
 
+    def show_first_use() -> None:
+        keep("first_use", first_use_rows(args.quick))
+        table("first use: seconds of forward and backward, one shape after the other, from an empty cache",
+              results["first_use"], **SIZES, rule=("rule", ""), seconds=("seconds", ".3f"),
+              kernels_compiled=("kernels compiled", "d"))
+
+    if args.only_first_use:
+        show_first_use()
+        return
     if args.choices:
         keep("choices", choice_rows(rep))
         table("choices (relative: to the fastest for the same work)", results["choices"], **SIZES, rule=("rule", ""),
@@ -538,10 +550,7 @@ def main() -> None:
         print_passes(f"{SWEEP_TOKENS:,} tokens in sequences of length L", results["over_length"])
         plot(results["over_length"], args.out / "scan_over_length.png",
              f"{results['environment']['gpu']}, bfloat16, D={SWEEP_CHANNELS}, N=16, gated")
-        keep("first_use", first_use_rows(args.quick))
-        table("first use: seconds of forward and backward, one shape after the other, from an empty cache",
-              results["first_use"], **SIZES, rule=("rule", ""), seconds=("seconds", ".3f"),
-              kernels_compiled=("kernels compiled", "d"))
+        show_first_use()
     if args.cpu or not gpu:
         keep("cpu", cpu_rows(args.quick))
         table(f"CPU, {torch.get_num_threads()} threads, float32, forward + backward, both directions", results["cpu"],
