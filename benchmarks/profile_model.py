@@ -10,7 +10,7 @@ the profiler; what of it no kernel fills is idle.
 The budget, for the models of this package, is what the parts would take if each did only its own work:
 
 - scan: as many scans of the block's shape as there are blocks, timed alone as bench_scan.py times them, both directions
-  gated; the backward pass with nothing saved. All kernels of a pass of the scan are counted in its row.
+  gated; the backward pass with what the model saves for it. All kernels of a pass of the scan are counted in its row.
 - matrix products: of each projection its multiply-adds at the rate of a large bf16 product, or its inputs and outputs
   at the bandwidth of a copy, whichever takes longest; the backward pass is two more of the same.
 - short convolution, gated norm, and norm and residual: each tensor that they must read or write once, at the bandwidth
@@ -45,7 +45,7 @@ FUSED, OTHER = "norm, residual and other fused by the compiler", "other"
 PARTS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in (
     ("scan forward", r"^_forward_kernel"),
     ("scan backward", r"^_backward_kernel"),
-    ("scan, other", r"^_(norm|carry|adjoint)_kernel"),
+    ("scan, other", r"^_(norm|carry|adjoint|add)_kernel"),
     ("short convolution", r"^_conv.*_kernel|conv_depthwise|depthwise_conv"),
     ("gated norm", r"^_gated_norm"),
     ("matrix products", r"^triton_tem_"),
@@ -108,7 +108,10 @@ def matmul_rate(size: int = 8192) -> float:
 def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training: bool) -> dict[str, float]:
     """What the scans of all blocks take alone; a pass that could not be timed is left out."""
     mixer = model.blocks[0].mixer
-    names = {"forward": "scan forward", "backward, nothing saved": "scan backward"}
+    if mixer.save_states and training:
+        names = {"forward, saves": "scan forward", "backward": "scan backward"}
+    else:
+        names = {"forward": "scan forward", "backward, nothing saved": "scan backward"}
     rows = bench_scan.time_scan(rates, (batch, model.pos_embed.shape[1], mixer.d_inner), mixer.d_state, torch.bfloat16,
                                 mixer.rule, REP, tuple(names)[:2 if training else 1])
     return {names[row["pass"]]: len(model.blocks) * row["ms"] for row in rows if row["ms"] is not None}

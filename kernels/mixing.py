@@ -2,18 +2,19 @@
 keys and queries, the scan in both directions, gate and mean (or norms).
 
 As one operator, because of what is kept for the backward pass: its input xz, the step sizes at their low rank with keys
-and queries, and nothing else. The convolution and the step sizes cost less to find again than to keep, and so, unless
-`save_states`, do the states of the scan. What a compiler could still fuse across the operator's border is nothing: both
-neighbours are matrix products.
+and queries, and, where norms follow the scan, what they are given. The convolution and the step sizes cost less to find
+again than to keep, and so, unless `save_states`, do the states of the scan. What a compiler could still fuse across the
+operator's border is nothing: both neighbours are matrix products.
 """
 
 from typing import NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from . import gated_norm, short_conv
-from .contract import Scan, check
+from .contract import Scan, ceil_div, check
 from .ops import choose_backend, implementation
 
 
@@ -41,9 +42,30 @@ class Mix(NamedTuple):
     def rank(self) -> int:
         return self.dt_proj.shape[2]
 
+    @property
+    def width(self) -> int:
+        """Of the low-rank step size as it is laid out: R, rounded up so that matrix products may load whole vectors.
+        The columns between are zeros."""
+        return ceil_div(self.rank, 8) * 8
+
+    @property
+    def low_width(self) -> int:
+        return self.width + self.x_proj.shape[1] - self.rank
+
+    def padded_x_proj(self, dtype: torch.dtype) -> Tensor:
+        """(S, low_width, D)."""
+        x_proj = self.x_proj.to(dtype)
+        if self.width == self.rank:
+            return x_proj
+        return torch.cat([F.pad(x_proj[:, :self.rank], [0, 0, 0, self.width - self.rank]), x_proj[:, self.rank:]], 1)
+
+    def padded_dt_proj(self, dtype: torch.dtype) -> Tensor:
+        """(S, D or 1, width)."""
+        return F.pad(self.dt_proj.to(dtype), [0, self.width - self.rank])
+
     def scan(self, x: Tensor, step: Tensor, low: Tensor) -> Scan:
-        """The scan over the convolved x (S, B, L, D); step (S, B, L, D or 1), low (S, B, L, R + 2 N)."""
-        k, q = low[..., self.rank:].chunk(2, -1)  # (S, B, L, N)
+        """The scan over the convolved x (S, B, L, D); step (S, B, L, D or 1), low (S, B, L, low_width)."""
+        k, q = low[..., self.width:].chunk(2, -1)  # (S, B, L, N)
         A = None if self.A_log is None else -torch.exp(self.A_log.to(_wide(x)))
         z, D, bias, combine = self.xz.chunk(2, -1)[1], self.D, self.dt_bias, "mean"
         if self.shared:
@@ -51,6 +73,30 @@ class Mix(NamedTuple):
             x, step, k, q, D, bias, z, combine = x[0], step[0], k[0], q[0], D[0], bias[0], None, "none"
             A = None if A is None else A[0]
         return Scan(x, step, k, q, A, z, D, bias, None, self.rule, "both", combine)
+
+
+def prepare(mix: Mix) -> Mix:
+    """`mix` as the implementations take it: shapes checked, and contiguous what they read so.
+
+    Raises:
+        ValueError: naming the tensor, its shape and what would be right. (The scan checks what it is given itself.)
+    """
+    S, D = (1 if mix.shared else 2), mix.D.shape[-1]
+    R, steps, x_rows = mix.rank, mix.dt_proj.shape[1], mix.x_proj.shape[1]
+    right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "x_proj": (S, x_rows, D),
+             "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D), "norm_weight": (2, D),
+             "xz": (*mix.xz.shape[:2], 2 * D)}
+    for name, shape in right.items():
+        value = getattr(mix, name)
+        if value is not None and (value.ndim != len(shape) or tuple(value.shape) != shape):
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
+                             f"{'both directions' if S == 1 else 'each direction'} it must be {shape}")
+    if x_rows <= R or (x_rows - R) % 2:
+        raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + 2 d_state")
+    return mix._replace(
+        xz=mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous(), conv_weight=mix.conv_weight.contiguous(),
+        conv_bias=mix.conv_bias.contiguous(),
+        norm_weight=None if mix.norm_weight is None else mix.norm_weight.contiguous())
 
 
 def _wide(value: Tensor) -> torch.dtype:
@@ -70,16 +116,17 @@ def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
 
 def _step_sizes(mix: Mix, low: Tensor) -> Tensor:
     S, B, L, _ = low.shape
-    dt_proj = mix.dt_proj.to(low.dtype).transpose(1, 2)  # (S, R, D or 1)
-    return torch.bmm(_rows(low)[..., :mix.rank], dt_proj).view(S, B, L, dt_proj.shape[2])
+    dt_proj = mix.padded_dt_proj(low.dtype).transpose(1, 2)  # (S, width, D or 1)
+    return torch.bmm(_rows(low)[..., :mix.width], dt_proj).view(S, B, L, dt_proj.shape[2])
 
 
 def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y (B, L, D), low (S, B, L, R + 2 N), what the scan saved, the scan's outputs (2, B, L, D) if a norm follows)."""
+    """(y (B, L, D), low (S, B, L, low_width), what the scan saved, its outputs (2, B, L, D) if norms follow)."""
+    mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
     x = short_conv.forward(x, mix.conv_weight, mix.conv_bias, backend)  # (S, B, L, D)
-    low = torch.bmm(_rows(x), mix.x_proj.to(x.dtype).transpose(1, 2)).view(len(x), B, L, mix.x_proj.shape[1])
+    low = torch.bmm(_rows(x), mix.padded_x_proj(x.dtype).transpose(1, 2)).view(len(x), B, L, mix.low_width)
     scan = mix.scan(x, _step_sizes(mix, low), low)
     check(scan)
     y, _, saved = implementation(scan, backend).forward(scan, save_states)
@@ -90,8 +137,9 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
 
 def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backend: str) -> dict[str, Tensor]:
     """The gradient of each tensor of `mix`, from that of y and what `forward` left."""
+    mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
-    dxz = torch.empty_like(mix.xz)
+    dxz = mix.xz.new_empty(mix.xz.shape)
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
     convolved = short_conv.forward(x, mix.conv_weight, mix.conv_bias, backend)
@@ -103,17 +151,22 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     def stacked(name: str) -> Tensor:
         return found[name].unsqueeze(0) if mix.shared else found[name]
 
-    dstep, low_steps = _rows(stacked("step")), _rows(low)[..., :mix.rank]
-    grads["dt_proj"] = _weight_grad(dstep, low_steps)
-    dlow = torch.cat([torch.bmm(dstep, mix.dt_proj.to(low.dtype)), _rows(stacked("k")), _rows(stacked("q"))], -1)
-    grads["x_proj"] = _weight_grad(dlow, _rows(convolved))
-    dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.x_proj.to(low.dtype)).view_as(convolved)
+    R, width = mix.rank, mix.width
+    dstep = _rows(stacked("step"))
+    grads["dt_proj"] = _weight_grad(dstep, _rows(low)[..., :width])[..., :R]
+    dlow = torch.cat([torch.bmm(dstep, mix.padded_dt_proj(low.dtype)), _rows(stacked("k")), _rows(stacked("q"))], -1)
+    dx_proj = _weight_grad(dlow, _rows(convolved))
+    grads["x_proj"] = dx_proj if width == R else torch.cat([dx_proj[:, :R], dx_proj[:, width:]], 1)
+    dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.padded_x_proj(low.dtype)).view_as(convolved)
     grads["conv_weight"], grads["conv_bias"] = short_conv.backward(dconvolved, x, mix.conv_weight, mix.conv_bias, dx,
                                                                    backend)
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
     if mix.A_log is not None:
         grads["A_log"] = stacked("A") * (-torch.exp(mix.A_log.to(_wide(x))))
     return grads
+
+
+TENSORS = 9  # of the fields of `Mix`, the first
 
 
 @torch.library.custom_op("vision_longhorn::mix", mutates_args=())
@@ -123,7 +176,7 @@ def mix(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`forward` as an operator; its tensors and options are the fields of `Mix`. The first output is y, (B, L, D) in
-    the dtype of xz; the others are for the backward pass."""
+    the dtype of xz; the others are for the backward pass, and no gradient flows through them."""
     values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
     with torch.autocast(xz.device.type, enabled=False):  # xz has the dtype that is meant
         return forward(values, save_states, choose_backend(backend, xz.device))
@@ -131,10 +184,10 @@ def mix(
 
 @mix.register_fake
 def _(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, save_states, backend):
-    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
+    values = prepare(Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps))
     S, d_inner, _ = conv_weight.shape
     B, L, _ = xz.shape
-    low = xz.new_empty(S, B, L, x_proj.shape[1])
+    low = xz.new_empty(S, B, L, values.low_width)
     scan = values.scan(xz.new_empty(S, B, L, d_inner), xz.new_empty(S, B, L, dt_proj.shape[1]), low)
     check(scan)
     saved = scan.saved_shape(choose_backend(backend, xz.device) == "triton") if save_states else (0,)
@@ -152,11 +205,8 @@ def mix_backward(
     values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
     with torch.autocast(xz.device.type, enabled=False):
         grads = backward(values, dy.contiguous(), low, saved, o, choose_backend(backend, xz.device))
-    return tuple(xz.new_empty(0) if value is None else grads[name].to(value.dtype)
+    return tuple(xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
                  for name, value in zip(Mix._fields[:TENSORS], values))
-
-
-TENSORS = 9  # of the fields of `Mix`, the first
 
 
 @mix_backward.register_fake

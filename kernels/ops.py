@@ -78,7 +78,8 @@ def scan(
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
                   regime)
     check(inputs)
-    y, final_state, saved = implementation(inputs, backend).forward(inputs, save_states)
+    with torch.autocast(x.device.type, enabled=False):  # sums are in float32, whatever surrounds the operator
+        y, final_state, saved = implementation(inputs, backend).forward(inputs, save_states)
     return y, final_state if return_final_state else final_state.new_empty(0), saved
 
 
@@ -104,7 +105,8 @@ def scan_backward(
     """The gradient of each tensor of `Scan`, empty where the tensor is absent."""
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
                   regime)
-    grads = implementation(inputs, backend).backward(inputs, dy, dfinal, saved)
+    with torch.autocast(x.device.type, enabled=False):
+        grads = implementation(inputs, backend).backward(inputs, dy, dfinal, saved)
     return tuple(grads[name] if name in grads else x.new_empty(0) for name in TENSORS)
 
 

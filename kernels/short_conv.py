@@ -21,7 +21,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
     Args:
         x: (B, L, D), bfloat16, float16 or float32 (or float64 with the torch backend); its last axis is contiguous,
             the others may have any strides.
-        weight: (G, D, K), of any float dtype, contiguous; G is 1 (the first direction alone) or 2, K from 1 to 8.
+        weight: (G, D, K), of any float dtype, contiguous; G is 1 (the first direction alone) or 2; K is a few, as
+            a GPU keeps that many tokens in registers.
         bias: (G, D), of any float dtype, contiguous.
         backend: "torch" or "triton".
 

@@ -9,15 +9,15 @@ stores.
 Channels beyond D repeat the last one and nothing of them is stored.
 """
 
-import inspect
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .contract import ceil_div
-from .triton_lanes import LOG2E, all_lanes, channels_of, fill, gate, reciprocal, work_of
+from .triton_lanes import (
+    LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of,
+)
 from .tuning import multiprocessors
 
 # Only what changes the code is compiled for: not lengths, not strides. Those are given in units of `UNIT`: where it is
@@ -31,10 +31,7 @@ _BACKWARD_PART = 8
 _SHORTEST = 32  # tokens of a segment: each repeats K - 1 tokens of its neighbours
 
 
-def _kernel(function):
-    names = inspect.signature(function).parameters
-    return triton.jit(do_not_specialize=[name for name in _RUNTIME if name in names],
-                      do_not_specialize_on_alignment=[name for name in _UNALIGNED if name in names])(function)
+_kernel = kernel(_RUNTIME, _UNALIGNED)
 
 
 @triton.jit
@@ -266,8 +263,8 @@ def _prepare(steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tenso
     B, L, D = x.shape
     G, _, K = weight.shape
     aligned = D % 16 == 0 and all(map(_aligned, (x, *others.values())))
-    # Two channels a lane where they can be loaded together and no lane is idle. AMD's data-centre GPUs have 64 lanes.
-    lanes = 32 if torch.version.hip is None else 64
+    # Two channels a lane where they can be loaded together and no lane is idle.
+    lanes = warp_lanes()
     width = 2 * lanes if aligned and D % (2 * lanes) == 0 else lanes
     unit = 16 if aligned else 1
     blocks = ceil_div(D, width)
@@ -275,7 +272,7 @@ def _prepare(steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tenso
     segments, span = _cut(steps, blocks * B, x.device, part)
     args = dict(x_ptr=x, weight_ptr=weight, bias_ptr=bias, L=L, B=B, blocks=blocks, segments=segments, span=span,
                 x_b=x.stride(0) // unit, x_l=x.stride(1) // unit, D=D, K=K, G=G, BC=width, U=part,
-                WHOLE=D % width == 0, UNIT=unit, PTX=x.device.type == "cuda" and torch.version.hip is None)
+                WHOLE=D % width == 0, UNIT=unit, PTX=takes_ptx(x.device))
     for name, value in others.items():
         args |= {f"{name}_ptr": value, f"{name}_b": value.stride(-3) // unit, f"{name}_l": value.stride(-2) // unit}
     return blocks * segments * B, args

@@ -9,14 +9,12 @@ Tokens beyond the end of a sequence repeat the last one with a step size of zero
 them is stored, so loads need no mask. Channels beyond D repeat the last one, and no gradient enters them.
 """
 
-import inspect
-
 import triton
 import triton.language as tl
 
 from .triton_lanes import (
     DIAGONAL, EXACT, LOG2E, MAMBA, advance, all_lanes, channels_of, channels_of_a_lane, decay_of, dot, fill, gate,
-    load_A, load_bias, load_norm, load_rows, load_skip, load_state, load_tokens, lone_decay, offset_of, part_of,
+    kernel, load_A, load_bias, load_norm, load_rows, load_skip, load_state, load_tokens, lone_decay, offset_of, part_of,
     reciprocal, row_of, start_of_A, state_row_of, step_size, store_state, store_sums, sum_states, tokens_of, unpack,
     walk, work_of,
 )
@@ -29,19 +27,16 @@ _RUNTIME = [f"{name}_{axis}" for name in ("x", "step", "k", "q", "A", "z", "D", 
 _UNALIGNED = ["k_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 
 
-def _kernel(function):
-    names = inspect.signature(function).parameters
-    return triton.jit(do_not_specialize=[name for name in _RUNTIME if name in names],
-                      do_not_specialize_on_alignment=[name for name in _UNALIGNED if name in names])(function)
+_kernel = kernel(_RUNTIME, _UNALIGNED)
 
 
 @triton.jit(do_not_specialize=["L", "B", "padded", "k_g", "k_b", "k_l"], do_not_specialize_on_alignment=["k_ptr"])
 def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: tl.constexpr, N: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
     """||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
-    b = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks = (padded + BLOCK - 1) // BLOCK
+    block, _, b, g = work_of(blocks, 1)
+    i = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, BLOCK_N)
     t = tl.where(g + FIRST_REVERSED > 0, L - 1 - i, i).to(tl.int64)
     k = tl.load(k_ptr + g * k_g + b * k_b + t[:, None] * k_l + n[None, :],

@@ -2,13 +2,35 @@
 and the sums over states and over channels. Names and shapes are those of `triton_kernels`.
 """
 
+import inspect
 import os
 
+import torch
 import triton
 import triton.language as tl
 
 # Read when the kernels are decorated, so the variable must be set before the first import.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def kernel(runtime: list[str], unaligned: list[str]):
+    """`triton.jit` that compiles nothing anew for other values of the arguments in `runtime`, nor for pointers in
+    `unaligned` that lie at other addresses."""
+    def decorate(function):
+        names = inspect.signature(function).parameters
+        return triton.jit(do_not_specialize=[name for name in runtime if name in names],
+                          do_not_specialize_on_alignment=[name for name in unaligned if name in names])(function)
+    return decorate
+
+
+def takes_ptx(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def warp_lanes() -> int:
+    """AMD's data-centre GPUs have 64."""
+    return 32 if torch.version.hip is None else 64
+
 
 DIAGONAL = tl.constexpr(0)
 EXACT = tl.constexpr(1)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import triton_kernels as kernels
 from .contract import ANCHOR, CHUNK, Scan, ceil_div, power_of_2, stack, unstack
+from .triton_lanes import takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
@@ -45,10 +46,10 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
         return one
     cuts = {}
     for waves in (3, 2, 1):
-        segments = max(2, waves * resident // programs)
+        segments = max(2, waves * resident // max(programs, 1))
         span = max(4, ceil_div(ceil_div(L, segments), CHUNK)) * CHUNK
         segments = ceil_div(L, span)
-        cuts[segments, span] = segments * programs / (ceil_div(segments * programs, resident) * resident)
+        cuts[segments, span] = segments * programs / (max(1, ceil_div(segments * programs, resident)) * resident)
     segments, span = min(cut for cut in cuts if cuts[cut] > max(cuts.values()) - 0.03)
     return one if segments < (3 if scan.regime == "auto" else 2) else (segments, span)
 
@@ -56,10 +57,6 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
 def _aligned(value: Tensor) -> bool:
     """Whether every row of channels starts at a multiple of 16 bytes (and 16 numbers, as the kernels are told)."""
     return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[:3])
-
-
-def _ptx(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
 
 
 def _pack(value: Tensor, states: int) -> int:
@@ -99,11 +96,11 @@ class _Launch:
             **_strides("z", None if scan.z is None else z, "gbl"),
             **_strides("D", None if scan.D is None else skip, "g"),
             **_strides("bias", None if scan.bias is None else bias, "gd"))
-        self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and _ptx(x.device)
+        self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and takes_ptx(x.device)
         # A lane takes up to 16 states of a channel.
         NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
         NI = ceil_div(N, NS)
-        self.lanes = (32 if torch.version.hip is None else 64) // NS  # of a warp; AMD's data-centre GPUs have 64
+        self.lanes = warp_lanes() // NS  # that hold channels
         self.matrix &= NS == 1
         self.aligned = D % 16 == 0 and all(map(_aligned, (x, step, *(() if scan.z is None else (z,)))))
         self.args |= dict(
@@ -112,7 +109,7 @@ class _Launch:
             FIRST_REVERSED=int(scan.direction == "backward"), N=N, NI=NI, NS=NS,
             T=ANCHOR if scan.state_rule == "exact" else CHUNK,
             K_PACK=_pack(k, NI if NS * NI == N else 1), Q_PACK=_pack(q, NI if NS * NI == N else 1),
-            PTX=_ptx(x.device))
+            PTX=takes_ptx(x.device))
 
     def norms(self) -> None:
         """Find what eps needs of k, in the order of the scan and infinite beyond its end: once for all programs and
@@ -124,7 +121,7 @@ class _Launch:
         padded = ceil_div(L, CHUNK) * CHUNK
         norm = k.new_empty(G, B, padded, dtype=torch.float32)
         if self.scan.rule != "mamba":
-            kernels._norm_kernel[(ceil_div(padded, 128), B, G)](
+            kernels._norm_kernel[(ceil_div(padded, 128) * B, G)](
                 k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
                 BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)
         self.args |= dict(norm_ptr=norm, padded=padded)
@@ -282,9 +279,14 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
         sums = run(launch.choice("backward", cut, run))
     # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
     sums = sums.sum(0) if len(sums) > 1 else sums[0]
-    grads = {"x": dx, "step": dstep, "k": sums[..., :N], "q": sums[..., N:2 * N], "z": dgate, "initial_state": dinitial}
+    if torch.float32 in (scan.k.dtype, scan.q.dtype) or scan.A_per_token:
+        # No cast may come, and an operator must not return two views of one tensor.
+        dk, dq, *dA_t = (part.clone(memory_format=torch.contiguous_format) for part in sums.split(N, -1))
+    else:
+        dk, dq = sums.split(N, -1)
+    grads = {"x": dx, "step": dstep, "k": dk, "q": dq, "z": dgate, "initial_state": dinitial}
     if scan.A is not None:
-        grads["A"] = sums[..., 2 * N:] if scan.A_per_token else dA.sum((1, 2)).transpose(1, 2)
+        grads["A"] = dA_t[0] if scan.A_per_token else dA.sum((1, 2)).transpose(1, 2)
     if scan.D is not None:
         grads["D"] = dD.sum((1, 2))
     if scan.bias is not None:

@@ -92,6 +92,8 @@ def test_a_captured_training_step_replays_with_the_same_bits(variant):
 @pytest.mark.parametrize("training", (False, True))
 def test_compiled_into_graphs_gives_what_eager_gives(variant, training):
     model = build(variant).cuda().train(training)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for _ in range(4):  # from the third on it replays
@@ -106,3 +108,5 @@ def test_compiled_into_graphs_gives_what_eager_gives(variant, training):
             logits.square().mean().backward()
             found = [logits.detach().clone(), *(parameter.grad.clone() for parameter in model.parameters())]
             assert max(difference(a, b) for a, b in zip(found, logits_and_gradients(model, images))) < 1e-4
+    # Where it takes no graph it runs all the same, so the numbers alone would not show it.
+    assert torch._dynamo.utils.counters["inductor"]["cudagraph_skips"] == 0

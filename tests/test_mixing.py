@@ -8,6 +8,7 @@ from plain_model import plain_mixer
 from scan_cases import relative_rms
 
 from vision_longhorn import kernels
+from vision_longhorn.kernels import mixing
 from vision_longhorn.mixer import BidirectionalMixer
 
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
@@ -89,15 +90,18 @@ def test_autocast_does_not_reach_inside():
     """Outside, xz was made in bfloat16 or was not; inside, its dtype is what counts."""
     inputs = operator_inputs(UPDATES[0], LAYOUTS[0], False)
     plain = torch.ops.vision_longhorn.mix(*inputs)
+    grads = torch.autograd.grad(plain[0].sum(), inputs[:6], retain_graph=True)
     with torch.autocast("cpu", torch.bfloat16):
         again = torch.ops.vision_longhorn.mix(*inputs)
-    assert all(torch.equal(a, b) for a, b in zip(plain, again))
+        grads_again = torch.autograd.grad(again[0].sum(), inputs[:6])
+    assert all(torch.equal(a, b) for a, b in zip((*plain, *grads), (*again, *grads_again)))
 
 
-def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass():
-    kept = {}
+@pytest.mark.parametrize("wiring", ("vim", "shared"))
+def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring):
+    kept, sets = {}, {"vim": 2, "shared": 1}[wiring]
     for save_states in (False, True):
-        mixer = build(dim=64, save_states=save_states, rule="diagonal")
+        mixer = build(dim=64, save_states=save_states, wiring=wiring)
         h = torch.randn(2, 40, 64, requires_grad=True)
         parameters = {value.data_ptr() for value in mixer.parameters()}
         sizes = []
@@ -110,17 +114,40 @@ def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
             mixer(h)
         kept[save_states] = sum(sizes)
-    tokens, d_inner, rank, N = 2 * 40, 128, 4, 4
-    # h for in_proj, xz and the low-rank values for the mixing, y for out_proj.
-    assert kept[False] == tokens * (64 + 2 * d_inner + 2 * (rank + 2 * N) + d_inner)
+    tokens, d_inner, width, N = 2 * 40, 128, 8, 4
+    # h for in_proj, xz and the low-rank values for the mixing, y for out_proj; what the norms are given.
+    outputs = 2 * d_inner if wiring == "shared" else 0
+    assert kept[False] == tokens * (64 + 2 * d_inner + sets * (width + 2 * N) + outputs + d_inner)
     assert kept[True] == kept[False] + 2 * (tokens // 8) * N * d_inner
 
 
-def test_wrong_shapes_are_named():
-    inputs = list(operator_inputs(UPDATES[0], LAYOUTS[0], False))
-    inputs[7] = torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"D has shape \(2, 3\)"):
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("index,name", list(enumerate(mixing.Mix._fields[:mixing.TENSORS])))
+def test_wrong_shapes_are_named(backend, index, name):
+    layout = LAYOUTS[2] if name == "norm_weight" else LAYOUTS[0]
+    inputs = [*operator_inputs(UPDATES[2], layout, False)[:-1], backend]
+    inputs[index] = torch.ones(*inputs[index].shape[:-1], inputs[index].shape[-1] + 1)
+    named = {"A_log": "A", "dt_proj": "dt_proj|x_proj", "D": "conv_weight"}.get(name, name)  # what no longer agrees
+    if name == "conv_weight":
+        inputs[index] = torch.ones(2, 3, 4)  # its last axis may be of any length
+    with pytest.raises(ValueError, match=rf"({named}) has "):
         torch.ops.vision_longhorn.mix(*inputs)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_inputs_of_any_strides(backend):
+    """What lies otherwise in memory is taken as what it is, and gradients come back contiguous."""
+    inputs = [*operator_inputs(UPDATES[0], LAYOUTS[0], False)[:-1], backend]
+    expected = torch.ops.vision_longhorn.mix(*inputs)[0]
+    grads = torch.autograd.grad(expected.sum(), inputs[:2])
+    for axes in ((0, 1), (1, 2)):
+        others = [value.detach().transpose(*axes).contiguous().transpose(*axes).requires_grad_()
+                  for value in inputs[:2]]
+        y = torch.ops.vision_longhorn.mix(*others, *inputs[2:])[0]
+        torch.testing.assert_close(y, expected)
+        for grad, right in zip(torch.autograd.grad(y.sum(), others), grads):
+            torch.testing.assert_close(grad, right)
+            assert grad.is_contiguous()
 
 
 @pytest.mark.gpu

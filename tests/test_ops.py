@@ -59,6 +59,25 @@ def test_opcheck(rule, direction, combine):
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("backend", ("torch", pytest.param("triton", marks=pytest.mark.skipif(
+    not kernels.HAS_TRITON, reason="triton is not installed on this platform"))))
+def test_gradients_of_one_token_do_not_share_memory(rule, backend):
+    """Where a sum has nothing to add and a cast nothing to do, what comes back could be views of one tensor."""
+    inputs = {name: None if value is None else value.requires_grad_()
+              for name, value in make_inputs(rule, 1, 1, 5, 4).items()}
+    leaves = [value for value in inputs.values() if value is not None]
+    grads = torch.autograd.grad(call(rule, inputs, backend=backend).sum(), leaves)
+    assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
+
+
+def test_autocast_does_not_reach_into_a_scan():
+    inputs = make_inputs("exact", 2, 9, 3, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = call("exact", inputs)
+    assert torch.equal(y, call("exact", inputs))
+
+
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("options", [dict(scalar_step=True, stacked=False), dict(dtype=torch.bfloat16),
                                      dict(dtype=torch.float64)], ids=("scalar", "bf16", "fp64"))
 def test_opcheck_of_other_shapes_and_dtypes(rule, options):

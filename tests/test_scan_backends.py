@@ -1,7 +1,6 @@
 """The torch path and the Triton kernels against the float64 reference, on a CPU (the kernels in Triton's interpreter)
 and, marked `gpu`, at full size on a GPU."""
 
-
 import pytest
 import torch
 from scan_cases import KEYS, RULES, call, errors, make_inputs, outputs_and_gradients, reference, relative_rms

@@ -51,7 +51,8 @@ class BidirectionalMixer(nn.Module):
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
         save_states: in training, keep the states that the scan's backward pass starts from instead of finding them
-            again: faster, at D N / 2 bytes a token and direction (the exact rule D (4 + N / 16)) for each block.
+            again: faster, at d_inner N / 2 bytes a token and direction for each block (on a GPU the exact rule
+            d_inner (4 + N / 16)).
 
     Raises:
         ValueError: an option is not known, or `rule="exact"` is asked of Mamba.
