@@ -220,7 +220,8 @@ def main(argv=None):
         say(f"{'raw weights' if tag == 'val' else 'EMA weights'}  {describe(result)} of {val_shards.num_samples}")
     say(f"best epoch   top-1 {best:.2f} %, saved as {run_dir / 'best.pt'}")
     say(f"curves       {run_dir / 'curves.png'}, or live: tensorboard --logdir {run_dir.parent}")
-    accelerator.end_training()
+    if accelerator.device.type == "cuda":
+        accelerator.end_training()  # NCCL wants it; with gloo, torch 2.7 can wait in it for itself, for ever
     return run_dir
 
 
