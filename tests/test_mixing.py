@@ -51,15 +51,15 @@ def check(mixer, h, tolerance):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("update", UPDATES, ids=str)
-@pytest.mark.parametrize("save_states", (False, True))
-def test_mixer_is_its_plain_description(backend, layout, update, save_states):
-    mixer = build(backend, save_states=save_states, **layout, **update)
+def test_mixer_is_its_plain_description(backend, layout, update):
+    # States are saved in one half of the cases, found again in the other.
+    mixer = build(backend, save_states=layout["beta"] == "scalar", **layout, **update)
     check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options,shape", [
-    (dict(d_conv=1), (1, 1, 6)), (dict(d_conv=2, expand=3), (3, 2, 6)), (dict(dt_rank=5), (1, 70, 6))], ids=str)
+    (dict(d_conv=1), (1, 1, 6)), (dict(d_conv=2, expand=3), (3, 2, 6)), (dict(dt_rank=5), (1, 19, 6))], ids=str)
 def test_mixer_at_awkward_sizes(backend, options, shape):
     for wiring in ("vim", "shared"):
         check(build(backend, wiring=wiring, **options), torch.randn(shape, requires_grad=True), 1e-5)

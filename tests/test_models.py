@@ -16,6 +16,7 @@ from vision_longhorn.mixer import BidirectionalMixer
 
 COUNTS = {
     "vim_tiny": 7_148_008, "vim_small": 25_796_584, "vim_base": 97_598_440,
+    "vim_tiny_stride8": 7_250_344, "vim_small_stride8": 26_001_256,
     "vlonghorn_tiny": 6_853_096, "vlonghorn_small": 25_206_760, "vlonghorn_base": 96_418_792,
     "vlonghorn_tiny_shared": 6_290_920, "vlonghorn_small_shared": 23_640_040, "vlonghorn_base_shared": 91_515_880,
 }

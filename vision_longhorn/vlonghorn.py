@@ -9,8 +9,7 @@ Papers:
 from typing import Any, Final, Optional
 
 import torch
-import torch.nn.functional as F
-from timm.layers import DropPath, PatchEmbed, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed, \
+from timm.layers import DropPath, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed, \
     resample_patch_embed, trunc_normal_
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
@@ -18,6 +17,8 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from .mixer import BidirectionalMixer, check_choice
+from .official import from_official, is_official, unwrap
+from .patches import StridedPatchEmbed
 
 __all__ = ["Block", "VisionLonghorn"]
 
@@ -43,21 +44,6 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, dim) -> (B, L, dim)
         return x + self.drop_path(self.mixer(self.norm(x.to(self.norm.weight.dtype))))
-
-
-class PatchProjection(nn.Conv2d):
-    """A convolution whose patches do not overlap, as a product of patches and weights.
-
-    With three input channels in bfloat16 cuDNN takes a detour that costs as much as several blocks.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, embed_dim, H / height, W / width)
-        height, width = self.kernel_size
-        B, C, H, W = x.shape
-        rows, columns = H // height, W // width
-        x = x[:, :, :rows * height, :columns * width].reshape(B, C, rows, height, columns, width)
-        x = x.permute(0, 2, 4, 1, 3, 5).reshape(B, rows, columns, C * height * width)
-        return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
 def class_index(class_token: str, num_patches: int) -> int:
@@ -95,6 +81,7 @@ class VisionLonghorn(nn.Module):
     Args:
         img_size: height and width of the images, or one number for both.
         patch_size: side of a patch in pixels; what does not fill a patch at the border is left out.
+        patch_stride: pixels from one patch to the next; `patch_size` if None, and patches that overlap if less.
         in_chans: channels of the images.
         num_classes: outputs of the head; 0 leaves it out.
         global_pool: "token" (the class token's output), "avg" or "max" over the patches, or "" for all tokens.
@@ -143,6 +130,7 @@ class VisionLonghorn(nn.Module):
         residual_in_fp32: bool = True,
         dynamic_img_size: bool = False,
         dynamic_img_pad: bool = False,
+        patch_stride: Optional[int | tuple[int, int]] = None,
         device=None,
         dtype=None,
     ):
@@ -159,11 +147,9 @@ class VisionLonghorn(nn.Module):
         self.grad_checkpointing = False
         self._set_pool(global_pool)
 
-        self.patch_embed = PatchEmbed(
-            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, output_fmt="NHWC",
-            strict_img_size=not dynamic_img_size, dynamic_img_pad=dynamic_img_pad, **dd)
-        self.patch_embed.proj = PatchProjection(in_chans, embed_dim, self.patch_embed.patch_size,
-                                                self.patch_embed.patch_size, **dd)
+        self.patch_embed = StridedPatchEmbed(
+            img_size=img_size, patch_size=patch_size, patch_stride=patch_stride, in_chans=in_chans,
+            embed_dim=embed_dim, strict_img_size=not dynamic_img_size, dynamic_img_pad=dynamic_img_pad, **dd)
         if not self.patch_embed.num_patches:
             raise ValueError(f"img_size={img_size} holds no patch of patch_size={patch_size}; "
                              "make the images at least one patch high and wide")
@@ -239,10 +225,14 @@ class VisionLonghorn(nn.Module):
         self._init_head()
 
     def set_input_size(self, img_size: Optional[int | tuple[int, int]] = None,
-                       patch_size: Optional[int | tuple[int, int]] = None) -> None:
-        """Take images (patches) of another size from now on; position embedding and patch projection are resampled."""
+                       patch_size: Optional[int | tuple[int, int]] = None,
+                       patch_stride: Optional[int | tuple[int, int]] = None) -> None:
+        """Take images (patches) of another size from now on; position embedding and patch projection are resampled.
+
+        Without `patch_stride` patches that do not overlap go on not to, and overlapping ones keep their stride.
+        """
         old_grid = self.patch_embed.grid_size
-        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size)
+        self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size, patch_stride=patch_stride)
         if self.patch_embed.grid_size != old_grid:
             pos_embed = resample_pos_embed(self.pos_embed.detach(), self.class_token, old_grid,
                                            self.patch_embed.grid_size)
@@ -356,8 +346,14 @@ class VisionLonghorn(nn.Module):
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Weights of the same model at another image or patch size (a square grid) made to fit `model`."""
-    state_dict = state_dict.get("model", state_dict)
+    """Weights of the same model at another image or patch size (a square grid) made to fit `model`.
+
+    Takes bare weights or a whole checkpoint (the averaged weights first, as timm does), and those of the official
+    Vision Mamba code under their names there.
+    """
+    state_dict = unwrap(state_dict)
+    if is_official(state_dict):
+        state_dict = from_official(state_dict, model)
     out = {}
     for name, value in state_dict.items():
         if name == "patch_embed.proj.weight" and value.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
@@ -378,6 +374,12 @@ def _cfg(url: str = "", **kwargs) -> dict[str, Any]:
     }
 
 
+def _vim_cfg(size: str, file: str) -> dict[str, Any]:
+    """Weights that the authors of Vision Mamba published on the Hugging Face hub."""
+    return _cfg(hf_hub_id=f"hustvl/Vim-{size}-midclstok", hf_hub_filename=file,
+                paper_ids="arXiv:2401.09417", origin_url="https://github.com/hustvl/Vim")
+
+
 _TEST_SIZE = dict(input_size=(3, 96, 96))
 default_cfgs = generate_default_cfgs({
     "vlonghorn_test.untrained": _cfg(**_TEST_SIZE),
@@ -391,9 +393,11 @@ default_cfgs = generate_default_cfgs({
     "vlonghorn_base_exact.untrained": _cfg(),
     "vlonghorn_base_shared.untrained": _cfg(),
     "vim_test.untrained": _cfg(**_TEST_SIZE),
-    "vim_tiny.untrained": _cfg(),
-    "vim_small.untrained": _cfg(),
-    "vim_base.untrained": _cfg(),
+    "vim_tiny.in1k": _vim_cfg("tiny", "vim_t_midclstok_76p1acc.pth"),
+    "vim_tiny_stride8.in1k": _vim_cfg("tiny", "vim_t_midclstok_ft_78p3acc.pth"),
+    "vim_small.in1k": _vim_cfg("small", "vim_s_midclstok_80p5acc.pth"),
+    "vim_small_stride8.in1k": _vim_cfg("small", "vim_s_midclstok_ft_81p6acc.pth"),
+    "vim_base.in1k": _vim_cfg("base", "vim_b_midclstok_81p9acc.pth"),
 })
 
 _SIZES = {
@@ -485,9 +489,21 @@ def vim_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
 
 
 @register_model
+def vim_tiny_stride8(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vim_tiny` with a patch of 16 pixels every 8: 729 patches at 224 px."""
+    return _create("vim_tiny_stride8", pretrained, **{"mixer": "mamba", "patch_stride": 8, **kwargs})
+
+
+@register_model
 def vim_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
     """Vision Mamba (ViM), 24 blocks of width 384."""
     return _create("vim_small", pretrained, **{"mixer": "mamba", **kwargs})
+
+
+@register_model
+def vim_small_stride8(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+    """`vim_small` with a patch of 16 pixels every 8: 729 patches at 224 px."""
+    return _create("vim_small_stride8", pretrained, **{"mixer": "mamba", "patch_stride": 8, **kwargs})
 
 
 @register_model

@@ -1,0 +1,144 @@
+"""Images to patches: a projection of each patch, side by side or overlapping."""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from timm.layers import PatchEmbed, resample_patch_embed, to_2tuple
+from timm.layers.trace_utils import _assert
+from torch import Tensor, nn
+
+__all__ = ["PatchProjection", "StridedPatchEmbed"]
+
+
+class PatchProjection(nn.Conv2d):
+    """A convolution whose patches do not overlap, as a product of patches and weights.
+
+    With three input channels in bfloat16 cuDNN takes a detour that costs as much as several blocks.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, embed_dim, H / height, W / width)
+        height, width = self.kernel_size
+        B, C, H, W = x.shape
+        rows, columns = H // height, W // width
+        x = x[:, :, :rows * height, :columns * width].reshape(B, C, rows, height, columns, width)
+        x = x.permute(0, 2, 4, 1, 3, 5).reshape(B, rows, columns, C * height * width)
+        return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+class StridedPatchEmbed(PatchEmbed):
+    """timm's patch embedding with a stride of its own: a patch starts every `patch_stride` pixels.
+
+    An image of side S has (S - patch_size) // patch_stride + 1 patches along it. With the stride at the patch size they
+    do not overlap, and everything is as in timm.
+
+    Args:
+        img_size: height and width of the images, or one number for both.
+        patch_size: height and width of a patch, or one number for both.
+        patch_stride: from one patch to the next along (height, width), or one number for both; `patch_size` if None.
+        in_chans, embed_dim: channels of the images, width of the tokens.
+        strict_img_size: take images of `img_size` only.
+        dynamic_img_pad: pad images at the bottom and right until patches cover them.
+
+    Raises:
+        ValueError: the stride is not between 1 and the patch size.
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        patch_stride: Optional[int | tuple[int, int]] = None,
+        in_chans: int = 3,
+        embed_dim: int = 192,
+        strict_img_size: bool = True,
+        dynamic_img_pad: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(img_size=None, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim,
+                         output_fmt="NHWC", strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad,
+                         device=device, dtype=dtype)
+        self.patch_stride = self._check_stride(self.patch_size, patch_stride)
+        self.proj = self._make_projection(in_chans, embed_dim, device=device, dtype=dtype)
+        self.img_size, self.grid_size, self.num_patches = self._init_img_size(img_size)
+
+    @staticmethod
+    def _check_stride(patch_size: tuple[int, int], stride: Optional[int | tuple[int, int]]) -> tuple[int, int]:
+        if stride is None:
+            return patch_size
+        pair = to_2tuple(stride)
+        if not all(1 <= step <= side for step, side in zip(pair, patch_size)):
+            raise ValueError(f"patch_stride={stride} leaves pixels out or is no step at all; "
+                             f"choose 1 to patch_size={patch_size}")
+        return pair
+
+    def _make_projection(self, in_chans: int, embed_dim: int, device=None, dtype=None) -> nn.Conv2d:
+        kind = PatchProjection if self.patch_stride == self.patch_size else nn.Conv2d
+        return kind(in_chans, embed_dim, self.patch_size, self.patch_stride, device=device, dtype=dtype)
+
+    def _init_img_size(self, img_size: Optional[int | tuple[int, int]]):
+        if img_size is None:
+            return None, None, None
+        img_size = to_2tuple(img_size)
+        grid_size = tuple(max(0, (size - side) // step + 1)
+                          for size, side, step in zip(img_size, self.patch_size, self.patch_stride))
+        return img_size, grid_size, grid_size[0] * grid_size[1]
+
+    def set_input_size(
+        self,
+        img_size: Optional[int | tuple[int, int]] = None,
+        patch_size: Optional[int | tuple[int, int]] = None,
+        patch_stride: Optional[int | tuple[int, int]] = None,
+    ) -> None:
+        """Other images, patches or strides from now on; for other patches the projection is resampled.
+
+        Without a `patch_stride` patches that did not overlap go on not to, others keep their stride in pixels.
+        """
+        new_size = self.patch_size if patch_size is None else to_2tuple(patch_size)
+        if patch_stride is None and self.patch_stride != self.patch_size:
+            patch_stride = self.patch_stride
+        new_stride = self._check_stride(new_size, patch_stride)
+        if (new_size, new_stride) != (self.patch_size, self.patch_stride):
+            self.patch_size, self.patch_stride = new_size, new_stride
+            old = self.proj
+            with torch.no_grad():
+                new = self._make_projection(old.in_channels, old.out_channels, old.weight.device, old.weight.dtype)
+                new.weight.copy_(resample_patch_embed(old.weight, new_size))
+                new.bias.copy_(old.bias)
+            new.weight.requires_grad_(old.weight.requires_grad)
+            new.bias.requires_grad_(old.bias.requires_grad)
+            self.proj = new.train(old.training)
+        self.img_size, self.grid_size, self.num_patches = self._init_img_size(
+            self.img_size if img_size is None else img_size)
+
+    def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
+        """Pixels from one patch to the next: the larger of both sides, or (height, width)."""
+        return max(self.patch_stride) if as_scalar else self.patch_stride
+
+    def _padding(self, size: int, side: int, step: int) -> int:
+        """Pixels missing along an axis of `size` until patches of `side`, one every `step`, cover it."""
+        return side - size if size < side else (side - size) % step
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Patches along (height, width) of images of `img_size`, padded if the model pads."""
+        (height, width), (down, right) = self.patch_size, self.patch_stride
+        H, W = img_size
+        if self.dynamic_img_pad:
+            H, W = H + self._padding(H, height, down), W + self._padding(W, width, right)
+        return (H - height) // down + 1, (W - width) // right + 1
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, rows, columns, embed_dim)
+        H, W = x.shape[-2], x.shape[-1]
+        height, width = self.patch_size
+        down, right = self.patch_stride
+        if self.dynamic_img_pad:
+            x = F.pad(x, (0, self._padding(W, width, right), 0, self._padding(H, height, down)))
+        elif not self.strict_img_size:
+            message = (f"images are {H} x {W}, which patches of {height} x {width} every {down} x {right} pixels do "
+                       "not fill: give images of whole patches, or build the model with dynamic_img_pad=True")
+            _assert(H >= height, message)
+            _assert(W >= width, message)
+            _assert((H - height) % down == 0, message)
+            _assert((W - width) % right == 0, message)
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
