@@ -45,7 +45,7 @@ MODELS = [name.format(size) for size in ("tiny", "small") for name in (
 OFFICIAL = {size: f"vim_{size}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
             for size in ("tiny", "small")}
 SIZES = [(256, 224), (8, 1248)]
-SWEEP_RESOLUTIONS, SWEEP_PATCHES, PATCH = (224, 320, 448, 640, 896, 1248), 256 * 196, 16
+SWEEP_RESOLUTIONS, SWEEP_PATCHES, PATCH = (224, 448, 640, 896, 1248, 1760, 2496), 256 * 196, 16
 COMPILE = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 PASSES = ("train", "infer")
 WARM_UP = 5  # steps, of which the last two tell how many fill the time of a measurement

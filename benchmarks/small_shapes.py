@@ -7,10 +7,10 @@
 import torch
 
 from vision_longhorn.kernels import longhorn_scan, selective_scan
+from vision_longhorn.mixer import BidirectionalMixer
 
 
-def main() -> None:
-    torch.manual_seed(0)
+def scans() -> None:
     for rule in ("diagonal", "exact", "mamba"):
         for B, L, D, N in ((2, 37, 70, 16), (1, 101, 64, 5), (1, 70, 33, 33)):
             for regime in ("sequential",) if rule == "exact" else ("sequential", "parallel"):
@@ -29,5 +29,21 @@ def main() -> None:
                 print(rule, (B, L, D, N), regime, "ran")
 
 
+def mixers() -> None:
+    """Short convolution, gated norm and the sum of two directions, around the scans."""
+    for B, L, dim in ((2, 37, 40), (1, 5, 24)):
+        for arguments in (dict(), dict(wiring="shared"), dict(mixer="mamba")):
+            mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
+            x = torch.randn(B, L, dim, device="cuda", requires_grad=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                y = mixer(x)
+            y.float().square().mean().backward()
+            torch.cuda.synchronize()
+            assert all(value.grad.isfinite().all() for value in (x, *mixer.parameters()))
+            print("mixer", (B, L, dim), arguments, "ran")
+
+
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    scans()
+    mixers()

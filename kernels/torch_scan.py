@@ -14,6 +14,8 @@ of each chunk; the backward pass rebuilds each span from the one at its start.
 Layout: time first, (L, sequences, ...), the state (sequences, N, D). docs/scan.md derives the gradients.
 """
 
+import math
+import threading
 from typing import NamedTuple, Optional
 
 import torch
@@ -131,13 +133,23 @@ def _cut(scan: Scan, d: _Inputs, s: _Step, b: slice, t: slice) -> tuple[_Inputs,
             _Step(*map(cut, s)))
 
 
+_kept = threading.local()
+
+
 def _workspace(d: _Inputs, b: slice, spans: list[slice], fields: int) -> Tensor:
     """Room for `fields` tensors of a state for each token of a span and one more: (fields, T + 1, b, N, D).
 
-    One piece for all spans: memory that the allocator returns to the system costs a page fault for each of its pages
-    when it is next written, at the demo's size as much as the arithmetic.
+    One piece for all spans, and for all calls of a thread as long as it is no larger than the cuts make it: memory that
+    the allocator returns to the system costs a page fault for each of its pages when it is next written, at the demo's
+    size as much as the arithmetic.
     """
-    return d.x.new_empty(fields, spans[0].stop + 1, *d.state[b].shape)
+    shape = fields, spans[0].stop + 1, *d.state[b].shape
+    size = math.prod(shape)
+    if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or size > 4 * BLOCK_ELEMENTS:
+        return d.x.new_empty(shape)
+    if getattr(_kept, "room", None) is None or _kept.room.numel() < size:
+        _kept.room = torch.empty(size)
+    return _kept.room[:size].view(shape)
 
 
 def _decays(scan: Scan, d: _Inputs, s: _Step, out: Tensor) -> Tensor:
