@@ -7,19 +7,22 @@ to the state and how much of the state it keeps, a short walk over the segments 
 second pass starts each segment from its state. The backward pass does the same with the adjoint.
 """
 
-from typing import Callable, NamedTuple, Optional
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from . import triton_kernels as kernels
 from .contract import ANCHOR, CHUNK, Scan, ceil_div, power_of_2, stack, unstack
-from .triton_lanes import takes_ptx, warp_lanes
+from .triton_lanes import INTERPRETED, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
 # The most states that a lane keeps; more are spread over lanes.
 _LANE_STATES = 16
+# Tokens of a segment that is worth its share of the first pass in any case.
+_LONG = 128
 
 
 class Plan(NamedTuple):
@@ -31,13 +34,54 @@ class Plan(NamedTuple):
     channels: int
 
 
-def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
+class _Call(NamedTuple):
+    """A kernel with all that it is launched with."""
+
+    kernel: Any
+    grid: tuple[int, int]
+    args: dict[str, Any]
+
+    def launch(self) -> None:
+        self.kernel[self.grid](**self.args)
+
+    def compile(self, device: torch.device) -> None:
+        with torch.cuda.device(device):  # each thread has a current device of its own
+            self.kernel.warmup(grid=self.grid, **self.args)
+
+    def key(self) -> tuple:
+        """All that it is compiled for, and a little less: strides that are 1 or a multiple of 16."""
+        names = self.kernel.arg_names
+        runtime = set(names) - {names[i] for i in self.kernel.constexprs}
+        return self.kernel.fn.__name__, *(
+            value.dtype if torch.is_tensor(value) else value for name, value in self.args.items()
+            if torch.is_tensor(value) or name not in runtime)
+
+
+_compiled: set[tuple] = set()
+
+
+def _launch_all(device: torch.device, calls: list[_Call]) -> None:
+    """Launch one after the other, having compiled side by side those that are new: that takes seconds for each, few of
+    them under Python's lock."""
+    if not INTERPRETED:
+        new = {(device, *call.key()): call for call in calls}
+        new = {key: call for key, call in new.items() if key not in _compiled}
+        if new:
+            with ThreadPoolExecutor(len(new)) as pool:
+                list(pool.map(lambda call: call.compile(device), new.values()))
+            _compiled.update(new)
+    for call in calls:
+        call.launch()
+
+
+def _cut(scan: Scan, programs: int, resident: int, backward: bool) -> tuple[int, int]:
     """(segments, span), given that a walk through all of time makes `programs` programs, of which the GPU runs
     `resident` at once.
 
     One walk, unless that fills less than a quarter of the GPU, or less than a half for a long time. Else as many
     segments as fill it once, twice or three times with the least left over, none shorter than 4 chunks: each pays for
-    its share of the first pass.
+    its share of the first pass. The backward pass makes it twice at least where segments stay long: its first pass
+    takes more channels a program, and would fill half of the GPU.
     """
     L = scan.sizes[2]
     one = 1, ceil_div(L, CHUNK) * CHUNK
@@ -50,6 +94,8 @@ def _cut(scan: Scan, programs: int, resident: int) -> tuple[int, int]:
         span = max(4, ceil_div(ceil_div(L, segments), CHUNK)) * CHUNK
         segments = ceil_div(L, span)
         cuts[segments, span] = segments * programs / (max(1, ceil_div(segments * programs, resident)) * resident)
+        if backward and waves == 2 and span >= _LONG:
+            break
     segments, span = min(cut for cut in cuts if cuts[cut] > max(cuts.values()) - 0.03)
     return one if segments < (3 if scan.regime == "auto" else 2) else (segments, span)
 
@@ -126,8 +172,8 @@ class _Launch:
                 BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)
         self.args |= dict(norm_ptr=norm, padded=padded)
 
-    def run(self, kernel, choice: Choice, cut: tuple[int, int], **args) -> None:
-        """Launch one program for each block of channels, segment, sequence and direction."""
+    def call(self, kernel, choice: Choice, cut: tuple[int, int], **args) -> _Call:
+        """One program for each block of channels, segment, sequence and direction."""
         G, B, L, D, N = self.sizes
         segments, span = cut
         width = self.width(choice)
@@ -135,9 +181,10 @@ class _Launch:
         args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll,
                 "DEEP": choice.deep, "WHOLE": D % width == 0, "blocks": blocks, "segments": segments, "span": span,
                 **args}
-        kernel[(blocks * segments * B, G)](
-            **{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1, enable_fp_fusion=True,
-            **({} if choice.registers is None or not self.args["PTX"] else {"maxnreg": choice.registers}))
+        options = dict(num_warps=1, num_stages=1, enable_fp_fusion=True)
+        if choice.registers is not None and self.args["PTX"]:
+            options["maxnreg"] = choice.registers
+        return _Call(kernel, (blocks * segments * B, G), {name: args[name] for name in kernel.arg_names} | options)
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
         """What is kept for the backward pass: states, and for the exact rule what each token wrote before them."""
@@ -157,18 +204,23 @@ class _Launch:
         return G * B * ceil_div(D, self.width(choice))
 
     def choice(self, kernel: str, cut: tuple[int, int], run: Optional[Callable[[Choice], object]] = None) -> Choice:
-        """For "forward" or "backward". Segments fill the GPU with any choice, and the first is the fastest then."""
-        return choose(kernel, self.scan, self.programs, run) if cut[0] == 1 else first_choice(kernel, self.scan)
+        """For "forward", "backward" or "adjoint". The segments are cut for the first choice of the first two."""
+        if cut[0] == 1 or kernel == "adjoint":
+            return choose(kernel, self.scan, lambda choice: cut[0] * self.programs(choice), run)
+        return first_choice(kernel, self.scan)
 
-    def cut(self, choice: Choice) -> tuple[int, int]:
-        return _cut(self.scan, self.programs(choice), multiprocessors(self.scan.x.device) * choice.resident)
+    def cut(self, kernel: str) -> tuple[int, int]:
+        choice = first_choice(kernel, self.scan)
+        resident = multiprocessors(self.scan.x.device) * choice.resident
+        return _cut(self.scan, self.programs(choice), resident, kernel == "backward")
 
-    def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> None:
+    def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> _Call:
         G, B, L, D, N = self.sizes
-        kernels._carry_kernel[(ceil_div(N * D, 64), G * B)](
-            local, decay, local if start is None else start, D, N * D, local.shape[2], B,
-            *((0,) * 4 if start is None else start.stride()), HAS_START=start is not None, REVERSED=reverse,
-            BLOCK=64, U=8, num_warps=1, num_stages=1)
+        kernel = kernels._carry_kernel
+        values = (local, decay, local if start is None else start, D, N * D, local.shape[2], B,
+                  *((0,) * 4 if start is None else start.stride()))
+        return _Call(kernel, (ceil_div(N * D, 64), G * B), dict(zip(kernel.arg_names, values)) | dict(
+            HAS_START=start is not None, REVERSED=reverse, BLOCK=64, U=8, num_warps=1, num_stages=1))
 
 
 def _strides(name: str, value: Optional[Tensor], axes: str) -> dict[str, int]:
@@ -200,20 +252,23 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
             launch.norms()
             common = dict(y_ptr=y, decay_ptr=final, **launch.saved(saved))
 
-            def run(choice: Choice) -> None:
-                launch.run(kernels._forward_kernel, choice, cut, **common, start_ptr=final if start is None else start,
-                           final_ptr=final, HAS_START=start is not None, OUTPUT=output, SUMMARY=False, SAVE=save_states,
-                           **_state_strides("start", start, cut[0] > 1))
+            def call(choice: Choice) -> _Call:
+                return launch.call(
+                    kernels._forward_kernel, choice, cut, **common, start_ptr=final if start is None else start,
+                    final_ptr=final, HAS_START=start is not None, OUTPUT=output, SUMMARY=False, SAVE=save_states,
+                    **_state_strides("start", start, cut[0] > 1))
 
-            cut = launch.cut(first_choice("forward", scan))
+            cut = launch.cut("forward")
             if cut[0] > 1:
                 local, decay = scan.x.new_empty(2, G, B, cut[0], N, D, dtype=torch.float32).unbind(0)
-                launch.run(kernels._forward_kernel, first_choice("summary", scan), cut, **common | dict(
+                summary = launch.call(kernels._forward_kernel, first_choice("summary", scan), cut, **common | dict(
                     start_ptr=local, final_ptr=local, decay_ptr=decay, HAS_START=False, OUTPUT=False, SUMMARY=True,
                     SAVE=False, **_state_strides("start", None, True)))
-                launch.carry(local, decay, start, reverse=False)
+                carry = launch.carry(local, decay, start, reverse=False)
                 start = local
-            run(launch.choice("forward", cut, run))
+                _launch_all(scan.x.device, [summary, carry, call(first_choice("forward", scan))])
+            else:
+                call(launch.choice("forward", cut, lambda choice: call(choice).launch())).launch()
     if output:
         y = torch.add(y[0], y[1]) if scan.direction == "both" and scan.combine != "none" else y.view(scan.output_shape)
     return y, final.view(scan.state_shape), saved
@@ -235,7 +290,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
         dy = dy.contiguous()
     launch.aligned &= _aligned(dy)
     groups = 3 if scan.A_per_token else 2
-    cut = launch.cut(first_choice("backward", scan))
+    cut = launch.cut("backward")
     parts = G, B, cut[0]
 
     def grad(value: Optional[Tensor], *shape: int, dtype: Optional[torch.dtype] = torch.float32) -> Tensor:
@@ -256,27 +311,31 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
         common = dict(dy_ptr=dy, **_strides("dy", dy, "gbl"))
         if cut[0] > 1:
             local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
-            launch.run(kernels._adjoint_kernel, first_choice("adjoint", scan), cut, **common, local_ptr=local,
-                       decay_ptr=decay)
-            launch.carry(local, decay, adjoint, reverse=True)
+            before = [launch.call(kernels._adjoint_kernel, launch.choice("adjoint", cut), cut, **common,
+                                  local_ptr=local, decay_ptr=decay),
+                      launch.carry(local, decay, adjoint, reverse=True)]
             adjoint = local
         values = power_of_2(2 * launch.args["NI"])
 
-        def run(choice: Choice) -> Tensor:
+        def call(choice: Choice) -> _Call:
             # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
             sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N,
                                     dtype=torch.float32)
             between = 0 if scan.state_rule == "exact" else CHUNK // choice.unroll - 1
-            launch.run(
+            return launch.call(
                 kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
                 adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
                 dA_ptr=dA, dz_ptr=dgate, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
                 scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
                 HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
                 MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1))
-            return sums
 
-        sums = run(launch.choice("backward", cut, run))
+        last = call(launch.choice("backward", cut, lambda choice: call(choice).launch()))
+        if cut[0] > 1:
+            _launch_all(scan.x.device, [*before, last])
+        else:
+            last.launch()
+        sums = last.args["sums_ptr"]
     # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
     sums = sums.sum(0) if len(sums) > 1 else sums[0]
     if torch.float32 in (scan.k.dtype, scan.q.dtype) or scan.A_per_token:
@@ -312,6 +371,6 @@ def plan(scan: Scan) -> dict[str, Plan]:
     launch = _Launch(scan)
     plans = {}
     for kernel in ("forward", "backward"):
-        cut = launch.cut(first_choice(kernel, scan))
+        cut = launch.cut(kernel)
         plans[kernel] = Plan(*cut, launch.width(launch.choice(kernel, cut)))
     return plans

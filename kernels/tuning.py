@@ -44,7 +44,7 @@ _HOPPER = {
     ("forward", "mamba"): (Choice(2, 2, 128), Choice(1, 4, deep=True, speed=0.5)),
     ("summary", "diagonal"): (Choice(2, 4, 168),),
     ("summary", "mamba"): (Choice(2, 4, 168),),
-    ("adjoint", "diagonal"): (Choice(2, 2, 160),),
+    ("adjoint", "diagonal"): (Choice(4, 2), Choice(2, 2, 160, speed=0.9)),
     ("adjoint", "mamba"): (Choice(2, 2, 160),),
     ("backward", "diagonal"): (Choice(2, 2), Choice(1, 2, speed=0.6)),
     ("backward", "exact"): (Choice(2, 2), Choice(2, 2, 168, speed=0.95), Choice(1, 4, speed=0.6)),
@@ -79,11 +79,11 @@ def _choices(kernel: str, scan: Scan) -> tuple[Choice, ...]:
 
 def choose(kernel: str, scan: Scan, programs: Callable[[Choice], int],
            run: Optional[Callable[[Choice], None]] = None) -> Choice:
-    """The choice for "forward" or "backward". (Where time is cut into segments there are as many programs as one likes,
-    also for "summary" and "adjoint".)
+    """The choice for "forward", "backward" or "adjoint". (Where time is cut into segments, it is so that the first
+    choice of the first two fills the GPU.)
 
     Args:
-        programs: how many programs, each of one warp, a choice makes of one walk through time.
+        programs: how many programs, each of one warp, a choice makes.
         run: runs the kernel with a choice, for the timing; without it nothing is timed.
     """
     device = scan.x.device
