@@ -285,8 +285,8 @@ def plot(best: list[dict], path: Path, title: str) -> None:
     for name, row_axes in zip(PASSES, axes):
         for axis, (key, heading) in zip(row_axes, columns):
             for label in labels:
-                points = [(row["resolution"], row[f"{name} {key}"]) for row in best
-                          if row["model"] == label and row.get(f"{name} {key}")]
+                points = sorted((row["resolution"], row[f"{name} {key}"]) for row in best
+                                if row["model"] == label and row.get(f"{name} {key}"))
                 axis.plot(*zip(*points) if points else ([], []), marker="o", markersize=4, label=label,
                           color=f"C{kinds.index(label.replace(size_of(label) or '', ''))}",
                           linestyle=("-", "--", ":", "-.")[sizes.index(size_of(label)) % 4])
