@@ -164,6 +164,11 @@ def test_features_only_takes_blocks_from_either_end(name, options, taken):
     assert len(model.model.blocks) == taken[-1] + 1
 
 
+@pytest.mark.parametrize("depth", (1, 2))
+def test_features_only_of_few_blocks_takes_all_of_them(depth):
+    assert list(small(depth=depth, features_only=True).out_indices) == list(range(depth))
+
+
 def test_features_with_norm_at_any_image_size():
     whole = small(dynamic_img_size=True)
     model = FeatureGetterNet(copy.deepcopy(whole), out_indices=(0, 3), norm=True)

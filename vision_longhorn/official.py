@@ -10,7 +10,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-__all__ = ["from_official", "is_official", "unwrap"]
+__all__ = ["from_official", "rename_official", "unwrap"]
 
 # Parameter here: its forward and its backward part there.
 _PAIRS = {
@@ -34,11 +34,6 @@ def unwrap(checkpoint: dict[str, Any]) -> dict[str, Tensor]:
             checkpoint = checkpoint[key]
             break
     return clean_state_dict(checkpoint)
-
-
-def is_official(weights: dict[str, Tensor]) -> bool:
-    """Whether weights bear the official names."""
-    return any(name.startswith("layers.") for name in weights)
 
 
 def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -86,3 +81,12 @@ def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
             f"{len(unknown)} without a place ({', '.join(unknown[:3]) or 'none'}); "
             "it takes vim_* of the same width and depth, wiring='vim' and a class token")
     return out
+
+
+def rename_official(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
+    """Hook before `load_state_dict`: puts official weights among `state_dict`, if it holds any, under our names."""
+    weights = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+    if any(name.startswith("layers.") for name in weights):
+        for name in weights:
+            del state_dict[prefix + name]
+        state_dict.update({prefix + name: value for name, value in from_official(weights, model).items()})

@@ -4,8 +4,7 @@ from typing import Optional
 
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed, resample_patch_embed, to_2tuple
-from timm.layers.trace_utils import _assert
+from timm.layers import PatchEmbed, register_notrace_function, resample_patch_embed, to_2tuple
 from torch import Tensor, nn
 
 __all__ = ["PatchProjection", "StridedPatchEmbed"]
@@ -24,6 +23,21 @@ class PatchProjection(nn.Conv2d):
         x = x[:, :, :rows * height, :columns * width].reshape(B, C, rows, height, columns, width)
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(B, rows, columns, C * height * width)
         return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+@torch.fx.wrap
+@register_notrace_function
+def _check_covered(H: int, W: int, patch_size: tuple[int, int], patch_stride: tuple[int, int]) -> None:
+    """Raise AssertionError unless patches cover images of H x W exactly.
+
+    A branch rather than `torch._assert`: words with the sizes in them, wanted before anything is wrong, would bind a
+    compiled model to those sizes.
+    """
+    (height, width), (down, right) = patch_size, patch_stride
+    if H < height or W < width or (H - height) % down != 0 or (W - width) % right != 0:
+        raise AssertionError(
+            f"images are {H} x {W}, which patches of {height} x {width} every {down} x {right} pixels do not fill: "
+            "give images of whole patches, or build the model with dynamic_img_pad=True")
 
 
 class StridedPatchEmbed(PatchEmbed):
@@ -135,10 +149,5 @@ class StridedPatchEmbed(PatchEmbed):
         if self.dynamic_img_pad:
             x = F.pad(x, (0, self._padding(W, width, right), 0, self._padding(H, height, down)))
         elif not self.strict_img_size:
-            message = (f"images are {H} x {W}, which patches of {height} x {width} every {down} x {right} pixels do "
-                       "not fill: give images of whole patches, or build the model with dynamic_img_pad=True")
-            _assert(H >= height, message)
-            _assert(W >= width, message)
-            _assert((H - height) % down == 0, message)
-            _assert((W - width) % right == 0, message)
+            _check_covered(H, W, self.patch_size, self.patch_stride)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))

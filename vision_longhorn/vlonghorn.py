@@ -6,19 +6,26 @@ Papers:
   https://arxiv.org/abs/2401.09417
 """
 
+import math
 from typing import Any, Final, Optional
 
 import torch
-from timm.layers import DropPath, calculate_drop_path_rates, lecun_normal_, resample_abs_pos_embed, \
-    resample_patch_embed, trunc_normal_
+import torch.nn.functional as F
+from timm.layers import DropPath, calculate_drop_path_rates, lecun_normal_, register_notrace_function, \
+    resample_patch_embed, to_2tuple, trunc_normal_
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from .mixer import BidirectionalMixer, check_choice
-from .official import from_official, is_official, unwrap
+from .official import rename_official, unwrap
 from .patches import StridedPatchEmbed
+
+try:
+    from timm.models._input import update_model_input_size
+except ImportError:  # timm before it recorded how a model was built, for save_for_hf
+    update_model_input_size = None
 
 __all__ = ["Block", "VisionLonghorn"]
 
@@ -53,6 +60,30 @@ def class_index(class_token: str, num_patches: int) -> int:
     return 0 if class_token == "first" else num_patches
 
 
+def _resize(grid: Tensor, size: int) -> Tensor:
+    """(old, n, C) to (n, size, C), float32: its first axis resampled, antialiased bicubic, and made the second."""
+    old, n, _ = grid.shape
+    # Not as `old` channels of width 1: there torch (2.7 and 2.15) gives each row the values of the first.
+    identity = torch.eye(old, device=grid.device)[None, None]
+    weight = F.interpolate(identity, size=(size, old), mode="bicubic", antialias=True)[0, 0]
+    # In place, as autocast lowers the precision of products that are not.
+    return grid.new_zeros(size, n * grid.shape[2]).addmm_(weight, grid.flatten(1)).view(size, n, -1).transpose(0, 1)
+
+
+@torch.fx.wrap
+@register_notrace_function
+def _resample_grid(patches: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
+    """(1, patches, C) of `old_grid` to `new_grid`, as timm's `resample_abs_pos_embed` does.
+
+    By matrices, since the gradient of torch's own resampling takes no symbolic sizes, which a model compiled for every
+    image size has, and on a GPU differs from run to run.
+    """
+    if not torch.compiler.is_compiling() and old_grid[0] == new_grid[0] and old_grid[1] == new_grid[1]:
+        return patches
+    grid = patches.float().reshape(old_grid[0], old_grid[1], -1)
+    return _resize(_resize(grid, new_grid[0]), new_grid[1]).flatten(0, 1).unsqueeze(0).to(patches.dtype)
+
+
 def resample_pos_embed(pos_embed: Tensor, class_token: str, old_grid: tuple[int, int],
                        new_grid: tuple[int, int]) -> Tensor:
     """Position embedding for another grid of patches; the class token's own entry is kept and put where it belongs.
@@ -66,10 +97,10 @@ def resample_pos_embed(pos_embed: Tensor, class_token: str, old_grid: tuple[int,
         (1, tokens, C) of `new_grid`.
     """
     if class_token == "none":
-        return resample_abs_pos_embed(pos_embed, new_grid, old_grid, num_prefix_tokens=0)
+        return _resample_grid(pos_embed, old_grid, new_grid)
     old, new = (class_index(class_token, grid[0] * grid[1]) for grid in (old_grid, new_grid))
     patches = torch.cat([pos_embed[:, :old], pos_embed[:, old + 1:]], dim=1)
-    patches = resample_abs_pos_embed(patches, new_grid, old_grid, num_prefix_tokens=0)
+    patches = _resample_grid(patches, old_grid, new_grid)
     return torch.cat([patches[:, :new], pos_embed[:, old:old + 1], patches[:, new:]], dim=1)
 
 
@@ -168,6 +199,7 @@ class VisionLonghorn(nn.Module):
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.init_weights(needs_reset=False)
+        self.register_load_state_dict_pre_hook(rename_official)
 
     def _set_pool(self, global_pool: str) -> None:
         check_choice("global_pool", global_pool, POOLS)
@@ -237,6 +269,9 @@ class VisionLonghorn(nn.Module):
             pos_embed = resample_pos_embed(self.pos_embed.detach(), self.class_token, old_grid,
                                            self.patch_embed.grid_size)
             self.pos_embed = nn.Parameter(pos_embed, requires_grad=self.pos_embed.requires_grad)
+        if update_model_input_size is not None:
+            update_model_input_size(self, self.patch_embed.img_size, patch_size=self.patch_embed.patch_size,
+                                    patch_stride=self.patch_embed.patch_stride)
 
     def _embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added."""
@@ -345,22 +380,49 @@ class VisionLonghorn(nn.Module):
         return take
 
 
-def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Weights of the same model at another image or patch size (a square grid) made to fit `model`.
+def _fit_pos_embed(pos_embed: Tensor, kernel: tuple[int, int], model: VisionLonghorn) -> Tensor:
+    """Position embedding of pretrained weights with patches of size `kernel`, resampled for `model` where needed."""
+    num_patches = pos_embed.shape[1] - model.num_prefix_tokens
+    # The image size that timm knows the weights to be of. A configuration that did not come with them is no use where
+    # the numbers agree: 7 x 28 patches are as many as 14 x 14.
+    saved, cfg = getattr(model, "pretrained_model_args", {}), getattr(model, "pretrained_cfg", {})
+    size = saved.get("img_size")
+    if size is None and (cfg.get("source") or num_patches != model.patch_embed.num_patches):
+        size = cfg.get("input_size", (3, 0, 0))[-2:]
+    strides = (saved.get("patch_stride"), kernel, model.patch_embed.patch_stride)
+    grids = [tuple((side - patch) // step + 1 for side, patch, step in zip(to_2tuple(size), kernel, to_2tuple(stride)))
+             for stride in strides if size is not None and stride is not None]
+    side = math.isqrt(num_patches)
+    grid = next((grid for grid in [*grids, model.patch_embed.grid_size, (side, side)]
+                 if grid[0] * grid[1] == num_patches), None)
+    if grid is None:
+        raise RuntimeError(
+            f"pos_embed of these weights has {num_patches} patches, which is no square, and the model has "
+            f"{model.patch_embed.num_patches}: say what image size they are of, by "
+            "pretrained_cfg_overlay=dict(input_size=(channels, height, width), ...)")
+    if grid == model.patch_embed.grid_size:
+        return pos_embed
+    return resample_pos_embed(pos_embed, model.class_token, grid, model.patch_embed.grid_size)
 
-    Takes bare weights or a whole checkpoint (the averaged weights first, as timm does), and those of the official
-    Vision Mamba code under their names there.
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -> dict[str, Tensor]:
+    """Weights of the same model at another image or patch size made to fit `model`.
+
+    Takes bare weights or a whole checkpoint (the averaged weights first, as timm does). Their patches are those of the
+    image size that timm knows them to be of, from their folder or their `pretrained_cfg`, if the number agrees;
+    otherwise the model's own if they are as many, and else a square.
+
+    Raises:
+        RuntimeError: the number of patches is none of these.
     """
     state_dict = unwrap(state_dict)
-    if is_official(state_dict):
-        state_dict = from_official(state_dict, model)
     out = {}
     for name, value in state_dict.items():
         if name == "patch_embed.proj.weight" and value.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:
             value = resample_patch_embed(value, model.patch_embed.patch_size)
-        elif name == "pos_embed" and value.shape[1] != model.pos_embed.shape[1]:
-            side = int((value.shape[1] - model.num_prefix_tokens) ** 0.5)
-            value = resample_pos_embed(value, model.class_token, (side, side), model.patch_embed.grid_size)
+        elif name == "pos_embed":
+            patches = state_dict.get("patch_embed.proj.weight", model.patch_embed.proj.weight)
+            value = _fit_pos_embed(value, tuple(patches.shape[-2:]), model)
         out[name] = value
     return out
 
@@ -409,11 +471,11 @@ _SIZES = {
 
 
 def _create(variant: str, pretrained: bool, **kwargs) -> VisionLonghorn:
-    size = _SIZES[variant.split("_")[1]]
-    out_indices = kwargs.pop("out_indices", 3)
+    kwargs = {**_SIZES[variant.split("_")[1]], **kwargs}
+    out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
     return build_model_with_cfg(
         VisionLonghorn, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"), **{**size, **kwargs})
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"), **kwargs)
 
 
 @register_model

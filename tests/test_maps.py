@@ -1,0 +1,154 @@
+"""Maps of forgetting and write strength, against what one step of the recurrence does to a state."""
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from plain_model import plain_conv, plain_mixer, plain_norm
+
+import vision_longhorn  # noqa: F401  (registers the models)
+from vision_longhorn.checkpoint import save_checkpoint
+from vision_longhorn.config import load_config
+from vision_longhorn.errors import UserError
+from vision_longhorn.kernels.reference import longhorn_step, selective_step
+from vision_longhorn.maps import main, plot_maps, token_maps
+
+DEPTH, CHANNELS, N = 2, 16, 3
+
+
+def small(name="vlonghorn_test", **options):
+    """Two blocks of width 8, every parameter off its initial value."""
+    torch.manual_seed(0)
+    sizes = dict(img_size=(12, 20), patch_size=4, embed_dim=CHANNELS // 2, depth=DEPTH, d_state=N, num_classes=3)
+    model = timm.create_model(name, **{**sizes, **options}).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.3)
+    return model
+
+
+def measured(p, i, x, mixer):
+    """(forgetting, write strength) (B, L) of one direction: what a token does to states that are 1 in one place, and
+    what an input of 1 in all channels adds to an empty one. All tokens at once, as one batch."""
+    rank, step = mixer.dt_rank, selective_step if mixer.is_mamba else longhorn_step
+    low = (x @ p["x_proj"][i].t()).flatten(0, 1)
+    logit = (low[:, :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]).expand(-1, CHANNELS)
+    key = low[:, rank:rank + N]
+    tail = (-p["A_log"][i].exp(), key, key) if mixer.is_mamba else (key, key)
+    options = {} if mixer.is_mamba else dict(rule=mixer.rule)
+    state = torch.zeros(len(low), CHANNELS, N, dtype=torch.float64)
+    kept = []
+    for n in range(N):
+        one = state.clone()
+        one[..., n] = 1
+        kept.append(step(one, torch.zeros_like(logit), logit, *tail, **options)[1][..., n])
+    added = step(state, torch.ones_like(logit), logit, *tail, **options)[1]
+    strength = (added * key[:, None]).sum(-1) / key.square().sum(-1, keepdim=True)
+    return (1 - torch.stack(kept).mean((0, 2))).view(x.shape[:2]), strength.mean(1).view(x.shape[:2])
+
+
+def plain_maps(model, images):
+    """Forgetting and write strength, each (depth, B, 2, L), in float64 and with plain code."""
+    found = []
+    x = model._embed(images)
+    for block in model.blocks:
+        p = dict(block.mixer.named_parameters())
+        h = plain_norm(x, block.norm.weight)
+        inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
+        ahead = measured(p, 0, plain_conv(p, 0, inner), block.mixer)
+        # The backward direction is a forward one that is shown the tokens in reverse order.
+        back = ahead if block.mixer.shared else [
+            value.flip(1) for value in measured(p, 1, plain_conv(p, 1, inner.flip(1)), block.mixer)]
+        found.append([torch.stack(pair, 1) for pair in zip(ahead, back)])
+        x = x + plain_mixer(p, h, block.mixer)
+    return [torch.stack(values) for values in zip(*found)]
+
+
+OPTIONS = [
+    dict(), dict(rule="exact"), dict(wiring="shared"), dict(wiring="shared", rule="exact"), dict(beta="scalar"),
+    dict(name="vim_test"), dict(name="vim_test", wiring="shared"), dict(name="vim_test", beta="scalar"),
+    dict(patch_stride=(2, 4)), dict(class_token="first"), dict(class_token="last", name="vim_test"),
+    dict(class_token="none", global_pool="avg"),
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(map(str, options.values())) or "default")
+def test_maps_tell_what_a_step_does_to_the_state(options):
+    model, images = small(**options), torch.randn(2, 3, 12, 20)
+    maps = token_maps(model, images)
+    rows, columns = {(2, 4): (5, 5)}.get(options.get("patch_stride"), (3, 5))
+    index = {"first": 0, "last": rows * columns, "none": None}.get(options.get("class_token"), rows * columns // 2)
+    double = model.double()
+    double.residual_in_fp32 = False
+    with torch.no_grad():
+        expected = plain_maps(double, images.double())
+    exact = token_maps(double, images.double())
+    for field, right in zip(("forgetting", "write"), expected):
+        of_class = None if index is None else right[..., index]
+        patches = right[..., [i for i in range(right.shape[-1]) if i != index]].unflatten(-1, (rows, columns))
+        assert getattr(maps, field).dtype == torch.float32
+        assert 0 < patches.min() and patches.std(-1).min() > 0  # there is something to get wrong
+        torch.testing.assert_close(getattr(exact, field), patches, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(getattr(maps, field).double(), patches, rtol=1e-3, atol=1e-5)
+        found = getattr(exact, f"class_{field}")
+        assert found is None if index is None else torch.allclose(found, of_class, rtol=1e-9)
+
+
+def test_maps_leave_the_model_as_it_was():
+    model, images = small(dynamic_img_size=True), torch.randn(1, 3, 8, 24)
+    before = model(images)
+    model.set_grad_checkpointing()
+    assert token_maps(model, images).write.shape == (DEPTH, 1, 2, 2, 6)
+    with pytest.raises(AssertionError, match="dynamic_img_pad"):
+        token_maps(model, torch.randn(1, 3, 9, 24))
+    assert all(not block.mixer.in_proj._forward_hooks for block in model.blocks)
+    assert torch.equal(model(images), before)
+
+
+def test_maps_in_low_precision_are_those_of_full_precision():
+    model, images = small(), torch.randn(2, 3, 12, 20)
+    expected = token_maps(model, images)
+    with torch.autocast("cpu", torch.bfloat16):
+        maps = token_maps(model, images)
+    for found, right in zip(maps, expected):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, right, rtol=0.1, atol=0.02)
+
+
+def test_another_model_is_named():
+    with pytest.raises(UserError, match="not a FeatureGetterNet"):
+        token_maps(small(features_only=True), torch.randn(1, 3, 12, 20))
+
+
+def colours(path, columns):
+    """How many colours each fifth of a picture's width has."""
+    with Image.open(path) as image:
+        width = image.width // columns
+        return [len(image.convert("RGB").crop((i * width, 0, (i + 1) * width, image.height)).getcolors(1 << 20))
+                for i in range(columns)]
+
+
+def test_a_picture_of_chosen_blocks(tmp_path):
+    maps = token_maps(small(), torch.randn(2, 3, 12, 20))
+    image = torch.rand(12, 20, 3).numpy()
+    plot_maps(maps, image, tmp_path / "sub" / "one.png", layers=[-1], sample=1)
+    plot_maps(maps, image, tmp_path / "sub" / "all.png")
+    sizes = [Image.open(tmp_path / "sub" / name).height for name in ("one.png", "all.png")]
+    assert sizes[0] < sizes[1] and min(colours(tmp_path / "sub" / "all.png", 5)) > 10
+    for layers in ([DEPTH], [-DEPTH - 1], []):
+        with pytest.raises(UserError, match="blocks 0 to 1"):
+            plot_maps(maps, image, tmp_path / "none.png", layers=layers)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["all.png", "one.png", "sub"]
+
+
+def test_command_draws_what_a_run_sees(tmp_path, capsys):
+    cfg, _ = load_config(["--config", "demo_digits"])
+    values = {**cfg.values(), "model_kwargs": dict(img_size=16, patch_size=4, embed_dim=8, depth=DEPTH)}
+    model = timm.create_model("vlonghorn_test", num_classes=10, **values["model_kwargs"])
+    save_checkpoint(tmp_path / "best.pt", dict(arch="vlonghorn_test", num_classes=10, config=values,
+                                               state_dict=model.state_dict()))
+    Image.new("L", (30, 20), 200).save(tmp_path / "grey.png")
+    main([str(tmp_path), str(tmp_path / "grey.png"), "--out", str(tmp_path / "maps.png"), "--layers", "1"])
+    assert "maps.png" in capsys.readouterr().out and min(colours(tmp_path / "maps.png", 5)) > 10
+    with pytest.raises(UserError, match="no checkpoint"):
+        main([str(tmp_path / "none.pt"), str(tmp_path / "grey.png")])

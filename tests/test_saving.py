@@ -1,0 +1,289 @@
+"""Weights in and out of files: the trainer's checkpoints, safetensors, official weights, folders for the hub."""
+
+import copy
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from plain_model import plain_model
+from safetensors.torch import save_file
+from scan_cases import relative_rms
+from test_official_vim import official_weights, set_directly
+from timm.data import resolve_data_config
+from timm.models import save_for_hf
+
+from vision_longhorn import VisionLonghorn, hub
+from vision_longhorn.checkpoint import save_checkpoint
+from vision_longhorn.config import load_config
+from vision_longhorn.errors import UserError
+from vision_longhorn.vlonghorn import checkpoint_filter_fn
+
+SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=16, depth=2, d_state=4)
+
+
+def small(name="vlonghorn_test", seed=0, **options):
+    """24 patches, two blocks of width 16, every parameter off its initial value."""
+    torch.manual_seed(seed)
+    model = timm.create_model(name, **{**SIZES, "num_classes": 3, **options}).eval()
+    with torch.no_grad():
+        for value in model.parameters():
+            value.add_(torch.randn_like(value), alpha=0.1)
+    return model
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A checkpoint as train_imagenet.py writes it: its path, the raw and the averaged model."""
+    raw, averaged = small(), small(seed=1)
+    cfg, _ = load_config(["--config", "demo_digits"])
+    values = {**cfg.values(), "data": str(tmp_path / "shards"), "model_kwargs": SIZES}
+    result = {"top1": 91.25, "top5": 99.0, "loss": 0.4, "count": 1360}
+    save_checkpoint(tmp_path / "best.pt", dict(
+        arch="vlonghorn_test", num_classes=3, config=values, epoch=7, best_metric=91.25, optimizer={"state": {}},
+        state_dict=raw.state_dict(), state_dict_ema=averaged.state_dict(),
+        history=[{"epoch": 7, "val": {**result, "top1": 1.0}, "val_ema": result}]))
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "_info.json").write_text(json.dumps(
+        {"splits": {}, "num_classes": 3, "class_names": ["ash", "beech", "oak"]}))
+    return tmp_path / "best.pt", raw, averaged
+
+
+def same(model, expected, size=(16, 24)):
+    images = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        return torch.equal(model.eval()(images), expected(images))
+
+
+# Into a model
+
+
+def test_checkpoint_of_the_trainer_and_its_raw_weights(run, tmp_path):
+    path, raw, averaged = run
+    options = dict(num_classes=3, **SIZES)
+    assert same(timm.create_model("vlonghorn_test", checkpoint_path=str(path), **options), averaged)
+    model = timm.create_model("vlonghorn_test", **options)
+    timm.models.load_checkpoint(model, str(path), use_ema=False)
+    assert same(model, raw)
+
+
+def test_safetensors(tmp_path):
+    source, path = small(), str(tmp_path / "model.safetensors")
+    save_file(source.state_dict(), path)
+    assert same(timm.create_model("vlonghorn_test", checkpoint_path=path, num_classes=3, **SIZES), source)
+    overlay = dict(file=path, num_classes=3)
+    options = dict(pretrained=True, pretrained_cfg_overlay=overlay, **SIZES)
+    assert same(timm.create_model("vlonghorn_test", num_classes=3, **options), source)
+    assert timm.create_model("vlonghorn_test", num_classes=5, **options).head.out_features == 5
+
+
+OFFICIAL = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, d_state=4, num_classes=5)
+
+
+@pytest.mark.parametrize("kind", ("pth", "wrapped", "safetensors"))
+def test_official_weights_through_checkpoint_path(kind, tmp_path):
+    weights, path = official_weights(), str(tmp_path / f"official.{kind}")
+    if kind == "safetensors":
+        save_file(weights, path)
+    else:
+        torch.save({"model": weights, "epoch": 300} if kind == "wrapped" else weights, path)
+    model = timm.create_model("vim_test", checkpoint_path=path, **OFFICIAL)
+    assert same(model, set_directly(timm.create_model("vim_test", **OFFICIAL).eval(), weights), (32, 32))
+    p = {name: value.double() for name, value in model.named_parameters()}
+    images = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        assert relative_rms(model(images), plain_model(p, images.double(), model)) < 1e-5
+    with pytest.raises(RuntimeError, match="official Vision Mamba"):
+        timm.create_model("vlonghorn_test", checkpoint_path=path, **OFFICIAL)
+
+
+def test_official_weights_into_a_part_of_a_model_and_into_its_copies():
+    weights = official_weights()
+    expected = set_directly(timm.create_model("vim_test", **OFFICIAL).eval(), weights)
+    backbone = timm.create_model("vim_test", **OFFICIAL)
+    whole = torch.nn.ModuleDict({"backbone": backbone, "layers": torch.nn.Linear(2, 2)})
+    given = {f"backbone.{name}": value for name, value in weights.items()}
+    given |= {f"layers.{name}": value for name, value in whole["layers"].state_dict().items()}
+    names = set(given)
+    whole.load_state_dict(given)
+    assert set(given) == names and same(backbone, expected, (32, 32))
+    for twin in copy.deepcopy(backbone), pickle.loads(pickle.dumps(backbone)):
+        for value in twin.parameters():
+            value.data.zero_()
+        twin.load_state_dict(weights)
+        assert same(twin, expected, (32, 32))
+    own = {name: torch.zeros_like(value) for name, value in backbone.state_dict().items()}
+    backbone.load_state_dict(own)
+    assert not any(value.any() for value in backbone.parameters())
+
+
+# Position embeddings of grids that are no square
+
+
+def from_file(source, path, **options):
+    torch.save(source.state_dict(), path)
+    overlay = dict(file=str(path), num_classes=3, **options.pop("overlay", {}))
+    return timm.create_model("vlonghorn_test", pretrained=True, pretrained_cfg_overlay=overlay,
+                             **{**SIZES, "num_classes": 3, **options}).eval()
+
+
+def test_a_grid_that_nothing_tells_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="24 patches, which is no square.*input_size"):
+        from_file(small(), tmp_path / "model.pt", img_size=32)
+
+
+@pytest.mark.parametrize("sizes", [dict(img_size=(32, 48)), dict(img_size=20), dict(img_size=(24, 16)),
+                                   dict(img_size=(32, 48), patch_size=8), dict(patch_stride=2)])
+def test_weights_of_a_wide_image_at_another_size(sizes, tmp_path):
+    source = small()
+    source.pretrained_cfg["input_size"] = (3, 16, 24)  # newer timm does it by itself
+    save_for_hf(source, str(tmp_path / "folder"), model_args=SIZES)
+    model = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True, **sizes).eval()
+    expected = copy.deepcopy(source)
+    expected.set_input_size(**sizes)
+    assert same(model, expected, model.patch_embed.img_size)
+    if sizes["img_size" if "img_size" in sizes else "patch_stride"] != (24, 16):  # as many patches: nothing tells
+        model = from_file(source, tmp_path / "model.pt", overlay=dict(input_size=(3, 16, 24)), **sizes)
+        assert same(model, expected, model.patch_embed.img_size)
+
+
+def test_as_many_patches_are_taken_for_the_same_grid(tmp_path):
+    """224 x 224 and 112 x 448 pixels are as many patches, and the configuration speaks of the first."""
+    options = dict(img_size=(48, 192), patch_size=16)  # the configuration's 96 x 96 are as many
+    source = small(**options)
+    assert same(from_file(source, tmp_path / "model.pt", **options), source, (48, 192))
+
+
+def test_overlapping_patches_of_a_wide_image_at_another_size(tmp_path):
+    source = small(patch_stride=2)
+    source.pretrained_cfg["input_size"] = (3, 16, 24)
+    save_for_hf(source, str(tmp_path / "folder"), model_args=dict(SIZES, patch_stride=2))
+    model = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True, img_size=(20, 20)).eval()
+    source.set_input_size(img_size=(20, 20))
+    assert model.patch_embed.grid_size == (9, 9) and same(model, source, (20, 20))
+
+
+def test_the_filter_alone_asks_for_no_configuration():
+    square = small(img_size=20)
+    target = VisionLonghorn(**{**SIZES, "img_size": (32, 48), "num_classes": 3})
+    target.load_state_dict(checkpoint_filter_fn(square.state_dict(), target))
+    square.set_input_size(img_size=(32, 48))
+    assert same(target, square, (32, 48))
+    with pytest.raises(RuntimeError, match="no square"):
+        checkpoint_filter_fn(small().state_dict(), target)
+
+
+# Out of a model
+
+
+@pytest.mark.parametrize("name,options", [
+    ("vlonghorn_test", dict(rule="exact", class_token="last")), ("vlonghorn_test", dict(wiring="shared", in_chans=1)),
+    ("vim_test", dict(patch_stride=2, global_pool="avg")),
+])
+def test_folder_in_the_layout_of_the_hub_gives_the_model_back(name, options, tmp_path):
+    source = small(name, **options)
+    overlay = dict(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6], interpolation="bilinear", crop_pct=1.0,
+                   input_size=[options.get("in_chans", 3), 16, 24])
+    source.pretrained_cfg.update(overlay)
+    save_for_hf(source, str(tmp_path), model_config=dict(label_names=["ash", "beech", "oak"]),
+                model_args={**SIZES, **options}, safe_serialization=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    images = torch.randn(2, options.get("in_chans", 3), 16, 24)
+    with torch.no_grad():
+        assert torch.equal(model(images), source(images))
+    data = resolve_data_config(model=model)
+    assert list(data["input_size"]) == overlay["input_size"] and data["interpolation"] == "bilinear"
+    if "in_chans" not in options:
+        assert [list(data["mean"]), list(data["std"]), data["crop_pct"]] == [overlay["mean"], overlay["std"], 1.0]
+    assert model.num_classes == 3 and model.pretrained_cfg["label_names"] == ["ash", "beech", "oak"]
+    tuned = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, num_classes=9)
+    assert torch.equal(tuned.blocks[1].mixer.D, source.blocks[1].mixer.D) and tuned.head.out_features == 9
+
+
+def test_a_resized_model_is_saved_as_it_is(tmp_path):
+    source = small()
+    sizes = dict(img_size=(24, 20), patch_size=8, patch_stride=4)
+    source.set_input_size(**sizes)
+    source.reset_classifier(4, "max")
+    arguments = {**SIZES, **sizes, "global_pool": "max"}
+    save_for_hf(source, str(tmp_path), model_args=arguments, safe_serialization=True)
+    model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    assert model.patch_embed.grid_size == (5, 4) and same(model, source.eval(), (24, 20))
+
+
+def test_command_makes_a_folder_of_a_run(run, tmp_path, capsys):
+    path, _, averaged = run
+    hub.main([str(tmp_path), str(tmp_path / "folder")])
+    model = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
+    assert same(model, averaged)
+    data = resolve_data_config(model=model)
+    assert list(data["mean"]) == [0.3] * 3 and list(data["std"]) == [0.4] * 3 and data["crop_pct"] == 1.0
+    assert tuple(data["input_size"]) == (3, 16, 24) and model.pretrained_cfg["label_names"] == ["ash", "beech", "oak"]
+    card = (tmp_path / "folder" / "README.md").read_text()
+    count = sum(value.numel() for value in averaged.parameters())
+    for words in (f"{count:,}", "91.25 % of 1,360 images", "7 of 16 epochs", "not yet run", "import vision_longhorn",
+                  "library_name: timm", "license: apache-2.0", "16 x 24", "@inproceedings"):
+        assert words in card, words
+    assert "transformers" not in card
+    # The card's own lines load the model.
+    lines = card.split("```python\n")[1].split("```")[0].replace("image.png", str(tmp_path / "image.png"))
+    Image.new("L", (50, 40)).save(tmp_path / "image.png")
+    scope = {}
+    exec(lines, scope)
+    assert scope["scores"].shape == (1, 3)
+    before = card
+    with pytest.raises(UserError, match="there already"):
+        hub.main([str(path), str(tmp_path / "folder")])
+    assert (tmp_path / "folder" / "README.md").read_text() == before
+
+
+def test_nothing_is_left_where_saving_fails(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "generate_readme", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        hub.main([str(tmp_path), str(tmp_path / "folder")])
+    assert not list(tmp_path.glob("folder*"))
+
+
+def test_a_bare_state_dict_is_no_run(tmp_path):
+    torch.save(small().state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(UserError, match="which model"):
+        hub.load_run(tmp_path / "weights.pt")
+
+
+class Hub:
+    """Stands in for the hub's client: takes a folder and remembers its files."""
+
+    files = {}
+
+    def __init__(self, **_):
+        pass
+
+    def create_repo(self, repo_id, private, exist_ok):
+        return type("Url", (), {"repo_id": repo_id, "private": private})
+
+    def file_exists(self, **_):
+        return False
+
+    def upload_folder(self, repo_id, folder_path, **_):
+        Hub.files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+        return f"https://huggingface.co/{repo_id}"
+
+
+def test_pushing_sends_weights_configuration_and_card(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("timm.models._hub.HfApi", Hub)
+    hub.main([str(tmp_path), "someone/trees", "--push"])
+    assert set(Hub.files) == {"config.json", "model.safetensors", "README.md"}
+    card = Hub.files["README.md"].decode()
+    assert "# Model card for trees" in card and 'create_model("hf-hub:someone/trees"' in card
+    assert json.loads(Hub.files["config.json"])["label_names"] == ["ash", "beech", "oak"]
+    assert "someone/trees" in capsys.readouterr().out
+
+
+def test_card_of_a_model_without_a_run():
+    card = hub.model_card(timm.create_model("vim_test"), "hf-hub:someone/vim")
+    assert card["details"]["ImageNet-1k top-1"] == "not yet run" and "Top-1" not in card["details"]
+    assert "mamba" in card["details"]["Scan"]

@@ -1,0 +1,173 @@
+"""What each token makes a model's states forget and how strongly it writes to them, as maps over the image.
+
+    python -m vision_longhorn.maps runs/NAME/best.pt IMAGE --out maps.png
+
+Every block and direction has a state S of N numbers for each channel d. A token changes it by
+
+    Longhorn, diagonal   S[d] <- (1 - eps[d] k k) S[d] + eps[d] x[d] k        k k element by element
+    Longhorn, exact      S[d] <- (I - eps[d] k k^T) S[d] + eps[d] x[d] k      eps = beta / (1 + beta |k|^2)
+    Mamba                S[d] <- exp(dt[d] A[d]) S[d] + dt[d] x[d] B
+
+**Forgetting** is 1 less the factor before the old state, averaged over the N numbers and all channels: 0 keeps
+everything, 1 erases it. For the exact rule the factor is a matrix and the average that of its eigenvalues, which comes
+to the number of the diagonal rule. What Longhorn's N numbers forget adds up to less than 1: its average is below 1 / N.
+
+**Write strength** is what multiplies x and the key (Mamba's B), averaged over the channels: eps, between 0 and 1, for
+Longhorn, and dt, any positive number, for Mamba.
+"""
+
+import argparse
+import os
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+from torch import Tensor
+
+from vision_longhorn.errors import UserError, run_cli
+from vision_longhorn.hub import load_run
+from vision_longhorn.kernels import short_conv
+from vision_longhorn.mixer import BidirectionalMixer
+from vision_longhorn.vlonghorn import VisionLonghorn, class_index
+
+
+class TokenMaps(NamedTuple):
+    """Forgetting and write strength of every token. The axis of 2 holds the directions: the scan from the first token
+    to the last, the scan back. In the "shared" wiring both are the same: both scans read one key and one step size."""
+
+    forgetting: Tensor                   # (depth, B, 2, H, W), H x W patches
+    write: Tensor                        # (depth, B, 2, H, W)
+    class_forgetting: Optional[Tensor]   # (depth, B, 2), of the class token; None in a model without one
+    class_write: Optional[Tensor]
+
+
+@torch.no_grad()
+def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
+    """Forgetting and write strength, as this module's text defines them, of a forward pass of `model` as it stands.
+
+    Args:
+        model: any model of this package; in training mode its dropout and drop path take part, so call eval() first.
+        images: (B, in_chans, H, W), normalised as the model wants them, on its device.
+
+    Returns:
+        The maps in float32 (float64 for a model in float64).
+
+    Raises:
+        UserError: `model` is not one of this package.
+    """
+    if not isinstance(model, VisionLonghorn):
+        raise UserError(f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
+                        "(module='vlonghorn'), itself and not wrapped in another module or compiled")
+    found = []
+    hooks = [
+        block.mixer.in_proj.register_forward_hook(
+            lambda _, inputs, xz, mixer=block.mixer: found.append(_forgetting_and_write(mixer, xz)))
+        for block in model.blocks]
+    try:
+        model.forward_features(images)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    both = torch.stack(found, 1)  # (2 kinds, depth, B, 2, L)
+    rows, columns = model.patch_embed.dynamic_feat_size(images.shape[-2:])
+    if model.cls_token is None:
+        of_class = None, None
+    else:
+        i = class_index(model.class_token, rows * columns)
+        of_class = both[..., i]
+        both = torch.cat([both[..., :i], both[..., i + 1:]], -1)
+    return TokenMaps(*both.unflatten(-1, (rows, columns)), *of_class)
+
+
+def _forgetting_and_write(mixer: BidirectionalMixer, xz: Tensor) -> Tensor:
+    """(2, B, 2, L): forgetting and write strength by direction, from what `in_proj` gave, (B, L, 2 D)."""
+    wide = torch.float64 if xz.dtype == torch.float64 else torch.float32
+    R, N = mixer.dt_rank, mixer.d_state
+    with torch.autocast(xz.device.type, enabled=False):
+        x = xz.chunk(2, -1)[0].to(wide)
+        x = short_conv.forward(x, mixer.conv_weight.contiguous(), mixer.conv_bias.contiguous(), "torch")  # (S, B, L, D)
+        low = x @ mixer.x_proj.to(wide).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N)
+        logits = low[..., :R] @ mixer.dt_proj.to(wide).transpose(1, 2)[:, None] + mixer.dt_bias.to(wide)[:, None, None]
+        if mixer.A_log is None:
+            energy = low[..., R:R + N].square().sum(-1)  # |k|^2, (S, B, L)
+            # = beta / (1 + beta |k|^2), beta the sigmoid of the logit
+            write = (1 / (1 + torch.exp(-logits) + energy[..., None])).mean(-1)
+            forgetting = write * energy / N
+        else:
+            dt = F.softplus(logits)  # (S, B, L, D), or 1 for all channels
+            write = dt.mean(-1)
+            rates = mixer.A_log.to(wide).exp()[:, None, None]  # (S, 1, 1, D, N), of decay: -A
+            forgetting = sum((-torch.expm1(-dt * rates[..., n])).mean(-1) for n in range(N)) / N
+    return torch.stack([forgetting, write]).expand(2, 2, -1, -1).transpose(1, 2)
+
+
+def plot_maps(maps: TokenMaps, image, out: str | Path, layers: Optional[list[int]] = None, sample: int = 0) -> None:
+    """Plots the maps of one image into a PNG: a row for each block, the two directions of a quantity in one scale.
+
+    Args:
+        maps: of `token_maps`.
+        image: (H, W) or (H, W, 3) array in [0, 1], or a PIL image: what is shown beside the maps.
+        out: path of the PNG, written aside and renamed.
+        layers: indices of the blocks to show; all if None.
+        sample: index of the image in the batch of `maps`.
+
+    Raises:
+        UserError: there is no such block.
+    """
+    depth = len(maps.write)
+    layers = list(range(depth)) if layers is None else layers
+    wrong = [i for i in layers if not -depth <= i < depth]
+    if wrong or not layers:
+        raise UserError(f"layers={layers}: the model has blocks 0 to {depth - 1}")
+    rows, columns = maps.write.shape[-2:]
+    # Figure without pyplot: no display, and no state that outlives the call
+    figure = Figure(figsize=(9, 0.4 + 1.6 * len(layers) * min(max(rows / columns, 0.5), 2)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(layers), 5, squeeze=False)
+    for axes, layer in zip(grid, layers):
+        axes[0].imshow(image, cmap="gray", vmin=0, vmax=1)
+        axes[0].set_ylabel(f"block {layer % depth}")
+        for pair, values in ((axes[1:3], maps.forgetting[layer, sample]), (axes[3:], maps.write[layer, sample])):
+            values = values.cpu().numpy()
+            for axis, value in zip(pair, values):
+                drawn = axis.imshow(value, vmin=values.min(), vmax=values.max())
+            figure.colorbar(drawn, ax=pair[1], fraction=0.08).ax.tick_params(labelsize=6)
+    for axis, title in zip(grid[0], ("image", "forgetting \N{RIGHTWARDS ARROW}", "forgetting \N{LEFTWARDS ARROW}",
+                                     "write \N{RIGHTWARDS ARROW}", "write \N{LEFTWARDS ARROW}")):
+        axis.set_title(title, fontsize=9)
+    for axis in grid.flat:
+        axis.set(xticks=[], yticks=[])
+    aside = Path(f"{out}.tmp")
+    aside.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        figure.savefig(aside, format="png", dpi=90)
+        os.replace(aside, out)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def main(argv=None):
+    """Command line of this module."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
+    parser.add_argument("image", help="image file")
+    parser.add_argument("--out", default="maps.png", help="the PNG to write [maps.png]")
+    parser.add_argument("--layers", nargs="+", type=int, help="indices of the blocks to show [all]")
+    args = parser.parse_args(argv)
+    model = load_run(args.checkpoint)[0].eval()
+    settings = resolve_data_config(model=model)
+    with Image.open(args.image) as image:
+        tensor = create_transform(**settings)(image.convert("RGB"))  # (3, H, W)
+    mean, std = (torch.tensor(settings[key])[:, None, None] for key in ("mean", "std"))
+    shown = (tensor * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
+    plot_maps(token_maps(model, tensor[None]), shown, args.out, args.layers)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
