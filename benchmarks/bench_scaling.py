@@ -1,0 +1,111 @@
+"""Images per second of training on several GPUs of one machine, and how much of the single GPU's rate is left.
+
+    python benchmarks/bench_scaling.py                                   # 1, 2, 4, ... up to all GPUs
+    python benchmarks/bench_scaling.py --processes 1 4 --model vlonghorn_base --batch 64
+
+Each process has its own GPU and batch, images lie in its memory, and the step is that of train_imagenet.py without its
+data: forward and loss under bf16 autocast, backward with DistributedDataParallel's averaging as accelerate sets it up,
+AdamW. All processes start together, and the slowest one's time counts. Without a GPU it runs on the CPU, in float32.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
+
+# First, since it lets a checkout do without installation.
+from common import RESULTS, ROOT, environment, print_environment, table
+
+import vision_longhorn  # noqa: F401  (registers the models)
+from vision_longhorn.evaluate import make_accelerator
+
+
+def work(args: argparse.Namespace) -> None:
+    """One process of several; the first one prints what was measured."""
+    hook = DDPCommunicationHookType.BF16 if args.compress_gradients else DDPCommunicationHookType.NO
+    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=True, comm_hook=hook)
+    accelerator = make_accelerator(kwargs_handlers=[ddp])
+    device, gpu = accelerator.device, accelerator.device.type == "cuda"
+    torch.manual_seed(accelerator.process_index)
+    model = timm.create_model(args.model, img_size=args.resolution)
+    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu))
+    if args.compile:
+        model.compile()
+    images = torch.randn(args.batch, 3, args.resolution, args.resolution, device=device)
+    labels = torch.randint(model.num_classes, (args.batch,), device=device)
+
+    def run(steps: int) -> float:
+        """Milliseconds of a step, of the slowest process."""
+        accelerator.wait_for_everyone()
+        start = time.perf_counter()
+        for _ in range(steps):
+            optimizer.zero_grad()
+            with accelerator.autocast():
+                loss = F.cross_entropy(net(images), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+        if gpu:
+            torch.cuda.synchronize()
+        seconds = torch.tensor([time.perf_counter() - start], device=device)
+        return accelerator.gather(seconds).max().item() / steps * 1e3
+
+    run(args.warm_up)
+    ms = sorted(run(args.steps) for _ in range(3))[1]
+    if accelerator.is_main_process:
+        count = accelerator.num_processes
+        print(json.dumps(dict(processes=count, ms=ms, images_per_s=count * args.batch / ms * 1e3,
+                              GiB=torch.cuda.max_memory_allocated() / 2 ** 30 if gpu else None)))
+    accelerator.end_training()
+
+
+def main() -> None:
+    count = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, nargs="+", metavar="N",
+                        default=[2 ** i for i in range(max(1, count).bit_length())], help="(1, 2, 4, ... all GPUs)")
+    parser.add_argument("--model", default="vlonghorn_small", help="(vlonghorn_small)")
+    parser.add_argument("--resolution", type=int, default=224, help="(224)")
+    parser.add_argument("--batch", type=int, default=256, help="images of each process (256)")
+    parser.add_argument("--steps", type=int, default=20, help="of each of three timings (20)")
+    parser.add_argument("--warm-up", type=int, default=10, help="steps before them (10)")
+    parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="(yes)")
+    parser.add_argument("--compress-gradients", action="store_true", help="average them in bfloat16")
+    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for scaling.json")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # for the processes it starts itself
+    args = parser.parse_args()
+    if args.worker:
+        work(args)
+        return
+    if count and max(args.processes) > count:
+        parser.error(f"--processes {max(args.processes)}: there are {count} GPUs here, and each takes one process")
+    found = environment() | {"timm": timm.__version__}
+    print_environment(found)
+    rows = []
+    for processes in args.processes:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+                   __file__, "--worker", *sys.argv[1:]]
+        run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if run.returncode:
+            sys.exit(f"with {processes} processes it ended with {run.returncode}; its own message stands above")
+        row = json.loads(run.stdout.splitlines()[-1])
+        first = rows[0] if rows else row
+        rows.append(row | dict(efficiency=row["images_per_s"] / row["processes"]
+                               / (first["images_per_s"] / first["processes"])))
+    table(f"{args.model}, {args.batch} x {args.resolution} px on each, training", rows, processes=("processes", "d"),
+          images_per_s=("images/s", ".0f"), ms=("ms/step", ".2f"), efficiency=("efficiency", ".3f"), GiB=("GiB", ".1f"))
+    args.out.mkdir(parents=True, exist_ok=True)
+    options = {key: value for key, value in vars(args).items() if key not in ("out", "worker", "processes")}
+    path = args.out / "scaling.json"
+    path.write_text(json.dumps(dict(environment=found, options=options, scaling=rows), indent=1) + "\n")
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    main()
