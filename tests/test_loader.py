@@ -1,8 +1,10 @@
 """Reading shards: who gets which sample, in which order, and what is said about bad data."""
 
 import collections
+import contextlib
 import functools
 import http.server
+import itertools
 import json
 import os
 import pickle
@@ -13,6 +15,7 @@ import torch
 from test_shards import picture, write_tar
 
 from vision_longhorn.data import DataError, eval_loader, open_shards, train_loader
+from vision_longhorn.evaluate import evaluate
 
 
 def number_of(image):
@@ -77,7 +80,7 @@ def all_parts(loader_of, ranks, workers):
 
 @pytest.mark.parametrize("lengths", [[1], [3], [13, 1, 4], [0, 5, 0], [40], [6] * 8, [1] * 20, [9, 2, 31, 1, 1, 7, 2]])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("workers", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("indexed", [True, False])
 def test_evaluation_sees_every_sample_once(tmp_path, lengths, ranks, workers, indexed):
     shards = write_shards(tmp_path / "s", lengths, indexed=indexed)
@@ -86,6 +89,42 @@ def test_evaluation_sees_every_sample_once(tmp_path, lengths, ranks, workers, in
 
     parts = all_parts(loader_of, ranks, workers)
     assert sorted(n for part in parts for n in numbers(part)) == list(range(sum(lengths)))
+
+
+class OneOfSeveral:
+    """Stands in for an accelerator: sums over processes that take their turns."""
+
+    device = torch.device("cpu")
+    autocast = staticmethod(contextlib.nullcontext)
+    total = 0
+
+    def reduce(self, sums):
+        self.total = self.total + sums
+        return self.total
+
+
+def test_evaluation_counts_the_same_on_any_number_of_processes_and_workers(tmp_path):
+    lengths = [9, 2, 31, 1, 0, 7, 17]
+    shards = write_shards(tmp_path / "s", lengths)
+    scores = torch.randn(67, 7, generator=torch.Generator().manual_seed(0))
+
+    def model(images):
+        return scores[images[:, 0, 0, 0].long() - 1]
+
+    counts = {}
+    for ranks, workers in itertools.product([1, 2, 3, 5], range(5)):
+        accelerator, seen = OneOfSeveral(), 0
+        for rank in range(ranks):
+            loader = eval_loader(shards, number_of, batch_size=4, num_workers=0, rank=rank, world_size=ranks)
+            batches = [b for worker in range(workers or 1) for b in loader.stream.batches(worker, workers or 1)]
+            seen += sum(len(targets) for _, targets in batches)
+            model.eval = lambda: None
+            result = evaluate({"it": model}, batches, accelerator, seen, 4)["it"]
+        counts[ranks, workers] = [result[key] for key in ("count", "top1_count", "top5_count")]
+    order = scores.argsort(dim=1, descending=True)
+    labels = torch.arange(67) % 5
+    hits = [int((order[:, :k] == labels[:, None]).sum()) for k in (1, 5)]
+    assert set(map(tuple, counts.values())) == {(67, *hits)}
 
 
 @pytest.mark.parametrize("lengths, ranks, workers", [([9, 2, 14], 1, 2), ([1], 3, 2), ([11], 2, 2), ([5] * 6, 2, 1)])

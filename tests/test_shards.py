@@ -64,6 +64,28 @@ def stored(out, split="train"):
     return [sample for url in open_shards(out, split).urls for sample in read_shard(url)]
 
 
+def test_images_above_max_side_are_stored_smaller(tmp_path):
+    for name, size, suffix in (("wide", (60, 20), "JPEG"), ("high", (24, 48), "png"), ("thin", (1, 90), "JPEG"),
+                               ("small", (40, 40), "JPEG")):
+        path = tmp_path / "src" / "class0" / f"{name}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, (200, 100, 50)).save(path)
+    make(tmp_path / "src", tmp_path / "out", max_side=40)
+    found = {json.loads(sample["json"])["filename"][7:-4].rstrip("."): sample for sample in stored(tmp_path / "out")}
+    assert {name: decode_image(image_of(sample)).size for name, sample in found.items()} == {
+        "wide": (40, 13), "high": (20, 40), "thin": (1, 40), "small": (40, 40)}
+    assert {name: json.loads(sample["json"]).get("resized_from") for name, sample in found.items()} == {
+        "wide": [60, 20], "high": [24, 48], "thin": [1, 90], "small": None}
+    assert image_of(found["small"]) == (tmp_path / "src" / "class0" / "small.JPEG").read_bytes()
+    assert np.abs(np.asarray(decode_image(image_of(found["high"])), int) - (200, 100, 50)).max() <= 3
+    assert maker.verify(tmp_path / "out", full=True, progress=False) == []
+    for other in (None, 50):
+        with pytest.raises(DataError, match=rf"made with max_side 40 \(now {other}\)"):
+            make(tmp_path / "src", tmp_path / "out", max_side=other)
+    with pytest.raises(DataError, match="max_side=0; it must be at least 1"):
+        make(tmp_path / "src", tmp_path / "new", max_side=0)
+
+
 def test_images_are_stored_untouched_and_mixed(folder, tmp_path):
     make(folder, tmp_path / "out")
     shards = open_shards(tmp_path / "out")

@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import glob
 import hashlib
+import io
 import json
 import os
 import random
@@ -16,6 +17,7 @@ import tempfile
 import zlib
 
 import webdataset as wds
+from PIL import Image
 from tqdm import tqdm
 
 from .data import sources
@@ -36,11 +38,13 @@ def make_shards(
     source="",
     threads=None,
     progress=True,
+    max_side=None,
 ):
     """Write samples into shards in an order shuffled over all classes, and the index when all are done.
 
     It may be stopped at any time and run again: shards that are done are kept. Every image is decoded once and stored
-    with its bytes untouched; every shard is read back and compared before it gets its name.
+    with its bytes untouched, but for those above `max_side`; every shard is read back and compared before it gets its
+    name.
 
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
@@ -53,6 +57,7 @@ def make_shards(
         source: word for the index about where the samples come from.
         threads: readers and decoders, one per core by default.
         progress: show a bar.
+        max_side: store images whose longer side is above it smaller, with that side, as JPEG of quality 95; at least 1.
 
     Returns:
         names of the images that were skipped
@@ -64,8 +69,12 @@ def make_shards(
         raise DataError(f"split {split!r} must be one word of small letters and digits, like train or val")
     if shard_size < 1 or not samples:
         raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
+    if max_side is not None and max_side < 1:
+        raise DataError(f"max_side={max_side}; it must be at least 1, some hundreds for training")
     files = _fingerprint(samples, class_names)
     plan = {"samples": len(samples), "files": files, "seed": seed, "shard_size": shard_size}
+    if max_side is not None:
+        plan["max_side"] = max_side
     os.makedirs(out, exist_ok=True)
     journal = sources.Journal(os.path.join(out, f".{split}.journal"))
     done = _resume(out, split, plan, class_names, journal)
@@ -87,7 +96,7 @@ def make_shards(
             positions = range(edges[number], edges[number + 1])
             if name not in done:
                 chosen = [(position, samples[order[position]]) for position in positions]
-                done[name] = _write_shard(os.path.join(out, name), chosen, class_names, on_bad, pool, bar)
+                done[name] = _write_shard(os.path.join(out, name), chosen, class_names, on_bad, max_side, pool, bar)
                 journal.add(done[name])
             else:
                 bar.update(len(positions))
@@ -137,7 +146,8 @@ def _resume(out, split, plan, class_names, journal):
     if begun is None and (entry or split in find_shards(out)):
         raise DataError(f"{out} holds {split} shards that were made by other means; name another folder")
     if begun is not None and begun != plan:
-        changed = ", ".join(f"{key} {begun.get(key)} (now {plan[key]})" for key in plan if begun.get(key) != plan[key])
+        changed = ", ".join(f"{key} {begun.get(key)} (now {plan.get(key)})" for key in {**begun, **plan}
+                            if begun.get(key) != plan.get(key))
         raise DataError(f"{out} has {split} shards made with {changed}; use the old values, or name another folder")
     for partial in glob.glob(os.path.join(glob.escape(out), f"{split}-*.partial")):
         os.remove(partial)
@@ -168,18 +178,18 @@ def _check_space(out, samples):
         raise DataError(f"{out} needs {needed / 1e9:.1f} GB more, but has {free / 1e9:.1f} GB free; make room")
 
 
-def _write_shard(path, samples, class_names, on_bad, pool, bar):
+def _write_shard(path, samples, class_names, on_bad, max_side, pool, bar):
     """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
     aside = f"{path}.{os.getpid()}.partial"
     skipped, written = [], {}
-    futures = [pool.submit(_read_checked, sample) for _, sample in samples]
+    futures = [pool.submit(_read_checked, sample, max_side) for _, sample in samples]
     try:
         # Without owners and times the same samples make the same bytes.
         anonymous = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
         with open(aside, "wb") as file, wds.TarWriter(file, encoder=False, **anonymous) as tar:
             for (position, sample), future in zip(samples, futures):
                 try:
-                    data = future.result()
+                    data, extension, resized_from = future.result()
                 except DataError as error:
                     if on_bad != "skip":
                         remedy = "leave such files out with --on-bad skip, or mend it and start anew"
@@ -187,9 +197,11 @@ def _write_shard(path, samples, class_names, on_bad, pool, bar):
                     skipped.append(sample.name)
                     bar.update()
                     continue
-                key, extension = _key(position, sample.name)
+                key = _key(position, sample.name)
                 label = str(sample.label).encode()
                 about = {"filename": sample.name, "label": sample.label, "class_name": class_names[sample.label]}
+                if resized_from:
+                    about["resized_from"] = resized_from
                 tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
                 written[key] = (zlib.crc32(data), label)
                 bar.update()
@@ -206,22 +218,27 @@ def _write_shard(path, samples, class_names, on_bad, pool, bar):
     return {**entry, "skipped": skipped}
 
 
-def _read_checked(sample):
+def _read_checked(sample, max_side):
+    """Bytes to store, the extension by which readers find them, and [width, height] of an image that is now smaller."""
     data = sample.read()
     try:
-        decode_image(data)
+        image = decode_image(data)
     except DataError as error:
         raise DataError(f"{sample.name}: {error}") from None
-    return data
+    extension = os.path.splitext(sample.name)[1][1:].lower()
+    if max_side is None or max(image.size) <= max_side:
+        return data, "jpg" if extension == "jpeg" else extension, None
+    smaller = [max(1, round(side * max_side / max(image.size))) for side in image.size]
+    file = io.BytesIO()
+    image.resize(smaller, Image.Resampling.LANCZOS).save(file, "JPEG", quality=95)
+    return file.getvalue(), "jpg", list(image.size)
 
 
 def _key(position, name):
-    """Key that is unique in the split, and extension by which readers find the image."""
-    stem, extension = os.path.splitext(os.path.basename(name))
+    """Key that is unique in the split."""
     # A reader takes everything after the first dot for the extension.
-    stem = re.sub(r"[^A-Za-z0-9_-]", "_", stem)[:64]
-    extension = extension[1:].lower()
-    return f"{position:07d}_{stem}", "jpg" if extension == "jpeg" else extension
+    stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(name))[0])[:64]
+    return f"{position:07d}_{stem}"
 
 
 def verify(directory, full=False, progress=True):
@@ -320,6 +337,7 @@ def _parser():
     making.add_argument("--seed", type=int, default=0, help="of the order (0)")
     making.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be decoded")
     making.add_argument("--threads", type=int, help="readers and decoders (one per core)")
+    making.add_argument("--max-side", type=int, help="store larger images with this longer side, for faster training")
 
     folder = commands.add_parser("imagefolder", parents=[making], help="from a folder of one folder per class")
     folder.add_argument("src", metavar="SRC", help="folder with CLASS/IMAGE.jpg")
@@ -390,6 +408,7 @@ def _make(args, split, samples, class_names, source):
         on_bad=args.on_bad,
         source=source,
         threads=args.threads,
+        max_side=args.max_side,
     )
     for name in skipped:
         print(f"skipped, as it cannot be decoded: {name}", file=sys.stderr)

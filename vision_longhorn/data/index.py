@@ -182,6 +182,8 @@ def read_index(directory):
                     raise ValueError("filenames and shard_lengths differ in length")
                 if sum(entry["shard_lengths"]) != entry["num_samples"]:
                     raise ValueError("shard_lengths do not add up to num_samples")
+                if any(os.path.isabs(n) or "://" in n or ".." in re.split(r"[/\\]", n) for n in entry["filenames"]):
+                    raise ValueError("filenames name files outside of its folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is not an index of shards ({error!r}); remove it and write a new one with "

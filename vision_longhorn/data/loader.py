@@ -7,19 +7,28 @@ the line give every sample to exactly one worker, whether a worker owns many sha
 golden ratio spreads any number of samples evenly.
 """
 
+import collections
+import contextlib
 import itertools
+import logging
+import math
 import random
+import signal
+import threading
 
 import numpy as np
 import torch
 import webdataset as wds
 from torch.utils.data import default_collate, get_worker_info
 
+from ..signals import outlive_signals
 from .images import DataError, decode_image
 from .index import image_of, label_of, place, read_shard
 
 _UNIT = 1 << 32
 _GOLDEN = 2654435769  # 2**32 / golden ratio
+
+_log = logging.getLogger(__name__)
 
 
 def train_loader(
@@ -35,6 +44,7 @@ def train_loader(
     shuffle_buffer=2048,
     num_classes=None,
     pin_memory=False,
+    max_bad_samples=0,
 ):
     """Endless variety for training: each epoch a new order of shards and samples, fixed by (seed, epoch).
 
@@ -44,22 +54,26 @@ def train_loader(
 
     Args:
         shards: ShardSet.
-        transform: from a PIL image (RGB) to a float tensor (3, H, W).
+        transform: from a PIL image (RGB) to a float tensor (3, H, W); one that brings its own `decode` gets what that
+            makes of the file's bytes, and may give any structure of tensors (see `augment.split_transform`).
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
-        seed: of the order, and (with workers) of the transform's random numbers.
+        seed: of the order, and of the transform's random numbers.
         repeats: views of each image in an epoch (repeated augmentation): it is decoded once and transformed anew for
             each view, and the views follow each other in the batch (batch augmentation, arXiv 1901.09335).
         shuffle_buffer: undecoded samples that each worker holds to draw from. ImageNet's files take 110 kB each.
         num_classes: labels must be below it; default is that of the shards.
         pin_memory: as in torch's DataLoader.
+        max_bad_samples: how many samples of an epoch each rank may skip because they cannot be used: a number, or below
+            1 a share of its samples. A batch stays full: the next sample stands in for one that was skipped.
 
     Returns:
-        Loader: `set_epoch(e)`, `len()`, iterates over (images (B, 3, H, W), targets (B,) int64).
+        Loader: `set_epoch(e)`, `len()`, `skipped`, iterates over (images (B, 3, H, W), targets (B,) int64).
 
     Raises:
-        DataError: if there is not one batch per rank; while iterating, naming shard and sample, if one cannot be used.
+        DataError: if there is not one batch per rank; while iterating, naming shard and sample, if more samples cannot
+            be used than `max_bad_samples`.
     """
     if shards.num_samples // (batch_size * world_size) == 0:
         raise DataError(
@@ -70,6 +84,10 @@ def train_loader(
         raise DataError(f"repeats={repeats}; it must be at least 1")
     stream = _TrainStream(shards, transform, batch_size, rank, world_size, num_classes)
     stream.seed, stream.repeats, stream.shuffle_buffer = seed, repeats, shuffle_buffer
+    if max_bad_samples < 0:
+        raise DataError(f"max_bad_samples={max_bad_samples}; it must be at least 0")
+    share = max_bad_samples * shards.num_samples / world_size if max_bad_samples < 1 else max_bad_samples
+    stream.faults.limit = math.ceil(share)
     return Loader(stream, num_workers, pin_memory, stream.num_batches)
 
 
@@ -93,22 +111,36 @@ def eval_loader(
 
 
 class Loader(wds.WebLoader):
-    """A WebLoader, which accelerate leaves alone, that knows its epoch and raises workers' errors as they were."""
+    """A WebLoader, which accelerate leaves alone, that knows its epoch and raises workers' errors as they were.
+
+    Attributes:
+        skipped: what was skipped in the current or last pass: pairs of a text that names shard and sample, and the
+            number of samples that were lost by it. Each is logged as a warning, too.
+    """
 
     def __init__(self, stream, num_workers, pin_memory, num_batches=None):
-        super().__init__(
-            stream,
-            batch_size=None,
-            num_workers=num_workers,
-            persistent_workers=num_workers > 0,
-            pin_memory=pin_memory,
-        )
+        self.options = {
+            "batch_size": None,
+            "num_workers": num_workers,
+            "persistent_workers": num_workers > 0,
+            "pin_memory": pin_memory,
+            "worker_init_fn": outlive_signals,
+        }
+        super().__init__(stream, **self.options)
         self.stream = stream
         self.num_batches = num_batches
+        self.skipped = []
 
-    def set_epoch(self, epoch):
-        """Choose the order of the next pass; call it before iterating."""
+    @property
+    def num_skipped(self):
+        """Samples that were skipped in the current or last pass, on this rank."""
+        return sum(count for _, count in self.skipped)
+
+    def set_epoch(self, epoch, start_batch=0):
+        """Choose the order of the next pass, which leaves out its first `start_batch` batches; call it before
+        iterating. The batches that follow are the same, to the bit, as in a whole pass."""
         self.stream.epoch.fill_(epoch)
+        self.stream.start.fill_(start_batch)
 
     def __len__(self):
         if self.num_batches is None:
@@ -116,12 +148,85 @@ class Loader(wds.WebLoader):
         return self.num_batches
 
     def __iter__(self):
-        for batch in super().__iter__():
-            if isinstance(batch, DataError):
-                # A new one: this frame would form a cycle with `batch`, and workers freed by the garbage collector
-                # hear no call to end and are waited for, five seconds each.
-                raise DataError(*batch.args)
-            yield tuple(batch)
+        total = _Faults(self.stream.faults.limit)  # of all workers; each has an eye on its own as well
+        self.skipped = total.notes
+
+        def note(text, count=1):
+            total.add(text, count)
+            _log.warning("%d skipped, at most %d an epoch: %s", total.count, total.limit, text)
+
+        start, taken, last_death = int(self.stream.start), 0, -1
+        while True:
+            dead = None
+            try:
+                for batch, notes in super().__iter__():
+                    _raise_here_only()
+                    for text, count in notes:
+                        note(text, count)
+                    if isinstance(batch, DataError):
+                        # A new one: this frame would form a cycle with `batch`, and workers freed by the garbage
+                        # collector hear no call to end and are waited for, five seconds each.
+                        raise DataError(*batch.args)
+                    yield tuple(batch)
+                    taken += 1
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self._means_death(error):
+                    raise
+                dead = " ".join(f"{type(error).__name__}: {error}".split())
+            if dead is None:
+                break
+            text = f"a process that loads data died, perhaps for want of memory ({dead})"
+            if taken == last_death:
+                raise DataError(f"{text}; it was started anew and died again; use fewer workers")
+            # All start anew after the last batch that came, and what follows is the same as if none had died.
+            note(text)
+            last_death = taken
+            super().__init__(self.stream, **self.options)
+            self.stream.start.fill_(start + taken)
+        if last_death >= 0:
+            self.stream.start.fill_(start)
+
+    def _means_death(self, error):
+        if isinstance(error, RuntimeError):
+            return str(error).startswith("DataLoader worker")
+        # A batch was on its way, and its sender is gone. What workers raise themselves says so.
+        return self.options["num_workers"] > 0 and " in DataLoader worker process " not in str(error)
+
+
+def _raise_here_only():
+    """Take back torch's handler of SIGCHLD, which raises for a dead worker wherever the caller is by then. The loader
+    sees to it on its own when it waits for a batch, within five seconds."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
+class _Faults:
+    """What was skipped in one pass, and how much of it is too much."""
+
+    def __init__(self, limit=0):
+        self.limit = limit
+        self.count = 0
+        self.notes = []
+
+    def add(self, note, count=1):
+        """Raises DataError where `note` (an error, or its text) is one too many."""
+        self.count += count
+        if self.limit == 0:
+            raise DataError(str(note))
+        if self.count > self.limit:
+            raise DataError(
+                f"{self.count} samples cannot be used, and max_bad_samples allows {self.limit} in an epoch; the last: "
+                f"{note}"
+            )
+        if count:
+            self.notes.append((str(note), count))
+
+    def take(self):
+        """The notes since the last call."""
+        notes, self.notes = self.notes, []
+        return notes
 
 
 class _Stream(torch.utils.data.IterableDataset):
@@ -135,17 +240,22 @@ class _Stream(torch.utils.data.IterableDataset):
         self.world_size = world_size
         self.lengths = shards.samples_per_shard or [1] * len(shards.urls)
         self.num_classes = shards.num_classes if num_classes is None else num_classes
+        self.decode_image = getattr(transform, "decode", decode_image)
+        self.faults = _Faults()
         # In shared memory: workers outlive an epoch, and must learn the number of the next one.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # batches of the epoch that were taken before
 
     def __iter__(self):
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
+        self.faults = _Faults(self.faults.limit)
         try:
-            yield from self.batches(worker, num_workers)
+            for batch in self.batches(worker, num_workers):
+                yield batch, self.faults.take()
         except DataError as error:
             # Raised here, torch would wrap it into a traceback of many lines.
-            yield error
+            yield error, self.faults.take()
 
     def samples(self, order, start, stop):
         """Samples on the stretch [start, stop) of the line on which the shards lie in `order`."""
@@ -156,25 +266,52 @@ class _Stream(torch.utils.data.IterableDataset):
             if end <= start or begin >= stop:
                 continue
             count = 0
-            for sample in read_shard(self.shards.urls[shard]):
-                if start <= begin + length * (count * _GOLDEN % _UNIT) < stop:
-                    yield sample
-                count += 1
-            expected = self.shards.samples_per_shard
-            if expected is not None and count != expected[shard]:
-                raise DataError(
-                    f"shard {self.shards.urls[shard]} has {count} samples where the index says {expected[shard]}; make "
-                    "or fetch it again, or index the folder anew"
-                )
+            expected = self.shards.samples_per_shard and self.shards.samples_per_shard[shard]
+
+            def mine(number):
+                return start <= begin + length * (number * _GOLDEN % _UNIT) < stop
+
+            try:
+                for sample in read_shard(self.shards.urls[shard]):
+                    if mine(count):
+                        yield sample
+                    count += 1
+                if expected is not None and count != expected:
+                    raise DataError(
+                        f"shard {self.shards.urls[shard]} has {count} samples where the index says {expected}; make "
+                        "or fetch it again, or index the folder anew"
+                    )
+            except DataError as error:
+                # Each lost sample has one owner. Without an index nobody knows how many there are.
+                lost = 1 if expected is None or count >= expected else sum(map(mine, range(count, expected)))
+                self.faults.add(error, lost)
 
     def decode(self, sample):
         """(PIL image, label) of a raw sample."""
         label = label_of(sample, self.num_classes)
         data = image_of(sample)
         try:
-            return decode_image(data), label
+            return self.decode_image(data), label
         except DataError as error:
             raise DataError(f"{place(sample)}: {error}") from None
+
+    def views(self, samples, repeats=1):
+        """(transformed image, label), `repeats` times of each raw sample: decoding costs more than augmenting.
+
+        The views of a sample that is skipped are filled with the next one's, so that view `n` is always one of raw
+        sample `n // repeats` or, where that is bad, of the first good one after it.
+        """
+        wanted = 0
+        for sample in samples:
+            wanted += repeats
+            try:
+                image, label = self.decode(sample)
+            except DataError as error:
+                self.faults.add(error)
+                continue
+            for _ in range(wanted):
+                yield self.transform(image), label
+            wanted = 0
 
 
 class _EvalStream(_Stream):
@@ -183,7 +320,7 @@ class _EvalStream(_Stream):
         share = self.rank * num_workers + worker
         line = sum(self.lengths) * _UNIT
         samples = self.samples(range(len(self.lengths)), line * share // shares, line * (share + 1) // shares)
-        views = ((self.transform(image), label) for image, label in map(self.decode, samples))
+        views = self.views(samples)
         while batch := list(itertools.islice(views, self.batch_size)):
             yield default_collate(batch)
 
@@ -194,22 +331,24 @@ class _TrainStream(_Stream):
         return self.shards.num_samples // (self.batch_size * self.world_size)
 
     def batches(self, worker, num_workers):
-        epoch = int(self.epoch)
-        rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")
-        if get_worker_info():  # in the caller's own process its random state is not ours to set
-            for seed in (random.seed, np.random.seed, torch.manual_seed):
-                seed(rng.getrandbits(32))
-        # The loader takes batches from the workers in turn, so the first ones may owe one more.
+        epoch, start = int(self.epoch), int(self.start)
+        # The loader takes batches from the workers in turn, from the first on: here every one of them stands for the
+        # worker that would be next. The first of those may owe one more.
+        worker = (worker + start) % num_workers
         owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
         first = self.rank * self.num_batches + sum(owed[:worker])
-        # Decoding costs more than augmenting: each image is decoded once for all of its views.
-        views = (
-            (self.transform(image), label)
-            for image, label in map(self.decode, self.shuffled(epoch, first, owed[worker], rng))
-            for _ in range(self.repeats)
-        )
-        for _ in range(owed[worker]):
-            yield default_collate(list(itertools.islice(views, self.batch_size)))
+        rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")
+        samples = self.shuffled(epoch, first, owed[worker], rng)
+        # What was taken before is read again, for the order's sake, but not decoded.
+        taken = len(range(worker, start, num_workers))
+        images, views_of_next = divmod(taken * self.batch_size, self.repeats)
+        views = self.views(itertools.islice(samples, images, None), self.repeats)
+        with _random_state(0):
+            collections.deque(itertools.islice(views, views_of_next), maxlen=0)
+        for batch in range(worker, self.num_batches, num_workers)[taken:]:
+            with _random_state(f"{self.seed} {epoch} {self.rank} {batch}"):
+                collated = default_collate(list(itertools.islice(views, self.batch_size)))
+            yield collated
 
     def shuffled(self, epoch, first, owed, rng):
         """Endless samples for the batches [first, first + owed) of all ranks' batches, going on into later epochs.
@@ -231,3 +370,19 @@ class _TrainStream(_Stream):
                 yield sample
             epoch += 1
         raise DataError(f"shard {self.shards.urls[0]} and its like hold no samples for a worker; use fewer workers")
+
+
+@contextlib.contextmanager
+def _random_state(seed):
+    """Draws from the global generators that follow from `seed` alone, and leaves those as they were."""
+    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    rng = random.Random(seed)
+    random.seed(rng.getrandbits(32))
+    np.random.seed(rng.getrandbits(32))
+    torch.default_generator.manual_seed(rng.getrandbits(32))  # torch.manual_seed() would reseed the GPUs as well
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.default_generator.set_state(before[2])

@@ -1,0 +1,391 @@
+"""Times loaders of training images side by side: this package's beside timm's, at the same augmentation.
+
+    python benchmarks/bench_loader.py IMAGES                 # a folder of CLASS/IMAGE.JPEG, on one core
+    python benchmarks/bench_loader.py IMAGES --workers 1 16  # on one and on sixteen
+
+The pictures are repeated: into shards in a temporary folder for this package, by name for timm's ImageFolder. Files are
+read from the cache of the operating system. Each loader runs with N workers on N cores, to which the whole process is
+bound; in five turns, after the batches that it has ready, its batches are counted for some seconds, and the medians of
+the turns are given. On a GPU the batches are brought there and finished there; without one what a GPU would do is left
+out, so that the rates are the cores' in both cases. Images per CPU second, of main process and workers together, suffer
+least from others on the machine; the ratio to timm's is one of these.
+
+Augmentation: random resized crop to 224 pixels, bicubic; flip; RandAugment rand-m9-mstd0.5-inc1; normalisation; random
+erasing 0.25 by pixels. A view is what a network sees; with three views of each decoded image (repeated augmentation)
+rates count views.
+
+Stages are timed in one process on one core. On a GPU: milliseconds per image of its part, and of decoding JPEGs there.
+"""
+
+import argparse
+import functools
+import io
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+from itertools import cycle, islice
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import PIL
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision
+
+# First, since it lets a checkout do without installation.
+from common import RESULTS, describe, environment, print_environment, table
+from PIL import Image
+from timm.data import Mixup, create_dataset, create_loader, create_transform
+from timm.data.loader import PrefetchLoader
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torch.utils.data import default_collate
+from webdataset import TarWriter
+
+from vision_longhorn.data import ShardSet, decode_image, device_batches, split_transform, train_loader
+from vision_longhorn.data.images import decode_tensor
+from vision_longhorn.data.index import read_shard
+from vision_longhorn.data.sources import Sample
+from vision_longhorn.evaluate import _posterize
+from vision_longhorn.shards import _read_checked
+
+SIZE = 224
+RECIPE = dict(interpolation="bicubic", auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25, re_mode="pixel", hflip=0.5)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PER_SHARD, MAX_SIDES, MANY, ROUNDS = 512, (500, 400), 1 << 20, 5
+
+
+def files_of(folder: Path, min_side: int) -> list[bytes]:
+    """The JPEG files of a folder and those below it, but for tiny pictures."""
+    files = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpeg", ".jpg")]
+    return [data for data in files if max(decode_image(data).size) >= min_side]
+
+
+def write_shard(path: Path, files: list[bytes]) -> ShardSet:
+    """A shard of the files again and again, listed so often that a pass over it does not end."""
+    with TarWriter(str(path), encoder=False, mtime=0) as tar:  # as in shards of our making
+        for number, data in enumerate(islice(cycle(files), PER_SHARD)):
+            tar.write({"__key__": f"{number:06d}", "jpg": data, "cls": b"%d" % (number % 10), "json": b"{}"})
+    count = MANY // PER_SHARD
+    return ShardSet([str(path)] * count, count * PER_SHARD, 10, samples_per_shard=[PER_SHARD] * count)
+
+
+def shrunk(files: list[bytes], max_side: int) -> list[bytes]:
+    """The files as the shard maker stores them with --max-side."""
+    return [_read_checked(Sample("0.jpg", 0, size=len(data), data=data), max_side)[0] for data in files]
+
+
+def image_folder(root: Path, files: list[bytes]) -> str:
+    for number, data in enumerate(islice(cycle(files), PER_SHARD)):
+        path = root / f"class{number % 10}" / f"{number:06d}.JPEG"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return str(root)
+
+
+def timms(root: str, workers: int, batch: int, prefetcher: bool):
+    """timm's loader of an image folder; without a GPU only the workers' part of the one with a prefetcher."""
+    dataset = create_dataset("", root)
+    dataset.reader.samples *= MANY // len(dataset.reader.samples)
+    loader = create_loader(dataset, (3, SIZE, SIZE), batch, is_training=True, use_prefetcher=prefetcher,
+                           num_workers=workers, pin_memory=DEVICE.type == "cuda", device=DEVICE, **RECIPE)
+    if isinstance(loader, PrefetchLoader):
+        return loader if DEVICE.type == "cuda" else loader.loader
+    return device_batches(loader, DEVICE)
+
+
+def ours(shards: ShardSet, workers: int, batch: int, split: bool, repeats: int = 1):
+    transform, finish = create_transform(SIZE, is_training=True, **RECIPE), None
+    if split:
+        transform, finish = split_transform(transform)
+    loader = train_loader(shards, transform, batch_size=batch, num_workers=workers, repeats=repeats,
+                          pin_memory=DEVICE.type == "cuda")
+    return loader if split and DEVICE.type == "cpu" else device_batches(loader, DEVICE, finish)
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and its workers so far; of this process alone where there is no /proc."""
+    used = sum(os.times()[:2])
+    for child in multiprocessing.active_children():
+        try:
+            fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+            used += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            pass
+    return used
+
+
+def rate(batches, workers: int, batch: int, seconds: float) -> tuple[float, float]:
+    """Views per second and per CPU second of a loader, after the batches that it has ready."""
+    for _ in range(3 * workers + 2):
+        next(batches)
+    count, start, used = 0, time.perf_counter(), cpu_seconds()
+    while time.perf_counter() - start < seconds:
+        next(batches)
+        count += batch
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+    return count / (time.perf_counter() - start), count / (cpu_seconds() - used)
+
+
+def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float) -> list[dict]:
+    rows, rounds, running = [], [], {}
+    with tempfile.TemporaryDirectory() as folder:
+        folder = Path(folder)
+        root = image_folder(folder / "images", files)
+        shards = write_shard(folder / "train-0.tar", files)
+        small = {side: write_shard(folder / f"small-{side}.tar", shrunk(files, side)) for side in MAX_SIDES}
+        for name, make in {
+            "timm": lambda: timms(root, workers, batch, False),
+            "timm, prefetcher": lambda: timms(root, workers, batch, True),
+            "ours, all in workers": lambda: ours(shards, workers, batch, False),
+            "ours, split": lambda: ours(shards, workers, batch, True),
+            "ours, split, 3 views": lambda: ours(shards, workers, batch, True, 3),
+            **{f"ours, split, --max-side {side}": functools.partial(ours, small[side], workers, batch, True)
+               for side in MAX_SIDES},
+        }.items():
+            rows.append(dict(loader=name, workers=workers))
+            try:
+                running[name] = iter(make())
+            except Exception as error:  # the others are measured all the same
+                rows[-1]["error"] = describe(error)
+        # In turns, so that what else the machine does falls on all alike. Who is not asked for batches soon rests.
+        for _ in range(ROUNDS):
+            rounds.append({name: rate(it, workers, batch, seconds / ROUNDS) for name, it in running.items()})
+            print("images/s  " + "  ".join(f"{name} {found[0]:.0f}" for name, found in rounds[-1].items()), flush=True)
+    for row in rows:
+        found = [turn[row["loader"]] for turn in rounds if row["loader"] in turn]
+        if found:
+            row["images_per_s"], row["per_cpu_second"] = (median(values) for values in zip(*found))
+            row["per_core"] = row["images_per_s"] / workers
+            row["times_timm"] = median(turn[row["loader"]][1] / turn["timm"][1] for turn in rounds)
+    return rows
+
+
+def stage(name: str, work, items: list) -> dict:
+    """CPU milliseconds per item, the best of five rounds."""
+    def once() -> float:
+        start = time.process_time()
+        for item in items:
+            work(item)
+        return (time.process_time() - start) / len(items) * 1e3
+
+    once()
+    return dict(stage=name, ms=min(once() for _ in range(5)))
+
+
+def reduced(data: bytes, box: tuple, gap: float) -> Image.Image:
+    """A crop of a picture that is decoded at a scale of 1/2, 1/4, 1/8 where the crop stays `gap` times the size."""
+    image, (top, left, height, width) = Image.open(io.BytesIO(data)), box
+    full = image.size
+    allowed = min(width, height) / SIZE / gap
+    if allowed >= 2:
+        image.draft("RGB", tuple(int(side / allowed) for side in full))
+    x, y = image.width / full[0], image.height / full[1]
+    image = image if image.mode == "RGB" else image.convert("RGB")
+    return image.resize((SIZE, SIZE), Image.Resampling.BICUBIC,
+                        (left * x, top * y, (left + width) * x, (top + height) * y))
+
+
+def reduced_effect(files: list[bytes], gap: float) -> dict:
+    """What decoding at a reduced scale does to the pixels of the crops that it touches."""
+    random.seed(0)
+    differences, deviations, touched, draws = [], [], 0, 0
+    for data in files * 10:
+        size = Image.open(io.BytesIO(data)).size
+        box = RandomResizedCropAndInterpolation.get_params(Image.new("1", size), (0.08, 1.0), (3 / 4, 4 / 3))
+        draws += 1
+        if min(box[2:]) / SIZE / gap < 2:
+            continue
+        touched += 1
+        one, other = (np.asarray(reduced(data, box, g), np.float32) for g in (1e9, gap))
+        differences.append(np.abs(one - other).mean())
+        deviations.append(other.std() / one.std())
+    return dict(gap=gap, crops=draws, touched=touched / draws,
+                difference=float(np.mean(differences)) if touched else None,
+                deviation=float(np.mean(deviations)) if touched else None)
+
+
+def crop_difference(files: list[bytes]) -> dict:
+    """What resampling uint8 tensors in the place of PIL's pictures does to the pixels of the same crops, of 255."""
+    random.seed(0)
+    crop, off = RandomResizedCropAndInterpolation(SIZE, interpolation="bicubic"), []
+    for data in files * 3:
+        picture = decode_image(data)
+        top, left, height, width = crop.get_params(picture, crop.scale, crop.ratio)
+        one = np.asarray(picture.crop((left, top, left + width, top + height)).resize((SIZE, SIZE), Image.BICUBIC))
+        tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, top:top + height, left:left + width]
+        other = F.interpolate(tensor, crop.size, mode="bicubic", antialias=True)[0].permute(1, 2, 0)
+        off.append(np.abs(one.astype(int) - other.numpy()))
+    return dict(crops=len(off), mean=float(np.mean(off)), max=int(np.max(off)),
+                above_1=float(np.mean([(value > 1).mean() for value in off])))
+
+
+def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
+    """CPU time of the parts, and what decoding at a reduced scale would change."""
+    transform = create_transform(SIZE, is_training=True, **RECIPE)
+    crop, flip, policy, to_tensor, normalise, erase = transform.transforms
+    crops, _ = split_transform(transform)
+    pictures, tensors = [decode_image(data) for data in files], [decode_tensor(data) for data in files]
+    cropped = [crop(picture) for picture in pictures]
+
+    def crop_tensor(image):
+        top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
+        image = image[None, :, top:top + height, left:left + width]
+        return F.interpolate(image, crop.size, mode="bicubic", antialias=True)
+
+    def crop_reduced(gap):
+        def work(data):
+            size = Image.open(io.BytesIO(data)).size
+            return reduced(data, crop.get_params(Image.new("1", size), crop.scale, crop.ratio), gap)
+        return work
+
+    def read(path):
+        return sum(1 for _ in read_shard(path))
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "0.tar")
+        with TarWriter(path, encoder=False, mtime=0) as tar:
+            for number, data in enumerate(files):
+                tar.write({"__key__": f"{number:06d}", "jpg": data, "cls": b"0", "json": b"{}"})
+        reading = stage("read from a shard", read, [path])
+    reading["ms"] /= len(files)
+    rows = [
+        reading,
+        stage("decode, PIL", decode_image, files),
+        stage("decode, torchvision to tensor", decode_tensor, files),
+        stage("crop, PIL", crop, pictures * 5),
+        stage("crop, uint8 tensor", crop_tensor, [image for image, _ in tensors] * 5),
+        stage("decode and crop, PIL", crop_reduced(1e9), files * 5),
+        stage("the same at reduced scale, gap 1", crop_reduced(1), files * 5),
+        stage("the same at reduced scale, gap 2", crop_reduced(2), files * 5),
+        stage("RandAugment, PIL", policy, cropped * 5),
+        stage("to tensor, normalise, erase", lambda image: erase(normalise(to_tensor(image))), cropped * 5),
+        stage("split: all after decoding", crops, tensors * 5),
+    ]
+    return rows, [reduced_effect(files, gap) for gap in (1, 2)]
+
+
+def on_gpu(name: str, work, images: int) -> dict:
+    """GPU and host milliseconds per image of `work`, called again and again without waiting."""
+    for _ in range(3):
+        work()
+    torch.cuda.synchronize()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start, rounds = time.perf_counter(), 20
+    begin.record()
+    for _ in range(rounds):
+        work()
+    end.record()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return dict(stage=name, images=images, gpu_ms=begin.elapsed_time(end) / rounds / images,
+                host_ms=host / rounds / images * 1e3)
+
+
+def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
+    """What the GPU does in the place of the cores, per image. Launches bound these times where host_ms is as large."""
+    crops, finish = split_transform(create_transform(SIZE, is_training=True, **RECIPE))
+    inputs, targets = default_collate([(crops(decode_tensor(data)), 0) for data in islice(cycle(files), batch)])
+    inputs = [value.pin_memory() for value in inputs]
+    mean, std, erase = finish.mean, finish.std, finish.eraser
+    prefetch = PrefetchLoader([(inputs[0], targets.pin_memory())], mean, std, device=DEVICE, re_prob=erase.probability,
+                              re_mode="pixel")
+    mixup, images, targets = Mixup(0.8, 1.0, num_classes=10), finish(inputs, DEVICE), targets.to(DEVICE)
+    rows = [on_gpu("copy, RandAugment, normalise, erase", lambda: finish(inputs, DEVICE), batch),
+            on_gpu("timm's prefetcher: copy, normalise, erase", lambda: list(prefetch), batch),
+            on_gpu("mixup and cutmix, timm's", lambda: mixup(images, targets), batch)]
+    # Gray and progressive files are among them, which hardware may leave to the cores.
+    encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in islice(cycle(files), batch)]
+    crop = crops.crop
+
+    def decode():
+        return torchvision.io.decode_jpeg(encoded, mode="RGB", device=DEVICE)
+
+    def decode_and_crop():
+        crops = []
+        for image in decode():
+            top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
+            image = image[None, :, top:top + height, left:left + width].float()
+            crops.append(F.interpolate(image, crop.size, mode="bicubic", antialias=True))
+        return torch.cat(crops).clamp_(0, 255).round_()
+
+    for name, work in (("decode JPEGs", decode), ("decode JPEGs and crop", decode_and_crop)):
+        try:
+            rows.append(on_gpu(name, work, batch))
+        except Exception as error:
+            rows.append(dict(stage=name, images=batch, error=describe(error)))
+    try:
+        pairs = [(image.cpu(), decode_tensor(data)[0]) for image, data in zip(decode(), files)]
+        rows[-2]["difference"] = float(np.mean([(one.float() - other).abs().mean().item() for one, other in pairs
+                                                if one.shape == other.shape]))  # files may ask to be turned
+    except Exception:
+        pass  # the row says already why
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="original JPEG files, in folders or not")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="workers, and cores to run on [1]")
+    parser.add_argument("--batch-size", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=15, help="of each loader, after its warm-up [15]")
+    parser.add_argument("--min-side", type=int, default=200, help="leave out pictures whose longer side is below [200]")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
+    args = parser.parse_args(argv)
+    files = files_of(args.folder, args.min_side) if args.folder.is_dir() else []
+    if not files:
+        parser.error(f"{args.folder} holds no JPEG file with a side of at least {args.min_side} pixels")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    for workers in args.workers:
+        if not 1 <= workers <= len(cores):
+            parser.error(f"--workers {workers}: give 1 to {len(cores)}, the number of cores")
+    timm.data.auto_augment.NAME_TO_OP["PosterizeIncreasing"] = _posterize  # as the trainer does, for Pillow 13
+    torch.set_num_threads(1)
+    sides = [decode_image(data).size for data in files]
+    results = {
+        "environment": environment() | dict(timm=timm.__version__, torchvision=torchvision.__version__,
+                                            pillow=PIL.__version__),
+        "images": dict(files=len(files), mean_bytes=float(np.mean([len(data) for data in files])),
+                       mean_pixels=float(np.mean([width * height for width, height in sides]))),
+        "batch_size": args.batch_size, "loaders": [],
+    }
+    print_environment(results["environment"])
+    print("{files} files, on average {mean_bytes:,.0f} bytes and {mean_pixels:,.0f} pixels".format(**results["images"]))
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / ("loader.json" if DEVICE.type == "cuda" else "loader_cpu.json")
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores[:1])
+    results["stages"], results["reduced"] = measure_stages(files)
+    table("one core", results["stages"], stage=("stage", ""), ms=("ms per image", ".3f"))
+    table("decoding at reduced scale, where a crop stays `gap` times the network's input", results["reduced"],
+          gap=("gap", ".0f"), touched=("crops it touches", ".0%"), difference=("mean difference of 255", ".2f"),
+          deviation=("standard deviation, relative", ".3f"))
+    results["crop"] = crop_difference(files)
+    print("\ncrops of uint8 tensors differ from PIL's by {mean:.3f} of 255 on average, by more than 1 in {above_1:.1%} "
+          "of the pixels, by {max} at most".format(**results["crop"]))
+    for workers in args.workers:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores[:workers])
+        results["loaders"] += measure_loaders(files, workers, args.batch_size, args.seconds)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+    table("loaders", results["loaders"], loader=("loader", ""), workers=("workers", "d"),
+          images_per_s=("images/s", ".0f"), per_core=("per core", ".0f"), per_cpu_second=("per CPU second", ".0f"),
+          times_timm=("times timm's", ".2f"), error=("", ""))
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cores)
+    if DEVICE.type == "cuda":
+        results["gpu"] = measure_gpu(files, args.batch_size)
+        table("on the GPU, ms per image", results["gpu"], stage=("stage", ""), gpu_ms=("GPU", ".4f"),
+              host_ms=("host", ".4f"), difference=("mean difference of 255", ".2f"), error=("", ""))
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\nwritten to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,315 @@
+"""Augmentation in two halves: the same operations, the same draws and the same pixels as timm's one transform."""
+
+import copy
+import io
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from test_images import encode, rotated, scene, swapped_profile
+from test_shards import write_tar
+from timm.data import create_transform
+from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
+
+from vision_longhorn.config import Config
+from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
+from vision_longhorn.data.augment import _AFFINE, _BITS, _KINDS, _OPERATIONS, _Box, _groups
+from vision_longhorn.data.images import decode_tensor
+from vision_longhorn.errors import UserError
+from vision_longhorn.evaluate import train_transform
+
+BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "bench_loader.py"
+MEAN, STD, FILL = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), (128, 102, 76)
+CPU = torch.device("cpu")
+
+
+def photo(seed=0, size=(90, 70)):
+    """A picture with smooth parts, edges and noise."""
+    rng = np.random.default_rng(seed)
+    x, y = np.meshgrid(np.linspace(0, 6, size[0]), np.linspace(0, 5, size[1]))
+    planes = [127 + 80 * np.sin(x * (1 + c) + seed) * np.cos(y + c) + rng.normal(0, 12, x.shape) for c in range(3)]
+    pixels = np.stack(planes, -1).clip(20, 240)
+    pixels[10:30, 20:50] = 200, 30, 90
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def jpeg(image, **options):
+    file = io.BytesIO()
+    image.save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+def tensor_of(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def timms(**options):
+    return create_transform(48, is_training=True, **{
+        "interpolation": "bicubic", "mean": MEAN, "std": STD, "auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25,
+        "re_mode": "pixel", **options,
+    })
+
+
+def operate(name, argument, image, bilinear=False):
+    """One operation on a batch of two, the second of which must be as the first."""
+    images = torch.stack([tensor_of(image)] * 2)
+    row = [0.0] * 5 + [_KINDS.index(name), float(argument), float(bilinear)]
+    (kind, chosen, arguments), = _groups([row, row], 5, images.shape)
+    assert chosen == [0, 1]
+    result = _OPERATIONS[kind](images, torch.tensor(arguments), torch.tensor(FILL, dtype=torch.float32).view(3, 1, 1))
+    assert result.dtype == torch.uint8 and torch.equal(*result)
+    return result[0]
+
+
+@pytest.mark.parametrize("name", sorted(LEVEL_TO_ARG))
+def test_operations_give_what_pil_gives(name):
+    known = _BITS.get(name, name.removesuffix("Increasing"))
+    if known not in _KINDS:
+        assert name in ("Desaturate", "GaussianBlur", "GaussianBlurRand"), f"{name} has no form for batches"
+        return
+    flat, dark = Image.new("RGB", (20, 30), (9, 9, 200)), photo(3).point(lambda value: value // 9)
+    for seed, image in enumerate([photo(1), photo(2, (64, 64)), flat, dark]):
+        for level in (1.0, 4.5, 9.3, 10.0):
+            for resample in (Image.BICUBIC, Image.BILINEAR):
+                random.seed(seed)
+                arguments = LEVEL_TO_ARG[name](level, {"translate_const": 20}) if LEVEL_TO_ARG[name] else (0,)
+                if "Posterize" in name and arguments[0] < 1:
+                    continue  # PIL refuses 0 bits
+                wanted = tensor_of(NAME_TO_OP[name](image, *(arguments if LEVEL_TO_ARG[name] else ()),
+                                                    fillcolor=FILL, resample=resample))
+                got = operate(known, arguments[0], image, resample == Image.BILINEAR)
+                off = (wanted.int() - got.int()).abs()
+                if known not in _AFFINE:
+                    assert off.max() == 0, (level, resample)
+                # PIL resamples in float64, which can fall to the other side of a whole number.
+                assert off.max() <= 1 and (off > 0).float().mean() < 0.1, (level, resample)
+                assert (wanted.int() - got.int()).float().mean().abs() < 0.01, (level, resample)
+
+
+def test_transform_is_split_as_it_stands():
+    config = Config(auto_augment="rand-m9-mstd0.5-inc1")
+    settings = {"input_size": (3, 40, 56), "interpolation": "bicubic", "mean": MEAN, "std": STD}
+    crops, finish = split_transform(train_transform(settings, config))
+    image, row = crops((tensor_of(photo()), None))
+    assert image.shape == (3, 40, 56) and image.dtype == torch.uint8 and row.shape == (5 + 3 * 2,)
+    out = finish((image[None], row[None]), CPU)
+    assert out.shape == (1, 3, 40, 56) and out.dtype == torch.float32
+    plain = Config(auto_augment=None, color_jitter=None, hflip=0.0, re_prob=0.0, scale=[1.0, 1.0], ratio=[1.4, 1.4])
+    crops, finish = split_transform(train_transform(settings, plain))
+    batch = [value[None] for value in crops((tensor_of(photo(size=(56, 40))), None))]
+    kept = batch[0].clone()
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (MEAN, STD))
+    wanted = (tensor_of(photo(size=(56, 40))) / 255 - mean) / std
+    torch.testing.assert_close(finish(batch, CPU)[0], wanted, rtol=0, atol=1e-5)
+    assert torch.equal(batch[0], kept), "the caller's batch was changed"
+
+
+@pytest.mark.parametrize("step, options", [
+    ("AugMix", {"auto_augment": "augmix-m3"}), ("Desaturate", {"auto_augment": "3a"}),
+    ("ColorJitter", {"auto_augment": None, "color_jitter": (0.1, 0.1, 0.1, 0.1)}),
+    ("Crop", {"interpolation": "nearest"}), ("Resize", {"no_aug": True}),
+])
+def test_what_cannot_be_split_is_named(step, options):
+    with pytest.raises(UserError, match=step):
+        split_transform(timms(**options))
+
+
+def test_same_seed_same_crop_box_and_flip():
+    # With one interpolation timm draws box and flip the same way in both paths, so seeds bring the same pictures.
+    image, off = photo(4, (130, 100)), []
+    whole = create_transform(48, is_training=True, interpolation="bicubic", color_jitter=None, mean=MEAN, std=STD)
+    crops, finish = split_transform(whole)
+    for seed in range(60):
+        random.seed(seed), torch.manual_seed(seed)
+        wanted = whole(image)
+        random.seed(seed), torch.manual_seed(seed)
+        got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
+        off.append((wanted - got).abs() * torch.tensor(STD).view(3, 1, 1) * 255)
+    off = torch.stack(off)
+    # Resampling of uint8 tensors rounds its weights otherwise than PIL.
+    assert off.mean() < 0.15 and (off > 1.01).float().mean() < 0.02 and off.max() < 12
+
+
+@pytest.mark.parametrize("options", [{}, {"auto_augment": "v0"}, {"auto_augment": None, "color_jitter": 0.4},
+                                     {"interpolation": "random", "re_mode": "rand"}], ids=str)
+def test_pixels_have_the_same_distribution(options):
+    whole = timms(**options)
+    crops, finish = split_transform(whole)
+    images = [photo(n, (110, 80)) for n in range(4)]
+    draws = 350
+
+    def figures(pictures):
+        """Per picture: mean, standard deviation, contrast of neighbours, and the share of pixels off the range."""
+        return [[p.mean().item(), p.std().item(), (p[:, 1:] - p[:, :-1]).abs().mean().item(),
+                 (p.abs() > 3.5).float().mean().item()] for p in pictures]
+
+    random.seed(0), np.random.seed(0), torch.manual_seed(0)
+    ones = figures(whole(images[n % 4]) for n in range(draws))
+    tensors = [tensor_of(image) for image in images]
+    batches = ([crops((tensors[n % 4], None)) for n in range(start, start + 50)] for start in range(0, draws, 50))
+    others = figures(p for b in batches for p in finish(torch.utils.data.default_collate(b), CPU))
+    for number, (one, other) in enumerate(zip(zip(*ones), zip(*others))):
+        spread = (statistics.variance(one) / draws + statistics.variance(other) / draws) ** 0.5
+        assert abs(statistics.mean(one) - statistics.mean(other)) <= 4 * spread + 1e-6
+        if number < 3:
+            assert statistics.stdev(other) == pytest.approx(statistics.stdev(one), rel=0.25)
+
+
+def test_erasing_follows_timm():
+    whole = timms(re_prob=1.0)
+    crops, finish = split_transform(whole)
+    eraser = copy.copy(whole.transforms[-1])
+    eraser.per_pixel, shares = False, []
+    for seed in range(200):
+        random.seed(seed)
+        wanted = eraser(torch.ones(3, 48, 48)) == 0
+        random.seed(seed)
+        box = _Box(48, 48)
+        crops.eraser(box)
+        top, left, bottom, right = box.box
+        got = torch.zeros(3, 48, 48, dtype=torch.bool)
+        got[:, top:bottom, left:right] = True
+        assert torch.equal(wanted, got)
+        shares.append(got.float().mean().item())
+    assert 0.02 < min(shares) + 0.005 and max(shares) < 0.34
+
+    image = torch.full((4, 3, 48, 48), 100, dtype=torch.uint8)
+    table = torch.zeros(4, 5 + 6, dtype=torch.float64)
+    table[:, 0], table[1:, 1:5] = 7, torch.tensor([10.0, 4.0, 30.0, 44.0])
+    out = finish((image, table), CPU)
+    assert torch.equal(out, finish((image, table), CPU)), "noise is to follow the seed"
+    noise = out[1:, :, 10:30, 4:44]
+    assert abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
+    out[1:, :, 10:30, 4:44] = out[0, :, 10:30, 4:44]
+    assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[3]), "outside of the box nothing changes"
+
+
+def test_draws_are_all_made_with_the_crop():
+    crops, finish = split_transform(timms())
+    image, tables, results = tensor_of(photo()), [], []
+    for _ in range(2):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        batch = torch.utils.data.default_collate([crops((image, None)) for _ in range(16)])
+        tables.append(batch[1])
+        random.seed(len(tables)), np.random.seed(len(tables)), torch.manual_seed(len(tables))
+        before = torch.get_rng_state()
+        results.append(finish(batch, CPU))
+        assert torch.equal(before, torch.get_rng_state())
+    assert torch.equal(*tables) and torch.equal(*results)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_halves_in_a_loader_skip_and_go_on_as_the_whole_does(tmp_path, workers):
+    files = [(f"s{n:02d}.{end}", data) for n in range(24)
+             for end, data in (("jpg", jpeg(photo(n)) if n != 9 else jpeg(photo(n))[:-500]), ("cls", b"%d" % n))]
+    write_tar(tmp_path / "train-0.tar", files)
+    shards = open_shards(tmp_path, num_samples=24, num_classes=24)
+    crops, finish = split_transform(timms())
+    loader = train_loader(shards, crops, batch_size=4, num_workers=workers, repeats=3, max_bad_samples=2)
+    whole = [(images.clone(), targets) for images, targets in device_batches(loader, "cpu", finish)]
+    assert len(whole) == 6 and whole[0][1].tolist()[:3] == [whole[0][1][0]] * 3
+    assert not torch.equal(whole[0][0][0], whole[0][0][1]), "each view has its own draws"
+    for start in (1, 4):
+        loader.set_epoch(0, start)
+        for one, other in zip(whole[start:], device_batches(loader, "cpu", finish), strict=True):
+            assert torch.equal(one[0], other[0]) and torch.equal(one[1], other[1])
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        assert 9 not in {label for _, targets in loader for label in targets.tolist()}
+        found = [text for text, _ in loader.skipped]
+        if found:
+            break
+    assert "sample s09: not a readable image" in found[0]
+
+
+def test_batches_on_a_device():
+    batches = [(torch.full((2, 3, 4, 4), float(n)), torch.tensor([n, n])) for n in range(3)]
+    seen = [(images[0, 0, 0, 0].item(), targets.tolist()) for images, targets in device_batches(batches, "cpu")]
+    assert seen == [(n, [n, n]) for n in range(3)]
+    assert list(device_batches([], "cpu")) == []
+    crops, finish = split_transform(timms())
+    batch = torch.utils.data.default_collate([(crops((tensor_of(photo()), None)), 3)] * 2)
+    (images, targets), = device_batches([batch], "cpu", finish)
+    assert images.shape == (2, 3, 48, 48) and targets.tolist() == [3, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("auto_augment", ["rand-m9-mstd0.5-inc1", "v0"])
+def test_a_gpu_gives_what_the_cpu_gives(auto_augment):
+    crops, finish = split_transform(timms(auto_augment=auto_augment, re_mode="const"))
+    images = [tensor_of(photo(n)) for n in range(8)]
+    batches = [torch.utils.data.default_collate([(crops((image, None)), 1) for image in images * 8]) for _ in range(6)]
+    wanted = [images for images, _ in device_batches(batches, "cpu", finish)]
+    pinned = [([value.pin_memory() for value in inputs], targets.pin_memory()) for inputs, targets in batches]
+    for one, (images, targets) in zip(wanted, device_batches(pinned, "cuda", finish), strict=True):
+        assert images.is_cuda and targets.is_cuda
+        off = (one - images.cpu()).abs() * torch.tensor(STD).view(3, 1, 1) * 255
+        assert (off > 0.01).float().mean() < 0.002
+
+
+@pytest.mark.gpu
+def test_fetching_ahead_neither_waits_for_the_gpu_nor_mixes_batches_up():
+    crops, finish = split_transform(timms(re_mode="const"))
+    inputs = torch.utils.data.default_collate([crops((tensor_of(photo(n)), None)) for n in range(32)])
+    batches = [([(inputs[0] + n).pin_memory(), inputs[1].pin_memory()], torch.tensor([n])) for n in range(12)]
+    wanted = [images.double().sum().item() for images, _ in device_batches(batches, "cpu", finish)]
+    busy, sums = torch.randn(4096, 4096, device="cuda"), []
+    list(device_batches(batches, "cuda", finish))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for images, _ in device_batches(batches, "cuda", finish):
+            for _ in range(5):
+                busy = (busy @ busy).tanh()
+            sums.append(images.double().sum())
+            images.zero_()  # and what is freed now must not be written to too early
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for one, other in zip(wanted, torch.stack(sums).tolist(), strict=True):
+        assert other == pytest.approx(one, rel=1e-3, abs=5.0)
+
+
+@pytest.mark.parametrize("data", [
+    encode(scene()), encode(scene("L")), encode(scene(), progressive=True), encode(scene("CMYK")),
+    encode(scene(), icc_profile=swapped_profile()), encode(rotated(6)[0], exif=rotated(6)[1]), encode(scene(), "PNG"),
+    encode(scene("P"), "PNG"), encode(Image.new("RGB", (1, 40))), jpeg(photo(), subsampling=2, quality=80),
+], ids=["rgb", "gray", "progressive", "cmyk", "profile", "turned", "png", "palette", "narrow", "subsampled"])
+def test_decoding_to_tensors_is_the_same_to_the_bit(data):
+    wanted = tensor_of(decode_image(data))
+    image, correct = decode_tensor(data)
+    part = (slice(None), slice(3, 30), slice(0, 21))
+    assert image.shape == wanted.shape and image.dtype == torch.uint8
+    assert torch.equal(correct(image) if correct else image, wanted)
+    assert torch.equal(correct(image[part]) if correct else image[part], wanted[part])
+
+
+def test_decoding_to_tensors_refuses_the_same_files():
+    data = encode(photo(size=(200, 160)))
+    for broken in (data[: len(data) * 2 // 3], data[:-300], data[:40], b"", b"text", encode(scene(), "GIF")):
+        with pytest.raises(DataError, match="not a readable image"):
+            decode_tensor(broken)
+
+
+def test_benchmark_of_loaders(tmp_path):
+    (tmp_path / "images" / "class").mkdir(parents=True)
+    for number, size in enumerate([(300, 240), (260, 210), (640, 480), (120, 90)]):
+        photo(number, size).save(tmp_path / "images" / "class" / f"{number}.JPEG")
+    options = ["--batch-size", "4", "--seconds", "0.2", "--out", tmp_path]
+    command = [sys.executable, BENCHMARK, tmp_path / "images", *options]
+    run = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    found = json.loads((tmp_path / "loader_cpu.json").read_text())
+    assert found["images"]["files"] == 3, "the tiny one is left out"
+    assert found["images"]["mean_pixels"] == (300 * 240 + 260 * 210 + 640 * 480) / 3
+    assert len(found["loaders"]) == 7
+    for row in found["loaders"]:
+        assert "error" not in row and row["per_cpu_second"] > 0 and row["times_timm"] > 0, row
+    assert all(row["ms"] > 0 for row in found["stages"]) and found["reduced"][0]["touched"] > 0
+    assert "times timm's" in run.stdout

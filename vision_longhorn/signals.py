@@ -1,0 +1,45 @@
+"""Signals by which a scheduler asks a run to stop: what the training process and its loader's workers do with them."""
+
+import multiprocessing
+import os
+import signal
+import threading
+
+# What Slurm and others send before they take a machine away; Windows knows the first alone.
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+
+class StopSignals:
+    """Within this context SIGTERM and SIGUSR1 do not end the process but stand in `received` (before: 0)."""
+
+    received = 0
+
+    def __enter__(self):
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number, _):
+        self.received = number
+
+
+def outlive_signals(_=None):
+    """For a loader's workers: they go on when a scheduler signals all processes of a job, until their parent is done.
+
+    Launchers, too, signal a training process together with its workers. SIGTERM ends a worker if its parent sent it.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows
+        return
+    parent = multiprocessing.parent_process().pid  # not getppid(): that may be a server which forked the worker
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def wait():
+        while True:
+            news = signal.sigwaitinfo(SIGNALS)
+            if news.si_signo == signal.SIGTERM and news.si_pid == parent:
+                os._exit(0)
+
+    threading.Thread(target=wait, daemon=True).start()
