@@ -1,0 +1,302 @@
+"""Models in other runtimes: `torch.compile` at any image size, exported programs, AOTInductor, ONNX."""
+
+import copy
+import importlib
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from scan_cases import RULES, call, make_inputs, relative_rms
+from torch import nn
+
+import vision_longhorn
+from vision_longhorn.errors import UserError
+from vision_longhorn.export import export_program, largest_error, load_onnx, main, to_onnx, to_package
+
+# Between them every rule, mixer, wiring, kind of step size, pooling and place of the class token.
+VARIANTS = {
+    "diagonal": dict(model_name="vlonghorn_test"),
+    "exact": dict(model_name="vlonghorn_test", rule="exact", global_pool="avg", class_token="first"),
+    "exact shared": dict(model_name="vlonghorn_test", rule="exact", wiring="shared", global_pool="max", beta="scalar"),
+    "diagonal shared": dict(model_name="vlonghorn_test", wiring="shared", class_token="last"),
+    "mamba": dict(model_name="vim_test", global_pool=""),
+    "mamba shared": dict(model_name="vim_test", wiring="shared", class_token="none", global_pool="avg", beta="scalar"),
+}
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+needs_compiler = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++"))
+    or not Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
+    reason="AOTInductor needs a C++ compiler and Python's headers")
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+
+
+def build(variant=VARIANTS["diagonal"], **options):
+    """A small model whose states matter to its outputs: weights of the usual size leave them nearly linear."""
+    torch.manual_seed(0)
+    model = timm.create_model(**{**dict(num_classes=5, img_size=32, patch_size=8, depth=2, embed_dim=32), **variant,
+                                 **options}).eval()
+    with torch.no_grad():
+        for parameter in (model.model if hasattr(model, "model") else model).parameters():
+            parameter.mul_(1.5).add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+# torch.compile
+
+
+@pytest.mark.parametrize("variant,training", [
+    (dict(model_name="vlonghorn_test"), True),
+    (dict(model_name="vlonghorn_test", rule="exact", patch_stride=4, global_pool="avg"), False),
+    (dict(model_name="vim_test", wiring="shared", dynamic_img_pad=True, class_token="none", global_pool="max"), False),
+], ids=("training", "overlapping patches", "padded"))
+def test_compiled_model_takes_new_sizes_without_compiling_again(variant, training):
+    model = build(variant, dynamic_img_size=True, depth=1).train(training)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+
+    def outcome(function, images):
+        model.zero_grad()
+        with torch.set_grad_enabled(training):
+            y = function(images)
+        if not training:
+            return [y]
+        y.square().mean().backward()
+        return [y, *(value.grad for value in model.parameters())]
+
+    def compare(batch, height, width):
+        images = torch.randn(batch, 3, height, width)
+        for eager, other in zip(outcome(model, images), outcome(compiled, images), strict=True):
+            torch.testing.assert_close(other, eager, rtol=1e-4, atol=1e-5 * eager.abs().max().item())
+
+    for size in ((2, 40, 24), (3, 40, 24), (2, 24, 56)):  # by now batch, height and width have been seen to change
+        compare(*size)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for size in ((5, 48, 64), (2, 72, 40), (4, 32, 32)):  # the last one what the model is built for
+            compare(*size)
+
+
+# torch.export and AOTInductor
+
+
+@pytest.mark.parametrize("options", [dict(), dict(patch_stride=4, global_pool="avg"), dict(dynamic_img_pad=True)],
+                         ids=("whole patches", "overlapping", "padded"))
+def test_exported_program_takes_any_image_size(options):
+    model = build(dynamic_img_size=True, **options)
+    program = export_program(model).module()
+    sizes = [(1, 24, 56), (3, 32, 32), (2, 80, 48)] + ([(2, 29, 43)] if "dynamic_img_pad" in options else [])
+    for batch, height, width in sizes:
+        images = torch.randn(batch, 3, height, width)
+        torch.testing.assert_close(program(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+LOAD = """
+import sys, torch
+load = torch._inductor.aoti_load_package
+cases = torch.load(sys.argv[2])
+try:
+    load(sys.argv[1])(cases[0][0])
+except RuntimeError as error:
+    assert "vision_longhorn::mix" in str(error), error
+else:
+    raise AssertionError("ran without its operators")
+import vision_longhorn
+run = load(sys.argv[1])
+for images, expected in cases:
+    torch.testing.assert_close(run(images), expected, rtol=1e-4, atol=1e-5)
+"""
+
+
+@needs_compiler
+def test_package_runs_in_another_process_that_imports_us(tmp_path):
+    model, file = build(depth=1), tmp_path / "model.pt2"
+    to_package(model, file)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    cases = [torch.randn(batch, 3, 32, 32) for batch in (1, 5)]
+    with torch.no_grad():
+        torch.save([(images, model(images)) for images in cases], tmp_path / "cases.pt")
+    done = subprocess.run([sys.executable, "-c", LOAD, str(file), str(tmp_path / "cases.pt")],
+                          cwd=Path(vision_longhorn.__file__).parents[1], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,bound", [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=("float32", "bfloat16"))
+@pytest.mark.parametrize("name", ["diagonal", "exact shared", "mamba"])
+def test_package_on_a_gpu_agrees_with_the_model(name, dtype, bound, tmp_path):
+    model = build(VARIANTS[name]).to("cuda", dtype)
+    to_package(model, tmp_path / "model.pt2")
+    run = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))
+    assert largest_error(model, run, batches=(1, 2, 9)) < bound
+
+
+# ONNX
+
+
+@pytest.fixture
+def onnx():
+    return importlib.import_module("onnx")  # not at the top: the tests on a GPU do without it
+
+
+def nodes_of(graph):
+    """All nodes of an ONNX graph and of the graphs inside them."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from nodes_of(attribute.g)
+
+
+@every_variant
+def test_onnx_file_is_standard_and_gives_the_models_outputs(variant, onnx, tmp_path):
+    model, file = build(variant), tmp_path / "model.onnx"
+    before = copy.deepcopy(model.state_dict())
+    to_onnx(model, file)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+    onnx.checker.check_model(file, full_check=True)
+    proto = onnx.load(file)
+    nodes = list(nodes_of(proto.graph))
+    assert {node.domain for node in nodes} == {""} and {opset.domain for opset in proto.opset_import} == {""}
+    assert not proto.functions
+    assert sum(node.op_type == "Scan" for node in nodes) == 4  # two directions of two blocks
+    assert [axis.dim_param for axis in proto.graph.input[0].type.tensor_type.shape.dim] == ["batch", "", "", ""]
+
+    run = load_onnx(file)
+    for batch in (1, 2, 5):
+        images = torch.randn(batch, 3, 32, 32)
+        with torch.no_grad():
+            expected = model(images)
+        found, = run(images)
+        assert found.shape == expected.shape
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+    # The comparison above would be worth nothing if the directions or the order of the tokens were lost on the model.
+    with torch.no_grad():
+        assert (model(images.flip(3)) - expected).abs().max() > 0.01 * expected.abs().max()
+
+
+def test_onnx_file_of_one_model_serves_every_image_size(tmp_path):
+    model = build(dynamic_img_size=True, dynamic_img_pad=True, patch_stride=4)
+    to_onnx(model, tmp_path / "model.onnx")
+    run = load_onnx(tmp_path / "model.onnx")
+    for batch, height, width in ((1, 24, 56), (3, 32, 32), (2, 80, 48), (2, 29, 43)):
+        images = torch.randn(batch, 3, height, width)
+        with torch.no_grad():
+            expected = model(images)
+        assert (run(images)[0] - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_onnx_file_of_features_has_an_output_for_each_block(onnx, tmp_path):
+    model = build(features_only=True, out_indices=(0, 1))
+    to_onnx(model, tmp_path / "model.onnx")
+    names = [value.name for value in onnx.load(tmp_path / "model.onnx").graph.output]
+    assert names == ["output_0", "output_1"]
+    assert largest_error(model, load_onnx(tmp_path / "model.onnx")) < 1e-5
+
+
+def test_onnx_file_of_a_bfloat16_model_computes_in_float32(tmp_path):
+    model = build().bfloat16()
+    model.set_grad_checkpointing()
+    to_onnx(model, tmp_path / "model.onnx")
+    assert model.pos_embed.dtype == torch.bfloat16
+    assert largest_error(copy.deepcopy(model).float(), load_onnx(tmp_path / "model.onnx")) < 1e-5
+
+
+class Scans(nn.Module):
+    """Both public scans in every direction, on the inputs of `make_inputs`."""
+
+    def __init__(self, rule, names):
+        super().__init__()
+        self.rule, self.names = rule, names
+
+    def forward(self, *values):
+        inputs = dict(zip(self.names, values))
+        y, state = call(self.rule, inputs, direction="both", return_final_state=True)
+        mean = call(self.rule, inputs, direction="both", combine="mean")
+        own = {name: value[1] if name == "initial_state" or value.shape[0] == 2 and name != "z" else value
+               for name, value in inputs.items()}
+        bare = {name: value for name, value in own.items() if name not in ("z", "D", "bias", "initial_state")}
+        backward, last = call(self.rule, own, direction="backward", return_final_state=True)
+        return y, state, mean, backward, last, call(self.rule, bare, direction="forward")
+
+
+@pytest.mark.filterwarnings("ignore:.*The axis name")  # is one for several inputs, as it is meant to be
+@pytest.mark.parametrize("rule", RULES)
+def test_scans_of_ones_own_module_become_onnx_scans(rule, onnx, tmp_path):
+    from onnxruntime import InferenceSession
+
+    from vision_longhorn.onnx_ops import OPSET, TRANSLATIONS
+
+    def inputs_of(batch, tokens):
+        return make_inputs(rule, batch, tokens, 6, 4, direction="both", seed=batch)
+
+    inputs = inputs_of(3, 9)
+    dynamic = []
+    for name, value in inputs.items():
+        axis = value.ndim - 3  # of the batch
+        dynamic.append({})
+        if name not in ("D", "bias") and (name != "A" or rule == "mamba_per_token"):
+            dynamic[-1] = {axis: "batch"} if name == "initial_state" else {axis: "batch", axis + 1: "tokens"}
+    module = Scans(rule, list(inputs)).eval()
+    file = str(tmp_path / "scans.onnx")
+    torch.onnx.export(module, tuple(inputs.values()), dynamo=True, custom_translation_table=TRANSLATIONS,
+                      opset_version=OPSET, verbose=False, input_names=list(inputs),
+                      dynamic_shapes=(tuple(dynamic),)).save(file)
+    onnx.checker.check_model(file, full_check=True)
+    session = InferenceSession(file, providers=["CPUExecutionProvider"])
+    for sizes in ((3, 9), (4, 30)):
+        inputs = inputs_of(*sizes)
+        wide = module(*(value.double() for value in inputs.values()))
+        found = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+        for value, expected in zip(found, wide, strict=True):
+            assert value.shape == expected.shape and relative_rms(torch.from_numpy(value), expected) < 1e-6
+
+
+# What cannot be exported, and the command
+
+
+def test_refusals_name_the_remedy_and_leave_no_file(onnx, tmp_path, monkeypatch):
+    model, file = build(), tmp_path / "model.onnx"
+    file.write_text("what was there before")
+    with pytest.raises(UserError, match=r"model\.eval\(\)"):
+        to_onnx(copy.deepcopy(model).train(), file)
+    with pytest.raises(UserError, match="Linear holds no VisionLonghorn"):
+        to_onnx(nn.Linear(3, 3), file)
+    with pytest.raises(UserError, match=r"\.pt2"):
+        to_package(model, tmp_path / "model.so")
+
+    def refuse(*_, **__):
+        raise onnx.checker.ValidationError("not this one")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(onnx.checker, "check_model", refuse)
+        with pytest.raises(onnx.checker.ValidationError):
+            to_onnx(model, file)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(UserError, match=r"package onnx.*pip install 'vision-longhorn\[onnx\]'"):
+        to_onnx(model, file)
+    assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+    assert file.read_text() == "what was there before"
+
+
+def test_command_exports_a_run_and_says_how_far_it_is_off(tmp_path, capsys):
+    kwargs = dict(img_size=32, patch_size=8, depth=1, embed_dim=32)
+    model = timm.create_model("vlonghorn_test", num_classes=5, **kwargs)
+    torch.save(dict(arch="vlonghorn_test", num_classes=5, state_dict=model.state_dict(),
+                    config=dict(model_kwargs=kwargs)), tmp_path / "best.pt")
+    main([str(tmp_path), str(tmp_path / "model.onnx")])
+    words = capsys.readouterr().out
+    assert "model.onnx" in words and float(words.split(" by ")[1].split()[0]) < 1e-5
+    images = torch.randn(3, 3, 32, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(load_onnx(tmp_path / "model.onnx")(images)[0], model(images), rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"model\.bin.*\.onnx or \.pt2"):
+        main(["vlonghorn_test", "model.bin"])
