@@ -2,7 +2,7 @@
 
     python benchmarks/soak.py                 # 10,000 updates of a small model
 
-It trains as a user would, with loader processes, evaluation and checkpoints, and reads the curves of the run: images per
+It trains as a user would, with loader processes, evaluation and checkpoints, and reads the curves of the run: images a
 second, memory of the host (with the loader's processes) and of the device. The first tenth of the run is left out, as
 allocators and caches fill in it; of the rest the first quarter is compared with the last one.
 """

@@ -59,13 +59,14 @@ def shards(tmp_path_factory):
     return ["--data", str(folder), "--train-samples", "70", "--val-samples", "37"]
 
 
-def launch(script, *arguments, cwd, processes=1):
+def launch(script, *arguments, cwd, processes=1, timeout=None):
     """The script as a user starts it, in another working directory."""
     several = ["--multi_gpu", "--num_processes", str(processes)] if processes > 1 else ["--num_processes", "1"]
     return subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_machines", "1", "--mixed_precision", "no",
          "--dynamo_backend", "no", str(REPOSITORY / script), *map(str, arguments)],
         cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
+        timeout=timeout,
     )
 
 

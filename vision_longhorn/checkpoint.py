@@ -2,14 +2,18 @@
 
 A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "num_classes",
 "state_dict", "state_dict_ema" (where weights are averaged), "optimizer", "epoch" and "updates" (finished ones),
-"best_metric" (top-1), "history" (results by epoch) and "config" (the run's values). The names are timm's, so
-`timm.create_model(NAME, checkpoint_path=FILE)` takes the file as it is, and of the weights the averaged ones.
+"watch" (state of the curves), "best_metric" (top-1), "history" (results by epoch), "config" (the run's values) and
+"facts" (what else a run's bits depend on). The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)`
+takes the file as it is, and of the weights the averaged ones.
 """
 
+import csv
 import difflib
+import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -18,26 +22,34 @@ from pathlib import Path
 import timm
 import torch
 import yaml
+from safetensors.torch import load_file
 from timm.models import clean_state_dict
 
 import vision_longhorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, one_line
 
 
-def create_model(name, **kwargs):
+def create_model(name, init=None, **kwargs):
     """`timm.create_model` that explains a wrong name, argument or size in one line.
 
     Args:
         name: Name in timm's registry, or one of its "hf-hub:" and "local-dir:" sources.
+        init: File of weights to start from: a checkpoint of the trainer (its averaged weights, if it has any), bare
+            weights, or safetensors. Position embedding and patches are resampled where the sizes differ, and a
+            classifier of another number of classes starts anew.
         **kwargs: Arguments of `timm.create_model`.
 
     Raises:
-        UserError: For an unknown name, or arguments that the model refuses.
+        UserError: For an unknown name, arguments that the model refuses, or weights of another model.
     """
     if ":" not in name and not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4)
         raise UserError(f"unknown model {name!r}: the nearest names are {', '.join(near) or 'none'}; "
                         "timm.list_models() has them all")
+    if init is not None:
+        weights = load_file(init) if Path(init).suffix == ".safetensors" else load_checkpoint(init)["state_dict"]
+        head = weights.get(f"{timm.get_pretrained_cfg(name).classifier}.weight", ())
+        kwargs.update(pretrained=True, pretrained_cfg_overlay=dict(file=str(init), num_classes=len(head)))
     try:
         return timm.create_model(name, **kwargs)
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -46,13 +58,71 @@ def create_model(name, **kwargs):
 
 
 def save_checkpoint(path, state):
-    """Writes the dict `state` to `path`: aside first, then renamed, so that `path` is never half written."""
-    aside = Path(f"{path}.tmp")
+    """Writes the dict `state` to `path`: aside first, down to the disk, then renamed, so that `path` is always whole.
+
+    Raises:
+        UserError: Where the file cannot be written, on a full disk for instance. What stood at `path` still does.
+    """
+    path = Path(path)
+    aside = path.with_name(f"{path.name}.tmp")
     try:
-        torch.save(state, aside)
+        with open(aside, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(aside, path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        # torch reports the failed write that it has met as a RuntimeError about file positions.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise UserError(f"{path} cannot be written ({cause.strerror or cause}); checkpoints from before are untouched, "
+                        "--resume goes on with the last one") from error
     finally:
         aside.unlink(missing_ok=True)
+
+
+def save_run(run_dir, state, keep, is_best=False):
+    """Saves a run's state as update-NUMBER.pt, under the second name last.pt, and best.pt where it is the best.
+
+    The latest `keep` checkpoints stay; best.pt does so beside them.
+
+    Raises:
+        UserError: As of `save_checkpoint`.
+    """
+    newest = Path(run_dir, f"update-{state['updates']:07d}.pt")
+    save_checkpoint(newest, state)
+    for name in ("best.pt", "last.pt") if is_best else ("last.pt",):  # last.pt never promises a best.pt that is not
+        _name_also(newest, newest.with_name(name))
+    # By time, not by number: a run may have gone back to an earlier one.
+    for old in sorted(newest.parent.glob("update-*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-keep]:
+        old.unlink()
+
+
+def _name_also(path, name):
+    """Gives the file a second name, at no cost of space where the file system can do that."""
+    aside = name.with_name(f"{name.name}.tmp")
+    try:
+        aside.unlink(missing_ok=True)
+        try:
+            os.link(path, aside)
+        except OSError:  # the file system knows no links
+            shutil.copyfile(path, aside)
+        os.replace(aside, name)
+        _sync_folder(name.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _sync_folder(folder):
+    """Brings a rename to the disk."""
+    if os.name == "posix":
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def load_checkpoint(path):
@@ -143,8 +213,31 @@ def describe_environment():
 def write_text(path, text):
     """Writes `text` aside and renames it, so that no reader ever sees half a file."""
     aside = Path(f"{path}.tmp")
-    aside.write_text(text)
-    os.replace(aside, path)
+    try:
+        aside.write_text(text)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def write_summary(path, history):
+    """Writes the results of all epochs as a CSV table, a row per epoch.
+
+    Args:
+        path: The file.
+        history: List of dicts, one per epoch; a nested dict's keys get its own key before them, as in "val_top1". An
+            epoch may lack what others have, such as an evaluation.
+    """
+    rows = []
+    for entry in history:
+        nested = [({f"{key}_{inner}": number for inner, number in value.items()} if isinstance(value, dict)
+                   else {key: value}) for key, value in entry.items()]
+        rows.append({key: value for part in nested for key, value in part.items()})
+    table = io.StringIO()
+    writer = csv.DictWriter(table, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_text(path, table.getvalue())
 
 
 def write_run_files(run_dir, config, extra):

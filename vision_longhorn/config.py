@@ -38,6 +38,8 @@ class Config:
     model_kwargs: dict = _value({}, "arguments of the model, KEY=VALUE ...; on the command line they add to the file's,"
                                     " KEY=none takes one away")
     drop_path: float = _value(0.0, "stochastic depth rate")
+    init: str | None = _value(None, "file of weights to start from, a run's best.pt or others of the model; position "
+                                    "embedding, patches and classifier are fitted")
     num_classes: int | None = _value(None, "number of classes; default: from the shards' index")
 
     # Data
@@ -48,6 +50,8 @@ class Config:
     train_samples: int | None = _value(None, "training samples, for shards without an index")
     val_samples: int | None = _value(None, "evaluation samples, for shards without an index")
     workers: int = _value(8, "loader processes per training process")
+    max_bad_samples: float = _value(0, "training samples that a process may skip in an epoch because they cannot be "
+                                       "read, a number, or below 1 a share of them")
 
     # Image transforms, timm's
     mean: list[float] | None = _value(None, "channel means in 0..1; default: the model's")
@@ -73,6 +77,8 @@ class Config:
     opt: str = _value("adamw", "timm's name of the optimiser")
     lr: float = _value(1e-3, "peak learning rate, at `lr_base_batch` where that is set")
     lr_base_batch: int | None = _value(1024, "global batch for lr; lr scales with the actual one; none: it does not")
+    layer_decay: float | None = _value(None, "factor of the learning rate from a block to the one before, such as 0.75 "
+                                             "in fine-tuning")
     weight_decay: float = _value(0.1, "weight decay; the model's no_weight_decay(), biases and norms are spared")
     clip_grad: float | None = _value(None, "largest norm of the gradient; none: no clipping")
     batch_size: int = _value(1024, "samples per process and pass; the global batch is this x processes x grad_accum")
@@ -86,13 +92,18 @@ class Config:
 
     # Run
     run_dir: str | None = _value(None, "folder of the run; default: runs/NAME-TIME")
-    resume: str | None = _value(None, "go on with this run (its folder, or its last.pt) under its own config")
+    resume: str | None = _value(None, "go on with this run (its folder, or one of its checkpoints) under its own "
+                                      "config; without a value: with the run in --run-dir, if there is one yet")
     seed: int = _value(0, "seed of weights, sample order and augmentation")
     device: str = _value("auto", "auto, cuda or cpu; auto is cuda where there is one")
     precision: str = _value("auto", "auto, bf16 or fp32; auto is bf16 autocast on a GPU, fp32 on a CPU")
     compile: bool = _value(False, "torch.compile the model")
+    compress_gradients: bool = _value(False, "average the processes' gradients in bfloat16, at half the traffic")
     log_interval: int = _value(50, "updates between two entries of the training curves")
     eval_interval: int = _value(1, "epochs between two evaluations; the last epoch is always evaluated")
+    checkpoint_interval: int = _value(1000, "updates between two checkpoints within an epoch; its end always has one")
+    keep_checkpoints: int = _value(2, "checkpoints to keep, beside the best")
+    max_bad_steps: int = _value(10, "stop after so many updates in a row whose loss or gradients are not finite")
 
     def values(self):
         """Dict of the values that make a run what it is: all but where it lies."""
@@ -101,9 +112,14 @@ class Config:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             setattr(self, field.name, _coerce(field.name, getattr(self, field.name), field.type))
-        for key in ("batch_size", "grad_accum", "epochs", "repeats", "log_interval", "eval_interval", "lr"):
+        for key in ("batch_size", "grad_accum", "epochs", "repeats", "log_interval", "eval_interval", "lr",
+                    "checkpoint_interval", "keep_checkpoints", "max_bad_steps"):
             if getattr(self, key) <= 0:
                 raise UserError(f"{key} is {getattr(self, key)}: give a value above 0")
+        if self.max_bad_samples < 0:
+            raise UserError(f"max_bad_samples is {self.max_bad_samples}: give 0 or more")
+        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
+            raise UserError(f"layer_decay is {self.layer_decay}: give a value above 0, up to 1")
         for key in ("drop_path", "hflip", "re_prob", "smoothing", "mixup_prob", "ema_decay"):
             if not 0 <= getattr(self, key) <= 1:
                 raise UserError(f"{key} is {getattr(self, key)}: give a value from 0 to 1")
@@ -119,7 +135,8 @@ class Config:
 def load_config(argv=None):
     """Reads the command line and the config that it names.
 
-    With neither a config nor data, the demo's config is taken.
+    With neither a config nor data, the demo's config is taken. In a resumed run `resume` is the path of the checkpoint,
+    and `run_dir` its folder; where `--resume` has no value and `--run-dir` holds no run yet, `resume` is None.
 
     Args:
         argv: Command line without the program's name; default: the process's own.
@@ -132,16 +149,26 @@ def load_config(argv=None):
     """
     given = vars(_parser().parse_args(argv))
     path = given.pop("config", None)
+    if given.get("resume") is True:
+        if "run_dir" not in given:
+            raise UserError("--resume without a value goes on with the run in --run-dir: give that, or --resume RUN")
+        if Path(given["run_dir"], "config.yaml").is_file():
+            given["resume"], path = given.pop("run_dir"), None
+        else:
+            del given["resume"]
     if "resume" in given:
         if path:
             raise UserError(f"--resume goes on under the run's own config: drop --config {path}")
         if "run_dir" in given:
             raise UserError(f"--resume goes on in the run's own folder: drop --run-dir {given['run_dir']}")
-        given["resume"] = str(_run_folder(given["resume"]))
-        path = Path(given["resume"], "config.yaml")
+        file = Path(given["resume"])
+        file = file if file.suffix == ".pt" else file / "last.pt"
+        if file.name != "last.pt" and not file.is_file():
+            raise UserError(f"cannot resume {file}: there is no such checkpoint; {file.parent / 'last.pt'} is the last")
+        path = file.parent / "config.yaml"
         if not path.is_file():
-            raise UserError(f"cannot resume {given['resume']}: it has no config.yaml; give the folder of a run")
-        given["run_dir"] = given["resume"]
+            raise UserError(f"cannot resume {file.parent}: it has no config.yaml; give the folder of a run")
+        given.update(resume=str(file), run_dir=str(file.parent))
     elif path is None and given.get("data", DIGITS) == DIGITS:
         path = "demo_digits"
     values = read_config_file(path) if path else {}
@@ -184,15 +211,11 @@ def _parser():
     for field in dataclasses.fields(Config):
         kind = _without_none(field.type)
         many = {"nargs": "+"} if kind is dict or typing.get_origin(kind) is list else {}
-        flag = {"nargs": "?", "const": True} if kind is bool else {}
+        flag = {"nargs": "?", "const": True} if kind is bool or field.name == "resume" else {}
         default = "" if field.default is dataclasses.MISSING else f" [{field.default}]"
         parser.add_argument(f"--{field.name.replace('_', '-')}", metavar="VALUE", **many, **flag,
                             help=f"{field.metadata['doc']}{default}".replace("%", "%%"))
     return parser
-
-
-def _run_folder(path):
-    return Path(path).parent if Path(path).suffix == ".pt" else Path(path)
 
 
 def _without_none(kind):

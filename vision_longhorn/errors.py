@@ -3,7 +3,9 @@
 import argparse
 import contextlib
 import difflib
+import os
 import sys
+import traceback
 
 
 class UserError(ValueError):
@@ -26,15 +28,28 @@ def bad_input(what):
 
 def run_cli(main, stopped="stopped"):
     """Runs `main()`. A `UserError` or a failure of the system (a full disk, say) prints one line to stderr and exits
-    with code 1; Ctrl-C prints `stopped` and exits with code 130."""
+    with code 1; Ctrl-C prints `stopped` and exits with code 130.
+
+    One of several processes exits at once, without the clean-up in which it might wait for the others, so that
+    whoever started them learns of its failure.
+    """
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     try:
         main()
+        return
     except (UserError, OSError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
-        sys.exit(1)
+        code, message = 1, f"error: {one_line(error)}"
     except KeyboardInterrupt:
-        print(stopped, file=sys.stderr, flush=True)
-        sys.exit(130)
+        code, message = 130, stopped
+    except Exception:
+        if not several:
+            raise
+        code, message = 1, traceback.format_exc().rstrip()
+    print(message, file=sys.stderr, flush=True)
+    if several:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class Parser(argparse.ArgumentParser):

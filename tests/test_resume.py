@@ -1,0 +1,363 @@
+"""Runs that are killed, told to stop, or meet faults: they go on bit for bit, lose nothing, and say what was wrong."""
+
+import errno
+import itertools
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from multiprocessing import forkserver
+
+import psutil
+import pytest
+import torch
+import torchvision
+from accelerate.state import AcceleratorState, GradientState
+from test_train import QUICK, REPOSITORY, fails_with_one_line, launch, scalars, write_digits
+
+import train_imagenet  # noqa: I001, importing test_train made the repository's root known
+from vision_longhorn.checkpoint import load_checkpoint, save_run
+from vision_longhorn.data import open_shards, train_loader
+from vision_longhorn.errors import run_cli
+
+PROCESSES = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Forks the processes of all runs: it has imported everything, so that they start at once."""
+    PROCESSES.set_forkserver_preload(["train_imagenet", "test_resume"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
+        forkserver.ensure_running()
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory):
+    """A run with all that draws random numbers: 2 epochs; 9 updates each on 2 processes, 6 on 3."""
+    folder = tmp_path_factory.mktemp("resume")
+    write_digits(folder, "train", 150)
+    write_digits(folder, "val", 37)
+    return [*QUICK, "--data", str(folder), "--train-samples", "150", "--val-samples", "37", "--batch-size", "8",
+            "--epochs", "2", "--repeats", "3", "--re-prob", "0.5", "--mixup", "0.8", "--ema-decay", "0.9",
+            "--drop-path", "0.2", "--log-interval", "2", "--checkpoint-interval", "3"]
+
+
+class Run:
+    """A training run of several processes, as a launcher would start them; what they print is in `text`."""
+
+    def __init__(self, folder, arguments, processes=2, **fault):
+        self.log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        arguments = [*arguments, "--run-dir", str(folder), "--resume"]
+        self.processes = [PROCESSES.Process(target=train, args=(rank, processes, port, self.log, arguments, fault))
+                          for rank in range(processes)]
+        for process in self.processes:
+            process.start()
+
+    def wait(self):
+        """Exit codes by rank, when all have ended by themselves."""
+        for process in self.processes:
+            process.join(60)
+            assert process.exitcode is not None, f"it hangs: {self.text}"
+        return [process.exitcode for process in self.processes]
+
+    def die_with(self, rank):
+        """Kills all processes once `rank` has been killed."""
+        self.processes[rank].join(60)
+        assert self.processes[rank].exitcode == -signal.SIGKILL, self.text
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    @property
+    def text(self):
+        return self.log.read_text()
+
+
+def train(rank, processes, port, log, arguments, fault):
+    """One process of a run. A `fault` is {"rank", "at", "kind"}: what happens to whom, at which update or write."""
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    multiprocessing.set_start_method("fork", force=True)  # of the loader's workers, as in a process started by a shell
+    torch.set_num_threads(1)
+    if processes > 1:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1",
+                          LOCAL_WORLD_SIZE=str(processes), MASTER_PORT=str(port))
+    if fault and rank == fault["rank"]:
+        inflict(**fault)
+    run_cli(lambda: train_imagenet.main(arguments))
+
+
+def inflict(rank, at, kind):
+    """Brings about what a machine does to a process; `at` counts updates, or files brought to the disk."""
+    def kill():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def signal_all(number):  # as Slurm does: the loader's workers get it too, and not from their parent
+        pids = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+        subprocess.run(["kill", f"-{int(number)}", *map(str, pids)], check=True)
+
+    def fail():
+        raise ZeroDivisionError("the fault of this test")
+
+    def limit_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    act = {"kill": kill, "kill in write": kill, "fail": fail, "limit files": limit_files,
+           "SIGTERM": lambda: signal_all(signal.SIGTERM), "SIGUSR1": lambda: signal_all(signal.SIGUSR1)}[kind]
+    owner, name = (os, "fsync") if kind == "kill in write" else (train_imagenet.Watch, "update")
+    real, count = getattr(owner, name), itertools.count(1)
+
+    def replacement(*args):
+        if next(count) == at:
+            act()
+        return real(*args)
+    setattr(owner, name, replacement)
+
+
+def same(one, other, where="checkpoint"):
+    """Asserts that two nests of dicts, lists, tensors and plain values agree to the bit."""
+    if isinstance(one, dict):
+        assert one.keys() == other.keys(), where
+        for key in one:
+            same(one[key], other[key], f"{where} {key}")
+    elif isinstance(one, list):
+        assert len(one) == len(other), where
+        for i, (a, b) in enumerate(zip(one, other)):
+            same(a, b, f"{where} {i}")
+    elif torch.is_tensor(one):
+        assert torch.equal(one, other), where
+    else:
+        assert one == other, where
+
+
+def same_run(one, other):
+    """Asserts that two runs had the same losses, accuracies and gradients, and ended with the same state."""
+    curves = [scalars(run) for run in (one, other)]
+    for tag in "train/loss", "train/grad_norm", "train/lr", "val/top1", "val/loss", "val_ema/loss":
+        assert curves[0][tag] == curves[1][tag], tag
+    ends = [load_checkpoint(run / "last.pt") for run in (one, other)]
+    for end in ends:
+        for entry in (*end["history"], end["watch"]["last"]):
+            del entry["images_per_s"]
+    same(*ends)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, arguments):
+    """Folders of whole runs: by number of workers on 2 processes, and by "three" on 3."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    runs = {0: Run(folder / "0", [*arguments, "--workers", "0"]), 2: Run(folder / "2", [*arguments, "--workers", "2"]),
+            "three": Run(folder / "three", [*arguments, "--workers", "1"], processes=3)}
+    for name, run in runs.items():
+        assert not any(run.wait()), run.text
+    return {name: folder / str(name) for name in runs}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arguments, undisturbed,
+                                                                               workers):
+    arguments, draw = [*arguments, "--workers", str(workers)], random.Random()
+    for kind in "kill", "kill in write", "kill":
+        fault = dict(rank=0, at=draw.randint(1, 2), kind=kind)  # the second or third file, or ...
+        if kind == "kill":
+            fault.update(rank=draw.randrange(2), at=draw.randint(1, 6))
+        print(fault)  # to be seen where this fails
+        Run(tmp_path / "run", arguments, **fault).die_with(fault["rank"])
+    last = Run(tmp_path / "run", arguments)
+    assert last.wait() == [0, 0], last.text
+    same_run(undisturbed[workers], tmp_path / "run")
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(tmp_path, arguments, undisturbed,
+                                                                                name):
+    """Three processes: only then does the order of the sum over them show."""
+    arguments = [*arguments, "--workers", "1"]
+    stopped = Run(tmp_path / "run", arguments, processes=3, rank=2, at=4, kind=name)
+    assert stopped.wait() == [128 + getattr(signal, name)] * 3, stopped.text
+    assert f"Stopped by {name} after update 5" in stopped.text and "Traceback" not in stopped.text
+    assert load_checkpoint(tmp_path / "run" / "last.pt")["updates"] == 5  # one after the signal, to agree upon it
+    resumed = Run(tmp_path / "run", arguments, processes=3)
+    assert resumed.wait() == [0] * 3, resumed.text
+    same_run(undisturbed["three"], tmp_path / "run")
+
+
+def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_path, undisturbed, capsys):
+    shutil.copytree(undisturbed["three"], tmp_path / "run")
+    middle = max((tmp_path / "run").glob("update-*.pt"), key=lambda file: -int(file.stem[7:]))
+    state = load_checkpoint(middle)
+    assert (state["epoch"], state["updates"]) == (1, 9)  # half of the second epoch
+    train_imagenet.main(["--resume", str(middle), "--workers", "0"])
+    said = capsys.readouterr().out
+    assert "after epoch 1 and 9 of 18 updates" in said
+    assert "processes 3 -> 1" in said and "updates_per_epoch 6 -> 18" in said and "workers 1 -> 0" in said
+    end = load_checkpoint(tmp_path / "run" / "last.pt")
+    assert (end["epoch"], end["updates"], len(end["history"])) == (2, 36, 2)
+
+
+def test_a_process_that_fails_ends_all_with_its_traceback_first(tmp_path, arguments):
+    """Its fellow waits for it in a sum over the processes, under the launcher that a user has."""
+    script = tmp_path / "fails.py"
+    script.write_text(f"import sys; sys.path[:0] = {[str(REPOSITORY), str(REPOSITORY / 'tests')]}\n"
+                      "import os, train_imagenet, test_resume\n"
+                      "from vision_longhorn.errors import run_cli\n"
+                      "if os.environ['RANK'] == '1': test_resume.inflict(1, 2, 'fail')\n"
+                      "run_cli(train_imagenet.main)\n")
+    failed = launch(script, *arguments, "--run-dir", "run", cwd=tmp_path, processes=2, timeout=120)
+    assert failed.returncode == 1
+    first = failed.stderr[failed.stderr.index("Traceback"):]
+    assert first.index("the fault of this test") < first.find("Traceback", 1) % len(first)
+
+
+def quick(folder, arguments, *more):
+    """A run in this process: 4 updates, a checkpoint after each."""
+    return train_imagenet.main([*arguments, "--run-dir", str(folder), "--epochs", "1", "--batch-size", "32",
+                                "--checkpoint-interval", "1", "--keep-checkpoints", "9", "--log-interval", "1", *more])
+
+
+@pytest.mark.parametrize("more", [["--opt", "adamw"], ["--opt", "momentum"], ["--opt", "lamb"],
+                                  ["--batch-size", "16", "--grad-accum", "2"]], ids=lambda words: words[1])
+def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_count(tmp_path, arguments, monkeypatch,
+                                                                                     more):
+    """Of the 4 updates the first and the third have a bad loss: not a number, and infinite."""
+    parts = 2 if "--grad-accum" in more else 1
+    calls = itertools.count()
+
+    class Sometimes(torch.nn.Module):
+        def forward(self, scores, targets):
+            loss = (-targets * scores.log_softmax(1)).sum(1).mean()
+            return loss * {0: math.nan, 2 * parts: math.inf}.get(next(calls), 1)
+
+    monkeypatch.setattr(train_imagenet, "SoftTargetCrossEntropy", Sometimes)
+    torch.manual_seed(0)
+    run = quick(tmp_path / "run", arguments, *more)
+    states = [load_checkpoint(run / f"update-{number:07d}.pt") for number in (1, 2, 3, 4)]
+    assert states[0]["optimizer"]["state"] == {}
+    for key in "state_dict", "optimizer":
+        groups = [state[key] if key == "state_dict" else state[key]["state"] for state in states]
+        same(groups[1], groups[2])
+        with pytest.raises(AssertionError):
+            same(groups[2], groups[3])
+    steps = [float(entry["step"]) for entry in states[3]["optimizer"]["state"].values() if "step" in entry]
+    assert all(step == 2 for step in steps)
+    curves = scalars(run)
+    assert list(curves["train/skipped"].values()) == [1, 1, 2, 2]
+    assert all(math.isfinite(value) for value in states[3]["state_dict"]["head.weight"].flatten())
+
+
+def test_too_many_updates_that_are_not_finite_stop_the_run_with_evidence(tmp_path, arguments, monkeypatch, capsys):
+    real, calls = train_imagenet.SoftTargetCrossEntropy.forward, itertools.count()
+    monkeypatch.setattr(train_imagenet.SoftTargetCrossEntropy, "forward",
+                        lambda self, *given: real(self, *given) * (1 if next(calls) == 0 else math.nan))
+    fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
+                        "2 updates in a row, 2 to 3", "loss nan", "--clip-grad", "bad_steps.json")
+    evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
+    assert [(bad["update"], bad["epoch"], bad["update_of_epoch"]) for bad in evidence["updates"]] == [
+        (2, 0, 1), (3, 0, 2)]
+    assert math.isnan(evidence["updates"][0]["losses"][0])
+    good = load_checkpoint(tmp_path / "run" / "last.pt")
+    assert all(value.isfinite().all() for value in good["state_dict"].values())
+
+
+def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
+    for updates in 1, 2, 3, 4:
+        save_run(tmp_path, {"updates": updates, "state_dict": {}}, keep=2, is_best=updates == 1)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000003.pt", "update-0000004.pt"]
+    assert [load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")] == [1, 4]
+    save_run(tmp_path, {"updates": 2, "state_dict": {}}, keep=2)  # a run that went back
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000002.pt", "update-0000004.pt"]
+    assert load_checkpoint(tmp_path / "last.pt")["updates"] == 2
+
+
+def test_without_hard_links_checkpoints_are_copied(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "Operation not permitted")
+    monkeypatch.setattr(os, "link", refuse)
+    save_run(tmp_path, {"updates": 1, "state_dict": {}}, keep=1, is_best=True)
+    assert load_checkpoint(tmp_path / "best.pt") == load_checkpoint(tmp_path / "last.pt")
+
+
+def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, arguments, monkeypatch, capsys):
+    real, calls = os.fsync, itertools.count(1)
+
+    def full(handle):
+        if next(calls) > 6:  # a checkpoint is three: the file, and its two names in the folder
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(handle)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        fails_with_one_line(lambda words: quick(words[0], arguments), [tmp_path / "run"], capsys, "No space left",
+                            "update-0000003.pt", "--resume")
+    assert load_checkpoint(tmp_path / "run" / "last.pt")["updates"] == 2
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+def test_a_write_cut_short_costs_no_earlier_checkpoint_and_ends_all_processes(tmp_path, arguments):
+    run = Run(tmp_path / "run", [*arguments, "--checkpoint-interval", "1"], rank=0, at=3, kind="limit files")
+    assert run.wait() == [1, 1], run.text
+    assert "File too large" in run.text and "--resume" in run.text
+    assert load_checkpoint(tmp_path / "run" / "last.pt")["updates"] == 2
+    assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+class Opener:
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+def test_code_in_a_checkpoint_is_not_run_by_resuming(tmp_path, arguments, monkeypatch, capsys):
+    run = quick(tmp_path / "run", arguments)
+    monkeypatch.chdir(tmp_path)
+    (run / "last.pt").write_bytes(pickle.dumps(Opener()))
+    torch.save({"state_dict": Opener()}, run / "other.pt")
+    (tmp_path / "ran").unlink(missing_ok=True)
+    for path in run, run / "other.pt":
+        fails_with_one_line(train_imagenet.main, ["--resume", path, "--epochs", "2"], capsys, "no checkpoint")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_resumed_run_takes_new_settings_but_no_other_optimiser(tmp_path, arguments, capsys):
+    run = quick(tmp_path / "run", arguments)
+    for words in ["--opt", "lamb"], ["--weight-decay", "0"]:
+        fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2", *words], capsys, words[1])
+    train_imagenet.main(["--resume", str(run), "--epochs", "2", "--weight-decay", "0.7"])
+    assert "weight_decay 0.1 -> 0.7" in capsys.readouterr().out
+    groups = load_checkpoint(run / "last.pt")["optimizer"]["param_groups"]
+    assert sorted(group["weight_decay"] for group in groups) == [0, 0.7]
+
+
+def test_a_loader_outlives_a_schedulers_signals_but_not_its_parent(arguments):
+    """Workers of training and evaluation; one that a signal kills would stop the run before it has saved."""
+    shards = open_shards(arguments[arguments.index("--data") + 1], "train", 150, 10)
+    loader = train_loader(shards, torchvision.transforms.ToTensor(), batch_size=8, num_workers=2)
+    batches = iter(loader)
+    next(batches)
+    workers = [child for child in psutil.Process().children() if child.name() == "pt_data_worker"]
+    for worker in workers:
+        for number in signal.SIGUSR1, signal.SIGTERM:
+            subprocess.run(["kill", f"-{int(number)}", str(worker.pid)], check=True)  # another process sends it
+    assert len(list(batches)) == len(loader) - 1 and len(workers) == 2
+    for worker in workers:
+        worker.send_signal(signal.SIGTERM)
+    gone, alive = psutil.wait_procs(workers, 20)
+    assert not alive
