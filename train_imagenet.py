@@ -11,6 +11,7 @@ best.pt), metrics.json, summary.csv and curves.png.
 
 import json
 import math
+import os
 import random
 import signal
 import sys
@@ -47,6 +48,9 @@ FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers t
 def main(argv=None):
     """Trains as the command line `argv` says (default: the process's own) and returns the run's folder."""
     cfg, name = load_config(argv)
+    if cfg.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to be told before its first use
+    torch.use_deterministic_algorithms(cfg.deterministic)
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True, static_graph=cfg.grad_accum == 1,  # torch has no static graph with accumulation
         comm_hook=DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO,

@@ -27,6 +27,7 @@ import train_imagenet  # noqa: I001, importing test_train made the repository's 
 from vision_longhorn.checkpoint import load_checkpoint, save_run
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.errors import run_cli
+from vision_longhorn.watch import step_if_finite
 
 PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -186,6 +187,19 @@ def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(t
     assert last.wait() == [0, 0], last.text
     same_run(undisturbed[workers], tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.tmp"))
+
+
+@pytest.mark.gpu
+def test_gpu_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arguments):
+    arguments = [*arguments, "--workers", "2", "--device", "cuda", "--deterministic"]
+    whole = Run(tmp_path / "whole", arguments, processes=1)
+    assert not any(whole.wait()), whole.text
+    for at in 5, 7:  # of 18 updates in an epoch, with a checkpoint after every third
+        Run(tmp_path / "killed", arguments, processes=1, rank=0, at=at, kind="kill").die_with(0)
+    last = Run(tmp_path / "killed", arguments, processes=1)
+    assert not any(last.wait()), last.text
+    assert "Going on with" in last.text
+    same_run(tmp_path / "whole", tmp_path / "killed")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
@@ -361,3 +375,45 @@ def test_a_loader_outlives_a_schedulers_signals_but_not_its_parent(arguments):
         worker.send_signal(signal.SIGTERM)
     gone, alive = psutil.wait_procs(workers, 20)
     assert not alive
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_that_is_stopped_goes_on_bit_for_bit(tmp_path, arguments, monkeypatch):
+    """With loader processes, augmentation on the GPU and bf16; asked of torch, its kernels are deterministic."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    arguments = [*arguments, "--device", "cuda", "--workers", "2", "--batch-size", "16", "--clip-grad", "1"]
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "whole")])
+        for at in 5, 7:
+            with monkeypatch.context() as patch:
+                real, calls = train_imagenet.Watch.update, itertools.count(1)
+
+                def update(*given):
+                    if next(calls) == at:
+                        raise KeyboardInterrupt
+                    real(*given)
+                patch.setattr(train_imagenet.Watch, "update", update)
+                with pytest.raises(KeyboardInterrupt):
+                    train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "run"), "--resume"])
+        train_imagenet.main(["--resume", str(tmp_path / "run")])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    same_run(tmp_path / "whole", tmp_path / "run")
+
+
+@pytest.mark.gpu
+def test_a_step_on_a_gpu_is_skipped_without_waiting_for_it():
+    weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    weight.grad = torch.ones_like(weight)
+    step_if_finite(optimizer, weight.grad.norm())
+    before = weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone(), optimizer.state[weight]["step"].clone()
+    weight.grad = torch.full_like(weight, math.nan)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step_if_finite(optimizer, weight.grad.norm())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = weight.detach(), optimizer.state[weight]["exp_avg"], optimizer.state[weight]["step"]
+    same(list(before), list(after))

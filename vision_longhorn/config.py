@@ -98,6 +98,8 @@ class Config:
     device: str = _value("auto", "auto, cuda or cpu; auto is cuda where there is one")
     precision: str = _value("auto", "auto, bf16 or fp32; auto is bf16 autocast on a GPU, fp32 on a CPU")
     compile: bool = _value(False, "torch.compile the model")
+    deterministic: bool = _value(False, "only algorithms of torch that give the same bits again; an error where it has "
+                                        "none")
     compress_gradients: bool = _value(False, "average the processes' gradients in bfloat16, at half the traffic")
     log_interval: int = _value(50, "updates between two entries of the training curves")
     eval_interval: int = _value(1, "epochs between two evaluations; the last epoch is always evaluated")
