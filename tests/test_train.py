@@ -92,15 +92,19 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
     assert "this is the demo" in done.stdout and "2 process(es)" in done.stdout
     assert done.stdout.count("count 360 of 360") == 2  # raw and averaged weights
     run = tmp_path / "run"
-    assert {"config.yaml", "env.json", "metrics.json", "last.pt", "best.pt", "curves.png"} <= set(os.listdir(run))
+    promised = {"config.yaml", "env.json", "metrics.json", "summary.csv", "last.pt", "best.pt", "curves.png"}
+    assert promised <= set(os.listdir(run))
     assert not list(run.glob("*.tmp"))
     environment = json.loads((run / "env.json").read_text())
     assert environment["processes"] == 2 and environment["global_batch"] == 64
     assert environment["versions"]["torch"] == torch.__version__.split("+")[0]
     assert "commit" in environment
-    promised = {"train/loss", "train/lr", "train/images_per_s", "train/grad_norm", "val/top1", "val/top5",
-                "val_ema/top1", "val_ema/top5"}
-    assert promised <= scalars(run).keys()
+    curves = scalars(run)
+    promised = {"train/loss", "train/lr", "train/images_per_s", "train/grad_norm", "train/data_wait", "train/skipped",
+                "train/host_gib", "val/top1", "val/top5", "val_ema/top1", "val_ema/top5"}
+    assert promised <= curves.keys()
+    assert all(0 <= share <= 1 for share in curves["train/data_wait"].values())
+    assert all(0.05 < memory < 50 for memory in curves["train/host_gib"].values())
     assert max(scalars(run)["train/loss"]) == 1437 // 64  # an epoch is the split's samples, over both processes
 
 
