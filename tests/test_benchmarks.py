@@ -72,7 +72,7 @@ def test_size_that_is_none(word, capsys):
 
 def test_sweep_keeps_the_number_of_patches():
     sizes = bench_model.sweep_sizes()
-    assert sizes[0] == (256, 224) and sizes[-1] == (8, 1248)
+    assert sizes[0] == (256, 224) and (8, 1248) in sizes and sizes[-1] == (2, 2496)
     assert all(abs(batch * (px // 16) ** 2 / (256 * 196) - 1) < 0.05 for batch, px in sizes)
 
 
