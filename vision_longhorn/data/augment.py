@@ -3,8 +3,9 @@
 All that is random is drawn in the worker by timm's own code, which is handed a notebook in the place of an image. The
 notes travel with the batch as a table of numbers, so they follow the worker's seed and not the device's.
 
-A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; then for each operation its
-number in `_KINDS`, its argument, and 1 for bilinear in the place of bicubic resampling. An operation 0 is none.
+A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; 1 for a picture to be turned
+left to right, 2 for top to bottom, 3 for both; then for each operation its number in `_KINDS`, its argument, and 1 for
+bilinear in the place of bicubic resampling. An operation 0 is none.
 """
 
 import copy
@@ -24,7 +25,7 @@ from ..errors import UserError
 from .images import decode_tensor
 
 _RESAMPLING = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
-_HEAD = 5
+_HEAD = 6
 _BITS = {"PosterizeIncreasing": "Posterize", "PosterizeOriginal": "Posterize", "SolarizeIncreasing": "Solarize"}
 
 
@@ -46,7 +47,7 @@ def split_transform(transform):
             crop = step
             _check(step, set(_as_list(step.interpolation)) <= set(_RESAMPLING))
         elif isinstance(step, (transforms.RandomHorizontalFlip, transforms.RandomVerticalFlip)):
-            flips.append(step)
+            flips.append((1 if isinstance(step, transforms.RandomHorizontalFlip) else 2, step.p))
         elif isinstance(step, (auto_augment.RandAugment, auto_augment.AutoAugment)):
             policies.append(_noting(step))
         elif isinstance(step, transforms.ColorJitter) and step.hue is None:
@@ -133,25 +134,33 @@ class Crops:
             decoded: what `decode` gave.
 
         Returns:
-            uint8 tensor (3, height, width), float64 tensor (5 + 3 * operations,)
+            uint8 tensor (height, width, 3), float64 tensor (6 + 3 * operations,)
         """
         image, correct = decoded
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
         image = image[:, top:top + height, left:left + width]
-        if correct:
+        # Colours are corrected pixel by pixel: before or after resampling, where there are fewer pixels.
+        late = correct and height * width > self.crop.size[0] * self.crop.size[1]
+        if correct and not late:
             image = correct(image)
         mode = random.choice(_as_list(self.crop.interpolation)).value
-        image = F.interpolate(image[None], self.crop.size, mode=mode, antialias=True)[0]
-        for flip in self.flips:
-            image = flip(image)
+        # Decoders give the colours of a pixel side by side. Resampling is faster with these than with planes.
+        image = image[None].contiguous(memory_format=torch.channels_last)
+        image = F.interpolate(image, self.crop.size, mode=mode, antialias=True)[0]
+        if late:
+            image = correct(image)
+        turned = 0
+        for bit, probability in self.flips:
+            if torch.rand(1).item() < probability:  # as torchvision draws it
+                turned ^= bit
         notes = []
         for policy in self.policies:
             notes = policy(notes)
         box = _Box(*image.shape[1:])
         if self.eraser is not None:
             self.eraser(box)
-        row = [random.getrandbits(48), *box.box, *notes, *[0] * (3 * self.length - len(notes))]
-        return image, torch.tensor(row, dtype=torch.float64)
+        row = [random.getrandbits(48), *box.box, turned, *notes, *[0] * (3 * self.length - len(notes))]
+        return image.permute(1, 2, 0).contiguous(), torch.tensor(row, dtype=torch.float64)
 
 
 def _longest(policy):
@@ -161,7 +170,7 @@ def _longest(policy):
 
 
 class Finish:
-    """The device's half: policy, normalisation and erasing of a whole batch, without waiting for the device.
+    """The device's half: flips, policy, normalisation and erasing of a whole batch, without waiting for the device.
 
     The operations give PIL's results (most to the bit, see tests/test_augment.py). Made by `split_transform`.
     """
@@ -173,7 +182,7 @@ class Finish:
     def __call__(self, batch, device):
         """
         Args:
-            batch: images, uint8 (B, 3, H, W), and table, float64 (B, 5 + 3 * operations), on the CPU.
+            batch: images, uint8 (B, H, W, 3), and table, float64 (B, 6 + 3 * operations), on the CPU.
             device: where to work.
 
         Returns:
@@ -181,7 +190,11 @@ class Finish:
         """
         images, table = batch
         rows = table.tolist()
-        plan = [group for first in range(_HEAD, table.shape[1], 3) for group in _groups(rows, first, images.shape)]
+        height, width = images.shape[1:3]
+        plan = [group for first in range(_HEAD, table.shape[1], 3) for group in _groups(rows, first, height, width)]
+        # Flips come first, in the order of the whole transform: they are drawn and done before the policy.
+        plan[:0] = [(kind, chosen, [[0] * 6] * len(chosen)) for kind, bit in (("horizontal", 1), ("vertical", 2))
+                    if (chosen := [n for n, row in enumerate(rows) if int(row[5]) & bit])]
         erased = [n for n, row in enumerate(rows) if row[4] > row[2]]
         numbers = [n for _, chosen, _ in plan for n in chosen] + erased
         values = [value for _, _, arguments in plan for value in arguments] + [rows[n][1:5] + [0, 0] for n in erased]
@@ -189,9 +202,8 @@ class Finish:
         numbers = _send(torch.tensor(numbers, dtype=torch.int64), device)
         values = _send(torch.tensor(values, dtype=torch.float32).view(-1, 6), device)
         mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
-        images = images.to(device, non_blocking=True)
-        if plan and images.device == batch[0].device:
-            images = images.clone()
+        images = images.to(device, non_blocking=True).permute(0, 3, 1, 2)  # (B, 3, H, W)
+        images = images.clone(memory_format=torch.contiguous_format)
         start = 0
         for kind, chosen, _ in plan:
             stop = start + len(chosen)
@@ -223,7 +235,7 @@ def _send(tensor, device):
     return tensor.to(device, non_blocking=True)
 
 
-def _groups(rows, first, shape):
+def _groups(rows, first, height, width):
     """(kind, image numbers, six arguments of each) of the operation that stands at `first` in the rows."""
     groups = {}
     for number, row in enumerate(rows):
@@ -231,7 +243,7 @@ def _groups(rows, first, shape):
         if index:
             kind, arguments = _KINDS[int(index)], [argument, 0, 0, 0, 0, 0]
             if kind in _AFFINE:
-                arguments = _AFFINE[kind](argument, *shape[2:])
+                arguments = _AFFINE[kind](argument, height, width)
                 kind = "bilinear" if bilinear else "bicubic"
             numbers, values = groups.setdefault(kind, ([], []))
             numbers.append(number)
@@ -350,6 +362,8 @@ def _solarize_add(images, arguments, fill):
 
 
 _OPERATIONS = {
+    "horizontal": lambda images, arguments, fill: images.flip(3),
+    "vertical": lambda images, arguments, fill: images.flip(2),
     "bicubic": functools.partial(_transform, bilinear=False),
     "bilinear": functools.partial(_transform, bilinear=True),
     "AutoContrast": _auto_contrast,
@@ -363,7 +377,7 @@ _OPERATIONS = {
     "Contrast": _contrast,
     "Sharpness": _sharpness,
 }
-_KINDS = ("", *_AFFINE, *(name for name in _OPERATIONS if not name.startswith("bi")))
+_KINDS = ("", *_AFFINE, *(name for name in _OPERATIONS if name[0].isupper()))
 
 
 def device_batches(loader, device, finish=None):
