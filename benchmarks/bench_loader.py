@@ -130,7 +130,8 @@ def rate(batches, workers: int, batch: int, seconds: float) -> tuple[float, floa
         count += batch
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    return count / (time.perf_counter() - start), count / (cpu_seconds() - used)
+    used = max(cpu_seconds() - used, 0.01)  # a tick of the clock by which the workers' time is counted
+    return count / (time.perf_counter() - start), count / used
 
 
 def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float) -> list[dict]:
@@ -294,7 +295,8 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     inputs, targets = default_collate([(crops(decode_tensor(data)), 0) for data in islice(cycle(files), batch)])
     inputs = [value.pin_memory() for value in inputs]
     mean, std, erase = finish.mean, finish.std, finish.eraser
-    prefetch = PrefetchLoader([(inputs[0], targets.pin_memory())], mean, std, device=DEVICE, re_prob=erase.probability,
+    planes = inputs[0].permute(0, 3, 1, 2).contiguous().pin_memory()  # (B, 3, H, W)
+    prefetch = PrefetchLoader([(planes, targets.pin_memory())], mean, std, device=DEVICE, re_prob=erase.probability,
                               re_mode="pixel")
     mixup, images, targets = Mixup(0.8, 1.0, num_classes=10), finish(inputs, DEVICE), targets.to(DEVICE)
     rows = [on_gpu("copy, RandAugment, normalise, erase", lambda: finish(inputs, DEVICE), batch),

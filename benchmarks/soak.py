@@ -1,6 +1,7 @@
 """A long run of train_imagenet.py on the digits: does its memory stay flat, and the time of a step?
 
     python benchmarks/soak.py                 # 10,000 updates of a small model
+    python benchmarks/soak.py --model vim_test --model-kwargs depth=2     # options that it lacks go to the trainer
 
 It trains as a user would, with loader processes, evaluation and checkpoints, and reads the curves of the run: images a
 second, memory of the host (with the loader's processes) and of the device. The first tenth of the run is left out, as
@@ -17,6 +18,7 @@ from statistics import median
 from common import RESULTS, environment, print_environment, table
 
 import train_imagenet
+from vision_longhorn.errors import run_cli
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 CURVES = {"images_per_s": "images/s", "host_gib": "host, GiB", "device_gib": "device, GiB", "data_wait": "data wait"}
@@ -61,13 +63,13 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64, help="(64)")
     parser.add_argument("--workers", type=int, default=4, help="processes that load data (4)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for soak.json and soak.png")
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
     found = environment()
     print_environment(found)
     epochs = -(-args.updates // (DIGITS // args.batch_size))
     with tempfile.TemporaryDirectory() as folder:
         argv = ["--config", "demo_digits", "--epochs", str(epochs), "--batch-size", str(args.batch_size), "--workers",
-                str(args.workers), "--eval-interval", "50", "--run-dir", f"{folder}/run"]
+                str(args.workers), "--eval-interval", "50", "--run-dir", f"{folder}/run", *more]
         curves = read(train_imagenet.main(argv))
     rows = [dict(what=CURVES[name], **compare(points, args.updates)) for name, points in curves.items()]
     table(f"{curves['images_per_s'][-1][0]:,} updates", rows, what=("", ""), first=("first quarter", ".4f"),
@@ -79,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -8,8 +8,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    # Tests run side by side, one to a core (pytest-xdist), and threads of their own would only wait for each other. Read
-    # when torch is imported, here and in the processes that tests start.
+    # Tests run side by side, one to a core (pytest-xdist), and threads of their own would only wait for each other.
+    # Read when torch is imported, here and in the processes that tests start.
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     # The kernels read this when they are imported. Only the run that asks for GPU tests compiles them; every other run

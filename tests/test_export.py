@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import os
 import shutil
 import subprocess
 import sys
@@ -141,8 +142,8 @@ def packages_load(tmp_path_factory):
     file = tmp_path_factory.mktemp("linear") / "linear.pt2"
     done = subprocess.run([sys.executable, "-c", LINEAR, str(file)], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"torch {torch.__version__} and the C++ compiler here fail (exit code {done.returncode}) on the "
-                    "AOTInductor package of a single linear layer")
+        pytest.skip(f"torch {torch.__version__} and the C++ compiler {os.environ.get('CXX', 'g++')} fail (exit code "
+                    f"{done.returncode}) on the AOTInductor package of one linear layer; CXX=... names another")
 
 
 @pytest.mark.gpu

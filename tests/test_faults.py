@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import threading
+import time
 
+import psutil
 import pytest
 import torch
 from test_loader import members, noisy_number_of, number_of, numbered, numbers, write_index, write_shards, write_tar
@@ -215,12 +217,96 @@ def test_going_on_within_an_epoch_gives_the_same_batches_beside_bad_samples(tmp_
         assert len(rest) == 16 - start and all(torch.equal(*pair) for pair in zip(whole[start:], rest))
 
 
-@pytest.mark.parametrize("name", ["/etc/other.tar", "../other.tar", "sub/../../other.tar", "http://127.0.0.1/other.tar"])
+@pytest.mark.parametrize("name", ["/etc/other.tar", "../other.tar", "sub/../../other.tar", "http://127.0.0.1/other.tar",
+                                  "pipe:touch ran"])
 def test_index_cannot_point_elsewhere(tmp_path, name):
     write_shards(tmp_path / "s", [4])
     write_index(tmp_path / "s", {"train": {name: 4}})
-    with pytest.raises(DataError, match="is not an index of shards .*outside of its folder"):
-        open_shards(tmp_path / "s")
+    for allow_pipe in False, True:
+        with pytest.raises(DataError, match="is not an index of shards .*outside of its folder"):
+            open_shards(tmp_path / "s", allow_pipe=allow_pipe)
+
+
+def printed(tmp_path, fault, lengths=(16, 16, 16, 16)):
+    """Shards printed by a command that does `fault` for the third of them, in whose place "$1" is its path."""
+    write_shards(tmp_path / "s", lengths)
+    (tmp_path / "print").write_text(f"case $1 in *2.tar) {fault};; *) cat $1;; esac\n")
+    return open_shards(f"pipe:sh {tmp_path}/print {tmp_path}/s/train-{{000000..{len(lengths) - 1:06d}}}.tar",
+                       num_samples=sum(lengths), num_classes=5, allow_pipe=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fault, message", [
+    ("cat $1; exit 3", r"after sample s00\d\d \(its command ended with exit code 3\)"),
+    ("head -c 9000 $1; exit 3", r"after sample s00\d\d \(its command ended with exit code 3\)"),
+    ("head -c 9000 $1", r"after sample s00\d\d \(unexpected end of data\)"),
+    ("head -c 9000 $1; kill -9 $$", r"after sample s00\d\d \(its command ended with (signal 9|exit code 137)\)"),
+    ("exit 3", r"from its start \(its command ended with exit code 3\)"),
+    ("no-such-command 2> /dev/null", r"from its start \(its command ended with exit code 127\)"),
+    ("yes", "from its start"),  # no tar, and no end
+])
+def test_command_that_fails(tmp_path, workers, fault, message):
+    shards = printed(tmp_path, fault)
+    with pytest.raises(DataError, match=rf"^shard pipe:sh \S+ \S+2\.tar cannot be read {message}"):
+        list(loader_of(shards, workers, max_bad_samples=0))
+    with pytest.raises(DataError, match=message):
+        list(eval_loader(shards, number_of, batch_size=4, num_workers=workers))
+    loader = loader_of(shards, workers, max_bad_samples=40)
+    batches = list(loader)
+    assert len(batches) == 16 and all(len(targets) == 4 for _, targets in batches)
+    assert set(numbers(batches)) >= {number for number in range(64) if number // 16 != 2}
+    assert loader.skipped and all("2.tar cannot be read" in text for text, _ in loader.skipped)
+
+
+def sleepers(seconds):
+    return [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", seconds]]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_command_goes_on_when_reading_stops_early(tmp_path, workers):
+    """One that would write is told by the closed pipe, others have to be ended. A worker may be waiting for it."""
+    seconds = f"600.{os.getpid()}{workers}"  # a name to find it by
+    shards = printed(tmp_path, f"head -c 30000 $1; sleep {seconds}; cat $1", (0, 0, 32))
+    loader = loader_of(shards, workers, shuffle_buffer=1)
+    batches = iter(loader)
+    next(batches)
+    for _ in range(100):
+        if sleepers(seconds):  # what was printed before may be read before the command sleeps
+            break
+        time.sleep(0.05)
+    assert len(sleepers(seconds)) == 1
+    batches.close()
+    del batches, loader
+    gone, alive = psutil.wait_procs(sleepers(seconds), 5)
+    assert not alive
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_samples_of_a_batch_are_those_that_it_brought(tmp_path, workers, repeats):
+    """Beside bad samples and a shard that is cut, while a pass goes on and after one that began within its epoch."""
+    shards = spoiled(tmp_path / "s", BAD)
+    cut(shards.urls[3], 0.7)
+    for rank in range(2):
+        loader = loader_of(shards, workers, repeats=repeats, rank=rank, world_size=2, batch_size=6, max_bad_samples=30)
+        for epoch, start in (0, 0), (4, 2):
+            loader.set_epoch(epoch, start)
+            delivered = {}
+            for number, batch in enumerate(loader, start):
+                delivered[number] = numbers([batch])
+                if number == 3:
+                    found = loader.samples_of(epoch, [4, 1, 3])
+            skipped = loader.num_skipped
+            found.update(loader.samples_of(epoch, range(len(loader))))
+            assert len(loader) == 5 and sorted(found) == list(range(5))
+            for number, wanted in delivered.items():
+                assert found[number] == [(shards.urls[n // 16], f"s{n:04d}") for n in wanted], (epoch, number)
+            assert loader.num_skipped == skipped
+    with pytest.raises(DataError, match="batch 5 is none of an epoch, which has 5; give 0 to 4"):
+        loader.samples_of(0, [0, 5])
+    spoiled(tmp_path / "s", {number: {"jpg": b"text"} for number in range(64)})
+    with pytest.raises(DataError, match="cannot be used"):
+        loader.samples_of(0, [0])
 
 
 @pytest.mark.parametrize("workers", [0, 2])

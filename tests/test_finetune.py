@@ -1,5 +1,5 @@
-"""Training that starts from weights: from another image size, for other classes, slower in the early blocks; and what it
-skips of bad data."""
+"""Training that starts from weights: from another image size, for other classes, slower in the early blocks; and what
+it skips of bad data."""
 
 import json
 

@@ -3,18 +3,23 @@
 import collections
 import contextlib
 import functools
+import gzip
 import http.server
+import io
 import itertools
 import json
 import os
 import pickle
+import tarfile
 import threading
 
 import pytest
 import torch
 from test_shards import picture, write_tar
+from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from vision_longhorn.data import DataError, eval_loader, open_shards, train_loader
+from vision_longhorn.data.index import read_shard
 from vision_longhorn.evaluate import evaluate
 
 
@@ -337,13 +342,46 @@ def test_nothing_in_a_shard_is_unpickled(tmp_path, extension):
 
 
 @pytest.mark.parametrize(
-    "url", ["pipe:touch {}/run; cat {}/s/train-000000.tar", "gs://bucket/train-{{0..3}}.tar", "file:x.tar"]
+    "url, allowed, message", [
+        ("pipe:touch {0}/run; cat {0}/s/train-000000.tar", False, r"--allow-pipe \(in Python allow_pipe=True\)"),
+        ("PIPE:touch {0}/run", False, "--allow-pipe"),
+        ("gs://bucket/train-{{0..3}}.tar", True, "gs: is not read"),
+        ("file:x.tar", True, "file: is not read"),
+        ("pipe: ", True, "names no command"),
+        ("pipe:touch {0}/run; cat {0}/s/train-{{000001..000000}}.tar", True, "range 000001..000000 is empty"),
+    ]
 )
-def test_urls_that_run_commands_are_refused(tmp_path, url):
+def test_urls_that_run_commands_are_refused(tmp_path, url, allowed, message):
     write_shards(tmp_path / "s", [4])
-    with pytest.raises(DataError, match="is not read"):
-        open_shards(url.format(tmp_path, tmp_path), num_samples=4)
+    with pytest.raises(DataError, match=message):
+        open_shards(url.format(tmp_path), num_samples=4, allow_pipe=allowed)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_named_like_a_command_is_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_shards(tmp_path / "pipe:touch run;", [8])
+    shards = open_shards("pipe:touch run;", num_samples=8, num_classes=5)
+    for loader in loaders(shards, 0):
+        assert sorted(numbers(loader)) == list(range(8))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("suffix", [".tar", ".tar.gz"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_shards_that_commands_print(tmp_path, monkeypatch, suffix, workers):
+    """What braces and backslashes the shell is to see, it sees."""
+    write_shards(tmp_path / "s", [6, 5, 1], suffix=suffix)
+    monkeypatch.setenv("SHARDS", str(tmp_path / "s"))
+    pattern = r"""pipe:cat "${SHARDS}"/$(echo 'train 00000{0..2}' | sed 's/\ /-/')""" + suffix
+    shards = open_shards(pattern, num_samples=12, num_classes=5, allow_pipe=True)
+    assert len(shards.urls) == 3 and (shards.num_samples, shards.samples_per_shard) == (12, None)
+    for loader in loaders(shards, workers):
+        for _ in range(2):
+            seen = numbers(loader)
+            assert sorted(set(seen)) == list(range(12)) if loader.num_batches is None else len(seen) == 12
+    with pytest.raises(DataError, match="number of samples .* is unknown; give num_samples, which no index"):
+        open_shards(pattern, allow_pipe=True)
 
 
 @pytest.mark.parametrize(
@@ -433,3 +471,38 @@ def test_shards_over_http(tmp_path):
         with pytest.raises(DataError, match=r"http://\S+/train-000001\.tar cannot be read from its start .*404"):
             list(eval_loader(shards, number_of, batch_size=4, num_workers=0))
         server.shutdown()
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+@pytest.mark.parametrize("odd_at", [None, 0, 5, 11])
+@pytest.mark.parametrize("odd", ["long", "folder", "link", "meta", "unicode", "mtime"])
+def test_members_of_every_kind_are_read_as_webdataset_reads_them(tmp_path, form, odd, odd_at):
+    path = tmp_path / "0.tar"
+    with tarfile.open(path, "w", format=form) as tar:
+        for number in range(12):
+            name = f"s{number:02d}"
+            if number == odd_at:
+                name = {"long": "f" * 90 + "/" + "s" * 60, "unicode": "ß漢", "meta": "__info__"}.get(odd, name)
+            for end in ("jpg", "cls"):
+                member = tarfile.TarInfo(f"{name}.{end}")
+                member.mtime = 0.5 if odd == "mtime" and number == odd_at else 7
+                member.size = size = number * 100  # 0 and 512's neighbours among them
+                if odd in ("folder", "link") and number == odd_at and end == "cls":
+                    member.type, member.size = {"folder": tarfile.DIRTYPE, "link": tarfile.SYMTYPE}[odd], 0
+                tar.addfile(member, io.BytesIO(bytes([number]) * size))
+    with open(path, "rb") as file:
+        wanted = list(group_by_keys(tar_file_expander([{"url": str(path), "stream": file}])))
+    assert list(read_shard(str(path))) == wanted and len(wanted) >= 11
+    with gzip.open(tmp_path / "0.tar.gz", "wb") as file:
+        file.write(path.read_bytes())
+    assert [{**sample, "__url__": str(path)} for sample in read_shard(str(tmp_path / "0.tar.gz"))] == wanted
+    whole = path.read_bytes()
+    for cut in (300, 512, 1000, len(whole.rstrip(b"\0")) // 2, len(whole.rstrip(b"\0")) - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match="unexpected end of data|truncated header|empty header"):
+            list(read_shard(str(path)))
+    broken = bytearray(whole)
+    broken[30] ^= 1
+    path.write_bytes(broken)
+    with pytest.raises(DataError, match="cannot be read from its start"):
+        list(read_shard(str(path)))

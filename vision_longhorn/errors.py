@@ -7,6 +7,8 @@ import os
 import sys
 import traceback
 
+from vision_longhorn.signals import end_commands
+
 
 class UserError(ValueError):
     """Bad input. The message is one line that names the value and the remedy."""
@@ -48,6 +50,7 @@ def run_cli(main, stopped="stopped"):
     print(message, file=sys.stderr, flush=True)
     if several:
         sys.stdout.flush()
+        end_commands()
         os._exit(code)
     sys.exit(code)
 

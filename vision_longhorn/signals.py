@@ -1,5 +1,7 @@
 """Signals by which a scheduler asks a run to stop: what the training process and its loader's workers do with them."""
 
+import atexit
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -7,6 +9,22 @@ import threading
 
 # What Slurm and others send before they take a machine away; Windows knows the first alone.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+
+COMMANDS = {}  # number of a group of processes that runs a shell command, and of the process that started it
+
+
+def end_command(group):
+    """Ends all processes of a group in COMMANDS. The first has not been waited for, so the number is not another's."""
+    if COMMANDS[group] == os.getpid():  # and not one that this process was forked from
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter where they have ended
+            os.killpg(group, signal.SIGKILL)
+
+
+@atexit.register
+def end_commands():
+    """Ends the shell commands that this process has started and not seen end."""
+    for group in list(COMMANDS):
+        end_command(group)
 
 
 class StopSignals:
@@ -40,6 +58,7 @@ def outlive_signals(_=None):
         while True:
             news = signal.sigwaitinfo(SIGNALS)
             if news.si_signo == signal.SIGTERM and news.si_pid == parent:
+                end_commands()
                 os._exit(0)
 
     threading.Thread(target=wait, daemon=True).start()

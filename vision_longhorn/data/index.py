@@ -5,20 +5,24 @@ index in ASCII) and perhaps `KEY.json`. The index, `_info.json`, is the one that
 `num_classes` and `class_names` added.
 """
 
+import contextlib
 import dataclasses
 import glob
 import gzip
 import json
 import os
 import re
+import subprocess
 import tarfile
 import urllib.request
 import zlib
 from http.client import HTTPException
 
 import braceexpand
+from webdataset.gopen import Pipe
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
+from ..signals import COMMANDS, end_command
 from .images import EXTENSIONS, DataError
 
 INDEX_NAMES = ("_info.json", "info.json")
@@ -31,12 +35,13 @@ class ShardSet:
     """The shards of one split.
 
     Attributes:
-        urls: paths or http(s) URLs of the shards.
+        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`.
         num_samples: samples in all shards together.
         num_classes: number of classes, None if unknown.
         class_names: name of each class by its index, None if unknown.
         split: name of the split.
         samples_per_shard: samples in each of `urls`, None if unknown.
+        pipes: whether `urls` are commands, to be run for what they print. Nothing in a shard or an index can set it.
     """
 
     urls: list
@@ -45,16 +50,19 @@ class ShardSet:
     class_names: list | None = None
     split: str = ""
     samples_per_shard: list | None = None
+    pipes: bool = False
 
 
-def open_shards(spec, split="train", num_samples=None, num_classes=None):
+def open_shards(spec, split="train", num_samples=None, num_classes=None, allow_pipe=False):
     """Find the shards of a split and learn how many samples and classes they hold.
 
     Args:
-        spec: a directory of shards; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local or http(s).
+        spec: a directory of shards; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local or http(s);
+            or with `allow_pipe` a shell command that prints a shard, `pipe:COMMAND`, with brace patterns as well.
         split: which split of a directory; "val" and "validation" mean the same.
         num_samples: number of samples, where no index tells it.
         num_classes: number of classes, where no index tells it (or to use a model with more).
+        allow_pipe: run the command of a `pipe:` in `spec`.
 
     Returns:
         ShardSet
@@ -63,7 +71,10 @@ def open_shards(spec, split="train", num_samples=None, num_classes=None):
         DataError: if shards are missing, the count is unknown, or the URL is of a kind that could run commands.
     """
     spec = os.fspath(spec)
-    if "://" not in spec and os.path.isdir(spec):
+    pipes = allow_pipe and _is_pipe(spec)
+    if pipes:
+        urls, index, counts = _expand_command(spec), None, None
+    elif "://" not in spec and os.path.isdir(spec):
         index = read_index(spec)
         if index is None:
             urls = find_shards(spec).get(_pick(split, find_shards(spec), spec), [])
@@ -77,7 +88,7 @@ def open_shards(spec, split="train", num_samples=None, num_classes=None):
         urls = _expand(spec)
         index = read_index(os.path.dirname(urls[0]) or ".") if "://" not in urls[0] else None
         counts = _look_up(urls, index)
-    missing = [url for url in urls if "://" not in url and not os.path.isfile(url)]
+    missing = [url for url in urls if not pipes and "://" not in url and not os.path.isfile(url)]
     if missing:
         raise DataError(f"shard {missing[0]} is missing ({len(missing)} of {len(urls)} in {spec!r}); check the path")
     if counts is not None:
@@ -86,13 +97,19 @@ def open_shards(spec, split="train", num_samples=None, num_classes=None):
         num_samples = sum(counts)
     if num_samples is None:
         raise DataError(
-            f"the number of samples in {spec!r} ({split}) is unknown; give num_samples, or write an index with "
-            "`python -m vision_longhorn.shards index DIR`"
+            f"the number of samples in {spec!r} ({split}) is unknown; give num_samples"
+            + (", which no index tells of a command" if pipes else ", or write an index with `python -m "
+               "vision_longhorn.shards index DIR`")
         )
     if num_samples < 1:
         raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")
     index = index or {}
-    return ShardSet(urls, num_samples, num_classes or index.get("num_classes"), index.get("class_names"), split, counts)
+    return ShardSet(urls, num_samples, num_classes or index.get("num_classes"), index.get("class_names"), split, counts,
+                    pipes)
+
+
+def _is_pipe(spec):
+    return spec[:5].lower() == "pipe:"
 
 
 def _pick(split, splits, spec):
@@ -105,16 +122,13 @@ def _pick(split, splits, spec):
 
 def _expand(spec):
     """Local paths and http(s) URLs that a pattern stands for, in order."""
+    if _is_pipe(spec) and not os.path.exists(spec):
+        raise DataError(f"{spec!r} is not read, as pipe: runs a command; where that is meant, --allow-pipe (in Python "
+                        "allow_pipe=True) has to be given, each time, also to resume a run or to evaluate a checkpoint")
     scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
     if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
         raise DataError(f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL")
-    for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
-        if int(low) > int(high):
-            raise DataError(f"{spec!r}: the range {low}..{high} is empty; write the smaller number first")
-    try:
-        urls = list(braceexpand.braceexpand(spec))
-    except braceexpand.UnbalancedBracesError:
-        raise DataError(f"{spec!r} has unbalanced braces; write train-{{000000..000015}}.tar") from None
+    urls = _expand_braces(spec)
     if any("{" in url or "}" in url for url in urls):
         raise DataError(f"{spec!r} has an empty brace range; write train-{{000000..000015}}.tar")
     found = []
@@ -126,6 +140,24 @@ def _expand(spec):
     if not found:
         raise DataError(f"no file matches {spec!r}; check the pattern")
     return found
+
+
+def _expand_command(spec):
+    """The `pipe:` commands that a pattern stands for, in order. Backslashes, and braces without a pattern in them, are
+    left to the shell."""
+    if not spec[5:].strip():
+        raise DataError(f"{spec!r} names no command; write 'pipe:cat train-{{000000..000015}}.tar'")
+    return _expand_braces(spec, escape=False)
+
+
+def _expand_braces(spec, **options):
+    for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
+        if int(low) > int(high):
+            raise DataError(f"{spec!r}: the range {low}..{high} is empty; write the smaller number first")
+    try:
+        return list(braceexpand.braceexpand(spec, **options))
+    except braceexpand.UnbalancedBracesError:
+        raise DataError(f"{spec!r} has unbalanced braces; write train-{{000000..000015}}.tar") from None
 
 
 def _look_up(urls, index):
@@ -182,7 +214,8 @@ def read_index(directory):
                     raise ValueError("filenames and shard_lengths differ in length")
                 if sum(entry["shard_lengths"]) != entry["num_samples"]:
                     raise ValueError("shard_lengths do not add up to num_samples")
-                if any(os.path.isabs(n) or "://" in n or ".." in re.split(r"[/\\]", n) for n in entry["filenames"]):
+                if any(os.path.isabs(n) or "://" in n or _is_pipe(n) or ".." in re.split(r"[/\\]", n)
+                       for n in entry["filenames"]):
                     raise ValueError("filenames name files outside of its folder")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
@@ -231,11 +264,12 @@ def write_aside(path, data):
             os.remove(aside)
 
 
-def read_shard(url):
-    """Read the samples of one shard as they are: nothing in it is decoded, and nothing is run.
+def read_shard(url, pipe=False):
+    """Read the samples of one shard as they are: nothing in it is decoded, and nothing in it is run.
 
     Args:
         url: path or http(s) URL of a tar or tar.gz file.
+        pipe: whether `url` is `pipe:COMMAND` instead, whose command prints such a file.
 
     Yields:
         dict with "__key__", "__url__" and the bytes of each member by its extension in lower case.
@@ -246,9 +280,10 @@ def read_shard(url):
     last = key = None
     try:
         # webdataset's own opener would run curl, or for other kinds of URL whatever they say.
-        with urllib.request.urlopen(url, timeout=60) if "://" in url else open(url, "rb") as file:
+        with (_output_of(url[5:]) if pipe else urllib.request.urlopen(url, timeout=60) if "://" in url
+              else open(url, "rb")) as file:
             stream = _Tail(gzip.open(file) if file.peek(2)[:2] == b"\x1f\x8b" else file)
-            for sample in group_by_keys(tar_file_expander([{"url": url, "stream": stream}])):
+            for sample in group_by_keys(_members(stream, url)):
                 if last is not None:
                     key = last["__key__"]
                     yield last
@@ -264,6 +299,72 @@ def read_shard(url):
         where = f"after sample {key}" if key else "from its start"
         reason = str(error.args[0] if error.args else error) or type(error).__name__
         raise DataError(f"shard {url} cannot be read {where} ({reason}); make or fetch it again") from None
+
+
+@contextlib.contextmanager
+def _output_of(command):
+    """What a shell command prints, as a stream. Where it fails, that is an OSError at the end; where the stream is left
+    before its end, all processes of the command are ended."""
+    # They form a group of their own, to be ended together. ssh and its like would take the terminal's input.
+    pipe = Pipe(command, mode="rb", ignore_errors=True, shell=True, stdin=subprocess.DEVNULL, start_new_session=True)
+    group = pipe.proc.pid
+    COMMANDS[group] = os.getpid()
+    ended = False  # by itself, so that its exit code says something
+    try:
+        yield pipe.stream
+        ended = True
+    except Exception:
+        ended = not pipe.stream.peek(1)
+        raise
+    finally:
+        if not ended:
+            end_command(group)
+        pipe.close()  # waits for it, which leaves the code in `status`
+        COMMANDS.pop(group, None)
+        if ended and pipe.status:
+            how = f"exit code {pipe.status}" if pipe.status > 0 else f"signal {-pipe.status}"
+            raise OSError(f"its command ended with {how}")
+
+
+def _members(stream, url):
+    """What webdataset's `tar_file_expander` yields of a tar.
+
+    Ordinary members, which are all in most shards, do without tarfile: for the three of a sample it takes as long as the
+    crop does. From the first other one on (long names, folders, extended headers), all is webdataset's.
+    """
+    count = 0
+    while True:
+        header = stream.read(tarfile.BLOCKSIZE)
+        if header == bytes(tarfile.BLOCKSIZE):
+            return
+        name, size = header[:100].rstrip(b"\0"), header[124:135]
+        checksum = b"%06o" % (sum(header) - sum(header[148:156]) + 8 * ord(" "))
+        ordinary = (header[148:154] == checksum and header[257:262] == b"ustar" and header[156:157] == b"0"
+                    and header[345:346] == b"\0" and b"\0" not in name and not name.startswith(b"__")
+                    and size.isdigit() and int(size, 8) < 1 << 30)
+        if not ordinary:
+            break
+        size = int(size, 8)
+        data = stream.read(size)
+        if len(data) < size or len(stream.read(-size % tarfile.BLOCKSIZE)) < -size % tarfile.BLOCKSIZE:
+            raise EOFError("unexpected end of data")
+        yield {"fname": name.decode("utf-8", "surrogateescape"), "data": data, "__url__": url}
+        count += 1
+    if count and len(header) < tarfile.BLOCKSIZE:
+        raise EOFError("unexpected end of data")
+    yield from tar_file_expander([{"url": url, "stream": _Again(header, stream)}])
+
+
+class _Again:
+    """A stream that gives once more what was read from it last."""
+
+    def __init__(self, data, stream):
+        self.data = data
+        self.stream = stream
+
+    def read(self, size):
+        data, self.data = self.data[:size], self.data[size:]
+        return data + self.stream.read(size - len(data)) if len(data) < size else data
 
 
 class _Tail:

@@ -9,6 +9,7 @@ golden ratio spreads any number of samples evenly.
 
 import collections
 import contextlib
+import copy
 import itertools
 import logging
 import math
@@ -135,6 +136,27 @@ class Loader(wds.WebLoader):
     def num_skipped(self):
         """Samples that were skipped in the current or last pass, on this rank."""
         return sum(count for _, count in self.skipped)
+
+    def samples_of(self, epoch, batches):
+        """Find out of which samples batches are made, by reading this rank's shards again; no pass is disturbed.
+
+        Which of them were skipped is told by decoding, so the answer is exact as long as the shards read as they did.
+
+        Args:
+            epoch: the batches' epoch.
+            batches: numbers of batches in it, from 0.
+
+        Returns:
+            dict of number -> [(shard, key)] of the batch's views in their order; with `repeats`, those of one sample
+            stand together.
+
+        Raises:
+            DataError: if an epoch has no such batch, or the shards do not give its samples any more.
+        """
+        for batch in batches:
+            if batch not in range(len(self)):
+                raise DataError(f"batch {batch} is none of an epoch, which has {len(self)}; give 0 to {len(self) - 1}")
+        return self.stream.samples_of(epoch, batches, max(self.options["num_workers"], 1))
 
     def set_epoch(self, epoch, start_batch=0):
         """Choose the order of the next pass, which leaves out its first `start_batch` batches; call it before
@@ -272,7 +294,7 @@ class _Stream(torch.utils.data.IterableDataset):
                 return start <= begin + length * (number * _GOLDEN % _UNIT) < stop
 
             try:
-                for sample in read_shard(self.shards.urls[shard]):
+                for sample in read_shard(self.shards.urls[shard], self.shards.pipes):
                     if mine(count):
                         yield sample
                     count += 1
@@ -295,8 +317,8 @@ class _Stream(torch.utils.data.IterableDataset):
         except DataError as error:
             raise DataError(f"{place(sample)}: {error}") from None
 
-    def views(self, samples, repeats=1):
-        """(transformed image, label), `repeats` times of each raw sample: decoding costs more than augmenting.
+    def decoded(self, samples, repeats=1):
+        """(sample, PIL image, label, number of views) of each raw sample that is not bad.
 
         The views of a sample that is skipped are filled with the next one's, so that view `n` is always one of raw
         sample `n // repeats` or, where that is bad, of the first good one after it.
@@ -309,9 +331,14 @@ class _Stream(torch.utils.data.IterableDataset):
             except DataError as error:
                 self.faults.add(error)
                 continue
-            for _ in range(wanted):
-                yield self.transform(image), label
+            yield sample, image, label, wanted
             wanted = 0
+
+    def views(self, samples, repeats=1):
+        """(transformed image, label), `repeats` times of each raw sample: decoding costs more than augmenting."""
+        for _, image, label, count in self.decoded(samples, repeats):
+            for _ in range(count):
+                yield self.transform(image), label
 
 
 class _EvalStream(_Stream):
@@ -335,10 +362,7 @@ class _TrainStream(_Stream):
         # The loader takes batches from the workers in turn, from the first on: here every one of them stands for the
         # worker that would be next. The first of those may owe one more.
         worker = (worker + start) % num_workers
-        owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
-        first = self.rank * self.num_batches + sum(owed[:worker])
-        rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")
-        samples = self.shuffled(epoch, first, owed[worker], rng)
+        samples = self.samples_of_worker(epoch, worker, num_workers)
         # What was taken before is read again, for the order's sake, but not decoded.
         taken = len(range(worker, start, num_workers))
         images, views_of_next = divmod(taken * self.batch_size, self.repeats)
@@ -349,6 +373,30 @@ class _TrainStream(_Stream):
             with _random_state(f"{self.seed} {epoch} {self.rank} {batch}"):
                 collated = default_collate(list(itertools.islice(views, self.batch_size)))
             yield collated
+
+    def samples_of(self, epoch, batches, num_workers):
+        """What `Loader.samples_of` returns."""
+        again = copy.copy(self)  # a pass of this process goes on with its own faults
+        found = {}
+        for worker in sorted({batch % num_workers for batch in batches}):
+            mine = sorted({batch for batch in batches if batch % num_workers == worker})
+            before, views = divmod(mine[0] // num_workers * self.batch_size, self.repeats)
+            # The run's own budget may have started anew within the epoch. Some end there must be.
+            again.faults = _Faults(self.shards.num_samples)
+            samples = itertools.islice(again.samples_of_worker(epoch, worker, num_workers), before, None)
+            places = ((sample["__url__"], sample["__key__"])
+                      for sample, _, _, count in again.decoded(samples, self.repeats) for _ in range(count))
+            collections.deque(itertools.islice(places, views), maxlen=0)
+            for batch in range(mine[0], mine[-1] + 1, num_workers):
+                found[batch] = list(itertools.islice(places, self.batch_size))
+        return {batch: found[batch] for batch in batches}
+
+    def samples_of_worker(self, epoch, worker, num_workers):
+        """Endless raw samples of an epoch, in the order in which a worker takes them."""
+        owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
+        first = self.rank * self.num_batches + sum(owed[:worker])
+        rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")
+        return self.shuffled(epoch, first, owed[worker], rng)
 
     def shuffled(self, epoch, first, owed, rng):
         """Endless samples for the batches [first, first + owed) of all ranks' batches, going on into later epochs.
