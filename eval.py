@@ -57,7 +57,7 @@ def main(argv=None):
 
     # Data
     data = locate_data(data, accelerator)
-    shards = open_shards(data, split, samples)
+    shards = open_shards(data, split, samples, allow_pipe=args.allow_pipe)
     if not checkpoint and shards.num_classes not in (None, model.num_classes):
         raise UserError(f"{name} has {model.num_classes} classes, the shards in {data} have {shards.num_classes}: "
                         "give a model of these classes")
@@ -98,6 +98,8 @@ def parse(argv):
     parser.add_argument("--data", help="folder of shards, pattern or URL, or 'digits' [the checkpoint's]")
     parser.add_argument("--split", help="[the checkpoint's, or val]")
     parser.add_argument("--samples", type=int, help="size of the split, for shards without an index")
+    parser.add_argument("--allow-pipe", action="store_true", help="run the command of --data pipe:COMMAND, or of the "
+                        "checkpoint's data, which prints shards")
     parser.add_argument("--num-classes", type=int, help="[the checkpoint's, or the model's own]")
     parser.add_argument("--batch-size", type=int, default=256, help="per process [256]")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per process [4]")

@@ -32,17 +32,19 @@ from tqdm import tqdm
 from vision_longhorn.checkpoint import (
     create_model, load_checkpoint, load_weights, save_run, write_run_files, write_summary, write_text,
 )
-from vision_longhorn.config import DIGITS, load_config
+from vision_longhorn.config import DIGITS, Config, load_config
 from vision_longhorn.curves import plot_runs
 from vision_longhorn.data import device_batches, eval_loader, open_shards, split_transform, train_loader
 from vision_longhorn.errors import UserError, bad_input, run_cli
 from vision_longhorn.evaluate import (
     describe, evaluate, input_settings, locate_data, make_accelerator, train_transform,
 )
+from vision_longhorn.fsdp import compile_blocks, load_optimizer_state, shard, whole_optimizer_state, whole_weights
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.watch import Watch, step_if_finite
 
 FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
+FUSED_SHARDED = ("adam", "adamw")  # those of them that can do it with shards
 
 
 def main(argv=None):
@@ -71,10 +73,10 @@ def main(argv=None):
     if cfg.data == DIGITS:
         say("No shards named by --data DIR: this is the demo, which learns scikit-learn's handwritten digits.")
     data = locate_data(cfg.data, accelerator)
-    train_shards = open_shards(data, cfg.train_split, cfg.train_samples, cfg.num_classes)
-    if not cfg.val_data and not Path(data).is_dir():
+    train_shards = open_shards(data, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe)
+    if not cfg.val_data and not os.path.isdir(data):
         raise UserError(f"data is {data!r}, which names training shards only: give --val-data, or a folder of both")
-    val_shards = open_shards(cfg.val_data or data, cfg.val_split, cfg.val_samples, cfg.num_classes)
+    val_shards = open_shards(cfg.val_data or data, cfg.val_split, cfg.val_samples, cfg.num_classes, cfg.allow_pipe)
     num_classes = cfg.num_classes or train_shards.num_classes
     if num_classes is None:
         raise UserError(f"the shards in {data} do not say how many classes they have: give --num-classes")
@@ -86,6 +88,11 @@ def main(argv=None):
     model.to(device)
     ema = ModelEmaV3(model, decay=cfg.ema_decay, use_warmup=cfg.ema_warmup) if cfg.ema_decay else None
     evaluated = {"val": model, "val_ema": ema.module} if ema else {"val": model}
+    sharded = cfg.fsdp and world_size > 1
+    if sharded:
+        shard(accelerator, *evaluated.values(), compress_gradients=cfg.compress_gradients)
+    elif cfg.fsdp:
+        say("Note: fsdp has nothing to share out with one process.")
 
     # Transforms and loaders. Repeated augmentation happens in the training stream; what follows the crop, on the GPU.
     settings = input_settings(model, cfg.values())
@@ -113,7 +120,7 @@ def main(argv=None):
         criterion = SoftTargetCrossEntropy()
     peak_lr = cfg.lr * global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
     with bad_input(f"opt={cfg.opt}"):
-        fused = {"fused": True} if cfg.opt in FUSED else {}
+        fused = {"fused": True} if cfg.opt in (FUSED_SHARDED if sharded else FUSED) else {}
         optimizer = create_optimizer_v2(model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay,
                                         layer_decay=cfg.layer_decay, **fused)
     scheduler, _ = create_scheduler_v2(
@@ -133,7 +140,7 @@ def main(argv=None):
         load_weights(model, checkpoint, cfg.resume)
         if ema:
             load_weights(ema.module, checkpoint, cfg.resume, ema=True)
-        load_optimizer(optimizer, checkpoint, cfg)
+        load_optimizer(model, optimizer, checkpoint, cfg)
         first_epoch, best, history = checkpoint["epoch"], checkpoint["best_metric"], checkpoint["history"]
         if first_epoch >= cfg.epochs:
             raise UserError(f"{run_dir} has finished its {first_epoch} epochs: give more by --epochs to go on")
@@ -141,7 +148,9 @@ def main(argv=None):
         done = (checkpoint["updates"] - first_epoch * before) * updates_per_epoch // before
         updates, watched = first_epoch * updates_per_epoch + done, checkpoint["watch"]
         say(f"Going on with {cfg.resume} after epoch {first_epoch} and {done} of {updates_per_epoch} updates.")
-        old, new = {**checkpoint["config"], **checkpoint["facts"]}, {**cfg.values(), **facts}
+        # What the checkpoint's time did not know yet was as it is by default.
+        old = {**Config().values(), **checkpoint["config"], **checkpoint["facts"]}
+        new = {**cfg.values(), **facts}
         changes = [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]
         if changes:
             say(f"Note: since it stopped these have changed, so it may go on another way: {', '.join(changes)}.")
@@ -164,10 +173,12 @@ def main(argv=None):
     # `net` trains, wrapped where there are several processes; `model` is the same weights, for all else. The others
     # stay out of prepare(): it would step the scheduler once per process, and feed every process from the first one's
     # stream.
-    net = accelerator.prepare(model)
+    # A sharded model sums over the processes by itself, and gets no more than autocast here.
+    net = (accelerator.prepare_model(model, device_placement=False, evaluation_mode=True) if sharded
+           else accelerator.prepare(model))
     if cfg.compile:
-        model.compile()
-    if world_size > 1:
+        compile_blocks(model) if sharded else model.compile()
+    if world_size > 1 and not sharded:
         settle_buckets(accelerator, net, optimizer,
                        torch.zeros(cfg.batch_size, *settings["input_size"], device=device))
     progress = tqdm(initial=updates * global_batch, total=cfg.epochs * updates_per_epoch * global_batch, unit="img",
@@ -176,21 +187,22 @@ def main(argv=None):
 
     with progress, StopSignals() as signals:
         watch = Watch(accelerator, signals, run_dir, writer, images=global_batch, updates_per_epoch=updates_per_epoch,
-                      log_interval=cfg.log_interval, max_bad_steps=cfg.max_bad_steps)
+                      log_interval=cfg.log_interval, max_bad_steps=cfg.max_bad_steps, loader=train_batches,
+                      grad_accum=cfg.grad_accum)
         if watched:
             watch.load_state_dict(watched)
 
         def save(epoch, is_best=False):
             """Saves all that a resumed run needs, with `epoch` finished epochs. The curves up to here come first."""
+            state = dict(
+                arch=cfg.model, num_classes=num_classes, config=cfg.values(), facts=facts, epoch=epoch,
+                updates=updates, watch=watch.state_dict(), state_dict=whole_weights(model),
+                optimizer=whole_optimizer_state(model, optimizer), best_metric=best, history=history,
+            )
+            if ema:
+                state["state_dict_ema"] = whole_weights(ema.module)
             if is_main:
                 writer.flush()
-                state = dict(
-                    arch=cfg.model, num_classes=num_classes, config=cfg.values(), facts=facts, epoch=epoch,
-                    updates=updates, watch=watch.state_dict(), state_dict=model.state_dict(),
-                    optimizer=optimizer.state_dict(), best_metric=best, history=history,
-                )
-                if ema:
-                    state["state_dict_ema"] = ema.module.state_dict()
                 save_run(run_dir, state, cfg.keep_checkpoints, is_best)
             accelerator.wait_for_everyone()
 
@@ -224,6 +236,8 @@ def main(argv=None):
                         # A loss that is not finite makes all gradients so, and those all processes' sums.
                         accelerator.backward(loss * (1 + 0 * loss.detach()))
                 grad_norm = accelerator.clip_grad_norm_(net.parameters(), cfg.clip_grad or math.inf)
+                if sharded:
+                    grad_norm = grad_norm.full_tensor()
                 step_if_finite(optimizer, grad_norm)
                 optimizer.zero_grad()
 
@@ -277,14 +291,16 @@ def main(argv=None):
     return run_dir
 
 
-def load_optimizer(optimizer, checkpoint, cfg):
+def load_optimizer(model, optimizer, checkpoint, cfg):
     """Moments and step counts of a checkpoint; the settings are those of the config, which may have changed."""
     if checkpoint["config"]["opt"] != cfg.opt:
         raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
     saved = checkpoint["optimizer"]
-    groups = [{**own, "params": group["params"]} for own, group in zip(optimizer.param_groups, saved["param_groups"])]
+    # Some of timm's optimisers count their steps among the settings; a new one has no count yet.
+    groups = [{**group, **own, "params": group["params"]}
+              for own, group in zip(optimizer.param_groups, saved["param_groups"])]
     with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        load_optimizer_state(model, optimizer, {"state": saved["state"], "param_groups": groups})
 
 
 def settle_buckets(accelerator, net, optimizer, images):

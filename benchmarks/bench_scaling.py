@@ -5,7 +5,8 @@
 
 Each process has its own GPU and batch, images lie in its memory, and the step is that of train_imagenet.py without its
 data: forward and loss under bf16 autocast, backward with DistributedDataParallel's averaging as accelerate sets it up,
-AdamW. All processes start together, and the slowest one's time counts. Without a GPU it runs on the CPU, in float32.
+AdamW; with --fsdp several processes shard as there. All start together, and the slowest one's time counts. Without a
+GPU it runs on the CPU, in float32.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from common import RESULTS, ROOT, environment, print_environment, table
 
 import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.evaluate import make_accelerator
+from vision_longhorn.fsdp import compile_blocks, is_sharded, shard
 
 
 def work(args: argparse.Namespace) -> None:
@@ -34,10 +36,15 @@ def work(args: argparse.Namespace) -> None:
     accelerator = make_accelerator(kwargs_handlers=[ddp])
     device, gpu = accelerator.device, accelerator.device.type == "cuda"
     torch.manual_seed(accelerator.process_index)
-    model = timm.create_model(args.model, img_size=args.resolution)
-    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu))
+    model = timm.create_model(args.model, img_size=args.resolution).to(device)
+    if args.fsdp and accelerator.num_processes > 1:
+        shard(accelerator, model, compress_gradients=args.compress_gradients)
+        net = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    else:
+        net = accelerator.prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu)
     if args.compile:
-        model.compile()
+        compile_blocks(model) if is_sharded(model) else model.compile()
     images = torch.randn(args.batch, 3, args.resolution, args.resolution, device=device)
     labels = torch.randint(model.num_classes, (args.batch,), device=device)
 
@@ -77,6 +84,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=10, help="steps before them (10)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="(yes)")
     parser.add_argument("--compress-gradients", action="store_true", help="average them in bfloat16")
+    parser.add_argument("--fsdp", action="store_true", help="shard weights, gradients and AdamW's state (FSDP2)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for scaling.json")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # for the processes it starts itself
     args = parser.parse_args()

@@ -1,4 +1,5 @@
-"""The benchmark of whole models in a small setting on the CPU, and what it and the profile make of their figures."""
+"""The benchmarks of models, loaders, several processes and long runs in a small setting on the CPU, and what they and
+the profile make of their figures."""
 
 import json
 import os
@@ -6,15 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import PIL
 import pytest
 import timm
 import torch
+from accelerate.state import AcceleratorState, GradientState
+from PIL import Image
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import bench_loader  # noqa: E402
 import bench_model  # noqa: E402
+import bench_scaling  # noqa: E402
 import profile_model  # noqa: E402
+import soak  # noqa: E402
 
 CPU = ["--modes", "eager", "--steps", "1", "--seconds", "0", "--arg", "depth=1"]
 
@@ -158,3 +165,133 @@ def test_profile_says_that_it_needs_a_gpu(capsys):
     with pytest.raises(SystemExit):
         profile_model.main(["--model", "vlonghorn_test"])
     assert "needs a GPU" in capsys.readouterr().err
+
+
+@pytest.fixture
+def command_line(monkeypatch):
+    """Runs the main() of a script that reads its arguments from the process, as one that has no GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COMMIT", "0123abc")
+
+    def run(script, *words):
+        monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, words)])
+        script.main()
+    return run
+
+
+def test_two_processes_train_and_are_timed(tmp_path, command_line):
+    command_line(bench_scaling, "--processes", 2, "--model", "vlonghorn_test", "--resolution", 32, "--batch", 3,
+                 "--steps", 1, "--warm-up", 1, "--no-compile", "--out", tmp_path)
+    found = json.loads((tmp_path / "scaling.json").read_text())
+    assert (found["environment"]["torch"], found["environment"]["timm"]) == (torch.__version__, timm.__version__)
+    assert found["environment"]["commit"] == "0123abc" and "--batch 3" in found["environment"]["command"]
+    assert (found["options"]["model"], found["options"]["batch"], found["options"]["compile"]) == (
+        "vlonghorn_test", 3, False)
+    row, = found["scaling"]
+    assert (row["processes"], row["efficiency"], row["GiB"]) == (2, 1, None)
+    assert row["ms"] > 0 and row["images_per_s"] == pytest.approx(2 * 3 / row["ms"] * 1e3)
+
+
+def test_efficiency_is_against_each_process_of_the_first_row(tmp_path, command_line, monkeypatch, capsys):
+    speeds, commands = iter([100.0, 150.0, 400.0]), []
+
+    def launcher(command, **_):
+        commands.append(command)
+        count = int(next(word for word in command if "nproc" in word).partition("=")[2])
+        if count == 3:
+            return subprocess.CompletedProcess(command, 1, stdout="")
+        row = dict(processes=count, ms=1.0, images_per_s=next(speeds), GiB=None)
+        return subprocess.CompletedProcess(command, 0, stdout=f"a word of a library\n{json.dumps(row)}\n")
+    monkeypatch.setattr(bench_scaling.subprocess, "run", launcher)
+    monkeypatch.setattr(bench_scaling, "environment", dict)
+    words = ["--model", "vim_test", "--compress-gradients", "--out", tmp_path]
+    command_line(bench_scaling, "--processes", 1, 2, 4, *words)
+    rows = json.loads((tmp_path / "scaling.json").read_text())["scaling"]
+    assert [(row["processes"], row["efficiency"]) for row in rows] == [(1, 1), (2, 0.75), (4, 1)]
+    assert all("vim_test" in command and "--compress-gradients" in command for command in commands)
+    with pytest.raises(SystemExit, match="with 3 processes it ended with 1"):
+        command_line(bench_scaling, "--processes", 3, *words)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(sys, "argv", ["bench_scaling.py", "--processes", "3"])
+    with pytest.raises(SystemExit):
+        bench_scaling.main()
+    assert "--processes 3: there are 2 GPUs here" in capsys.readouterr().err
+
+
+def test_a_short_soak(tmp_path, command_line, monkeypatch):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    monkeypatch.chdir(tmp_path)
+    command_line(soak, "--updates", 6, "--batch-size", 256, "--workers", 1, "--out", "out",
+                 "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8")
+    found = json.loads((tmp_path / "out" / "soak.json").read_text())
+    assert found["environment"]["torch"] == torch.__version__ and found["environment"]["commit"] == "0123abc"
+    # Two epochs of five updates hold six; each ends with an entry. A GPU's memory is no curve of a CPU.
+    assert {name: [update for update, _ in points] for name, points in found["curves"].items()} == dict.fromkeys(
+        ("images_per_s", "host_gib", "data_wait"), [5, 10])
+    rows = {row["what"]: row for row in found["rows"]}
+    assert rows.keys() == {"images/s", "host, GiB", "data wait"}
+    assert rows["images/s"]["first"] == found["curves"]["images_per_s"][0][1] > 0
+    assert rows["host, GiB"]["change"] == pytest.approx(rows["host, GiB"]["last"] / rows["host, GiB"]["first"] - 1)
+    assert 0.1 < rows["host, GiB"]["last"] < 50 and 0 <= rows["data wait"]["last"] <= 1
+    assert (tmp_path / "out" / "soak.png").stat().st_size > 1000
+
+
+def test_a_soak_compares_quarters_and_leaves_the_start_out():
+    points = [(update, 9e9 if update <= 100 else float(update)) for update in range(20, 1001, 20)]
+    found = soak.compare(points, 1000)  # 45 are left, 120 to 1,000; a quarter are 11 of them
+    assert found == dict(first=220, last=900, change=900 / 220 - 1)
+    assert soak.compare([(500, 0.0), (1000, 0.0)], 1000) == dict(first=0, last=0, change=None)
+
+
+def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
+    (tmp_path / "images" / "cat").mkdir(parents=True)
+    for number, side in enumerate((260, 320, 1100, 90)):  # the last one is too small
+        Image.effect_noise((side, side - 20), 60).convert("RGB").save(tmp_path / "images" / "cat" / f"{number}.jpg")
+    monkeypatch.setenv("COMMIT", "0123abc")
+    monkeypatch.setattr(bench_loader, "DEVICE", torch.device("cpu"))
+    threads = torch.get_num_threads()
+    cores = os.sched_getaffinity(0)
+    try:
+        bench_loader.main([str(tmp_path / "images"), "--batch-size", "2", "--seconds", "0.2", "--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    assert os.sched_getaffinity(0) == cores
+    found = json.loads((tmp_path / "loader_cpu.json").read_text())
+    versions = {name: found["environment"][name] for name in ("torch", "timm", "pillow", "commit")}
+    assert versions == dict(torch=torch.__version__, timm=timm.__version__, pillow=PIL.__version__, commit="0123abc")
+    assert found["images"]["files"] == 3
+    assert found["images"]["mean_pixels"] == (260 * 240 + 320 * 300 + 1100 * 1080) / 3
+    rows = {row["loader"]: row for row in found["loaders"]}
+    assert rows.keys() == {
+        "timm", "timm, prefetcher", "ours, all in workers", "ours, split", "ours, split, 3 views",
+        "ours, split, --max-side 500", "ours, split, --max-side 400"} and len(found["loaders"]) == 7
+    for row in rows.values():
+        assert "error" not in row
+        assert row["per_core"] == row["images_per_s"] > 0 and row["per_cpu_second"] > 0 and row["times_timm"] > 0
+    assert rows["timm"]["times_timm"] == 1
+    assert len(found["stages"]) == 11 and all(row["ms"] > 0 for row in found["stages"])
+    near, far = found["reduced"]
+    assert (near["gap"], far["gap"], near["crops"]) == (1, 2, 30)
+    assert 0 < near["touched"] < 0.5 and far["touched"] <= near["touched"] and near["difference"] > 0
+    assert found["crop"]["crops"] == 9 and 0 <= found["crop"]["mean"] < 1 and found["crop"]["above_1"] < 0.05
+
+
+@pytest.mark.parametrize("folder, words, message", [
+    ("empty", [], "empty holds no JPEG file with a side of at least 200 pixels"),
+    ("nowhere", [], "nowhere holds no JPEG file"),
+    ("small", [], "small holds no JPEG file with a side of at least 200 pixels"),
+    ("small", ["--min-side", "9", "--workers", "99999"], "--workers 99999: give 1 to"),
+])
+def test_loaders_need_pictures_and_cores(tmp_path, capsys, folder, words, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "small").mkdir()
+    Image.new("RGB", (90, 90)).save(tmp_path / "small" / "0.jpg")
+    with pytest.raises(SystemExit) as exit:
+        bench_loader.main([str(tmp_path / folder), *words, "--out", str(tmp_path / "out")])
+    said = capsys.readouterr().err.splitlines()
+    assert exit.value.code == 2 and message in said[-1] and "error: " in said[-1]
+    assert not (tmp_path / "out").exists()

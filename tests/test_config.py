@@ -91,3 +91,12 @@ def test_a_resumed_run_brings_its_own_config(tmp_path):
         assert (config.lr, config.model, config.epochs, config.run_dir) == (0.5, "vim_test", 7, str(tmp_path))
     with pytest.raises(UserError, match="--config"):
         load_config(["--resume", str(tmp_path), "--config", "cifar10"])
+
+
+def test_what_a_run_was_allowed_is_neither_saved_nor_believed(tmp_path):
+    config, _ = load_config(["--data", "pipe:cat x.tar", "--allow-pipe"])
+    assert config.allow_pipe and "allow_pipe" not in config.values()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**config.values(), "allow_pipe": True}))  # by a stranger
+    for words in ["--resume", str(tmp_path)], ["--run-dir", str(tmp_path), "--resume"]:
+        assert not load_config(words)[0].allow_pipe
+        assert load_config([*words, "--allow-pipe"])[0].allow_pipe

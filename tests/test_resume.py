@@ -21,9 +21,11 @@ import pytest
 import torch
 import torchvision
 from accelerate.state import AcceleratorState, GradientState
+from test_loader import members, write_tar
 from test_train import QUICK, REPOSITORY, fails_with_one_line, launch, scalars, write_digits
 
-import train_imagenet  # noqa: I001, importing test_train made the repository's root known
+import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
+import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint, save_run, write_summary
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.errors import run_cli
@@ -102,7 +104,9 @@ def train(rank, processes, port, log, arguments, fault):
     if processes > 1:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1",
                           LOCAL_WORLD_SIZE=str(processes), MASTER_PORT=str(port))
-    if fault and rank == fault["rank"]:
+    if "mark" in fault:
+        mark(fault["mark"], rank)
+    elif fault and rank == fault["rank"]:
         inflict(**fault)
     run_cli(lambda: train_imagenet.main(arguments))
 
@@ -132,6 +136,18 @@ def inflict(rank, at, kind):
             act()
         return real(*args)
     setattr(owner, name, replacement)
+
+
+def mark(folder, rank):
+    """The sample of class 50 makes a loss not a number. The classes of each batch are written down."""
+    real = train_imagenet.device_batches
+
+    def marked(*given):
+        for images, targets in real(*given):
+            with open(folder / f"classes-{rank}", "a") as file:
+                file.write(f"{json.dumps(targets.tolist())}\n")
+            yield images * (math.nan if 50 in targets else 1), targets
+    train_imagenet.device_batches = marked
 
 
 def same(one, other, where="checkpoint"):
@@ -293,6 +309,56 @@ def test_too_many_updates_that_are_not_finite_stop_the_run_with_evidence(tmp_pat
     assert all(value.isfinite().all() for value in good["state_dict"].values())
 
 
+@pytest.mark.parametrize("workers, repeats, parts", [(0, 1, 1), (2, 3, 1), (0, 3, 2), (2, 1, 2)])
+def test_the_evidence_names_the_samples_of_every_process(tmp_path, workers, repeats, parts):
+    """Each sample is of a class of its own. One cannot be read, and each process may skip it."""
+    for shard in range(2):
+        files = dict(members(range(32 * shard, 32 * shard + 32), label=lambda number: number))
+        write_tar(tmp_path / f"train-{shard}.tar", (files | {"s0007.jpg": b"text"} if shard == 0 else files).items())
+    write_tar(tmp_path / "val-0.tar", members(range(4)))
+    run = Run(tmp_path / "run", [*QUICK, "--data", str(tmp_path), "--train-samples", "64", "--val-samples", "4",
+                                 "--num-classes", "64", "--batch-size", "4", "--grad-accum", str(parts), "--epochs",
+                                 "9", "--repeats", str(repeats), "--workers", str(workers), "--max-bad-samples", "1",
+                                 "--max-bad-steps", "1"], mark=tmp_path)
+    assert run.wait() == [1, 1] and "1 updates in a row" in run.text, run.text
+    evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
+    bad, = evidence["updates"]
+    found = []
+    for rank in range(2):
+        batches = [json.loads(line) for line in (tmp_path / f"classes-{rank}").read_text().splitlines()]
+        first = (bad["update"] - 1) * parts
+        found.append(sum(batches[first:first + parts], []))
+    assert bad["samples"] == [[f"shard {tmp_path}/train-{number // 32}.tar, sample s{number:04d}" for number in numbers]
+                              for numbers in found]
+    assert evidence["samples_unknown"] == {} and 50 in found[0] + found[1]
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, capsys, resumed):
+    """The shards are gone, or an update was another run's."""
+    folder = shutil.copytree(arguments[arguments.index("--data") + 1], tmp_path / "data")
+    arguments = [*arguments, "--data", str(folder)]
+
+    def spoil(self, *given):
+        if not resumed:
+            shutil.rmtree(folder, ignore_errors=True)
+        return given[0].sum() * math.nan
+    monkeypatch.setattr(train_imagenet.SoftTargetCrossEntropy, "forward", spoil)
+    fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
+                        "2 updates in a row, 1 to 2", "bad_steps.json")
+    evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
+    if not resumed:
+        assert [bad["samples"] for bad in evidence["updates"]] == [[None], [None]]
+        assert "DataError" in evidence["samples_unknown"]["0"]
+        return
+    assert [len(bad["samples"][0]) for bad in evidence["updates"]] == [32, 32]
+    fails_with_one_line(train_imagenet.main, ["--resume", tmp_path / "run", "--max-bad-steps", "2"], capsys, "1 to 2")
+    evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
+    first, second = evidence["updates"]
+    assert first["before_resuming"] and first["samples"] == [None]
+    assert "before_resuming" not in second and len(second["samples"][0]) == 32
+
+
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     for updates in 1, 2, 3, 4:
         save_run(tmp_path, {"updates": updates, "state_dict": {}}, keep=2, is_best=updates == 1)
@@ -360,6 +426,23 @@ def test_code_in_a_checkpoint_is_not_run_by_resuming(tmp_path, arguments, monkey
     for path in run, run / "other.pt":
         fails_with_one_line(train_imagenet.main, ["--resume", path, "--epochs", "2"], capsys, "no checkpoint")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_run_on_commands_asks_for_leave_each_time(tmp_path, arguments, capsys):
+    folder = arguments[arguments.index("--data") + 1]
+    words = [*arguments, "--val-data", f"pipe:echo >> {tmp_path}/ran; cat {folder}/val-{{0..1}}.tar",
+             "--data", f"pipe:echo >> {tmp_path}/ran; cat {folder}/train-{{0..1}}.tar"]
+    fails_with_one_line(lambda words: quick(tmp_path / "run", words), words, capsys, "--allow-pipe", "train-{0..1}.tar")
+    run = quick(tmp_path / "run", words, "--allow-pipe")
+    with open(run / "config.yaml", "a") as file:
+        file.write("allow_pipe: true\n")  # by a stranger, say
+    (tmp_path / "ran").unlink()
+    fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2"], capsys, "--allow-pipe", "resume")
+    fails_with_one_line(eval_script.main, ["--checkpoint", run], capsys, "--allow-pipe", "checkpoint")
+    assert not (tmp_path / "ran").exists()
+    train_imagenet.main(["--resume", str(run), "--epochs", "2", "--allow-pipe"])
+    assert eval_script.main(["--checkpoint", str(run), "--workers", "0", "--allow-pipe"])["count"] == 37
+    assert (tmp_path / "ran").exists()
 
 
 def test_a_bare_resume_starts_a_run_or_goes_on_with_it_and_needs_its_folder(tmp_path, arguments, capsys):

@@ -24,6 +24,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from timm.models import clean_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import vision_longhorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, one_line
@@ -152,7 +153,7 @@ def load_weights(model, checkpoint, path, ema=False):
     """Loads the raw or the averaged weights of `checkpoint` into `model`; every tensor must fit.
 
     Args:
-        model: The model, not wrapped.
+        model: The model, not wrapped; where it is sharded (`fsdp.shard`), all processes have to do this.
         checkpoint: Dict of `load_checkpoint`.
         path: Where it came from, for messages.
         ema: Take the averaged weights.
@@ -176,7 +177,7 @@ def load_weights(model, checkpoint, path, ema=False):
             f"{tuple(own[key].shape) if key in own else 'absent'} in the model; give the model and model_kwargs it was "
             "trained with"
         )
-    model.load_state_dict(weights)
+    set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
 
 
 def describe_environment():

@@ -18,6 +18,8 @@ import yaml
 from vision_longhorn.errors import Parser, UserError, one_line
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+# Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
+SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
 DIGITS = "digits"  # value of `data` that stands for the built-in demo set
 WORDS = {"none": None, "null": None, "": None, "true": True, "false": False}
 TYPES = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", list[float]: "numbers",
@@ -49,6 +51,8 @@ class Config:
     val_split: str = _value("val", "split to evaluate on")
     train_samples: int | None = _value(None, "training samples, for shards without an index")
     val_samples: int | None = _value(None, "evaluation samples, for shards without an index")
+    allow_pipe: bool = _value(False, "run the commands of `pipe:COMMAND` in data and val_data, which print shards; to "
+                                     "be given anew to resume a run")
     workers: int = _value(8, "loader processes per training process")
     max_bad_samples: float = _value(0, "training samples that a process may skip in an epoch because they cannot be "
                                        "read, a number, or below 1 a share of them")
@@ -101,6 +105,8 @@ class Config:
     deterministic: bool = _value(False, "only algorithms of torch that give the same bits again; an error where it has "
                                         "none")
     compress_gradients: bool = _value(False, "average the processes' gradients in bfloat16, at half the traffic")
+    fsdp: bool = _value(False, "share out weights, gradients and the optimiser's state over the processes (FSDP2), for "
+                               "models too large for one GPU")
     log_interval: int = _value(50, "updates between two entries of the training curves")
     eval_interval: int = _value(1, "epochs between two evaluations; the last epoch is always evaluated")
     checkpoint_interval: int = _value(1000, "updates between two checkpoints within an epoch; its end always has one")
@@ -108,8 +114,9 @@ class Config:
     max_bad_steps: int = _value(10, "stop after so many updates in a row whose loss or gradients are not finite")
 
     def values(self):
-        """Dict of the values that make a run what it is: all but where it lies."""
-        return {key: value for key, value in dataclasses.asdict(self).items() if key not in ("run_dir", "resume")}
+        """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
+        return {key: value for key, value in dataclasses.asdict(self).items()
+                if key not in ("run_dir", "resume", "allow_pipe")}
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -130,6 +137,8 @@ class Config:
                            "re_mode": ("const", "rand", "pixel")}.items():
             if getattr(self, key) not in known:
                 raise UserError(f"{key} is {getattr(self, key)!r}: give one of {', '.join(known)}")
+        if self.fsdp and self.opt not in SHARDED:
+            raise UserError(f"opt is {self.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
 
@@ -174,6 +183,8 @@ def load_config(argv=None):
     elif path is None and given.get("data", DIGITS) == DIGITS:
         path = "demo_digits"
     values = read_config_file(path) if path else {}
+    if "resume" in given:  # the folder of a run may come from a stranger
+        values.pop("allow_pipe", None)
     if "model_kwargs" in given:
         merged = {**_coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}

@@ -10,6 +10,7 @@ from timm.data import auto_augment, create_transform, resolve_data_config
 
 from vision_longhorn.config import DIGITS
 from vision_longhorn.errors import UserError, bad_input
+from vision_longhorn.fsdp import is_sharded
 from vision_longhorn.shards import make_digits
 
 
@@ -92,7 +93,8 @@ def evaluate(models, loader, accelerator, num_samples, batch_size):
     ties, frequent in bf16, do not depend on the batch, and a score that is not a number is never a hit.
 
     Args:
-        models: Dict of name to model, not wrapped for distributed training; each maps (B, 3, H, W) to (B, classes).
+        models: Dict of name to model, sharded, or not wrapped for distributed training; each maps (B, 3, H, W) to
+            (B, classes).
         loader: This process's share of the split: images (B, 3, H, W) float32, targets (B,) int64; may be empty.
         accelerator: Gives device, precision, and the sum over the processes.
         num_samples: Size of the split, in samples.
@@ -110,6 +112,8 @@ def evaluate(models, loader, accelerator, num_samples, batch_size):
     sums = torch.zeros(len(models), 4, dtype=torch.float64, device=accelerator.device)
     for model in models.values():
         model.eval()
+    if any(map(is_sharded, models.values())):
+        loader = _in_step(loader, accelerator)
     for images, targets in loader:
         images = images.to(accelerator.device, non_blocking=True)
         targets = targets.to(accelerator.device, non_blocking=True)
@@ -135,6 +139,18 @@ def evaluate(models, loader, accelerator, num_samples, batch_size):
             "count": int(count), "top1_count": int(top1), "top5_count": int(top5),
         }
     return results
+
+
+def _in_step(loader, accelerator):
+    """Batches of `loader`, then empty ones as long as another process has some: all have to run a sharded model."""
+    batches = iter(loader)
+    while True:
+        batch = next(batches, None)
+        shape = (0, 0, 0, 0) if batch is None else batch[0].shape
+        shape = accelerator.gather(torch.tensor([shape], device=accelerator.device)).amax(0).tolist()
+        if not shape[0]:
+            return
+        yield batch or (torch.empty(0, *shape[1:]), torch.empty(0, dtype=torch.int64))
 
 
 def describe(result):

@@ -3,15 +3,20 @@
 import collections
 import json
 import math
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import torch
+from accelerate.utils import gather_object
 
 from vision_longhorn.checkpoint import write_text
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.signals import SIGNALS
+
+PATIENCE = 300  # seconds to look for the samples of bad updates; NCCL lets a process wait for others twice as long
+
 
 def step_if_finite(optimizer, grad_norm):
     """`optimizer.step()`, but weights, moments and step counts stay as they are where the gradient is not finite.
@@ -44,6 +49,8 @@ class Watch:
         updates_per_epoch: Updates in an epoch; the last one always gets an entry in the curves.
         log_interval: Updates between two entries in the curves.
         max_bad_steps: So many skipped updates in a row, or all of an epoch's, are an error.
+        loader: This process's `train_loader`, to name the samples of skipped updates; None: they are not named.
+        grad_accum: Batches in an update.
 
     Attributes:
         stop: A signal that one of the processes has received, or 0.
@@ -51,10 +58,11 @@ class Watch:
     """
 
     def __init__(self, accelerator, signals, run_dir, writer, *, images, updates_per_epoch, log_interval,
-                 max_bad_steps):
+                 max_bad_steps, loader=None, grad_accum=1):
         self.accelerator, self.signals, self.run_dir, self.writer = accelerator, signals, Path(run_dir), writer
         self.images, self.updates_per_epoch = images, updates_per_epoch
         self.log_interval, self.max_bad_steps = log_interval, min(max_bad_steps, updates_per_epoch)
+        self.loader, self.grad_accum = loader, grad_accum
         self.stop, self.last = 0, {}
         self._loss_sum, self._losses, self._skipped, self._bad = 0.0, 0, 0, []
         self._queue, self._waits = collections.deque(), []
@@ -67,7 +75,8 @@ class Watch:
 
     def load_state_dict(self, state):
         self._loss_sum, self._losses, self._skipped = state["loss_sum"], state["losses"], state["skipped"]
-        self._bad, self.last = list(state["bad"]), dict(state["last"])
+        # Their batches were those of another run, if it goes on with other settings.
+        self._bad, self.last = [{**bad, "before_resuming": True} for bad in state["bad"]], dict(state["last"])
 
     def start_clock(self):
         """Leaves the time since the last update out of the speed."""
@@ -164,17 +173,64 @@ class Watch:
     def _give_up(self):
         first, last = self._bad[0], self._bad[-1]
         file = self.run_dir / "bad_steps.json"
-        if self.writer:
-            for bad in self._bad:
-                bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
-            evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
-            write_text(file, json.dumps(evidence, indent=2) + "\n")
+        for bad in self._bad:
+            bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
+        evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
+
+        def write():
+            if self.writer:
+                write_text(file, json.dumps(evidence, indent=2) + "\n")
+        write()  # at once, as finding the samples takes its time and may fail
+        if self.loader:
+            self.accelerator.print(f"Updates were skipped: looking for their samples, {PATIENCE} s at most.")
+            evidence["samples_unknown"] = self._name_samples()
+            write()
         loss = sum(last["losses"]) / len(last["losses"])
         raise UserError(
             f"{len(self._bad)} updates in a row, {first['update']} to {last['update']}, were skipped, as loss or "
             f"gradients were not finite (loss {loss}, gradient norm {last['grad_norm']}): --resume goes on with the "
             f"weights before them; give a lower lr, or --clip-grad 1.0; {file} tells more"
         )
+
+    def _name_samples(self):
+        """Adds the samples of its batches, for each process, to every bad update.
+
+        Returns:
+            Dict of process number to why it could not say them.
+        """
+        found = [f"not found within {PATIENCE} s"]
+
+        def look():
+            try:
+                found[0] = self._samples()
+            except Exception as error:  # whatever it is, the run has something else to say
+                found[0] = f"{type(error).__name__}: {one_line(error)}"
+
+        # A thread, as a server that hangs cannot be left in another way.
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        try:
+            found = gather_object(found)
+        except Exception as error:  # as above; another process may be gone
+            found = [f"{type(error).__name__}: {one_line(error)}"] * self.accelerator.num_processes
+        for bad in self._bad:
+            bad["samples"] = [part.get(bad["update"]) if isinstance(part, dict) else None for part in found]
+        return {rank: part for rank, part in enumerate(found) if isinstance(part, str)}
+
+    def _samples(self):
+        """Dict of bad update to the samples of this process, in the order of its batches."""
+        batches = {}  # by epoch
+        for bad in self._bad:
+            first = bad["update_of_epoch"] * self.grad_accum
+            if "before_resuming" not in bad:
+                batches.setdefault(bad["epoch"], {})[bad["update"]] = range(first, first + self.grad_accum)
+        samples = {}
+        for epoch, of_updates in batches.items():
+            found = self.loader.samples_of(epoch, [batch for numbers in of_updates.values() for batch in numbers])
+            for update, numbers in of_updates.items():
+                samples[update] = [f"shard {shard}, sample {key}" for batch in numbers for shard, key in found[batch]]
+        return samples
 
     def _now(self):
         """Time on the device's own line, which the host need not wait for; on a CPU that of the host."""
