@@ -294,7 +294,7 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     crops, finish = split_transform(create_transform(SIZE, is_training=True, **RECIPE))
     inputs, targets = default_collate([(crops(decode_tensor(data)), 0) for data in islice(cycle(files), batch)])
     inputs = [value.pin_memory() for value in inputs]
-    mean, std, erase = finish.mean, finish.std, finish.eraser
+    mean, std, erase = finish.mean.tolist(), finish.std.tolist(), finish.eraser
     planes = inputs[0].permute(0, 3, 1, 2).contiguous().pin_memory()  # (B, 3, H, W)
     prefetch = PrefetchLoader([(planes, targets.pin_memory())], mean, std, device=DEVICE, re_prob=erase.probability,
                               re_mode="pixel")
@@ -334,7 +334,8 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="original JPEG files, in folders or not")
-    parser.add_argument("--workers", type=int, nargs="+", default=[1], help="workers, and cores to run on [1]")
+    parser.add_argument("--workers", type=int, nargs="*", default=[1], metavar="N",
+                        help="workers, and cores to run on [1]; no number: stages and GPU alone")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=15, help="of each loader, after its warm-up [15]")
     parser.add_argument("--min-side", type=int, default=200, help="leave out pictures whose longer side is below [200]")
@@ -376,9 +377,10 @@ def main(argv: list[str] | None = None) -> None:
             os.sched_setaffinity(0, cores[:workers])
         results["loaders"] += measure_loaders(files, workers, args.batch_size, args.seconds)
         path.write_text(json.dumps(results, indent=1) + "\n")
-    table("loaders", results["loaders"], loader=("loader", ""), workers=("workers", "d"),
-          images_per_s=("images/s", ".0f"), per_core=("per core", ".0f"), per_cpu_second=("per CPU second", ".0f"),
-          times_timm=("times timm's", ".2f"), error=("", ""))
+    if args.workers:
+        table("loaders", results["loaders"], loader=("loader", ""), workers=("workers", "d"),
+              images_per_s=("images/s", ".0f"), per_core=("per core", ".0f"), per_cpu_second=("per CPU second", ".0f"),
+              times_timm=("times timm's", ".2f"), error=("", ""))
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     if DEVICE.type == "cuda":

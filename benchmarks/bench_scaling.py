@@ -11,6 +11,7 @@ GPU it runs on the CPU, in float32.
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -99,13 +100,15 @@ def main() -> None:
     for processes in args.processes:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
                    __file__, "--worker", *sys.argv[1:]]
-        run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        # One process alone would get as many threads as there are cores.
+        run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                             env={"OMP_NUM_THREADS": "1"} | os.environ)
         if run.returncode:
             sys.exit(f"with {processes} processes it ended with {run.returncode}; its own message stands above")
-        row = json.loads(run.stdout.splitlines()[-1])
-        first = rows[0] if rows else row
-        rows.append(row | dict(efficiency=row["images_per_s"] / row["processes"]
-                               / (first["images_per_s"] / first["processes"])))
+        rows.append(json.loads(run.stdout.splitlines()[-1]))
+    fewest = min(rows, key=lambda row: row["processes"])
+    for row in rows:
+        row["efficiency"] = row["images_per_s"] / row["processes"] / (fewest["images_per_s"] / fewest["processes"])
     table(f"{args.model}, {args.batch} x {args.resolution} px on each, training", rows, processes=("processes", "d"),
           images_per_s=("images/s", ".0f"), ms=("ms/step", ".2f"), efficiency=("efficiency", ".3f"), GiB=("GiB", ".1f"))
     args.out.mkdir(parents=True, exist_ok=True)
