@@ -2,13 +2,8 @@
 
 import copy
 import io
-import json
-import os
 import random
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +21,6 @@ from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluate import train_transform
 
-BENCHMARK = Path(__file__).resolve().parents[1] / "benchmarks" / "bench_loader.py"
 MEAN, STD, FILL = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), (128, 102, 76)
 CPU = torch.device("cpu")
 
@@ -319,21 +313,3 @@ def test_decoding_to_tensors_refuses_the_same_files():
     for broken in (data[: len(data) * 2 // 3], data[:-300], data[:40], b"", b"text", encode(scene(), "GIF")):
         with pytest.raises(DataError, match="not a readable image"):
             decode_tensor(broken)
-
-
-def test_benchmark_of_loaders(tmp_path):
-    (tmp_path / "images" / "class").mkdir(parents=True)
-    for number, size in enumerate([(300, 240), (260, 210), (640, 480), (120, 90)]):
-        photo(number, size).save(tmp_path / "images" / "class" / f"{number}.JPEG")
-    options = ["--batch-size", "4", "--seconds", "0.2", "--out", tmp_path]
-    command = [sys.executable, BENCHMARK, tmp_path / "images", *options]
-    run = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    found = json.loads((tmp_path / "loader_cpu.json").read_text())
-    assert found["images"]["files"] == 3, "the tiny one is left out"
-    assert found["images"]["mean_pixels"] == (300 * 240 + 260 * 210 + 640 * 480) / 3
-    assert len(found["loaders"]) == 7
-    for row in found["loaders"]:
-        assert "error" not in row and row["per_cpu_second"] > 0 and row["times_timm"] > 0, row
-    assert all(row["ms"] > 0 for row in found["stages"]) and found["reduced"][0]["touched"] > 0
-    assert "times timm's" in run.stdout

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import time
 from multiprocessing import forkserver
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -23,6 +24,7 @@ import torchvision
 from accelerate.state import AcceleratorState, GradientState
 from test_loader import members, write_tar
 from test_train import QUICK, REPOSITORY, fails_with_one_line, launch, scalars, write_digits
+from timm.optim import create_optimizer_v2
 
 import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
 import train_imagenet
@@ -465,6 +467,32 @@ def test_a_resumed_run_takes_new_settings_but_no_other_optimiser(tmp_path, argum
     assert "weight_decay 0.1 -> 0.7" in capsys.readouterr().out
     groups = load_checkpoint(run / "last.pt")["optimizer"]["param_groups"]
     assert sorted(group["weight_decay"] for group in groups) == [0, 0.7]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lamb", "nadamw"])
+def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    inputs = torch.randn(5, 8, 4)
+
+    def step(optimizer, x):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    first = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
+    for x in inputs[:4]:
+        step(first, x)
+    torch.save({"model": model.state_dict(), "optimizer": first.state_dict()}, tmp_path / "saved.pt")
+    step(first, inputs[4])
+    wanted = model.weight.detach().clone()
+    saved = torch.load(tmp_path / "saved.pt")
+    model.load_state_dict(saved["model"])
+    second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
+    settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1)
+    train_imagenet.load_optimizer(model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}}, settings)
+    step(second, inputs[4])
+    assert torch.equal(model.weight, wanted)
 
 
 def test_a_loader_outlives_a_schedulers_signals_but_not_its_parent(arguments):

@@ -329,8 +329,8 @@ def _output_of(command):
 def _members(stream, url):
     """What webdataset's `tar_file_expander` yields of a tar.
 
-    Ordinary members, which are all in most shards, do without tarfile: for the three of a sample it takes as long as the
-    crop does. From the first other one on (long names, folders, extended headers), all is webdataset's.
+    Ordinary members, which are all in most shards, do without tarfile, which takes as long for the three of a sample as
+    the crop does. From the first other one on (long names, folders, extended headers), all is webdataset's.
     """
     count = 0
     while True:
