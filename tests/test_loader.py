@@ -1,5 +1,6 @@
 """Reading shards: who gets which sample, in which order, and what is said about bad data."""
 
+import bz2
 import collections
 import contextlib
 import functools
@@ -8,6 +9,7 @@ import http.server
 import io
 import itertools
 import json
+import lzma
 import os
 import pickle
 import tarfile
@@ -505,4 +507,42 @@ def test_members_of_every_kind_are_read_as_webdataset_reads_them(tmp_path, form,
     broken[30] ^= 1
     path.write_bytes(broken)
     with pytest.raises(DataError, match="cannot be read from its start"):
+        list(read_shard(str(path)))
+
+
+def ordinary_header(name, size, width=11):
+    header = bytearray(tarfile.TarInfo(name).tobuf(tarfile.USTAR_FORMAT))
+    header[124:136] = (b"%0*o" % (width, size)).ljust(12, b"\0")
+    return checked(header)
+
+
+def checked(header):
+    header[148:156] = b"%06o\0 " % (sum(header) - sum(header[148:156]) + 8 * ord(" "))
+    return bytes(header)
+
+
+def test_ordinary_members_do_without_tarfile_and_sizes_of_twelve_digits_are_read(tmp_path, monkeypatch):
+    for width in (11, 12):
+        path = tmp_path / f"{width}.tar"
+        path.write_bytes(b"".join(ordinary_header(f"s{n}.jpg", 1600, width) + bytes([n]) * 1600 + bytes(448)
+                                  for n in range(3)) + bytes(1024))
+        assert [sample["jpg"] for sample in read_shard(str(path))] == [bytes([n]) * 1600 for n in range(3)]
+
+    def fail(*_):
+        raise AssertionError("tarfile was asked")
+    monkeypatch.setattr("vision_longhorn.data.index.tar_file_expander", fail)
+    assert len(list(read_shard(str(tmp_path / "11.tar")))) == 3
+    with pytest.raises(AssertionError, match="was asked"):
+        list(read_shard(str(tmp_path / "12.tar")))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, lambda data: b"J" * 512],
+                         ids=["gzip", "bzip2", "xz", "junk"])
+def test_what_is_no_member_between_members_is_an_error_and_not_unpacked(tmp_path, pack):
+    def tar(*names):
+        return b"".join(ordinary_header(f"{name}.jpg", 512) + bytes(512) for name in names) + bytes(1024)
+    inner = pack(tar("x", "y"))
+    path = tmp_path / "0.tar"
+    path.write_bytes(tar("a", "b", "c")[:-1024] + inner + bytes(-len(inner) % 512 + 1024))
+    with pytest.raises(DataError, match=r"0.tar cannot be read after sample a \(invalid header\)"):
         list(read_shard(str(path)))

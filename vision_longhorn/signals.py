@@ -15,7 +15,8 @@ COMMANDS = {}  # number of a group of processes that runs a shell command, and o
 
 def end_command(group):
     """Ends all processes of a group in COMMANDS. The first has not been waited for, so the number is not another's."""
-    if COMMANDS[group] == os.getpid():  # and not one that this process was forked from
+    # Not those of a process that this one was forked from, nor one that another thread has just seen end.
+    if COMMANDS.get(group) == os.getpid():
         with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter where they have ended
             os.killpg(group, signal.SIGKILL)
 

@@ -209,14 +209,16 @@ class Watch:
         # A thread, as a server that hangs cannot be left in another way.
         thread = threading.Thread(target=look, daemon=True)
         thread.start()
-        thread.join(PATIENCE)
+        end = time.monotonic() + PATIENCE
+        while thread.is_alive() and time.monotonic() < end and not self.signals.received:
+            thread.join(0.2)
         try:
-            found = gather_object(found)
+            parts = gather_object(found[:])
         except Exception as error:  # as above; another process may be gone
-            found = [f"{type(error).__name__}: {one_line(error)}"] * self.accelerator.num_processes
+            parts = [f"{type(error).__name__}: {one_line(error)}"] * self.accelerator.num_processes
         for bad in self._bad:
-            bad["samples"] = [part.get(bad["update"]) if isinstance(part, dict) else None for part in found]
-        return {rank: part for rank, part in enumerate(found) if isinstance(part, str)}
+            bad["samples"] = [part.get(bad["update"]) if isinstance(part, dict) else None for part in parts]
+        return {rank: part for rank, part in enumerate(parts) if isinstance(part, str)}
 
     def _samples(self):
         """Dict of bad update to the samples of this process, in the order of its batches."""

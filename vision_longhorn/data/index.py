@@ -319,18 +319,24 @@ def _output_of(command):
     finally:
         if not ended:
             end_command(group)
-        pipe.close()  # waits for it, which leaves the code in `status`
-        COMMANDS.pop(group, None)
+        try:
+            pipe.close()  # waits for it, for two hours at most, which leaves the code in `status`
+        except subprocess.TimeoutExpired:
+            end_command(group)
+            raise OSError("its command goes on after its output has ended") from None
+        finally:
+            COMMANDS.pop(group, None)
         if ended and pipe.status:
             how = f"exit code {pipe.status}" if pipe.status > 0 else f"signal {-pipe.status}"
             raise OSError(f"its command ended with {how}")
 
 
 def _members(stream, url):
-    """What webdataset's `tar_file_expander` yields of a tar.
+    """What webdataset's `tar_file_expander` yields of a sound tar; damage between members is an error here.
 
     Ordinary members, which are all in most shards, do without tarfile, which takes as long for the three of a sample as
-    the crop does. From the first other one on (long names, folders, extended headers), all is webdataset's.
+    the crop does. From the first other one on (long names, folders, extended headers), all is webdataset's. Of an
+    ordinary header only the name, the size and the checksum are looked at.
     """
     count = 0
     while True:
@@ -341,7 +347,7 @@ def _members(stream, url):
         checksum = b"%06o" % (sum(header) - sum(header[148:156]) + 8 * ord(" "))
         ordinary = (header[148:154] == checksum and header[257:262] == b"ustar" and header[156:157] == b"0"
                     and header[345:346] == b"\0" and b"\0" not in name and not name.startswith(b"__")
-                    and size.isdigit() and int(size, 8) < 1 << 30)
+                    and size.isdigit() and header[135:136] in (b"\0", b" ") and int(size, 8) < 1 << 30)
         if not ordinary:
             break
         size = int(size, 8)
@@ -352,6 +358,8 @@ def _members(stream, url):
         count += 1
     if count and len(header) < tarfile.BLOCKSIZE:
         raise EOFError("unexpected end of data")
+    if count and header[257:262] != b"ustar":  # which tarfile might take for the start of a compressed tar
+        raise tarfile.ReadError("invalid header")
     yield from tar_file_expander([{"url": url, "stream": _Again(header, stream)}])
 
 
