@@ -1,5 +1,8 @@
 """Config files and the command line: what is read, what is overridden, and what is said about mistakes."""
 
+import dataclasses
+import math
+
 import pytest
 import timm
 import yaml
@@ -59,12 +62,65 @@ def test_command_line_overrides_the_file(tmp_path):
     (["--resume", "nowhere"], ["nowhere", "config.yaml"]),
     (["digits"], ["digits"]),
     (["--lr"], ["--lr"]),
+    (["--learning-rate", "1"], ["--learning-rate", "--lr"]),
+    (["--num_workers", "1"], ["--num-workers", "--workers"]),
+    (["--scale", "1", "0.5"], ["scale", "1.0 0.5", "smaller number first"]),
+    (["--scale", "0.5"], ["scale", "2 numbers"]),
+    (["--mean", "1", "2", "3", "4"], ["mean", "1 or 3 numbers"]),
+    (["--lr", "nan"], ["lr", "nan"]),
+    (["--min-lr", "0.1"], ["min_lr", "0.1", "lr 0.002"]),
+    (["--epochs", "2", "--warmup-epochs", "2"], ["warmup_epochs", "2", "0.1"]),
 ])
 def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
     with pytest.raises(UserError) as caught:
         load_config(words)
     message = str(caught.value)
     assert all(word in message for word in expected) and "\n" not in message
+
+
+def bounds(allowed):
+    """Numbers just beyond a `Range`, and just within it."""
+    step = 1 if allowed.kind is int else 1e-6
+    low, high = max(allowed.low, allowed.above), min(allowed.high, allowed.below)
+    beyond = [end for end in (allowed.above, allowed.below) if math.isfinite(end)]
+    beyond += [end + sign * step for end, sign in ((allowed.low, -1), (allowed.high, 1)) if math.isfinite(end)]
+    within = [low + step] + ([high - step] if math.isfinite(high) else [])
+    return [*beyond, math.nan, math.inf], within
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Config), ids=lambda field: field.name)
+def test_every_value_of_a_config_has_its_range(field):
+    """A number that nobody can mean is refused before anything is made; a new field has to say what it takes."""
+    allowed, option = field.metadata["allowed"], f"--{field.name.replace('_', '-')}"
+    many = field.metadata["lengths"]
+    if allowed is None:
+        assert isinstance(getattr(Config(), field.name), (bool, str, dict, type(None))), "a number without a range"
+        return
+    # What another value of the config forbids is not the matter here.
+    free = ["--data", "x", "--mixup", "0", "--cutmix", "0", "--warmup-epochs", "0", "--min-lr", "0"]
+    words = ["nonsense"] if isinstance(allowed, tuple) else [f"{number!r}" for number in bounds(allowed)[0]]
+    for word in words:
+        with pytest.raises(UserError) as caught:
+            load_config([*free, option, *[word] * (many[-1] if many else 1)])
+        assert str(caught.value).startswith(f"{field.name} is ") and ": give " in str(caught.value)
+    for value in allowed if isinstance(allowed, tuple) else bounds(allowed)[1]:
+        load_config([*free, option, *[str(value)] * (many[-1] if many else 1)])
+
+
+def test_a_warm_up_longer_than_the_run_is_shortened_and_said_where_nobody_gave_it():
+    config, _ = load_config(["--data", "x", "--epochs", "2"])
+    assert config.warmup_epochs == 0.1 and "5 epochs" in config.notes[0] and "0.1" in config.notes[0]
+    config, _ = load_config(["--data", "x", "--epochs", "20"])
+    assert config.warmup_epochs == 5 and not config.notes
+
+
+def test_help_shows_groups_and_every_default(capsys):
+    with pytest.raises(SystemExit):
+        load_config(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "optimiser and schedule:" in text and "fractions of the image [0.08 1.0]" in text
+    for field in dataclasses.fields(Config):
+        assert f"--{field.name.replace('_', '-')} " in text
 
 
 @pytest.mark.parametrize("text, expected", [
@@ -74,10 +130,13 @@ def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
     ("seed: true\n", ["seed", "True"]),
     ("- a\n", ["mine.yaml"]),
     ("a: b: c\n", ["mine.yaml", "YAML"]),
+    ("lr: 1\nmin_lr: 0\nlr: 2\n", ["mine.yaml", "'lr' stands twice", "line 3"]),
+    ("model_kwargs: {depth: 1, depth: 2}\n", ["mine.yaml", "'depth' stands twice"]),
+    ("\x00\x01\udcff", ["mine.yaml", "YAML"]),
 ])
 def test_mistakes_in_a_file_name_value_and_remedy(tmp_path, text, expected):
     file = tmp_path / "mine.yaml"
-    file.write_text(text)
+    file.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(UserError) as caught:
         load_config(["--config", str(file), "--data", "DIR"])
     message = str(caught.value)

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_train import PLAIN, QUICK, fresh_process_state, shards, write_digits  # noqa: F401  (two are fixtures)
+from test_train import PLAIN, QUICK, fresh_process_state, scalars, shards, write_digits  # noqa: F401  (fixtures)
 
 import train_imagenet
-from vision_longhorn.checkpoint import create_model, save_checkpoint
+from vision_longhorn.checkpoint import create_model, model_from_weights, save_checkpoint
 from vision_longhorn.errors import UserError
 
 MODEL = dict(depth=2, embed_dim=32, patch_size=4)
@@ -31,9 +31,11 @@ def test_weights_are_fitted_to_another_size_and_other_classes(weights, tmp_path,
     if kind == "safetensors":
         file = tmp_path / "model.safetensors"
         save_file(averaged, file)
-    same = create_model("vlonghorn_test", file, img_size=8, num_classes=10, **MODEL)
+    same, text = model_from_weights("vlonghorn_test", file, 10, img_size=8, **MODEL)
     assert all(torch.equal(value, averaged[name]) for name, value in same.state_dict().items())
-    other = create_model("vlonghorn_test", file, img_size=16, num_classes=3, **MODEL)
+    assert "resampled" not in text and "anew" not in text and f"{len(averaged)} tensors" in text
+    other, text = model_from_weights("vlonghorn_test", file, 3, img_size=16, **MODEL)
+    assert str(file) in text and "pos_embed (1, 5, 32) -> (1, 17, 32)" in text and "classifier of 3 classes anew" in text
     for name, value in other.state_dict().items():
         if name.startswith("head."):
             assert value.shape[0] == 3
@@ -43,12 +45,44 @@ def test_weights_are_fitted_to_another_size_and_other_classes(weights, tmp_path,
             assert torch.equal(value, averaged[name])
 
 
-def test_weights_of_another_model_are_refused(weights):
-    with pytest.raises(UserError, match="cannot be made with"):
-        create_model("vlonghorn_test", weights[0], **{**MODEL, "embed_dim": 48}, img_size=8, num_classes=10)
+@pytest.mark.parametrize("classes", [10, 3])
+@pytest.mark.parametrize("model, changes, words", [
+    ("vlonghorn_test", {"embed_dim": 48}, ["another model", "of another size", "[1, 1, 32] in the file"]),
+    ("vlonghorn_test", {"depth": 3}, ["another model", "9 tensors absent from the file, such as blocks.2."]),
+    ("vlonghorn_test", {"depth": 1}, ["another model", "9 tensors only in the file, such as blocks.1."]),
+    ("vlonghorn_test", {"class_token": "none", "global_pool": "avg"}, ["another model"]),
+    ("vim_test", {}, ["another model", "absent from the file, such as blocks.0.mixer.A_log"]),
+    ("vlonghorn_test", {"dept": 3}, ["dept"]),
+])
+def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(weights, classes, model, changes, words):
+    with pytest.raises(UserError) as caught:
+        model_from_weights(model, weights[0], classes, **{**MODEL, "img_size": 8, **changes})
+    message = str(caught.value)
+    assert all(word in message for word in words) and "\n" not in message and "pretrained_cfg_overlay" not in message
 
 
-def test_early_blocks_of_a_fine_tuned_model_learn_slower(weights, tmp_path, shards):  # noqa: F811
+@pytest.mark.parametrize("content, words", [
+    ({}, ["no weights"]), ({"foo": 1}, ["no weights"]), ({"foo": torch.zeros(2)}, ["another model", "only in the file"]),
+    ([1], ["a list"]), (b"", ["empty"]), (b"some text", ["torch's files"]),
+])
+def test_files_without_weights_are_refused(tmp_path, content, words):
+    file = tmp_path / "file.pt"
+    file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
+    with pytest.raises(UserError) as caught:
+        model_from_weights("vlonghorn_test", file, 3, img_size=8, **MODEL)
+    assert all(word in str(caught.value) for word in words) and "weights_only" not in str(caught.value)
+
+
+def test_weights_of_timms_models_are_taken_too(tmp_path):
+    donor = create_model("resnet10t", num_classes=5)
+    torch.save(donor.state_dict(), tmp_path / "resnet.pt")
+    model, _ = model_from_weights("resnet10t", tmp_path / "resnet.pt", 3)
+    assert model.fc.weight.shape[0] == 3 and torch.equal(model.conv1[0].weight, donor.conv1[0].weight)
+    with pytest.raises(UserError, match="another model"):
+        model_from_weights("vlonghorn_test", tmp_path / "resnet.pt", 5, img_size=8, **MODEL)
+
+
+def test_early_blocks_of_a_fine_tuned_model_learn_slower(weights, tmp_path, shards, capsys):  # noqa: F811
     file, averaged = weights
     run = train_imagenet.main([
         *QUICK, *PLAIN, *shards, "--init", str(file), "--model-kwargs", "depth=2", "embed_dim=32", "img_size=8",
@@ -59,6 +93,9 @@ def test_early_blocks_of_a_fine_tuned_model_learn_slower(weights, tmp_path, shar
     def moved(prefix):
         return max((trained[name] - averaged[name]).abs().max().item() for name in trained if name.startswith(prefix))
     assert 0 < moved("blocks.0") < 0.1 * moved("blocks.1")
+    assert f"init    EMA weights of {file}: {len(averaged)} tensors" in capsys.readouterr().out
+    # The curves show the rate of the classifier, which is the one printed, and not a block's share of it.
+    assert scalars(run)["train/lr"][1] == pytest.approx(1e-2)
 
 
 def test_bad_samples_are_counted_in_a_run_and_stop_it_without_a_budget(tmp_path):

@@ -28,6 +28,7 @@ from timm.optim import create_optimizer_v2
 
 import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
 import train_imagenet
+from vision_longhorn import training
 from vision_longhorn.checkpoint import load_checkpoint, save_run, write_summary
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.errors import run_cli
@@ -130,7 +131,7 @@ def inflict(rank, at, kind):
 
     act = {"kill": kill, "kill in write": kill, "fail": fail, "limit files": limit_files,
            "SIGTERM": lambda: signal_all(signal.SIGTERM), "SIGUSR1": lambda: signal_all(signal.SIGUSR1)}[kind]
-    owner, name = (os, "fsync") if kind == "kill in write" else (train_imagenet.Watch, "update")
+    owner, name = (os, "fsync") if kind == "kill in write" else (training.Watch, "update")
     real, count = getattr(owner, name), itertools.count(1)
 
     def replacement(*args):
@@ -142,14 +143,14 @@ def inflict(rank, at, kind):
 
 def mark(folder, rank):
     """The sample of class 50 makes a loss not a number. The classes of each batch are written down."""
-    real = train_imagenet.device_batches
+    real = training.device_batches
 
     def marked(*given):
         for images, targets in real(*given):
             with open(folder / f"classes-{rank}", "a") as file:
                 file.write(f"{json.dumps(targets.tolist())}\n")
             yield images * (math.nan if 50 in targets else 1), targets
-    train_imagenet.device_batches = marked
+    training.device_batches = marked
 
 
 def same(one, other, where="checkpoint"):
@@ -280,7 +281,7 @@ def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_
             loss = (-targets * scores.log_softmax(1)).sum(1).mean()
             return loss * {0: math.nan, 2 * parts: math.inf}.get(next(calls), 1)
 
-    monkeypatch.setattr(train_imagenet, "SoftTargetCrossEntropy", Sometimes)
+    monkeypatch.setattr(training, "SoftTargetCrossEntropy", Sometimes)
     torch.manual_seed(0)
     run = quick(tmp_path / "run", arguments, *more)
     states = [load_checkpoint(run / f"update-{number:07d}.pt") for number in (1, 2, 3, 4)]
@@ -298,8 +299,8 @@ def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_
 
 
 def test_too_many_updates_that_are_not_finite_stop_the_run_with_evidence(tmp_path, arguments, monkeypatch, capsys):
-    real, calls = train_imagenet.SoftTargetCrossEntropy.forward, itertools.count()
-    monkeypatch.setattr(train_imagenet.SoftTargetCrossEntropy, "forward",
+    real, calls = training.SoftTargetCrossEntropy.forward, itertools.count()
+    monkeypatch.setattr(training.SoftTargetCrossEntropy, "forward",
                         lambda self, *given: real(self, *given) * (1 if next(calls) == 0 else math.nan))
     fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
                         "2 updates in a row, 2 to 3", "loss nan", "--clip-grad", "bad_steps.json")
@@ -345,7 +346,7 @@ def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, cap
         if not resumed:
             shutil.rmtree(folder, ignore_errors=True)
         return given[0].sum() * math.nan
-    monkeypatch.setattr(train_imagenet.SoftTargetCrossEntropy, "forward", spoil)
+    monkeypatch.setattr(training.SoftTargetCrossEntropy, "forward", spoil)
     fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
                         "2 updates in a row, 1 to 2", "bad_steps.json")
     evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
@@ -490,7 +491,7 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
     model.load_state_dict(saved["model"])
     second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
     settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1)
-    train_imagenet.load_optimizer(model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}}, settings)
+    training.load_optimizer(model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}}, settings)
     step(second, inputs[4])
     assert torch.equal(model.weight, wanted)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import tracking
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import set_seed
 from PIL import Image
 from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +21,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
+from vision_longhorn import runlog, training  # noqa: E402
 from vision_longhorn.errors import run_cli  # noqa: E402
+from vision_longhorn.shards import index_shards  # noqa: E402
 
 SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
 QUICK = [*SMALL, "--num-classes", "10", "--workers", "0", "--device", "cpu", "--batch-size", "16", "--repeats", "1",
@@ -100,6 +104,7 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
     assert environment["versions"]["torch"] == torch.__version__.split("+")[0]
     assert "commit" in environment
     curves = scalars(run)
+    assert "hparam/final/val_top1" in curves or "final/val_top1" in curves
     promised = {"train/loss", "train/lr", "train/images_per_s", "train/grad_norm", "train/data_wait", "train/skipped",
                 "train/host_gib", "val/top1", "val/top5", "val_ema/top1", "val_ema/top5"}
     assert promised <= curves.keys()
@@ -118,6 +123,7 @@ def test_every_augmentation_and_the_schedule(tmp_path, shards):
     lr = curves["train/lr"]
     assert sorted(lr) == list(range(1, 3 * 4 + 1))  # 70 // 16 updates per epoch
     assert lr[1] == pytest.approx(1e-6) and max(lr, key=lr.get) == 5 and lr[12] < 0.1 * lr[5]
+    assert lr[5] == pytest.approx(1e-3), "the peak that the run prints is reached when the warm-up ends"
     assert sorted(curves["val/top1"]) == [4, 8, 12] == sorted(curves["val_ema/top1"])
     assert [entry["val"]["count"] for entry in json.loads((tmp_path / "run/metrics.json").read_text())] == [37] * 3
 
@@ -144,8 +150,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
         raise KeyboardInterrupt
     stopped = tmp_path / "stopped"
     with monkeypatch.context() as patch:
-        write = train_imagenet.write_text
-        patch.setattr(train_imagenet, "write_text", lambda path, text: stop_after_second_epoch()
+        write = training.write_text
+        patch.setattr(training, "write_text", lambda path, text: stop_after_second_epoch()
                       if len(json.loads(text)) == 2 else write(path, text))
         with pytest.raises(KeyboardInterrupt):
             train_imagenet.main([*arguments, "--run-dir", str(stopped)])
@@ -207,3 +213,122 @@ def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
     assert os.listdir(tmp_path) == []
+
+
+def test_what_a_run_says_of_itself_is_in_tensorboard_and_in_its_checkpoint(tmp_path):
+    write_digits(tmp_path / "data", "train", 70)
+    write_digits(tmp_path / "data", "val", 37)
+    names = [f"digit {i}" for i in range(10)]
+    index_shards(tmp_path / "data", names, progress=False)
+    run = train_imagenet.main([*QUICK, *PLAIN, "--data", str(tmp_path / "data"), "--epochs", "1",
+                               "--run-dir", str(tmp_path / "run")])
+    events = EventAccumulator(str(run), size_guidance={"tensors": 0, "scalars": 0}).Reload()
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "model: vlonghorn_test" in text
+    results = json.loads((run / "metrics.json").read_text())[-1]
+    assert scalars(run)["final/val_top1"][0] == pytest.approx(results["val"]["top1"])
+    plugin = events.PluginTagToContent("hparams")  # by which TensorBoard compares runs
+    settings = b"".join(plugin.values())
+    assert b"weight_decay" in settings and b"model_kwargs.depth" in settings
+    checkpoint = torch.load(run / "last.pt", weights_only=True)
+    assert checkpoint["class_names"] == names
+
+
+def test_curves_go_to_a_tracker_as_well(tmp_path, shards, monkeypatch, capsys):
+    fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, *shards, "--track", "wandb"], capsys, "wandb", "install")
+
+    class Tracker(tracking.GeneralTracker):
+        """Notes what accelerate gives to a tracker."""
+
+        name, requires_logging_directory, main_process_only = "wandb", False, False
+        said, closed = {}, 0
+
+        def __init__(self, project, **options):
+            super().__init__()
+            self.said["options"] = options
+        start = tracker = lambda self: None
+        store_init_configuration = lambda self, values: self.said.update(config=values)  # noqa: E731
+        log = lambda self, values, step, **_: self.said.setdefault(step, {}).update(values)  # noqa: E731
+
+        def finish(self):
+            Tracker.closed += 1
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
+    for module in tracking, runlog:
+        monkeypatch.setattr(module, "get_available_trackers", lambda: [tracking.LoggerType.WANDB])
+    run = train_imagenet.main([*QUICK, *PLAIN, *shards, "--track", "wandb", "--epochs", "1",
+                               "--run-dir", str(tmp_path / "run")])
+    curves = scalars(run)
+    assert Tracker.said["config"]["batch_size"] == 16 and Tracker.said["options"]["name"] == "run"
+    assert Tracker.said[4]["val/top1"] == pytest.approx(curves["val/top1"][4])
+    assert {step: values["train/loss"] for step, values in Tracker.said.items() if isinstance(step, int)} == \
+        pytest.approx(curves["train/loss"])
+    assert Tracker.closed == 1
+
+
+def test_averages_that_could_not_leave_their_start_warm_up(tmp_path, shards, capsys):
+    """At the default decay, 8 updates would leave the averaged weights, and best.pt by them, where they started."""
+    arguments = [*QUICK, *PLAIN, *shards, "--ema-decay", "0.99996", "--epochs", "2", "--lr", "1e-3"]
+    run = train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "auto")])
+    assert "averages over 25,000 updates and this run has 8" in capsys.readouterr().out
+    state = torch.load(run / "last.pt", weights_only=True)
+    assert state["config"]["ema_warmup"] is True
+    start = training.create_model("vlonghorn_test", num_classes=10, **state["config"]["model_kwargs"])
+    set_seed(0)
+    start.init_weights()
+
+    def distance(weights):
+        return sum((weights[name] - state["state_dict"][name]).norm() for name in ("head.weight", "norm.weight"))
+    moved = distance({name: value for name, value in torch.load(run / "best.pt", weights_only=True)
+                      ["state_dict_ema"].items()})
+    stuck = train_imagenet.main([*arguments, "--ema-warmup", "false", "--run-dir", str(tmp_path / "stuck")])
+    assert "--ema-warmup" in capsys.readouterr().out
+    assert moved < 0.5 * distance(torch.load(stuck / "last.pt", weights_only=True)["state_dict_ema"])
+
+
+def test_a_mistake_found_late_leaves_no_folder_that_refuses_the_right_command(tmp_path, shards, capsys):
+    run = tmp_path / "run"
+    arguments = [*QUICK, *PLAIN, *shards, "--epochs", "1", "--run-dir", run]
+    fails_with_one_line(train_imagenet.main, [*arguments, "--num-classes", "3"], capsys, "label")  # at the first batch
+    assert not run.exists()
+    fails_with_one_line(train_imagenet.main, [*arguments, "--lr", "1e30", "--max-bad-steps", "2"], capsys,
+                        "loss")  # after some updates
+    assert (run / "bad_steps.json").exists() and (run / "config.yaml").exists()
+    train_imagenet.main([*map(str, arguments)])
+    assert (run / "best.pt").exists() and not (run / "bad_steps.json").exists()
+    assert {"bad_steps.json", "config.yaml"} <= set(os.listdir(run / "before-1")), "nothing is lost"
+    assert sorted(scalars(run)["train/loss"]) == [1, 2, 3, 4]
+
+
+def test_evaluation_data_with_other_classes_is_refused(tmp_path, capsys):
+    for part, names in ("a", "0123456789"), ("b", "0123456798"):
+        write_digits(tmp_path / part, "train", 40)
+        write_digits(tmp_path / part, "val", 20)
+        index_shards(tmp_path / part, list(names), progress=False)
+    fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, "--data", tmp_path / "a", "--val-data", tmp_path / "b",
+                                              "--run-dir", tmp_path / "run"], capsys, "class 8", "'8'", "'9'")
+
+
+def test_a_rate_that_would_rise_to_its_end_is_refused(tmp_path, shards, capsys):
+    fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--lr-base-batch",
+                                              "16384", "--lr", "1e-3"], capsys, "min_lr", "9.77e-07", "batch of 16384")
+
+
+def test_without_a_terminal_every_line_stands_alone(tmp_path):
+    done = subprocess.run([sys.executable, str(REPOSITORY / "train_imagenet.py"), "--epochs", "1", "--device", "cpu",
+                           "--model-kwargs", "depth=1", "--run-dir", "run"],
+                          cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0 and "\r" not in done.stdout, done.stdout
+    assert any(line.startswith("epoch   1  loss ") for line in done.stdout.splitlines()), done.stdout
+
+
+@pytest.mark.parametrize("command", [["train_imagenet.py"], ["-m", "vision_longhorn", "eval"]])
+def test_help_does_not_wait_for_torch(command):
+    """Importing torch and timm takes seconds; the stand-ins here fail where they are imported."""
+    code = ("import runpy, sys\nsys.modules.update(torch=None, timm=None)\n"
+            "sys.argv = sys.orig_argv = ['python', *sys.argv[1:], '--help']\n"
+            "if sys.argv[1] == '-m':\n    sys.argv = ['-m', *sys.argv[3:]]\n"
+            "    runpy.run_module('vision_longhorn', run_name='__main__', alter_sys=True)\n"
+            "else:\n    sys.argv = sys.argv[1:]\n    runpy.run_path(sys.argv[0], run_name='__main__')\n")
+    command = [str(REPOSITORY / word) if word.endswith(".py") else word for word in command]
+    done = subprocess.run([sys.executable, "-c", code, *command], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0 and "--device" in done.stdout, done.stderr

@@ -10,6 +10,18 @@ _here = Path(__file__).resolve().parent
 if not (_here / "kernels").is_dir() and (_here.parent / "kernels" / "contract.py").is_file():
     __path__.append(str(_here.parent))
 
-from .vlonghorn import VisionLonghorn  # noqa: E402
+from .start import is_own_command  # noqa: E402
 
 __all__ = ["VisionLonghorn", "__version__"]
+
+# Importing the models takes seconds. This package's own commands do so when they have read their command line.
+if not is_own_command():
+    from .vlonghorn import VisionLonghorn  # noqa: E402
+
+
+def __getattr__(name):
+    if name == "VisionLonghorn":
+        from .vlonghorn import VisionLonghorn
+
+        return VisionLonghorn
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,8 +2,9 @@
 
 A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "num_classes",
 "state_dict", "state_dict_ema" (where weights are averaged), "optimizer", "epoch" and "updates" (finished ones),
-"watch" (state of the curves), "best_metric" (top-1), "history" (results by epoch), "config" (the run's values) and
-"facts" (what else a run's bits depend on). The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)`
+"watch" (state of the curves), "best_metric" (top-1), "history" (results by epoch), "config" (the run's values),
+"facts" (what else a run's bits depend on), "class_names" and "display_names" (the classes as the data calls them and as
+people do, in the order of their numbers; None where the data does not say). The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)`
 takes the file as it is, and of the weights the averaged ones.
 """
 
@@ -13,6 +14,7 @@ import io
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -26,36 +28,91 @@ from safetensors.torch import load_file
 from timm.models import clean_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-import vision_longhorn  # noqa: F401, registers the models
+import vision_longhorn.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, one_line
 
 
-def create_model(name, init=None, **kwargs):
+def create_model(name, **kwargs):
     """`timm.create_model` that explains a wrong name, argument or size in one line.
 
     Args:
         name: Name in timm's registry, or one of its "hf-hub:" and "local-dir:" sources.
-        init: File of weights to start from: a checkpoint of the trainer (its averaged weights, if it has any), bare
-            weights, or safetensors. Position embedding and patches are resampled where the sizes differ, and a
-            classifier of another number of classes starts anew.
         **kwargs: Arguments of `timm.create_model`.
 
     Raises:
-        UserError: For an unknown name, arguments that the model refuses, or weights of another model.
+        UserError: For an unknown name, or arguments that the model refuses.
     """
     if ":" not in name and not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4)
         raise UserError(f"unknown model {name!r}: the nearest names are {', '.join(near) or 'none'}; "
                         "timm.list_models() has them all")
-    if init is not None:
-        weights = load_file(init) if Path(init).suffix == ".safetensors" else load_checkpoint(init)["state_dict"]
-        head = weights.get(f"{timm.get_pretrained_cfg(name).classifier}.weight", ())
-        kwargs.update(pretrained=True, pretrained_cfg_overlay=dict(file=str(init), num_classes=len(head)))
+    if kwargs.get("in_chans", 3) != 3:
+        raise UserError(f"in_chans is {kwargs['in_chans']}: images are read in colour, with 3 channels; leave it out")
     try:
         return timm.create_model(name, **kwargs)
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
-        given = " ".join(f"{key}={value}" for key, value in kwargs.items())
+        given = " ".join(f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay")
         raise UserError(f"model {name} cannot be made with {given}: {one_line(error)}") from error
+
+
+def model_from_weights(name, path, num_classes, **kwargs):
+    """A model that starts from the weights in a file.
+
+    Position embedding and patches are resampled where the sizes differ, and a classifier of another number of classes
+    starts anew. All other tensors of the file and of the model have to be the same ones.
+
+    Args:
+        name, **kwargs: As of `create_model`.
+        path: A checkpoint of the trainer (its averaged weights, if it has any), bare weights, or safetensors.
+        num_classes: Number of classes of the model.
+
+    Returns:
+        (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.
+
+    Raises:
+        UserError: As of `create_model`, and for weights of another model.
+    """
+    checkpoint = load_checkpoint(path)
+    kind = "EMA weights" if checkpoint.get("state_dict_ema") else "weights"
+    weights = clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"])
+    classifier = timm.get_pretrained_cfg(name).classifier if timm.is_model(name) else None
+    classifier = classifier[0] if isinstance(classifier, (list, tuple)) else classifier
+    head = weights.get(f"{classifier}.weight")
+    of_file = num_classes if classifier is None else 0 if head is None else len(head)
+    create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
+    try:  # with the classifier of the file, for then timm insists on every tensor
+        model = create_model(name, pretrained=True, num_classes=of_file, **kwargs,
+                             pretrained_cfg_overlay=dict(file=str(path), num_classes=of_file))
+    except UserError as error:
+        arch = checkpoint.get("arch")
+        raise UserError(f"{path} holds weights of another model{f' ({arch})' if arch else ''}: "
+                        f"{_mismatch(error.__cause__)}; give the model and model_kwargs it was trained with") from error
+    own = model.state_dict()
+    resampled = [key for key, value in weights.items() if key in own and value.shape != own[key].shape]
+    text = f"{kind} of {path}: {len(own)} tensors"
+    if resampled:
+        text += ", resampled " + ", ".join(
+            f"{key} {tuple(weights[key].shape)} -> {tuple(own[key].shape)}" for key in resampled)
+    if of_file != num_classes:
+        model.reset_classifier(num_classes)
+        text += f", classifier of {num_classes} classes anew (the file has {of_file or 'none'})"
+    return model, text
+
+
+def _mismatch(error):
+    """What torch says of tensors that do not fit, without the list of them all."""
+    parts = []
+    for what, text in re.findall(r"(Missing|Unexpected) key\(s\) in state_dict: (.*?)\.(?:\s|$)", str(error)):
+        names = re.findall(r'"([^"]+)"', text)
+        parts.append(f"{len(names)} tensors {'absent from' if what == 'Missing' else 'only in'} the file, such as "
+                     f"{names[0]}")
+    sizes = re.findall(r"size mismatch for (\S+): copying a param with shape torch.Size\((\S.*?)\) from checkpoint, the "
+                       r"shape in current model is torch.Size\((\S.*?)\)", str(error))
+    if sizes:
+        name, theirs, ours = sizes[0]
+        parts.append(f"{len(sizes)} of another size, such as {name}, {theirs} in the file, {ours} in the model")
+    # The remedy that the model names is for callers of timm.
+    return "; ".join(parts) or one_line(error).partition(": say what image size")[0]
 
 
 def save_checkpoint(path, state):
@@ -139,14 +196,31 @@ def load_checkpoint(path):
     if not path.is_file():
         raise UserError(f"no checkpoint at {path}: give a .pt file, such as RUN/best.pt")
     try:
+        if path.suffix == ".safetensors":
+            return {"state_dict": load_file(path)}
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types here, by what is wrong with the file
-        raise UserError(f"{path} is no checkpoint of tensors and plain values: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} is no checkpoint: {_why_unreadable(path, error)}") from error
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint: give a .pt file of a run")
     if "state_dict" not in checkpoint:
         checkpoint = {"state_dict": checkpoint.get("model", checkpoint)}
+    weights = checkpoint["state_dict"]
+    if not isinstance(weights, dict) or not any(map(torch.is_tensor, weights.values())):
+        raise UserError(f"{path} holds no weights: give a .pt file of a run, or a state dict")
     return checkpoint
+
+
+def _why_unreadable(path, error):
+    """torch's reason without its advice, which is to run the code in the file."""
+    if not path.stat().st_size:
+        return "it is empty"
+    foreign = re.search(r"(?:GLOBAL|global:?|function|class) [`']?([\w.]+\.\w+)", str(error))
+    if foreign and not isinstance(error, OSError):
+        return f"it holds {foreign[1]}, and only tensors and plain values are read, as others could run code"
+    if isinstance(error, OSError):
+        return error.strerror or one_line(error)
+    return "it is none of torch's files, or damaged"
 
 
 def load_weights(model, checkpoint, path, ema=False):

@@ -15,20 +15,34 @@ from pathlib import Path
 
 import yaml
 
-from vision_longhorn.errors import Parser, UserError, one_line
+from vision_longhorn.errors import Parser, Range, UserError, one_line
 
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+_HERE = Path(__file__).resolve().parent  # in a checkout the configs stand beside the package, installed they are in it
+CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
 # Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
 DIGITS = "digits"  # value of `data` that stands for the built-in demo set
 WORDS = {"none": None, "null": None, "": None, "true": True, "false": False}
 TYPES = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", list[float]: "numbers",
          dict: "KEY=VALUE pairs"}
+POSITIVE = Range(above=0)
+COUNT = Range(1, kind=int)
+SHARE = Range(0, 1)
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
 
 
-def _value(default, doc):
+def _value(default, doc, allowed=None, also=(), lengths=None):
+    """Field of `Config`.
+
+    Args:
+        default: Its default.
+        doc: What it is, for --help.
+        allowed: `Range` or tuple of words that it, or every item of a list, may be; None: whatever its type allows.
+        also: What others call it.
+        lengths: For a list, the numbers of items that it may have.
+    """
     factory = {"default_factory": lambda: default.copy()} if isinstance(default, (dict, list)) else {"default": default}
-    return dataclasses.field(**factory, metadata={"doc": doc})
+    return dataclasses.field(**factory, metadata={"doc": doc, "allowed": allowed, "also": also, "lengths": lengths})
 
 
 @dataclasses.dataclass
@@ -36,82 +50,109 @@ class Config:
     """All values of a run. The defaults are the ViM recipe for a tiny model at batch 1024, on one GPU."""
 
     # Model
-    model: str = _value("vlonghorn_tiny", "name of a timm model; importing vision_longhorn adds vlonghorn_* and vim_*")
+    model: str = _value("vlonghorn_tiny", "name of a timm model; importing vision_longhorn adds vlonghorn_* and vim_*",
+                        also=("arch", "model_name"))
     model_kwargs: dict = _value({}, "arguments of the model, KEY=VALUE ...; on the command line they add to the file's,"
-                                    " KEY=none takes one away")
-    drop_path: float = _value(0.0, "stochastic depth rate")
+                                    " KEY=none takes one away", also=("img_size", "image_size", "depth", "patch_size"))
+    drop_path: float = _value(0.0, "stochastic depth rate", Range(0, below=1), also=("drop_path_rate",))
     init: str | None = _value(None, "file of weights to start from, a run's best.pt or others of the model; position "
-                                    "embedding, patches and classifier are fitted")
-    num_classes: int | None = _value(None, "number of classes; default: from the shards' index")
+                                    "embedding, patches and classifier are fitted",
+                              also=("pretrained", "finetune", "checkpoint", "initial_checkpoint", "weights"))
+    num_classes: int | None = _value(None, "number of classes; default: from the data", COUNT,
+                                     also=("nb_classes", "classes"))
 
     # Data
-    data: str | None = _value(None, "shards: folder, brace pattern, glob or URL; 'digits' is the built-in demo set")
-    val_data: str | None = _value(None, "shards for evaluation, where they are not part of `data`")
+    data: str | None = _value(None, "shards (folder, brace pattern, glob or URL), or a folder of images with train/ and "
+                                    "val/; 'digits' is the built-in demo set",
+                              also=("data_path", "data_dir", "dataset", "root"))
+    val_data: str | None = _value(None, "shards or images for evaluation, where they are not part of `data`")
     train_split: str = _value("train", "split to train on")
     val_split: str = _value("val", "split to evaluate on")
-    train_samples: int | None = _value(None, "training samples, for shards without an index")
-    val_samples: int | None = _value(None, "evaluation samples, for shards without an index")
+    train_samples: int | None = _value(None, "training samples, for shards without an index", COUNT)
+    val_samples: int | None = _value(None, "evaluation samples, for shards without an index", COUNT)
     allow_pipe: bool = _value(False, "run the commands of `pipe:COMMAND` in data and val_data, which print shards; to "
                                      "be given anew to resume a run")
-    workers: int = _value(8, "loader processes per training process")
+    workers: int = _value(8, "loader processes per training process", Range(0, kind=int),
+                          also=("num_workers", "dataloader_workers"))
     max_bad_samples: float = _value(0, "training samples that a process may skip in an epoch because they cannot be "
-                                       "read, a number, or below 1 a share of them")
+                                       "read, a number, or below 1 a share of them", Range(0))
 
     # Image transforms, timm's
-    mean: list[float] | None = _value(None, "channel means in 0..1; default: the model's")
-    std: list[float] | None = _value(None, "channel standard deviations in 0..1; default: the model's")
-    interpolation: str = _value("bicubic", "resampling in training and evaluation")
-    crop_pct: float = _value(0.875, "evaluation crop, as a fraction of the resized image")
-    scale: list[float] = _value([0.08, 1.0], "area of the random resized crop, as fractions of the image")
-    ratio: list[float] = _value([0.75, 1.3333], "aspect ratio of the random resized crop")
-    hflip: float = _value(0.5, "probability of a horizontal flip")
-    color_jitter: float | None = _value(0.3, "strength of colour jitter; timm leaves it out where auto_augment is on")
-    auto_augment: str | None = _value("rand-m9-mstd0.5-inc1", "timm's policy string, such as RandAugment's")
-    re_prob: float = _value(0.25, "probability of random erasing")
-    re_mode: str = _value("pixel", "filling of the erased part: const, rand or pixel")
-    repeats: int = _value(3, "repeated augmentation: views of each decoded sample in an epoch of unchanged size")
+    mean: list[float] | None = _value(None, "channel means in 0..1; default: the model's", SHARE, lengths=(1, 3))
+    std: list[float] | None = _value(None, "channel standard deviations in 0..1; default: the model's",
+                                     Range(above=0, high=1), lengths=(1, 3))
+    interpolation: str = _value("bicubic", "resampling in training and evaluation",
+                                ("bilinear", "bicubic", "nearest", "lanczos", "random"))
+    crop_pct: float = _value(0.875, "evaluation crop, as a fraction of the resized image", Range(above=0, high=1))
+    scale: list[float] = _value([0.08, 1.0], "area of the random resized crop, as fractions of the image",
+                                Range(above=0, high=1), lengths=(2,))
+    ratio: list[float] = _value([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
+    hflip: float = _value(0.5, "probability of a horizontal flip", SHARE)
+    color_jitter: float | None = _value(0.3, "strength of colour jitter; timm leaves it out where auto_augment is on",
+                                        Range(0))
+    auto_augment: str | None = _value("rand-m9-mstd0.5-inc1", "timm's policy string, such as RandAugment's",
+                                      also=("aa", "randaugment"))
+    re_prob: float = _value(0.25, "probability of random erasing", SHARE, also=("reprob", "random_erasing"))
+    re_mode: str = _value("pixel", "filling of the erased part", ("const", "rand", "pixel"))
+    repeats: int = _value(3, "repeated augmentation: views of each decoded sample in an epoch of unchanged size", COUNT)
 
     # Loss
-    smoothing: float = _value(0.1, "label smoothing")
-    mixup: float = _value(0.8, "alpha of mixup, 0 is off")
-    cutmix: float = _value(1.0, "alpha of cutmix, 0 is off")
-    mixup_prob: float = _value(1.0, "probability that a batch is mixed")
+    smoothing: float = _value(0.1, "label smoothing", Range(0, below=1), also=("label_smoothing",))
+    mixup: float = _value(0.8, "alpha of mixup, 0 is off", Range(0))
+    cutmix: float = _value(1.0, "alpha of cutmix, 0 is off", Range(0))
+    mixup_prob: float = _value(1.0, "probability that a batch is mixed", SHARE)
 
     # Optimiser and schedule
-    opt: str = _value("adamw", "timm's name of the optimiser")
-    lr: float = _value(1e-3, "peak learning rate, at `lr_base_batch` where that is set")
-    lr_base_batch: int | None = _value(1024, "global batch for lr; lr scales with the actual one; none: it does not")
+    opt: str = _value("adamw", "timm's name of the optimiser", also=("optimizer", "optim"))
+    lr: float = _value(1e-3, "peak learning rate, at `lr_base_batch` where that is set", POSITIVE,
+                       also=("learning_rate", "peak_lr", "max_lr", "base_lr", "blr"))
+    lr_base_batch: int | None = _value(1024, "global batch for lr; lr scales with the actual one; none: it does not",
+                                       COUNT)
     layer_decay: float | None = _value(None, "factor of the learning rate from a block to the one before, such as 0.75 "
-                                             "in fine-tuning")
-    weight_decay: float = _value(0.1, "weight decay; the model's no_weight_decay(), biases and norms are spared")
-    clip_grad: float | None = _value(None, "largest norm of the gradient; none: no clipping")
-    batch_size: int = _value(1024, "samples per process and pass; the global batch is this x processes x grad_accum")
-    grad_accum: int = _value(1, "forward passes per update")
-    epochs: int = _value(300, "passes over as many samples as the training split holds")
-    warmup_epochs: float = _value(5, "epochs of linear warm-up, part of `epochs`")
-    warmup_lr: float = _value(1e-6, "learning rate at the start of the warm-up")
-    min_lr: float = _value(1e-5, "learning rate at the end of the cosine")
-    ema_decay: float = _value(0.99996, "decay of the averaged weights per update; 0: no averaging")
-    ema_warmup: bool = _value(False, "let the decay grow from 0 over the first updates")
+                                             "in fine-tuning", Range(above=0, high=1))
+    weight_decay: float = _value(0.1, "weight decay; the model's no_weight_decay(), biases and norms are spared",
+                                 Range(0), also=("wd",))
+    clip_grad: float | None = _value(None, "largest norm of the gradient; none: no clipping", POSITIVE,
+                                     also=("max_grad_norm", "grad_clip", "gradient_clipping"))
+    batch_size: int = _value(1024, "samples per process and pass; the global batch is this x processes x grad_accum",
+                             COUNT, also=("per_device_train_batch_size", "bs", "batch"))
+    grad_accum: int = _value(1, "forward passes per update", COUNT,
+                             also=("gradient_accumulation_steps", "accum_iter", "grad_accum_steps"))
+    epochs: int = _value(300, "passes over as many samples as the training split holds", COUNT,
+                         also=("num_epochs", "num_train_epochs", "max_epochs"))
+    warmup_epochs: float = _value(5, "epochs of linear warm-up, part of `epochs`", Range(0), also=("warmup",))
+    warmup_lr: float = _value(1e-6, "learning rate at the start of the warm-up", Range(0))
+    min_lr: float = _value(1e-5, "learning rate at the end of the cosine", Range(0))
+    ema_decay: float = _value(0.99996, "decay of the averaged weights per update; 0: no averaging", Range(0, below=1),
+                              also=("model_ema_decay", "ema"))
+    ema_warmup: bool | None = _value(None, "let the decay grow from 0 over the first updates; default: where the run is "
+                                           "too short for it otherwise")
 
     # Run
-    run_dir: str | None = _value(None, "folder of the run; default: runs/NAME-TIME")
+    run_dir: str | None = _value(None, "folder of the run; default: runs/NAME-TIME",
+                                 also=("output_dir", "output", "out", "save_dir", "log_dir"))
     resume: str | None = _value(None, "go on with this run (its folder, or one of its checkpoints) under its own "
                                       "config; without a value: with the run in --run-dir, if there is one yet")
-    seed: int = _value(0, "seed of weights, sample order and augmentation")
-    device: str = _value("auto", "auto, cuda or cpu; auto is cuda where there is one")
-    precision: str = _value("auto", "auto, bf16 or fp32; auto is bf16 autocast on a GPU, fp32 on a CPU")
+    seed: int = _value(0, "seed of weights, sample order and augmentation", Range(0, 2**32 - 1, kind=int))
+    device: str = _value("auto", "auto is cuda where there is one", ("auto", "cuda", "cpu"))
+    precision: str = _value("auto", "auto is bf16 autocast on a GPU that has it in hardware, else fp32",
+                            ("auto", "bf16", "fp32"), also=("amp", "mixed_precision", "dtype"))
     compile: bool = _value(False, "torch.compile the model")
     deterministic: bool = _value(False, "only algorithms of torch that give the same bits again; an error where it has "
                                         "none")
     compress_gradients: bool = _value(False, "average the processes' gradients in bfloat16, at half the traffic")
     fsdp: bool = _value(False, "share out weights, gradients and the optimiser's state over the processes (FSDP2), for "
                                "models too large for one GPU")
-    log_interval: int = _value(50, "updates between two entries of the training curves")
-    eval_interval: int = _value(1, "epochs between two evaluations; the last epoch is always evaluated")
-    checkpoint_interval: int = _value(1000, "updates between two checkpoints within an epoch; its end always has one")
-    keep_checkpoints: int = _value(2, "checkpoints to keep, beside the best")
-    max_bad_steps: int = _value(10, "stop after so many updates in a row whose loss or gradients are not finite")
+    track: str | None = _value(None, "send the curves to this tracker of accelerate as well; its package has to be "
+                                     "installed", TRACKERS, also=("report_to", "log_with", "wandb", "tracker"))
+    log_interval: int = _value(50, "updates between two entries of the training curves", COUNT)
+    eval_interval: int = _value(1, "epochs between two evaluations; the last epoch is always evaluated", COUNT)
+    checkpoint_interval: int = _value(1000, "updates between two checkpoints within an epoch; its end always has one",
+                                      COUNT, also=("save_interval", "save_steps"))
+    keep_checkpoints: int = _value(2, "checkpoints to keep, beside the best", COUNT, also=("checkpoint_hist",))
+    max_bad_steps: int = _value(10, "stop after so many updates in a row whose loss or gradients are not finite", COUNT)
+
+    notes = ()  # what to say at the start of the run
 
     def values(self):
         """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
@@ -120,27 +161,36 @@ class Config:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            setattr(self, field.name, _coerce(field.name, getattr(self, field.name), field.type))
-        for key in ("batch_size", "grad_accum", "epochs", "repeats", "log_interval", "eval_interval", "lr",
-                    "checkpoint_interval", "keep_checkpoints", "max_bad_steps"):
-            if getattr(self, key) <= 0:
-                raise UserError(f"{key} is {getattr(self, key)}: give a value above 0")
-        if self.max_bad_samples < 0:
-            raise UserError(f"max_bad_samples is {self.max_bad_samples}: give 0 or more")
-        if self.layer_decay is not None and not 0 < self.layer_decay <= 1:
-            raise UserError(f"layer_decay is {self.layer_decay}: give a value above 0, up to 1")
-        for key in ("drop_path", "hflip", "re_prob", "smoothing", "mixup_prob", "ema_decay"):
-            if not 0 <= getattr(self, key) <= 1:
-                raise UserError(f"{key} is {getattr(self, key)}: give a value from 0 to 1")
-        for key, known in {"device": ("auto", "cuda", "cpu"), "precision": ("auto", "bf16", "fp32"),
-                           "interpolation": ("bilinear", "bicubic", "nearest", "lanczos", "random"),
-                           "re_mode": ("const", "rand", "pixel")}.items():
-            if getattr(self, key) not in known:
-                raise UserError(f"{key} is {getattr(self, key)!r}: give one of {', '.join(known)}")
+            value = _coerce(field.name, getattr(self, field.name), field.type)
+            _check(field, value)
+            setattr(self, field.name, value)
+        for key in ("scale", "ratio"):
+            low, high = getattr(self, key)
+            if low > high:
+                raise UserError(f"{key} is {low} {high}: give the smaller number first")
+        if self.warmup_epochs >= self.epochs:
+            raise UserError(f"warmup_epochs is {self.warmup_epochs:g} in a run of {self.epochs} epochs, which would not "
+                            f"leave its warm-up: give less, such as {self.epochs / 20:g}")
+        if self.min_lr > self.lr:
+            raise UserError(f"min_lr is {self.min_lr} and lr {self.lr}: the cosine ends at min_lr, give one below lr")
         if self.fsdp and self.opt not in SHARDED:
             raise UserError(f"opt is {self.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
+
+
+def _check(field, value):
+    """Raises UserError where a value of the right type is none that the field allows."""
+    allowed, lengths = field.metadata["allowed"], field.metadata["lengths"]
+    if value is None or allowed is None:
+        return
+    if lengths and len(value) not in lengths:
+        raise UserError(f"{field.name} is {' '.join(map(str, value))}: give {' or '.join(map(str, lengths))} numbers")
+    for item in value if lengths else [value]:
+        if isinstance(allowed, Range):
+            allowed.check(field.name, item)
+        elif item not in allowed:
+            raise UserError(f"{field.name} is {item!r}: give one of {', '.join(allowed)}")
 
 
 def load_config(argv=None):
@@ -188,8 +238,23 @@ def load_config(argv=None):
     if "model_kwargs" in given:
         merged = {**_coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
-    config = Config(**{**values, **given})
+    values = {**values, **given}
+    notes = [] if "warmup_epochs" in given or "resume" in given else _shorten_warmup(values)
+    config = Config(**values)
+    config.notes = notes
     return config, Path(path).stem if path else config.model
+
+
+def _shorten_warmup(values):
+    """Makes a warm-up that `values` leave to a file or the default fit into their epochs; what to say of that."""
+    fields = Config.__dataclass_fields__
+    epochs, warmup = (_coerce(key, values.get(key, fields[key].default), fields[key].type)
+                      for key in ("epochs", "warmup_epochs"))
+    if not warmup >= epochs > 0:
+        return []
+    values["warmup_epochs"] = epochs / 20
+    return [f"a warm-up of {warmup:g} epochs would fill this run of {epochs}, so it takes {epochs / 20:g}; "
+            "--warmup-epochs gives another"]
 
 
 def read_config_file(path):
@@ -203,8 +268,8 @@ def read_config_file(path):
         known = sorted(f.stem for f in CONFIGS.glob("*.yaml"))
         raise UserError(f"no config at {path}: give a YAML file or one of {', '.join(known)}")
     try:
-        values = yaml.safe_load(file.read_text()) or {}
-    except yaml.YAMLError as error:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceLoader) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{file} is no valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise UserError(f"{file} holds no `key: value` lines")
@@ -215,19 +280,46 @@ def read_config_file(path):
     return values
 
 
+class _OnceLoader(yaml.SafeLoader):
+    """YAML in which a key that stands twice is an error, not a value that is lost."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            name = self.construct_object(key)
+            if name in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", key.start_mark)
+            seen.add(name)
+        return super().construct_mapping(node, deep)
+
+
+# The first field of each group of options in --help
+GROUPS = {"model": "model", "data": "data", "mean": "image transforms, timm's", "smoothing": "loss",
+          "opt": "optimiser and schedule", "run_dir": "run"}
+
+
 def _parser():
     parser = Parser(
-        description=f"{__doc__.splitlines()[0]} Each value below may stand in the config file, too.",
+        description="Trains a model on image shards or a folder of images. Each value below may stand in the config "
+                    "file, too; in brackets its default.",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", help="YAML file, or the bare name of one in configs/")
+    parser.add_argument("--config", help="YAML file, or the bare name of one of " +
+                        ", ".join(sorted(f.stem for f in CONFIGS.glob("*.yaml"))))
     for field in dataclasses.fields(Config):
-        kind = _without_none(field.type)
+        if field.name in GROUPS:
+            group = parser.add_argument_group(GROUPS[field.name])
+        kind, option = _without_none(field.type), f"--{field.name.replace('_', '-')}"
         many = {"nargs": "+"} if kind is dict or typing.get_origin(kind) is list else {}
         flag = {"nargs": "?", "const": True} if kind is bool or field.name == "resume" else {}
-        default = "" if field.default is dataclasses.MISSING else f" [{field.default}]"
-        parser.add_argument(f"--{field.name.replace('_', '-')}", metavar="VALUE", **many, **flag,
-                            help=f"{field.metadata['doc']}{default}".replace("%", "%%"))
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        default = " ".join(map(str, default)) if isinstance(default, list) else default
+        words = field.metadata["allowed"]
+        choice = f": {', '.join(words)}" if isinstance(words, tuple) else ""
+        group.add_argument(option, metavar="VALUE", **many, **flag,
+                           help=f"{field.metadata['doc']}{choice} [{'none' if default in (None, {}) else default}]"
+                           .replace("%", "%%"))
+        parser.synonyms.update({word.replace("_", "-"): option for word in field.metadata["also"]})
     return parser
 
 

@@ -2,8 +2,11 @@
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
+import math
 import os
+import re
 import sys
 import traceback
 
@@ -28,9 +31,48 @@ def bad_input(what):
         raise UserError(f"{what} is not accepted: {one_line(error)}") from error
 
 
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers that a setting may be. As `type` of an option in `Parser` it reads and checks what was typed.
+
+    Attributes:
+        low, high: Smallest and largest.
+        above, below: Exclusive bounds.
+        kind: int or float, what the option's text is read as.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    kind: type = float
+
+    def __contains__(self, value):
+        return math.isfinite(value) and self.low <= value <= self.high and self.above < value < self.below
+
+    def __str__(self):
+        bounds = {"{} or more": self.low, "above {}": self.above, "{} at most": self.high, "below {}": self.below}
+        text = ", ".join(text.format(bound) for text, bound in bounds.items() if math.isfinite(bound))
+        return ("a whole number" if self.kind is int else "a number") + (f" ({text})" if text else "")
+
+    def check(self, name, value):
+        """Raises UserError that calls the setting `name` where `value` is none of these."""
+        if value not in self:
+            raise UserError(f"{name} is {value}: give {self}")
+
+    def __call__(self, text):
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = math.nan
+        if value not in self:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
+        return value
+
+
 def run_cli(main, stopped="stopped"):
     """Runs `main()`. A `UserError` or a failure of the system (a full disk, say) prints one line to stderr and exits
-    with code 1; Ctrl-C prints `stopped` and exits with code 130.
+    with code 1; Ctrl-C prints `stopped`, or what the KeyboardInterrupt says, and exits with code 130.
 
     One of several processes exits at once, without the clean-up in which it might wait for the others, so that
     whoever started them learns of its failure.
@@ -41,8 +83,8 @@ def run_cli(main, stopped="stopped"):
         return
     except (UserError, OSError) as error:
         code, message = 1, f"error: {one_line(error)}"
-    except KeyboardInterrupt:
-        code, message = 130, stopped
+    except KeyboardInterrupt as interrupt:
+        code, message = 130, str(interrupt) or stopped
     except Exception:
         if not several:
             raise
@@ -56,10 +98,15 @@ def run_cli(main, stopped="stopped"):
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`."""
+    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`.
+
+    Its `synonyms` maps what others call an option, without dashes at the front, to the option.
+    """
 
     def __init__(self, **kwargs):
         super().__init__(allow_abbrev=False, **kwargs)
+        self.synonyms = {}
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option
 
     def error(self, message):
         raise UserError(f"{message}; --help lists all options")
@@ -69,7 +116,9 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(words, namespace)
         if unknown and unknown[0].startswith("--"):
             key = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(key, self._option_string_actions, n=1, cutoff=0)[0]
+            names = {f"--{word}": option for word, option in self.synonyms.items()}
+            names.update({option: option for option in self._option_string_actions})
+            near = names[difflib.get_close_matches(key, names, n=1, cutoff=0)[0]]
             raise UserError(f"unknown option {key}; the nearest known one is {near}, --help lists all")
         if unknown:
             self.error(f"{unknown[0]!r} follows no option")

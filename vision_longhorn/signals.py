@@ -1,14 +1,15 @@
-"""Signals by which a scheduler asks a run to stop: what the training process and its loader's workers do with them."""
+"""Signals that ask a run to stop, a scheduler's or Ctrl-C: what the training process and its loader's workers do."""
 
 import atexit
 import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 
-# What Slurm and others send before they take a machine away; Windows knows the first alone.
-SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+# What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
+SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
 COMMANDS = {}  # number of a group of processes that runs a shell command, and of the process that started it
 
@@ -29,7 +30,8 @@ def end_commands():
 
 
 class StopSignals:
-    """Within this context SIGTERM and SIGUSR1 do not end the process but stand in `received` (before: 0)."""
+    """Within this context SIGTERM, SIGUSR1 and the first Ctrl-C do not end the process but stand in `received`
+    (before: 0). Ctrl-C after one of them is a KeyboardInterrupt."""
 
     received = 0
 
@@ -42,15 +44,22 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number, _):
+        if number == signal.SIGINT:
+            if self.received:
+                raise KeyboardInterrupt("stopped at once; --resume RUN goes on from the last checkpoint")
+            if os.environ.get("RANK", "0") == "0":
+                print("\nCtrl-C: saving after this update; once more ends it at once", file=sys.stderr, flush=True)
         self.received = number
 
 
 def outlive_signals(_=None):
     """For a loader's workers: they go on when a scheduler signals all processes of a job, until their parent is done.
 
-    Launchers, too, signal a training process together with its workers. SIGTERM ends a worker if its parent sent it.
+    Launchers and terminals, too, signal a training process together with its workers. SIGTERM ends a worker if its
+    parent sent it.
     """
     if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
     parent = multiprocessing.parent_process().pid  # not getppid(): that may be a server which forked the worker
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -15,6 +15,7 @@ from vision_longhorn.checkpoint import write_text
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.signals import SIGNALS
 
+QUIET = 30  # seconds without a line, where no bar shows how far it is
 PATIENCE = 300  # seconds to look for the samples of bad updates; NCCL lets a process wait for others twice as long
 
 
@@ -44,22 +45,24 @@ class Watch:
         accelerator: Gives device, rank, number of processes, and the sum over them.
         signals: `StopSignals` of this process.
         run_dir: Folder of the run, for evidence.
-        writer: TensorBoard writer; None on all processes but one.
         images: Samples in an update, over all processes.
         updates_per_epoch: Updates in an epoch; the last one always gets an entry in the curves.
         log_interval: Updates between two entries in the curves.
         max_bad_steps: So many skipped updates in a row, or all of an epoch's, are an error.
         loader: This process's `train_loader`, to name the samples of skipped updates; None: they are not named.
         grad_accum: Batches in an update.
+        say: Takes a line about how far it is, now and then, where no bar shows it; None: nothing is said.
 
     Attributes:
+        log: `RunLog` of the run; None on all processes but one, and there until the run has a folder.
         stop: A signal that one of the processes has received, or 0.
         last: Dict with the latest entry's "train_loss", "lr" and "images_per_s".
     """
 
-    def __init__(self, accelerator, signals, run_dir, writer, *, images, updates_per_epoch, log_interval,
-                 max_bad_steps, loader=None, grad_accum=1):
-        self.accelerator, self.signals, self.run_dir, self.writer = accelerator, signals, Path(run_dir), writer
+    def __init__(self, accelerator, signals, run_dir, *, images, updates_per_epoch, log_interval, max_bad_steps,
+                 loader=None, grad_accum=1, say=None):
+        self.accelerator, self.signals, self.run_dir, self.log = accelerator, signals, Path(run_dir), None
+        self.say, self._said = say, time.monotonic()
         self.images, self.updates_per_epoch = images, updates_per_epoch
         self.log_interval, self.max_bad_steps = log_interval, min(max_bad_steps, updates_per_epoch)
         self.loader, self.grad_accum = loader, grad_accum
@@ -147,12 +150,16 @@ class Watch:
         seconds = _seconds(self._since, end)
         loss = self._loss_sum / self._losses if self._losses else math.nan
         self.last = {"train_loss": loss, "lr": lr, "images_per_s": self._updates * self.images / seconds}
-        if self.writer:
+        if self.say and time.monotonic() > self._said + QUIET and number % self.updates_per_epoch:
+            self._said = time.monotonic()
+            self.say(f"update {number % self.updates_per_epoch} of {self.updates_per_epoch}, epoch "
+                     f"{number // self.updates_per_epoch + 1}  loss {loss:.4f}  {self.last['images_per_s']:,.0f} "
+                     "images/s")
+        if self.log:
             scalars = {"loss": loss, "lr": lr, "images_per_s": self.last["images_per_s"], "grad_norm": grad_norm,
                        "epoch": number / self.updates_per_epoch, "data_wait": self._waited / seconds,
                        "skipped": self._skipped, **self._memory()}
-            for tag, value in scalars.items():
-                self.writer.add_scalar(f"train/{tag}", value, number)
+            self.log.add({f"train/{tag}": value for tag, value in scalars.items()}, number)
         self._loss_sum, self._losses = 0.0, 0
         self._since, self._updates, self._waited = end, 0, 0.0
 
@@ -178,7 +185,8 @@ class Watch:
         evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
 
         def write():
-            if self.writer:
+            if self.accelerator.is_main_process:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
                 write_text(file, json.dumps(evidence, indent=2) + "\n")
         write()  # at once, as finding the samples takes its time and may fail
         if self.loader:

@@ -1,0 +1,5 @@
+"""`python -m vision_longhorn COMMAND ...`, and with it `accelerate launch -m vision_longhorn train ...`."""
+
+from vision_longhorn.cli import main
+
+main()

@@ -1,0 +1,67 @@
+"""Where the curves of a run go: TensorBoard, and a tracker of accelerate's where the user asks for one."""
+
+import yaml
+from accelerate.tracking import get_available_trackers
+from torch.utils.tensorboard import SummaryWriter
+
+from vision_longhorn.errors import UserError
+
+PROJECT = "vision-longhorn"
+
+
+def check_tracker(name):
+    """Raises UserError where accelerate would leave the tracker out without a word, as its package is missing."""
+    if name and name not in map(str, get_available_trackers()):
+        raise UserError(f"track is {name!r}, and its package is not installed: install it, or leave track out")
+
+
+class RunLog:
+    """Writes a run's scalars, its config, and its settings beside its results. For the first process alone.
+
+    Args:
+        accelerator: Brings the tracker, if there is one.
+        run_dir: Folder of the run.
+        cfg: Its `Config`.
+        purge_step: Entries from this step on that stand there already are hidden.
+    """
+
+    def __init__(self, accelerator, run_dir, cfg, purge_step=None):
+        self.accelerator, self.tracked = accelerator, cfg.track is not None
+        self.writer = SummaryWriter(run_dir, purge_step=purge_step)
+        self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(cfg.values(), sort_keys=False) + "```")
+        if self.tracked:
+            # A run that goes on is the same run there.
+            options = dict(name=run_dir.name, id=run_dir.name, dir=str(run_dir), resume="allow")
+            accelerator.init_trackers(PROJECT, config=settings_of(cfg), init_kwargs={"wandb": options})
+
+    def add(self, scalars, step):
+        """Writes a dict of tag to number, at the update `step`."""
+        for tag, value in scalars.items():
+            self.writer.add_scalar(tag, value, step)
+        if self.tracked:
+            self.accelerator.log(scalars, step=step)
+
+    def flush(self):
+        """Brings what was written so far to the file."""
+        self.writer.flush()
+
+    def finish(self, cfg, results, best):
+        """Writes the settings of a finished run with its results, by which TensorBoard's HPARAMS page compares runs."""
+        metrics = {f"final/{tag}_{key}": result[key] for tag, result in results.items() for key in ("top1", "loss")}
+        self.writer.add_hparams(settings_of(cfg), {**metrics, "final/best_top1": best}, run_name=".")
+        self.writer.flush()
+
+    def close(self):
+        """Closes the files, and ends the tracker's run."""
+        self.writer.close()
+        if self.tracked:
+            for tracker in self.accelerator.trackers:
+                tracker.finish()
+
+
+def settings_of(cfg):
+    """Dict of the run's values that are words or numbers; what is neither becomes its text."""
+    values = cfg.values()
+    flat = {key: value for key, value in values.items() if key != "model_kwargs"}
+    flat.update({f"model_kwargs.{key}": value for key, value in values["model_kwargs"].items()})
+    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
