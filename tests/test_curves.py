@@ -40,6 +40,25 @@ def test_several_runs_make_one_png(tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["curves.png"]
 
 
+def test_legend_tells_runs_and_weights_apart(tmp_path, monkeypatch):
+    """Raw and averaged weights of one run, and two runs whose folders have one name."""
+    runs = [write_run(tmp_path / "one" / "run", 10, averaged=True), write_run(tmp_path / "two" / "run", 25, False)]
+    figures = []
+    monkeypatch.setattr(curves, "save_png", lambda figure, *_, **__: figures.append(figure))
+    curves.plot_runs(runs, tmp_path / "curves.png")
+    legend = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
+    assert legend == [f"{runs[0]}, raw weights", f"{runs[0]}, EMA weights", f"{runs[1]}"]
+
+
+def test_a_picture_that_cannot_be_written_is_named(tmp_path):
+    run = write_run(tmp_path / "run", 10, averaged=False)
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file" / "curves.png", tmp_path / "run"):
+        with pytest.raises(UserError, match=f"{out} cannot be written"):
+            curves.main([str(run), "--out", str(out)])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+
+
 @pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir()], ids=["missing", "empty"])
 def test_a_folder_without_curves_is_named(tmp_path, make):
     make(tmp_path / "run")

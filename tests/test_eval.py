@@ -1,19 +1,27 @@
 """Evaluation: exact on any number of processes, honest about ties and broken scores, and clear about wrong files."""
 
+import csv
+import io
 import json
 import pickle
+import shutil
+import tarfile
 
 import pytest
 import timm
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from PIL import Image
 from test_train import PLAIN, QUICK, fails_with_one_line, launch, write_digits
 
 import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
-from vision_longhorn.errors import UserError
+from vision_longhorn.data.index import write_index
+from vision_longhorn.errors import UserError, run_cli
 from vision_longhorn.evaluate import evaluate, make_accelerator
+from vision_longhorn.names import ClassMap, imagenet_names, match_classes, model_names, readable_names
+from vision_longhorn.report import draw_confusion
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +42,44 @@ def run(tmp_path_factory):
     return folder / "run"
 
 
-def scores(logits, targets, batch=2):
+DIGITS = [f"digit {i}" for i in range(10)]
+
+
+@pytest.fixture
+def named(run, tmp_path):
+    """A copy of the run whose checkpoint names its classes."""
+    folder = tmp_path / "named"
+    folder.mkdir()
+    for name in "best.pt", "last.pt":
+        save_checkpoint(folder / name, {**load_checkpoint(run / name), "class_names": DIGITS, "display_names": None})
+    return folder
+
+
+def renamed(run, folder, class_names, order=None):
+    """The run's evaluation samples as other data: classes called `class_names`, and by `order` (names) numbered in
+    another way; samples of other classes are left out. Returns its folder."""
+    folder.mkdir()
+    order, kept = order or DIGITS, 0
+    data = load_checkpoint(run / "best.pt")["config"]["data"]
+    with tarfile.open(f"{data}/val-0.tar") as source, tarfile.open(folder / "val-0.tar", "w") as target:
+        members = [(member, source.extractfile(member).read()) for member in source]
+        for image, label in zip(members[::2], members[1::2]):
+            name = f"digit {int(label[1])}"
+            if name in order:
+                text = b"%d" % order.index(name)
+                label[0].size = len(text)
+                target.addfile(image[0], io.BytesIO(image[1]))
+                target.addfile(label[0], io.BytesIO(text))
+                kept += 1
+    write_index(folder, {"val": (["val-0.tar"], [kept], {})}, class_names, None if class_names else len(order))
+    return folder
+
+
+def scores(logits, targets, batch=2, **options):
     """`evaluate` of a model that passes its input on as logits."""
     logits, targets = torch.tensor(logits), torch.tensor(targets)
     loader = list(zip(logits.split(batch), targets.split(batch)))
-    return evaluate({"it": torch.nn.Identity()}, loader, make_accelerator("cpu"), len(targets), batch)["it"]
+    return evaluate({"it": torch.nn.Identity()}, loader, make_accelerator("cpu"), len(targets), batch, **options)["it"]
 
 
 def test_counts_and_loss_by_hand():
@@ -73,17 +114,193 @@ def test_a_split_of_another_size_is_an_error():
 
 
 def test_two_processes_count_what_one_counts(run, tmp_path):
-    one = eval_script.main(["--checkpoint", str(run), "--workers", "0", "--out", str(tmp_path / "one.json")])
+    def details(name):
+        return ["--report", name, "--predictions", f"{name}.csv"]
+
+    one = eval_script.main(["--checkpoint", str(run), "--workers", "0", "--out", str(tmp_path / "one.json"),
+                            *details(str(tmp_path / "one"))])
     done = launch("eval.py", "--checkpoint", run / "best.pt", "--workers", 2, "--batch-size", 4, "--out", "two.json",
-                  cwd=tmp_path, processes=2)
+                  *details("two"), cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("count 37 of 37") == 1
+    assert done.stdout.count("images/s") == 1
     two = json.loads((tmp_path / "two.json").read_text())
     assert (one["processes"], two["processes"]) == (1, 2)
     for key in "count", "top1_count", "top5_count", "weights":
         assert one[key] == two[key]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert one == json.loads((tmp_path / "one.json").read_text())
+    assert one["images_per_s"] is None and two["images_per_s"] > 0  # one batch, and several
+    assert one["precision"] == "fp32"
+
+    # What they say of every sample is the same, and adds up to the totals.
+    for name in "classes.csv", "confusion.csv":
+        assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
+    rows = [table(tmp_path / f"{name}.csv") for name in ("one", "two")]
+    assert [[row[key] for key in ("key", "target", "predicted", "top5", "hit")] for row in rows[0]] == [
+        [row[key] for key in ("key", "target", "predicted", "top5", "hit")] for row in rows[1]]
+    assert len({row["key"] for row in rows[0]}) == 37 and rows[0][0]["shard"].endswith("val-0.tar")
+    assert sum(row["target"] == row["predicted"] for row in rows[0]) == one["top1_count"]
+    assert sum(row["target"] in row["top5"].split() for row in rows[0]) == one["top5_count"]
+    classes = table(tmp_path / "one" / "classes.csv")
+    for key, total in ("count", 37), ("top1_count", one["top1_count"]), ("top5_count", one["top5_count"]):
+        assert sum(int(row[key]) for row in classes) == total
+    confusion = [list(map(int, list(row.values())[1:])) for row in table(tmp_path / "one" / "confusion.csv")]
+    assert sum(confusion[i][i] for i in range(10)) == one["top1_count"] and sum(map(sum, confusion)) == 37
+    assert [sum(row) for row in confusion] == [int(row["count"]) for row in classes]
+    with Image.open(tmp_path / "one" / "confusion.png") as picture:
+        picture.verify()
+
+
+def table(path):
+    with open(path, newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_thousand_classes_make_a_picture_that_can_be_looked_at(tmp_path):
+    numbers = torch.arange(5000).numpy() % 1300
+    draw_confusion(tmp_path / "many.png", numbers, numbers[::-1], [f"class {i}" for i in range(1300)])
+    with Image.open(tmp_path / "many.png") as picture:
+        assert 500 < picture.width < 4000 and 500 < picture.height < 4000
+
+
+def test_only_classes_of_the_map_take_part():
+    logits = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
+    targets = torch.arange(20) % 4  # the data's classes 0 to 3 are the model's 5, none, 0 and 2
+    result = scores(logits.tolist(), targets.tolist(), class_map=ClassMap([5, 0, 2], [0, 2, 3], [0, -1, 1, 2]))
+    kept = targets != 1
+    found = logits[kept][:, [5, 0, 2]].argmax(1)
+    expected = torch.tensor([0, 9, 1, 2])[targets[kept]]
+    assert result["count"] == 15 and result["top1_count"] == int((found == expected).sum()) not in (0, 15)
+    with pytest.raises(UserError, match="none of the 2 samples"):
+        scores([[0.0, 1.0]] * 2, [0, 0], class_map=ClassMap([0], [1], [-1, 0]))
+
+
+@pytest.mark.parametrize("names, order, words", [
+    (["ant", *DIGITS[1:]], None, ["class 0", "'digit 0'", "'ant'", "--map-classes", "9 classes"]),
+    ([*DIGITS, "ten"], None, ["class 10", "none", "'ten'", "--map-classes"]),
+    (DIGITS[:9], DIGITS[:9], ["class 9", "'digit 9'", "none", "--map-classes"]),
+    (DIGITS[::-1], DIGITS[::-1], ["class 0", "'digit 9'", "10 classes"]),
+    (None, DIGITS[:8], ["10 classes", "8", "--classes"]),
+    (list("abcdefghij"), None, ["class 0", "'a'", "no class"]),
+])
+def test_data_of_other_classes_is_refused_and_costs_no_result(run, named, tmp_path, capsys, names, order, words):
+    (named / "eval-val.json").write_text("kept")
+    data = renamed(run, tmp_path / "data", names, order)
+    fails_with_one_line(eval_script.main, ["--checkpoint", named, "--data", data, "--workers", "0"], capsys, *words)
+    assert (named / "eval-val.json").read_text() == "kept" and len(list(named.iterdir())) == 3
+
+
+def test_classes_are_paired_by_name(run, named, tmp_path, capsys):
+    arguments = ["--checkpoint", str(named), "--workers", "0"]
+    whole = eval_script.main([*arguments, "--predictions", str(tmp_path / "whole.csv")])
+    assert not whole["map_classes"]
+
+    # The same samples, numbered in another way, with two more classes
+    order = ["nine and more", *DIGITS[::-1], "none"]
+    mapped = eval_script.main([*arguments, "--data", str(renamed(run, tmp_path / "more", order, order)),
+                               "--map-classes", "--predictions", str(tmp_path / "mapped.csv")])
+    assert {key: mapped[key] for key in ("top1_count", "top5_count", "count")} == {
+        key: whole[key] for key in ("top1_count", "top5_count", "count")}
+    assert (mapped["classes"], mapped["model_classes"], mapped["data_classes"]) == (10, 10, 12)
+    assert "10 classes, those of one name of the model's 10 and the data's 12" in capsys.readouterr().out
+    one, other = (table(tmp_path / f"{name}.csv") for name in ("whole", "mapped"))
+    assert [DIGITS[int(row["target"])] for row in one] == [row["target_class"] for row in other]
+    assert [DIGITS[int(row["predicted"])] for row in one] == [row["predicted_class"] for row in other]
+
+    # Fewer classes: the best of these counts.
+    few = ["digit 7", "digit 2", "digit 3"]
+    part = eval_script.main([*arguments, "--data", str(renamed(run, tmp_path / "few", few, few)), "--map-classes"])
+    assert part["classes"] == 3 and part["top5_count"] == part["count"] == sum(
+        DIGITS[int(row["target"])] in few for row in one)
+    assert part["top1_count"] >= sum(
+        row["hit"] == "1" and DIGITS[int(row["target"])] in few for row in one)
+
+
+def test_unknown_names_are_said(run, named, tmp_path, capsys):
+    data = renamed(run, tmp_path / "data", None)
+    arguments = ["--checkpoint", str(named), "--workers", "0"]
+    eval_script.main([*arguments, "--data", str(data)])
+    assert f"note: the class names of {data} are unknown, only their number was compared, 10\n" in \
+        capsys.readouterr().out
+    fails_with_one_line(eval_script.main, [*arguments, "--data", data, "--map-classes"], capsys, str(data), "unknown")
+    eval_script.main(arguments)
+    assert "note" not in capsys.readouterr().out  # the run's own data
+
+
+def test_names_of_classes():
+    names = imagenet_names(1000)
+    assert (names[0], names[-1], imagenet_names(10)) == ("n01440764", "n15075141", None)
+    assert readable_names(names)[0].startswith("tench") and readable_names(["n99999999", "x"]) == ["n99999999", "x"]
+    assert readable_names(["a"], ["Ash"]) == ["Ash"] and readable_names(None, None, 2) == ["class 0", "class 1"]
+    model = timm.create_model("test_vit.r160_in1k")
+    assert model_names(model, "test_vit.r160_in1k")[0] == names
+    assert model_names(model, "test_vit.r160_in1k", pretrained=False) == (None, None)
+    model.reset_classifier(7)
+    assert model_names(model, "test_vit.r160_in1k") == (None, None)
+    # Imagenette on a model of ImageNet-1k
+    few = ["n01440764", "n02102040", "n02979186"]
+    found, note = match_classes(names, 1000, few, 3, by_name=True, model="it", data="they")
+    assert found == ClassMap([0, 217, 482], [0, 1, 2], [0, 1, 2]) and not note
+    with pytest.raises(UserError, match="two classes 'a'"):
+        match_classes(["a", "a"], 2, ["a"], 1, by_name=True, model="it", data="they")
+
+
+def test_every_evaluation_has_its_own_file(run, named, tmp_path, capsys):
+    data = renamed(run, tmp_path / "other", DIGITS)
+    arguments = ["--checkpoint", str(named), "--workers", "0"]
+
+    def files(*options):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        eval_script.main([*arguments, *options])
+        return sorted(path.name for path in named.glob("*.json"))
+
+    assert files() == ["eval-val.json"]
+    assert files("--data", str(data)) == ["eval-other-val.json", "eval-val.json"]
+    assert files("--raw") == ["eval-other-val.json", "eval-val-raw.json", "eval-val.json"]
+    before = {path: path.read_bytes() for path in named.glob("*.json")}
+    capsys.readouterr()
+    assert "eval-val-2.json" in files("--precision", "bf16")
+    assert "saved as" in capsys.readouterr().out
+    assert "eval-other-val-2.json" in files("--data", str(shutil.copytree(data, tmp_path / "moved" / "other")))
+    assert len(files("--checkpoint", str(named / "last.pt"))) == 6
+    assert all(path.read_bytes() == text for path, text in before.items())
+
+    # The same evaluation again replaces its result, also by way of another batch size.
+    assert len(files("--batch-size", "5")) == 6
+    assert json.loads((named / "eval-val.json").read_text())["batch_size"] == 5
+    assert json.loads((named / "eval-val-2.json").read_text())["precision"] == "bf16"
+
+
+def test_what_is_there_is_not_written_over(named, tmp_path, capsys):
+    (tmp_path / "notes.json").write_text('{"mine": 1}')
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "mine").write_text("")
+    for option, name in ("--out", "notes.json"), ("--predictions", "notes.json"), ("--report", "folder"):
+        fails_with_one_line(eval_script.main, ["--checkpoint", named, "--workers", "0", option, tmp_path / name],
+                            capsys, option, name)
+    assert (tmp_path / "notes.json").read_text() == '{"mine": 1}'
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine"]
+
+
+def test_a_result_that_cannot_be_saved_is_printed(named, capsys):
+    with pytest.raises(SystemExit) as exit:
+        run_cli(lambda: eval_script.main(["--checkpoint", str(named), "--workers", "0", "--out",
+                                          str(named / "best.pt" / "out.json")]))
+    said = capsys.readouterr()
+    assert exit.value.code == 1 and "count 37 of 37" in said.out
+    assert said.err.count("\n") == 1 and "out.json cannot be written" in said.err
+
+
+def test_random_weights_are_called_so(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    data = renamed(run, tmp_path / "data", DIGITS)
+    model = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "img_size=8", "patch_size=4"]
+    result = eval_script.main([*model, "--num-classes", "10", "--data", str(data), "--workers", "0"])
+    assert result["weights"] == "random" and "note: random weights" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.glob("*.json")] == ["eval-vlonghorn_test-data-val-random.json"]
+    fails_with_one_line(eval_script.main, [*model, "--data", data, "--workers", "0"], capsys, "1000",
+                        "--num-classes 10")
 
 
 def test_another_split_has_its_own_size(run, tmp_path):
@@ -147,6 +364,10 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
     (["--checkpoint", "{run}", "--data", "nowhere"], ["nowhere"]),
     (["--checkpoint", "{run}", "--split", "test"], ["test", "val"]),
     (["--checkpoint", "{run}", "--samples", "38"], ["37", "38"]),
+    (["--checkpoint", "{run}", "--batch-size", "0"], ["--batch-size", "0"]),
+    (["--checkpoint", "{run}", "--workers", "-1"], ["--workers", "-1"]),
+    (["--checkpoint", "{run}", "--samples", "0"], ["--samples", "0"]),
+    (["--checkpoint", "{run}", "--num-classes", "0"], ["--num-classes", "0"]),
     (["--checkpoint", "{run}", "--device", "cuda"], ["cuda", "--device cpu"]),
     (["--checkpoint", "{run}", "--batchsize", "8"], ["--batchsize", "--batch-size"]),
     (["--model", "vlonghorn_tinny", "--data", "x"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
@@ -156,4 +377,4 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
 def test_mistakes_end_with_one_line(run, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = [word.format(run=run) for word in arguments]
-    fails_with_one_line(eval_script.main, [*arguments, "--workers", "0"], capsys, *words)
+    fails_with_one_line(eval_script.main, ["--workers", "0", *arguments], capsys, *words)

@@ -16,6 +16,7 @@ from scan_cases import RULES, call, make_inputs, relative_rms
 from torch import nn
 
 import vision_longhorn
+from vision_longhorn import export
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import export_program, largest_error, load_onnx, main, to_onnx, to_package
 
@@ -307,16 +308,100 @@ def test_refusals_name_the_remedy_and_leave_no_file(onnx, tmp_path, monkeypatch)
     assert file.read_text() == "what was there before"
 
 
-def test_command_exports_a_run_and_says_how_far_it_is_off(tmp_path, capsys):
+@pytest.fixture
+def run(tmp_path):
+    """A checkpoint as the trainer leaves it, and its model."""
     kwargs = dict(img_size=32, patch_size=8, depth=1, embed_dim=32)
+    torch.manual_seed(0)
     model = timm.create_model("vlonghorn_test", num_classes=5, **kwargs)
-    torch.save(dict(arch="vlonghorn_test", num_classes=5, state_dict=model.state_dict(),
-                    config=dict(model_kwargs=kwargs)), tmp_path / "best.pt")
-    main([str(tmp_path), str(tmp_path / "model.onnx")])
+    values = dict(model_kwargs=kwargs, data="nowhere", epochs=1, opt="adamw", seed=0)
+    torch.save(dict(arch="vlonghorn_test", num_classes=5, state_dict=model.state_dict(), config=values, epoch=0,
+                    history=[]), tmp_path / "best.pt")
+    return tmp_path, model.eval()
+
+
+def test_command_exports_a_run_and_says_how_far_it_is_off(run, capsys):
+    folder, model = run
+    main([str(folder), str(folder / "model.onnx")])
     words = capsys.readouterr().out
     assert "model.onnx" in words and float(words.split(" by ")[1].split()[0]) < 1e-5
     images = torch.randn(3, 3, 32, 32)
     with torch.no_grad():
-        torch.testing.assert_close(load_onnx(tmp_path / "model.onnx")(images)[0], model(images), rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match=r"model\.bin.*\.onnx or \.pt2"):
-        main(["vlonghorn_test", "model.bin"])
+        torch.testing.assert_close(load_onnx(folder / "model.onnx")(images)[0], model(images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("words,shape", [(["--img-size", "40", "24", "--batch", "2"], [2, 3, 40, 24]),
+                                         (["--img-size", "any"], ["batch", 3, "height", "width"])])
+def test_command_exports_a_run_at_other_sizes(words, shape, run, onnx):
+    folder, model = run
+    main([str(folder), str(folder / "model.onnx"), *words])
+    axes = onnx.load(folder / "model.onnx").graph.input[0].type.tensor_type.shape.dim
+    assert [axis.dim_param or axis.dim_value for axis in axes] == shape
+    model.set_input_size(img_size=(40, 24))
+    images = torch.randn(2, 3, 40, 24)
+    with torch.no_grad():
+        torch.testing.assert_close(load_onnx(folder / "model.onnx")(images)[0], model(images), rtol=1e-4, atol=1e-5)
+
+
+def test_command_makes_a_folder_of_a_run(run):
+    folder, model = run
+    main([str(folder), str(folder / "made"), "--license", "mit"])
+    images = torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        loaded = timm.create_model(f"local-dir:{folder / 'made'}", pretrained=True).eval()
+        assert torch.equal(loaded(images), model(images))
+
+
+@pytest.mark.parametrize("words,message", [
+    ([".", "model.bin"], r"model\.bin.*\.onnx or \.pt2"),
+    ([".", "model.onnx", "--model-kwargs", "depth=3"], "--model-kwargs with .*leave it out"),
+    ([".", "model.onnx", "--pretrained"], "--pretrained with .*leave it out"),
+    ([".", "model.onnx", "--device", "cuda"], "--device with .*no device"),
+    ([".", "model.onnx", "--license", "mit"], "--license with .*a folder"),
+    ([".", "model.onnx", "--img-size", "32", "32", "3"], "--img-size is 32 32 3"),
+    ([".", "model.onnx", "--img-size", "4"], "--img-size is 4 x 4, and a patch"),
+    ([".", "model.onnx", "--batch", "0"], "--batch: '0'"),
+    ([".", "model.pt2", "--device", "abacus"], "--device abacus cannot be used here"),
+    ([".", "none/model.onnx"], "none is no folder"),
+    ([".", "made", "--batch", "2"], "--batch with .*leave it out"),
+    (["vlonghorn_test", "made"], "made would be a folder"),
+    (["none/best.pt", "model.onnx"], "no checkpoint at none/best.pt"),
+    ([".", "model.onnx", "--img", "32"], "nearest known one is --img-size"),
+])
+def test_what_the_command_cannot_use_is_named(words, message, run, monkeypatch):
+    monkeypatch.chdir(run[0])
+    with pytest.raises(UserError, match=message):
+        main(words)
+    assert [path.name for path in Path().iterdir()] == ["best.pt"]
+
+
+@pytest.mark.parametrize("error", (0.5, float("nan")))
+def test_an_export_with_other_outputs_is_not_kept(error, run, monkeypatch):
+    monkeypatch.chdir(run[0])
+    monkeypatch.setattr(export, "largest_error", lambda *_, **__: error)
+    with pytest.raises(UserError, match="model.onnx was not written"):
+        main([".", "model.onnx"])
+    assert [path.name for path in Path().iterdir()] == ["best.pt"]
+
+
+def test_a_compiler_that_is_not_there_is_named(run, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr("torch._inductor.cpp_builder.cpp_compiler_search", _no_compiler)
+    with pytest.raises(UserError, match="no-such-compiler, which does not work here"):
+        to_package(build(depth=1), run[0] / "model.pt2")
+    assert [path.name for path in run[0].iterdir()] == ["best.pt"]
+
+
+def _no_compiler(*_):
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    raise InvalidCxxCompiler
+
+
+@pytest.mark.parametrize("command", ("export", "hub", "maps", "curves"))
+def test_a_command_reads_its_command_line_before_what_takes_long_to_import(command):
+    done = subprocess.run([sys.executable, "-X", "importtime", "-m", f"vision_longhorn.{command}", "--help"],
+                          cwd=Path(vision_longhorn.__file__).parents[1], capture_output=True, text=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert done.returncode == 0 and "usage:" in done.stdout and "vision_longhorn.errors" in imported
+    assert not imported & {"torch", "timm", "matplotlib", "tensorboard"}

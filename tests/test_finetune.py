@@ -45,6 +45,14 @@ def test_weights_are_fitted_to_another_size_and_other_classes(weights, tmp_path,
             assert torch.equal(value, averaged[name])
 
 
+def test_positions_of_a_run_on_oblong_images_are_resampled(tmp_path):
+    model = create_model("vlonghorn_test", img_size=[8, 24], num_classes=10, **MODEL)
+    save_checkpoint(tmp_path / "best.pt", {"state_dict": model.state_dict(),
+                                           "config": {"model_kwargs": {**MODEL, "img_size": [8, 24]}}})
+    other, text = model_from_weights("vlonghorn_test", tmp_path / "best.pt", 10, img_size=16, **MODEL)
+    assert "pos_embed (1, 13, 32) -> (1, 17, 32)" in text and other.pretrained_cfg["input_size"] == (3, 96, 96)
+
+
 @pytest.mark.parametrize("classes", [10, 3])
 @pytest.mark.parametrize("model, changes, words", [
     ("vlonghorn_test", {"embed_dim": 48}, ["another model", "of another size", "[1, 1, 32] in the file"]),

@@ -141,14 +141,44 @@ def test_a_picture_of_chosen_blocks(tmp_path):
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["all.png", "one.png", "sub"]
 
 
-def test_command_draws_what_a_run_sees(tmp_path, capsys):
+@pytest.fixture
+def run(tmp_path):
     cfg, _ = load_config(["--config", "demo_digits"])
     values = {**cfg.values(), "model_kwargs": dict(img_size=16, patch_size=4, embed_dim=8, depth=DEPTH)}
+    torch.manual_seed(0)
     model = timm.create_model("vlonghorn_test", num_classes=10, **values["model_kwargs"])
     save_checkpoint(tmp_path / "best.pt", dict(arch="vlonghorn_test", num_classes=10, config=values,
                                                state_dict=model.state_dict()))
-    Image.new("L", (30, 20), 200).save(tmp_path / "grey.png")
-    main([str(tmp_path), str(tmp_path / "grey.png"), "--out", str(tmp_path / "maps.png"), "--layers", "1"])
-    assert "maps.png" in capsys.readouterr().out and min(colours(tmp_path / "maps.png", 5)) > 10
+    return tmp_path
+
+
+def test_command_draws_what_a_run_sees(run, capsys):
+    Image.new("L", (30, 20), 200).save(run / "grey.png")
+    main([str(run), str(run / "grey.png"), "--out", str(run / "maps.png"), "--layers", "-1"])
+    assert "maps.png" in capsys.readouterr().out and min(colours(run / "maps.png", 5)) > 10
     with pytest.raises(UserError, match="no checkpoint"):
-        main([str(tmp_path / "none.pt"), str(tmp_path / "grey.png")])
+        main([str(run / "none.pt"), str(run / "grey.png")])
+
+
+def test_command_turns_a_photo_upright_as_training_does(run):
+    upright = Image.linear_gradient("L").resize((40, 40))
+    exif = Image.Exif()
+    exif[0x0112] = 6  # stored a quarter turn to the left
+    upright.save(run / "upright.png")
+    upright.transpose(Image.Transpose.ROTATE_90).save(run / "turned.png", exif=exif)
+    for name in ("upright", "turned"):
+        main([str(run), str(run / f"{name}.png"), "--out", str(run / f"{name}-maps.png"), "--layers", "0"])
+    assert (run / "upright-maps.png").read_bytes() == (run / "turned-maps.png").read_bytes()
+
+
+@pytest.mark.parametrize("words,message", [
+    (["none.png"], "no image at none.png"), (["best.pt"], "best.pt is not a readable image"),
+    (["grey.png", "--layers", "one"], "--layers: 'one'"), (["grey.png", "--layer", "1"], "--layers"),
+    (["grey.png", "--out", "grey.png/maps.png"], "grey.png/maps.png cannot be written"),
+])
+def test_what_the_command_cannot_use_is_named(words, message, run, monkeypatch):
+    monkeypatch.chdir(run)
+    Image.new("L", (30, 20), 200).save("grey.png")
+    with pytest.raises(UserError, match=message):
+        main([".", *words])
+    assert sorted(path.name for path in run.iterdir()) == ["best.pt", "grey.png"]

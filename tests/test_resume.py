@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from multiprocessing import forkserver
 from types import SimpleNamespace
@@ -28,10 +29,11 @@ from timm.optim import create_optimizer_v2
 
 import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
 import train_imagenet
-from vision_longhorn import training
+from vision_longhorn import lock, training
 from vision_longhorn.checkpoint import load_checkpoint, save_run, write_summary
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.errors import run_cli
+from vision_longhorn.signals import StopSignals
 from vision_longhorn.watch import step_if_finite
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -130,7 +132,8 @@ def inflict(rank, at, kind):
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
     act = {"kill": kill, "kill in write": kill, "fail": fail, "limit files": limit_files,
-           "SIGTERM": lambda: signal_all(signal.SIGTERM), "SIGUSR1": lambda: signal_all(signal.SIGUSR1)}[kind]
+           **{name: lambda name=name: signal_all(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGINT")},
+           }[kind]
     owner, name = (os, "fsync") if kind == "kill in write" else (training.Watch, "update")
     real, count = getattr(owner, name), itertools.count(1)
 
@@ -221,7 +224,7 @@ def test_gpu_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arg
     same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(tmp_path, arguments, undisturbed,
                                                                                 name):
     """Three processes: only then does the order of the sum over them show."""
@@ -235,7 +238,62 @@ def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(
     same_run(undisturbed["three"], tmp_path / "run")
 
 
-def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_path, undisturbed, capsys):
+def test_a_second_ctrl_c_stops_at_once():
+    with StopSignals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.received == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt, match="last checkpoint"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_two_processes_do_not_write_one_run(tmp_path, undisturbed, capsys):
+    """A launcher that a signal ends leaves its training alive, and what starts the run anew would write beside it."""
+    run = tmp_path / "run"
+    shutil.copytree(undisturbed["three"], run)
+    holder = subprocess.Popen([sys.executable, "-c", "import sys, time; from vision_longhorn.lock import RunLock\n"
+                               "lock = RunLock(sys.argv[1]); print('held', flush=True); time.sleep(600)", str(run)],
+                              stdout=subprocess.PIPE, cwd=REPOSITORY)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        before = (run / "last.pt").read_bytes()
+        for words in ["--resume", run, "--epochs", "3"], ["--run-dir", run, "--resume", "--epochs", "3"]:
+            fails_with_one_line(train_imagenet.main, words, capsys, str(run), str(holder.pid), socket.gethostname())
+        assert (run / "last.pt").read_bytes() == before
+    finally:
+        holder.kill()
+        holder.wait()
+    train_imagenet.main(["--resume", str(run), "--epochs", "3"])  # the system has freed it
+    assert len(load_checkpoint(run / "last.pt")["history"]) == 3
+
+
+def test_a_run_whose_launcher_was_ended_saves_and_ends(tmp_path, arguments):
+    """`accelerate launch` of one process passes no signal on."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1",
+         "--mixed_precision", "no", "--dynamo_backend", "no", str(REPOSITORY / "train_imagenet.py"), *arguments,
+         "--epochs", "10000", "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True)
+    file = tmp_path / "run" / lock.NAME
+    while not file.exists() and launcher.poll() is None:
+        time.sleep(0.1)
+    time.sleep(1)  # until its text is there
+    training = psutil.Process(int(file.read_text().split()[1]))
+    launcher.terminate()
+    said = launcher.communicate(timeout=60)[0]  # until all that holds its output has ended, the training too
+    assert training in psutil.wait_procs([training], timeout=30)[0]
+    assert "Stopped by SIGTERM after update" in said, said
+    assert (tmp_path / "run" / "last.pt").exists()
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    monkeypatch.setattr(lock.fcntl, "lockf", refuse)
+    assert "cannot be locked" in lock.RunLock(tmp_path).note
+
+
+def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_path, undisturbed, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)  # of which the sums' last bits depend
     shutil.copytree(undisturbed["three"], tmp_path / "run")
     middle = max((tmp_path / "run").glob("update-*.pt"), key=lambda file: -int(file.stem[7:]))
     state = load_checkpoint(middle)
@@ -244,6 +302,7 @@ def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_pat
     said = capsys.readouterr().out
     assert "after epoch 1 and 9 of 18 updates" in said
     assert "processes 3 -> 1" in said and "updates_per_epoch 6 -> 18" in said and "workers 1 -> 0" in said
+    assert "threads 1 -> 7" in said
     end = load_checkpoint(tmp_path / "run" / "last.pt")
     assert (end["epoch"], end["updates"], len(end["history"])) == (2, 36, 2)
 
@@ -364,10 +423,10 @@ def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, cap
 
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     for updates in 1, 2, 3, 4:
-        save_run(tmp_path, {"updates": updates, "state_dict": {}}, keep=2, is_best=updates == 1)
+        save_run(tmp_path, {"updates": updates, "state_dict": {"a": torch.zeros(1)}}, keep=2, is_best=updates == 1)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000003.pt", "update-0000004.pt"]
     assert [load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")] == [1, 4]
-    save_run(tmp_path, {"updates": 2, "state_dict": {}}, keep=2)  # a run that went back
+    save_run(tmp_path, {"updates": 2, "state_dict": {"a": torch.zeros(1)}}, keep=2)  # a run that went back
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000002.pt", "update-0000004.pt"]
     assert load_checkpoint(tmp_path / "last.pt")["updates"] == 2
 
@@ -388,7 +447,7 @@ def test_without_hard_links_checkpoints_are_copied(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
     monkeypatch.setattr(os, "link", refuse)
-    save_run(tmp_path, {"updates": 1, "state_dict": {}}, keep=1, is_best=True)
+    save_run(tmp_path, {"updates": 1, "state_dict": {"a": torch.zeros(1)}}, keep=1, is_best=True)
     assert load_checkpoint(tmp_path / "best.pt") == load_checkpoint(tmp_path / "last.pt")
 
 

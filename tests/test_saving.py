@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -98,6 +99,15 @@ def test_official_weights_through_checkpoint_path(kind, tmp_path):
         assert relative_rms(model(images), plain_model(p, images.double(), model)) < 1e-5
     with pytest.raises(RuntimeError, match="official Vision Mamba"):
         timm.create_model("vlonghorn_test", checkpoint_path=path, **OFFICIAL)
+
+
+def test_official_weights_feed_features_only(tmp_path):
+    torch.save(official_weights(), tmp_path / "official.pth")
+    options = dict(OFFICIAL, checkpoint_path=str(tmp_path / "official.pth"))
+    model = timm.create_model("vim_test", features_only=True, out_indices=(0,), **options).eval()
+    images = torch.randn(1, 3, 32, 32)
+    whole = timm.create_model("vim_test", **options).eval()
+    assert torch.equal(model(images)[0], whole.forward_intermediates(images, [0], intermediates_only=True)[0])
 
 
 def test_official_weights_into_a_part_of_a_model_and_into_its_copies():
@@ -226,9 +236,10 @@ def test_command_makes_a_folder_of_a_run(run, tmp_path, capsys):
     card = (tmp_path / "folder" / "README.md").read_text()
     count = sum(value.numel() for value in averaged.parameters())
     for words in (f"{count:,}", "91.25 % of 1,360 images", "7 of 16 epochs", "not yet run", "import vision_longhorn",
-                  "library_name: timm", "license: apache-2.0", "16 x 24", "@inproceedings"):
+                  "library_name: timm", "license: unknown", "16 x 24", "@inproceedings"):
         assert words in card, words
     assert "transformers" not in card
+    assert "license" not in (tmp_path / "folder" / "config.json").read_text()
     # The card's own lines load the model.
     lines = card.split("```python\n")[1].split("```")[0].replace("image.png", str(tmp_path / "image.png"))
     Image.new("L", (50, 40)).save(tmp_path / "image.png")
@@ -241,11 +252,61 @@ def test_command_makes_a_folder_of_a_run(run, tmp_path, capsys):
     assert (tmp_path / "folder" / "README.md").read_text() == before
 
 
+def test_the_licence_is_the_users_to_give(run, tmp_path):
+    hub.main([str(tmp_path), str(tmp_path / "folder"), "--license", "cc-by-4.0"])
+    assert "license: cc-by-4.0" in (tmp_path / "folder" / "README.md").read_text()
+    assert timm.create_model(f"local-dir:{tmp_path / 'folder'}").pretrained_cfg["license"] == "cc-by-4.0"
+
+
+def test_others_may_read_the_folder_as_the_umask_says(run, tmp_path):
+    before = os.umask(0o027)
+    try:
+        hub.main([str(tmp_path), str(tmp_path / "folder")])
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "folder").iterdir()} == {0o640}
+
+
+def test_names_of_classes_are_those_that_the_run_was_trained_with(run, tmp_path):
+    path, *_ = run
+    state = torch.load(path)
+    state |= dict(class_names=["n1", "n2", "n3"], display_names=["Esche", "Buche", "Eiche"], history=[])
+    save_checkpoint(path, state)
+    hub.main([str(path), str(tmp_path / "folder")])
+    cfg = timm.create_model(f"local-dir:{tmp_path / 'folder'}").pretrained_cfg
+    assert cfg["label_names"] == ["n1", "n2", "n3"]
+    assert cfg["label_descriptions"] == {"n1": "Esche", "n2": "Buche", "n3": "Eiche"}
+    assert "Top-1" not in (tmp_path / "folder" / "README.md").read_text()  # its first epoch was not finished
+
+
 def test_nothing_is_left_where_saving_fails(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "generate_readme", lambda *_: 1 / 0)
+    (tmp_path / "folder.tmp").mkdir()  # someone's own
+    monkeypatch.setattr("timm.models._hub.generate_readme", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         hub.main([str(tmp_path), str(tmp_path / "folder")])
-    assert not list(tmp_path.glob("folder*"))
+    assert [path.name for path in tmp_path.glob("folder*")] == ["folder.tmp"]
+
+
+@pytest.mark.parametrize("words,message", [
+    (["best.pt/folder"], "best.pt/folder cannot be written"), (["folder", "--private"], "--private without --push"),
+    (["folder", "--license", "My Own"], "--license is 'My Own'"), (["some one", "--push"], "some one is no name"),
+    (["folder", "--licence", "mit"], "nearest known one is --license"), ([], "required: target"),
+])
+def test_what_the_command_cannot_use_is_named(words, message, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        hub.main([".", *words])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "shards"]
+
+
+def test_a_hub_that_cannot_be_reached_is_named(run, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no route\nto host")
+
+    monkeypatch.setattr(Hub, "create_repo", refuse)
+    monkeypatch.setattr("timm.models._hub.HfApi", Hub)
+    with pytest.raises(UserError, match="someone/trees could not be pushed .*no route to host"):
+        hub.main([str(tmp_path), "someone/trees", "--push"])
 
 
 def test_a_bare_state_dict_is_no_run(tmp_path):

@@ -219,6 +219,34 @@ def test_weights_feed_features_only(tmp_path):
 
 
 @both_models
+def test_a_checkpoint_of_the_whole_model_feeds_features_only(name, tmp_path):
+    whole, images, path = small(name), torch.randn(2, 3, 32, 32), str(tmp_path / "best.pt")
+    raw = {key: torch.zeros_like(value) for key, value in whole.state_dict().items()}
+    torch.save(dict(arch=name, state_dict=raw, state_dict_ema=whole.state_dict()), path)
+    options = dict(SIZES, features_only=True, out_indices=(0, 2))
+    model = timm.create_model(name, checkpoint_path=path, **options).eval()
+    expected = whole.forward_intermediates(images, [0, 2], intermediates_only=True)
+    assert all(map(torch.equal, model(images), expected))
+    timm.models.load_checkpoint(model, path, use_ema=False)
+    assert not any(value.any() for value in model.parameters())
+    # As part of a larger module, copied, and with its own names.
+    larger = torch.nn.ModuleDict({"backbone": copy.deepcopy(model)})
+    larger.load_state_dict({f"backbone.{key}": value for key, value in whole.state_dict().items()})
+    model.load_state_dict(larger["backbone"].state_dict())
+    assert all(map(torch.equal, model(images), expected))
+
+
+@pytest.mark.parametrize("options,message", [
+    (dict(depth=3), "of 3 blocks, the model has 4"), (dict(depth=5), "Unexpected.*blocks.4"),
+    (dict(embed_dim=16), "size mismatch"),
+])
+def test_a_checkpoint_of_another_model_feeds_no_features(options, message, tmp_path):
+    torch.save(small(**options).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(RuntimeError, match=message):
+        small(features_only=True, out_indices=(0, 1), checkpoint_path=str(tmp_path / "weights.pth"))
+
+
+@both_models
 def test_model_comes_back_from_its_folder(name, tmp_path):
     """The layout of a model on the Hugging Face hub, as timm writes it."""
     source, images = small(name, class_token="last", global_pool="avg"), torch.randn(2, 3, 32, 32)
@@ -252,6 +280,7 @@ def test_configuration_names_parts_of_the_model(name):
     assert model.get_submodule(cfg["classifier"]) is model.get_classifier()
     assert model.get_submodule(cfg["first_conv"]) is model.patch_embed.proj
     assert model.patch_embed.img_size == cfg["input_size"][1:]
+    assert cfg["tag"] != "untrained" or not cfg.get("license")  # of weights, and there are none
     assert model.head.out_features == cfg["num_classes"] and model.patch_embed.proj.in_channels == cfg["input_size"][0]
 
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
-from vision_longhorn import runlog, training  # noqa: E402
+from vision_longhorn import evaluate, runlog, training  # noqa: E402
 from vision_longhorn.errors import run_cli  # noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
 
@@ -172,6 +173,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
     (["--model-kwargs", "dept=3"], ["dept"]),
     (["--epocs", "3"], ["--epocs", "--epochs"]),
     (["--device", "cuda"], ["cuda", "--device cpu"]),
+    (["--precision", "fp16"], ["fp16", "GPU"]),
+    (["--model-kwargs", "in_chans=1"], ["in_chans is 1", "3 channels"]),
     (["--num-classes", "3"], ["label", "3", "sample"]),
     (["--val-samples", "36"], ["37", "36"]),
     (["--batch-size", "128"], ["70", "128"]),
@@ -311,6 +314,41 @@ def test_evaluation_data_with_other_classes_is_refused(tmp_path, capsys):
 def test_a_rate_that_would_rise_to_its_end_is_refused(tmp_path, shards, capsys):
     fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--lr-base-batch",
                                               "16384", "--lr", "1e-3"], capsys, "min_lr", "9.77e-07", "batch of 16384")
+
+
+def test_a_scaled_loss_gives_the_same_weights_and_its_scale_is_kept(tmp_path, shards, monkeypatch):
+    """What fp16 on a GPU needs, here in fp32, where a power of two changes nothing."""
+    arguments = [*QUICK, *PLAIN, *shards, "--clip-grad", "0.5"]
+    plain = train_imagenet.main([*arguments, "--epochs", "2", "--run-dir", str(tmp_path / "plain")])
+    make = training.make_accelerator
+
+    def scaled(*words, **options):
+        accelerator = make(*words, **options)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=training.SCALE, growth_interval=3)
+        return accelerator
+    monkeypatch.setattr(training, "make_accelerator", scaled)
+    run = train_imagenet.main([*arguments, "--epochs", "1", "--run-dir", str(tmp_path / "scaled"), "--min-lr", "1e-3"])
+    assert torch.load(run / "last.pt", weights_only=True)["scaler"]["scale"] == 2 * training.SCALE  # after 4 updates
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run = train_imagenet.main([*arguments, "--epochs", "2", "--run-dir", str(tmp_path / "whole")])
+    ends = [torch.load(folder / "last.pt", weights_only=True) for folder in (plain, run)]
+    for name, value in ends[0]["state_dict"].items():
+        torch.testing.assert_close(ends[1]["state_dict"][name], value, rtol=1e-5, atol=1e-7)
+    assert ends[1]["scaler"]["scale"] == 4 * training.SCALE  # after 8
+    AcceleratorState._reset_state(reset_partial_state=True)
+    train_imagenet.main(["--resume", str(tmp_path / "scaled"), "--epochs", "2"])
+    assert torch.load(tmp_path / "scaled" / "last.pt", weights_only=True)["scaler"] == ends[1]["scaler"]
+
+
+@pytest.mark.parametrize("hardware, precision, expected", [
+    (True, "auto", "bf16"), (False, "auto", "fp16"), (False, "bf16", "bf16"), (False, "fp32", "no")])
+def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware, precision, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: hardware)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(evaluate, "Accelerator", lambda **options: SimpleNamespace(print=print, **options))
+    assert evaluate.make_accelerator("auto", precision).mixed_precision == expected
+    assert ("Tesla T4 has no bf16" in capsys.readouterr().out) == (expected == "fp16")
 
 
 def test_without_a_terminal_every_line_stands_alone(tmp_path):

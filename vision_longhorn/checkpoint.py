@@ -3,9 +3,10 @@
 A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "num_classes",
 "state_dict", "state_dict_ema" (where weights are averaged), "optimizer", "epoch" and "updates" (finished ones),
 "watch" (state of the curves), "best_metric" (top-1), "history" (results by epoch), "config" (the run's values),
-"facts" (what else a run's bits depend on), "class_names" and "display_names" (the classes as the data calls them and as
-people do, in the order of their numbers; None where the data does not say). The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)`
-takes the file as it is, and of the weights the averaged ones.
+"facts" (what else a run's bits depend on), "scaler" (of the loss in fp16, else None), "class_names" and "display_names"
+(the classes as the data calls them and as people do, in the order of their numbers; None where the data does not say).
+The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes the file as it is, and of the weights the
+averaged ones.
 """
 
 import csv
@@ -80,13 +81,19 @@ def model_from_weights(name, path, num_classes, **kwargs):
     head = weights.get(f"{classifier}.weight")
     of_file = num_classes if classifier is None else 0 if head is None else len(head)
     create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
-    try:  # with the classifier of the file, for then timm insists on every tensor
-        model = create_model(name, pretrained=True, num_classes=of_file, **kwargs,
-                             pretrained_cfg_overlay=dict(file=str(path), num_classes=of_file))
+    # With the classifier of the file, timm insists on every tensor. A run says what size its positions are of.
+    overlay = dict(file=str(path), num_classes=of_file)
+    size = checkpoint.get("config", {}).get("model_kwargs", {}).get("img_size")
+    if size is not None:
+        overlay["input_size"] = (3, *(size if isinstance(size, (list, tuple)) else (size, size)))
+    try:
+        model = create_model(name, pretrained=True, num_classes=of_file, **kwargs, pretrained_cfg_overlay=overlay)
     except UserError as error:
         arch = checkpoint.get("arch")
         raise UserError(f"{path} holds weights of another model{f' ({arch})' if arch else ''}: "
                         f"{_mismatch(error.__cause__)}; give the model and model_kwargs it was trained with") from error
+    if timm.is_model(name):
+        model.pretrained_cfg["input_size"] = timm.get_pretrained_cfg(name).input_size
     own = model.state_dict()
     resampled = [key for key, value in weights.items() if key in own and value.shape != own[key].shape]
     text = f"{kind} of {path}: {len(own)} tensors"
@@ -111,8 +118,7 @@ def _mismatch(error):
     if sizes:
         name, theirs, ours = sizes[0]
         parts.append(f"{len(sizes)} of another size, such as {name}, {theirs} in the file, {ours} in the model")
-    # The remedy that the model names is for callers of timm.
-    return "; ".join(parts) or one_line(error).partition(": say what image size")[0]
+    return "; ".join(parts) or one_line(error)
 
 
 def save_checkpoint(path, state):

@@ -135,8 +135,8 @@ class Config:
                                       "config; without a value: with the run in --run-dir, if there is one yet")
     seed: int = _value(0, "seed of weights, sample order and augmentation", Range(0, 2**32 - 1, kind=int))
     device: str = _value("auto", "auto is cuda where there is one", ("auto", "cuda", "cpu"))
-    precision: str = _value("auto", "auto is bf16 autocast on a GPU that has it in hardware, else fp32",
-                            ("auto", "bf16", "fp32"), also=("amp", "mixed_precision", "dtype"))
+    precision: str = _value("auto", "auto is bf16 autocast on a GPU (fp16 on one without bf16), and fp32 on a CPU",
+                            ("auto", "bf16", "fp16", "fp32"), also=("amp", "mixed_precision", "dtype"))
     compile: bool = _value(False, "torch.compile the model")
     deterministic: bool = _value(False, "only algorithms of torch that give the same bits again; an error where it has "
                                         "none")

@@ -3,16 +3,12 @@
     python -m vision_longhorn.curves runs/A runs/B --out curves.png
 """
 
-import argparse
 import os
 from pathlib import Path
 
-import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from vision_longhorn.errors import Parser, UserError, one_line, run_cli
 
-from vision_longhorn.errors import UserError, run_cli
+# What takes long to import is imported where it is used: the command line is read before.
 
 
 def read_scalars(run):
@@ -27,6 +23,9 @@ def read_scalars(run):
     Raises:
         UserError: Where the folder holds no scalars of a training run.
     """
+    import numpy as np
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     if Path(run).is_dir():
         events.Reload()
@@ -37,44 +36,76 @@ def read_scalars(run):
     return {tag: (np.interp(steps, *raw["train/epoch"]), values) for tag, (steps, values) in raw.items()}
 
 
+def new_figure(width, height):
+    """A matplotlib figure of this size in inches: without pyplot, so no display and no state that outlives it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_png(figure, out, dpi):
+    """Writes a figure as PNG: aside first, then renamed. Its folder is made if it is missing.
+
+    Raises:
+        UserError: Where the file cannot be written. What stood at `out` still does.
+    """
+    aside = Path(f"{out}.tmp")
+    try:
+        aside.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            figure.savefig(aside, format="png", dpi=dpi)
+            os.replace(aside, out)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
+                        "that you may write to") from error
+
+
+def _names(runs):
+    """A name for each run: its folder's, or the path as it was given where two folders are called alike."""
+    paths = {Path(run).resolve(): run for run in runs}
+    names = [path.name for path in paths]
+    return {run: path.name if names.count(path.name) == 1 else str(run) for path, run in paths.items()}
+
+
 def plot_runs(runs, out):
     """Plots the runs into one PNG, each in its own colour.
 
     Args:
         runs: Folders of runs; their names become the legend.
-        out: Path of the PNG, written aside and renamed.
+        out: Path of the PNG, as `save_png` takes it.
 
     Raises:
-        UserError: Where a run has no curves.
+        UserError: Where a run has no curves, or the PNG cannot be written.
     """
-    curves = {Path(run).resolve().name: read_scalars(run) for run in runs}
+    curves = {name: read_scalars(run) for run, name in _names(runs).items()}
     panels = {
         "top-1 on the evaluation split, %": {"val/top1": "-", "val_ema/top1": "--"},
         "loss": {"train/loss": ":", "val/loss": "-", "val_ema/loss": "--"},
         "learning rate": {"train/lr": "-"},
     }
-    # Figure without pyplot: no display, and no state that outlives the call
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(15, 4.5)
     for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items()):
         for number, (name, scalars) in enumerate(curves.items()):
+            both = any(tag.startswith("val_ema/") for tag in scalars)
+            kinds = {"val": ", raw weights" if both else "", "val_ema": ", EMA weights", "train": ", training"}
             for tag, style in styles.items():
                 if tag in scalars:
-                    kind = {"val_ema": ", EMA", "train": ", training"}.get(tag.split("/")[0], "")
-                    axes.plot(*scalars[tag], style, color=f"C{number % 10}", label=name + kind)
+                    axes.plot(*scalars[tag], style, color=f"C{number % 10}", label=name + kinds[tag.split("/")[0]])
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
-    aside = Path(f"{out}.tmp")
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(aside, format="png", dpi=110)
-    os.replace(aside, out)
+    save_png(figure, out, dpi=110)
 
 
 def main(argv=None):
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--out", default="curves.png", help="the PNG to write [curves.png]")
     args = parser.parse_args(argv)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import traceback
+from pathlib import Path
 
 from vision_longhorn.signals import end_commands
 
@@ -81,6 +82,9 @@ def run_cli(main, stopped="stopped"):
     try:
         main()
         return
+    except BrokenPipeError:  # whoever read the output, `head` say, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as a shell has it for a process that SIGPIPE ended
     except (UserError, OSError) as error:
         code, message = 1, f"error: {one_line(error)}"
     except KeyboardInterrupt as interrupt:
@@ -104,6 +108,9 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, **kwargs):
+        started = Path(sys.argv[0])
+        if started.parent == Path(__file__).parent:
+            kwargs.setdefault("prog", f"python -m {__package__}.{started.stem}")
         super().__init__(allow_abbrev=False, **kwargs)
         self.synonyms = {}
         self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option

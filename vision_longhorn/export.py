@@ -1,29 +1,38 @@
-"""Models for other runtimes: exported programs, packages of AOTInductor, and ONNX.
+"""Models for other runtimes: exported programs, packages of AOTInductor, ONNX, and folders for timm and the hub.
 
     python -m vision_longhorn.export runs/NAME/best.pt model.onnx
+    python -m vision_longhorn.export runs/NAME/best.pt FOLDER
     python -m vision_longhorn.export vim_tiny model.pt2 --pretrained --device cuda
 
 docs/export.md says what each of them needs where it is loaded.
 """
 
+from __future__ import annotations
+
 import copy
+import importlib.util
 import os
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Optional
 
-import torch
-from torch import Tensor, nn
-
-from vision_longhorn.checkpoint import create_model
 from vision_longhorn.config import parse_pairs
-from vision_longhorn.errors import Parser, UserError, run_cli
-from vision_longhorn.hub import load_run
-from vision_longhorn.mixer import BidirectionalMixer
-from vision_longhorn.vlonghorn import VisionLonghorn
+from vision_longhorn.errors import Parser, Range, UserError, one_line, run_cli
+
+# What takes long to import is imported where it is used: the command line is read before.
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from vision_longhorn.vlonghorn import VisionLonghorn
 
 MAX_BATCH = 1 << 16  # torch 2.7 wants a bound where tensors are sliced
+MAX_ERROR = 1e-2  # of an export that counts as right; all that were measured lie below 1e-5
 
 
 def _backbone(model: nn.Module) -> VisionLonghorn:
+    from vision_longhorn.vlonghorn import VisionLonghorn
+
     found = next((module for module in model.modules() if isinstance(module, VisionLonghorn)), None)
     if found is None:
         raise UserError(f"{type(model).__name__} holds no VisionLonghorn: give a vlonghorn_* or vim_* model, or a "
@@ -37,6 +46,8 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int
     H and W are those that the model is built for, or, for a model of any image size, one patch and `rows` and `columns`
     strides more.
     """
+    import torch
+
     backbone = _backbone(model)
     patches = backbone.patch_embed
     size = patches.img_size
@@ -47,12 +58,14 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int
     return torch.randn(batch, backbone.in_chans, *size, device=weight.device, dtype=weight.dtype)
 
 
-def export_program(model: nn.Module) -> torch.export.ExportedProgram:
-    """`torch.export` of a model for any number of images and, with `dynamic_img_size=True`, of any size.
+def export_program(model: nn.Module, batch: Optional[int] = None) -> torch.export.ExportedProgram:
+    """`torch.export` of a model for any number of images, or just `batch`, and, with `dynamic_img_size=True`, of any
+    size.
 
     Args:
         model: a `VisionLonghorn` in evaluation mode, or a module around one whose one input are its images, such as
             what `features_only=True` gives.
+        batch: the number of images at each call; any if None.
 
     Returns:
         The program. It keeps the operators of `vision_longhorn`: where it runs, the package must be imported.
@@ -60,47 +73,57 @@ def export_program(model: nn.Module) -> torch.export.ExportedProgram:
     Raises:
         UserError: the model is in training mode, or holds no `VisionLonghorn`.
     """
-    dynamic = {0: torch.export.Dim("batch", max=MAX_BATCH)}
+    import torch
+
+    dynamic = {} if batch else {0: torch.export.Dim("batch", max=MAX_BATCH)}
     if _backbone(model).dynamic_img_size:
         dynamic |= {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
     if model.training:
         raise UserError("the model is in training mode: call model.eval() before exporting it")
     with torch.no_grad():
-        return torch.export.export(model, (example_images(model),), dynamic_shapes=(dynamic,))
+        return torch.export.export(model, (example_images(model, batch or 2),), dynamic_shapes=(dynamic,))
 
 
-def to_package(model: nn.Module, path: str | os.PathLike) -> None:
+def to_package(model: nn.Module, path: str | os.PathLike, batch: Optional[int] = None) -> None:
     """Compile a model ahead of time with AOTInductor, for the device that it is on.
 
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
     have imported `vision_longhorn`: the scan is an operator of this package, and of its code only the call is compiled.
 
     Args:
-        model: as `export_program` takes it.
+        model, batch: as `export_program` takes them.
         path: the .pt2 file to write.
 
     Raises:
-        UserError: as `export_program`, or another ending.
+        UserError: as `export_program`, another ending, or there is no C++ compiler.
     """
+    import torch
+
     if Path(path).suffix != ".pt2":
         raise UserError(f"{path} is no name of a package: let it end in .pt2")
     aside = f"{path}.tmp.pt2"
     try:
         with torch.no_grad():
-            torch._inductor.aoti_compile_and_package(export_program(model), package_path=aside)
+            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=aside)
         os.replace(aside, path)
+    except RuntimeError as error:  # torch wraps its own in one of its own
+        if not re.search("InvalidCxxCompiler|CppCompileError", f"{type(error)} {error}"):
+            raise
+        raise UserError(f"a .pt2 is compiled with {os.environ.get('CXX', 'g++')}, which does not work here: "
+                        "install a C++ compiler and Python's headers, or name a compiler by the environment variable "
+                        "CXX") from error
     finally:
         Path(aside).unlink(missing_ok=True)
 
 
-def to_onnx(model: nn.Module, path: str | os.PathLike) -> None:
+def to_onnx(model: nn.Module, path: str | os.PathLike, batch: Optional[int] = None) -> None:
     """Write a model as an ONNX file of standard operators, computing in float32; its scans are `Scan` nodes.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
     `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass.
 
     Args:
-        model: as `export_program` takes it, on any device and in any dtype; it is not changed.
+        model, batch: as `export_program` takes them; the model on any device and in any dtype. It is not changed.
         path: the file to write.
 
     Raises:
@@ -111,13 +134,19 @@ def to_onnx(model: nn.Module, path: str | os.PathLike) -> None:
 
         from vision_longhorn.onnx_ops import OPSET, TRANSLATIONS
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise _missing(error.name) from error
+    import torch
+
+    from vision_longhorn.mixer import BidirectionalMixer
+
     model = copy.deepcopy(model).float().cpu()
     for module in model.modules():
         if isinstance(module, BidirectionalMixer):
             module.scan_backend = "auto"  # a Triton kernel that is asked for would refuse the CPU
-    program = export_program(model)
-    names = {0: "batch", 2: "height", 3: "width"} if _backbone(model).dynamic_img_size else {0: "batch"}
+    program = export_program(model, batch)
+    names = {} if batch else {0: "batch"}
+    if _backbone(model).dynamic_img_size:
+        names |= {2: "height", 3: "width"}
     count = len(program.graph_signature.user_outputs)
     written = torch.onnx.export(
         program, dynamo=True, custom_translation_table=TRANSLATIONS, opset_version=OPSET, verbose=False,
@@ -134,8 +163,8 @@ def to_onnx(model: nn.Module, path: str | os.PathLike) -> None:
         Path(aside).unlink(missing_ok=True)
 
 
-def _missing(error: ModuleNotFoundError) -> UserError:
-    return UserError(f"ONNX needs the Python package {error.name}, which is not installed: "
+def _missing(package: str) -> UserError:
+    return UserError(f"ONNX needs the Python package {package}, which is not installed: "
                      "pip install 'vision-longhorn[onnx]'")
 
 
@@ -149,55 +178,149 @@ def load_onnx(path: str | os.PathLike):
     try:
         from onnxruntime import InferenceSession
     except ModuleNotFoundError as error:
-        raise _missing(error) from error
+        raise _missing(error.name) from error
+    import torch
+
     session = InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda images: [torch.from_numpy(value) for value in session.run(None, {name: images.numpy()})]
 
 
-@torch.no_grad()
 def largest_error(model: nn.Module, run, batches=(1, 3)) -> float:
     """How far the outputs of `run` lie from those of `model` on noise: the largest difference over the largest value.
 
     Tried are `batches` of images, of another size each where the model takes any size.
     """
+    import torch
+
     errors = []
     for i, batch in enumerate(batches):
         images = example_images(model, batch, rows=3 + i, columns=2)
-        wanted, found = model(images), run(images)
-        wanted, found = ([value] if isinstance(value, Tensor) else value for value in (wanted, found))
+        with torch.no_grad():
+            wanted, found = model(images), run(images)
+        wanted, found = ([value] if isinstance(value, torch.Tensor) else value for value in (wanted, found))
         errors += [(a - b).abs().max() / a.abs().max() for a, b in zip(wanted, found, strict=True)]
-    return max(map(float, errors))
+    return torch.stack(errors).max().item()  # not a number where one of them is none
 
 
 def main(argv=None):
     """Command line of this module."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, or a name of timm")
-    parser.add_argument("file", help="to write: .onnx, or .pt2 for AOTInductor")
+    parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm's "
+                        "local-dir: and the hub")
+    parser.add_argument("--img-size", nargs="+", metavar="N", help="height and width in pixels, one number for both, "
+                        "or any: the file takes all sizes in whole patches [what the model is built for]")
+    parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
+    parser.add_argument("--device", help="that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
-    parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="with a name")
-    parser.add_argument("--device", default="cpu", help="that a .pt2 is for [cpu]")
+    parser.add_argument("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="with a name: arguments of the model")
+    parser.add_argument("--license", metavar="ID", help="with a folder: as `python -m vision_longhorn.hub` takes it")
     args = parser.parse_args(argv)
-    suffix = Path(args.file).suffix
+    kind = _kind(args.target)
+    given = Path(args.model)
+    is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
+    _check_options(args, kind, is_run)
+    size = _img_size(args.img_size)
+    if kind == "folder":
+        from vision_longhorn.hub import main as hub
+
+        hub([args.model, args.target] + (["--license", args.license] if args.license is not None else []))
+        return
+    if kind == ".onnx":
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            if importlib.util.find_spec(package) is None:
+                raise _missing(package)
+    folder = Path(args.target).parent
+    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+        raise UserError(f"{args.target} cannot be written: {folder} is no folder that you may write to")
+
+    import torch
+
+    model, trained = _load(args, is_run, dict(dynamic_img_size=True) if size == "any" else {})
+    if size not in (None, "any"):
+        backbone = _backbone(model)
+        smallest = backbone.patch_embed.patch_size
+        if size[0] < smallest[0] or size[1] < smallest[1]:
+            raise UserError(f"--img-size is {size[0]} x {size[1]}, and a patch of {args.model} {smallest[0]} x "
+                            f"{smallest[1]}: give at least that")
+        backbone.set_input_size(img_size=size)
+        backbone.dynamic_img_size = False
+    try:
+        model.eval().to(args.device or "cpu")
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+    # Under another name until it has been compared.
+    aside = f"{args.target.removesuffix(kind)}.{os.getpid()}.tmp{kind}"
+    try:
+        if kind == ".onnx":
+            to_onnx(model, aside, args.batch)
+            run = load_onnx(aside)
+        else:
+            to_package(model, aside, args.batch)
+            run = torch._inductor.aoti_load_package(aside)
+        error = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
+        if not error < MAX_ERROR:
+            raise UserError(f"{args.target} was not written: the outputs of the exported model differ from the model's "
+                            f"by {error:.1e} of the largest value; please report that, with the command")
+        os.replace(aside, args.target)
+    except OSError as error:
+        raise UserError(f"{args.target} cannot be written ({error.strerror or one_line(error)})") from error
+    finally:
+        Path(aside).unlink(missing_ok=True)
+    size = Path(args.target).stat().st_size / 1e6
+    print(f"wrote {args.target}, {size:.1f} MB{'' if trained else ', random weights'}; its outputs differ from the "
+          f"model's by {error:.1e} of the largest value")
+
+
+def _kind(target: str) -> str:
+    """".onnx", ".pt2" or "folder", by the name of what is to be written."""
+    suffix = Path(target).suffix
+    if target.endswith(("/", os.sep)) or not suffix:
+        return "folder"
     if suffix not in (".onnx", ".pt2"):
-        raise UserError(f"{args.file} says no format: let it end in .onnx or .pt2")
-    if suffix == ".onnx" and args.device != "cpu":
-        raise UserError(f"--device {args.device} with {args.file}: an ONNX file is for no device, leave it out")
-    if Path(args.model).exists():
-        model, _ = load_run(args.model)
-    else:
-        model = create_model(args.model, pretrained=args.pretrained, **parse_pairs(args.model_kwargs))
-    model.eval().to(args.device)
-    if suffix == ".onnx":
-        to_onnx(model, args.file)
-        run = load_onnx(args.file)
-    else:
-        to_package(model, args.file)
-        run = torch._inductor.aoti_load_package(args.file)
-    error = largest_error(model, run)
-    print(f"wrote {args.file}, {Path(args.file).stat().st_size / 1e6:.1f} MB; its outputs differ from the model's by "
-          f"{error:.1e} of the largest value")
+        raise UserError(f"{target} says no format: let it end in .onnx or .pt2, or in / for a folder")
+    return suffix
+
+
+def _check_options(args, kind: str, is_run: bool) -> None:
+    """Raises UserError for an option that would change nothing."""
+    shape = ("img_size", "batch", "device", "pretrained", "model_kwargs")
+    idle = {
+        "a folder holds the run's model as it is": shape if kind == "folder" else (),
+        "an ONNX file is for no device": ("device",) if kind == ".onnx" else (),
+        "only a folder has a card to name it on": ("license",) if kind != "folder" else (),
+        f"the model and its weights are those of {args.model}": ("pretrained", "model_kwargs") if is_run else (),
+    }
+    for reason, names in idle.items():
+        for name in names:
+            if getattr(args, name) not in (None, False):
+                raise UserError(f"--{name.replace('_', '-')} with {args.model} and {args.target}: {reason}, leave it "
+                                "out")
+    if kind == "folder" and not is_run:
+        raise UserError(f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
+                        "run's folder or checkpoint, or a file name that ends in .onnx or .pt2")
+
+
+def _img_size(words):
+    """What follows --img-size: (height, width), "any" or None."""
+    if words is None or words == ["any"]:
+        return words and "any"
+    if len(words) > 2 or not all(re.fullmatch("0*[1-9][0-9]{0,5}", word) for word in words):
+        raise UserError(f"--img-size is {' '.join(words)}: give height and width in pixels, one number, or any")
+    return int(words[0]), int(words[-1])
+
+
+def _load(args, is_run: bool, extra: dict):
+    """The model of the command line, and whether its weights are trained."""
+    from vision_longhorn.checkpoint import create_model
+    from vision_longhorn.hub import load_run
+
+    if is_run:
+        return load_run(args.model, **extra)[0], True
+    pretrained = args.pretrained or ":" in args.model  # the sources of timm are weights
+    kwargs = parse_pairs(args.model_kwargs or []) | extra
+    return create_model(args.model, pretrained=pretrained, **kwargs), pretrained
 
 
 if __name__ == "__main__":

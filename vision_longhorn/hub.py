@@ -7,20 +7,15 @@ timm's `save_for_hf` and `push_to_hf_hub` do the work. What is added: the run's 
 weights as safetensors only, and the card.
 """
 
-import argparse
 import os
+import re
 import shutil
 from pathlib import Path
 
-from timm.models import push_to_hf_hub, save_for_hf
-from timm.models._hub import generate_readme
+from vision_longhorn.errors import Parser, UserError, one_line, run_cli
+from vision_longhorn.names import checkpoint_names
 
-from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
-from vision_longhorn.config import DIGITS
-from vision_longhorn.data.index import read_index
-from vision_longhorn.errors import UserError, run_cli
-from vision_longhorn.evaluate import input_settings
-from vision_longhorn.vlonghorn import VisionLonghorn
+# What takes long to import is imported where it is used: the command line is read before.
 
 CITATIONS = ["""@inproceedings{liu2025longhorn,
   title={Longhorn: State Space Models are Amortized Online Learners},
@@ -35,14 +30,15 @@ CITATIONS = ["""@inproceedings{liu2025longhorn,
 }"""]
 
 
-def load_run(path):
+def load_run(path, **model_kwargs):
     """The model of a training run, with its averaged weights if it has any, and the checkpoint.
 
     Its `pretrained_cfg` gets the run's input size, normalisation, resampling and crop, so that
-    `timm.data.resolve_data_config(model=model)` gives the run's evaluation transform.
+    `timm.data.resolve_data_config(model=model)` gives the run's evaluation transform. It names no licence.
 
     Args:
         path: a run's folder (then its best.pt), or a checkpoint of train_imagenet.py.
+        **model_kwargs: arguments of the model beside the run's own, and before them.
 
     Returns:
         (model, checkpoint): the model in training mode on the CPU, the dict as `load_checkpoint` reads it.
@@ -50,14 +46,20 @@ def load_run(path):
     Raises:
         UserError: where `path` holds no such checkpoint.
     """
+    from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
+    from vision_longhorn.evaluate import input_settings
+
     path = Path(path, "best.pt") if Path(path).is_dir() else Path(path)
     checkpoint = load_checkpoint(path)
-    if "arch" not in checkpoint or "config" not in checkpoint:
+    if not {"arch", "num_classes", "config"} <= checkpoint.keys():
         raise UserError(f"{path} does not say which model it holds: give a checkpoint of train_imagenet.py")
     values = checkpoint["config"]
-    model = create_model(checkpoint["arch"], num_classes=checkpoint["num_classes"], **values["model_kwargs"])
+    model = create_model(checkpoint["arch"], num_classes=checkpoint["num_classes"],
+                         **{**values["model_kwargs"], **model_kwargs})
     load_weights(model, checkpoint, path, ema="state_dict_ema" in checkpoint)
-    model.pretrained_cfg.update(input_settings(model, values), num_classes=model.num_classes, tag=None)
+    # What timm knows of other weights of this architecture holds for none that a run has made.
+    model.pretrained_cfg.update(input_settings(model, values), num_classes=model.num_classes, tag=None, license=None,
+                                origin_url=None)
     return model, checkpoint
 
 
@@ -65,10 +67,12 @@ def model_card(model, source, checkpoint=None):
     """What is known of a model, as `push_to_hf_hub` takes it in `model_card`.
 
     Args:
-        model: a model of timm.
+        model: a model of timm; the licence is that of its `pretrained_cfg`, and "unknown" where there is none.
         source: what loads it: "hf-hub:USER/MODEL" or "local-dir:FOLDER".
         checkpoint: the dict of the run that it comes from; None for a model that no run of this trainer made.
     """
+    from vision_longhorn.vlonghorn import VisionLonghorn
+
     cfg = model.pretrained_cfg
     ours = isinstance(model, VisionLonghorn)
     details = {
@@ -88,14 +92,15 @@ def model_card(model, source, checkpoint=None):
         details["Training"] = f"{checkpoint['epoch']} of {values['epochs']} epochs, {values['opt']}, " \
             f"seed {values['seed']}"
         weights = "val_ema" if "state_dict_ema" in checkpoint else "val"
-        result = checkpoint["history"][-1].get(weights)
+        last = checkpoint["history"][-1] if checkpoint["history"] else {}  # a run's first epoch may not be finished
+        result = last.get(weights)
         if result:
             details["Top-1"] = f"{result['top1']:.2f} % of {result['count']:,} images, split " \
-                f"{values['val_split']!r} of {values['val_data'] or values['data']}"
+                f"{values['val_split']!r} of {values['val_data'] or values['data']}, after epoch {last['epoch']}"
     if checkpoint is None or model.num_classes != 1000:
         details["ImageNet-1k top-1"] = "not yet run"
     return {
-        "license": cfg.get("license") or "apache-2.0",
+        "license": cfg.get("license") or "unknown",  # without an entry timm writes apache-2.0
         "tags": ["image-classification", "timm", "vision-longhorn", "state-space-model"],
         "description": "An image classifier of the Python package `vision-longhorn`.",
         "details": details,
@@ -114,41 +119,91 @@ with torch.no_grad():
     }
 
 
-def class_names(checkpoint):
-    """Names of a run's classes by index, from the index of its training data; None where that is not at hand."""
-    data = checkpoint["config"]["data"]
-    names = (read_index(Path("data", DIGITS) if data == DIGITS else data) or {}).get("class_names")
-    return names if names and len(names) == checkpoint["num_classes"] else None
+def _labels(checkpoint):
+    """Names of a run's classes as timm's config.json has them: those of the data, and for each what people say."""
+    names, shown = (known if known and len(known) == checkpoint["num_classes"] else None
+                    for known in checkpoint_names(checkpoint))
+    if names and shown:
+        return dict(label_names=names, label_descriptions=dict(zip(names, shown)))
+    return dict(label_names=names or shown) if names or shown else {}
+
+
+def save_run_for_hub(path, folder, license=None):
+    """A training run as a new folder in the hub's layout: model.safetensors, config.json, README.md.
+
+    Args:
+        path: as `load_run` takes it.
+        folder: the folder to make, which must not be there yet.
+        license: the hub's identifier of the weights' licence, such as "mit"; None if they have none.
+
+    Raises:
+        UserError: as `load_run`; `folder` is there already, or cannot be written. Then no part of it is left.
+    """
+    from safetensors import SafetensorError
+    from timm.models import save_for_hf
+    from timm.models._hub import generate_readme
+
+    folder = Path(folder)
+    if os.path.lexists(folder):
+        raise UserError(f"{folder} is there already: remove it, or name another folder")
+    model, checkpoint = load_run(path)
+    model.pretrained_cfg["license"] = license
+    card = model_card(model, f"local-dir:{folder}", checkpoint)
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+    try:
+        aside.mkdir(parents=True)
+        try:
+            save_for_hf(model, str(aside), **_contents(checkpoint))
+            # safetensors lets nobody but the owner read what it writes.
+            shutil.copymode(aside / "config.json", aside / "model.safetensors")
+            (aside / "README.md").write_text(generate_readme(card, folder.name), encoding="utf-8")
+            os.replace(aside, folder)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, SafetensorError) as error:  # the second of a full disk, for one
+        raise UserError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or one_line(error)}): name a "
+                        "folder where you may write, with room for it") from error
+
+
+def _contents(checkpoint):
+    """What timm's functions are to write of a run beside the weights and the card."""
+    return dict(model_config=_labels(checkpoint), model_args=checkpoint["config"]["model_kwargs"],
+                safe_serialization=True)
 
 
 def main(argv=None):
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
     parser.add_argument("target", help="the folder to make, or with --push the hub's USER/MODEL")
+    parser.add_argument("--license", metavar="ID", help="of the weights, by the hub's identifier, such as mit or "
+                        "cc-by-4.0 [none: the card says unknown]")
     parser.add_argument("--push", action="store_true", help="to the hub, with the token of `hf auth login`")
-    parser.add_argument("--private", action="store_true", help="make a repository that only you can see")
+    parser.add_argument("--private", action="store_true", help="with --push: make a repository that only you can see")
     args = parser.parse_args(argv)
-    model, checkpoint = load_run(args.checkpoint)
-    names = class_names(checkpoint)
-    given = dict(model_config=dict(label_names=names) if names else None,
-                 model_args=checkpoint["config"]["model_kwargs"], safe_serialization=True)
-    if args.push:
-        card = model_card(model, f"hf-hub:{args.target}", checkpoint)
-        print(f"pushed: {push_to_hf_hub(model, args.target, model_card=card, private=args.private, **given)}")
+    if args.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", args.license):
+        raise UserError(f"--license is {args.license!r}: give an identifier of the hub, in small letters, such as mit, "
+                        "cc-by-4.0 or other")
+    if not args.push:
+        if args.private:
+            raise UserError(f"--private without --push: {args.target} would be a folder; give both, or neither")
+        save_run_for_hub(args.checkpoint, args.target, args.license)
+        print(f"wrote {args.target}")
         return
-    folder = Path(args.target)
-    if folder.exists():
-        raise UserError(f"{folder} is there already: remove it, or name another folder")
-    card = model_card(model, f"local-dir:{args.target}", checkpoint)
-    aside = Path(f"{folder}.tmp")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.target):
+        raise UserError(f"{args.target} is no name on the hub: with --push give USER/MODEL")
+
+    from timm.models import push_to_hf_hub
+
+    model, checkpoint = load_run(args.checkpoint)
+    model.pretrained_cfg["license"] = args.license
+    card = model_card(model, f"hf-hub:{args.target}", checkpoint)
     try:
-        save_for_hf(model, str(aside), **given)
-        (aside / "README.md").write_text(generate_readme(card, folder.name), encoding="utf-8")
-        os.replace(aside, folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
-    print(f"wrote {folder}")
+        address = push_to_hf_hub(model, args.target, model_card=card, private=args.private, **_contents(checkpoint))
+    except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
+        raise UserError(f"{args.target} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth "
+                        "whoami` tells whether you are logged in") from error
+    print(f"pushed: {address}")
 
 
 if __name__ == "__main__":

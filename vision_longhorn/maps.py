@@ -16,24 +16,20 @@ to the number of the diagonal rule. What Longhorn's N numbers forget adds up to 
 Longhorn, and dt, any positive number, for Mamba.
 """
 
-import argparse
-import os
+from __future__ import annotations
+
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import TYPE_CHECKING, NamedTuple, Optional
 
-import torch
-import torch.nn.functional as F
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from PIL import Image
-from timm.data import create_transform, resolve_data_config
-from torch import Tensor
+from vision_longhorn.curves import new_figure, save_png
+from vision_longhorn.errors import Parser, Range, UserError, run_cli
 
-from vision_longhorn.errors import UserError, run_cli
-from vision_longhorn.hub import load_run
-from vision_longhorn.kernels import short_conv
-from vision_longhorn.mixer import BidirectionalMixer
-from vision_longhorn.vlonghorn import VisionLonghorn, class_index
+# What takes long to import is imported where it is used: the command line is read before.
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from vision_longhorn.mixer import BidirectionalMixer
+    from vision_longhorn.vlonghorn import VisionLonghorn
 
 
 class TokenMaps(NamedTuple):
@@ -46,7 +42,6 @@ class TokenMaps(NamedTuple):
     class_write: Optional[Tensor]
 
 
-@torch.no_grad()
 def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     """Forgetting and write strength, as this module's text defines them, of a forward pass of `model` as it stands.
 
@@ -60,6 +55,10 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     Raises:
         UserError: `model` is not one of this package.
     """
+    import torch
+
+    from vision_longhorn.vlonghorn import VisionLonghorn, class_index
+
     if not isinstance(model, VisionLonghorn):
         raise UserError(f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
                         "(module='vlonghorn'), itself and not wrapped in another module or compiled")
@@ -69,7 +68,8 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
             lambda _, inputs, xz, mixer=block.mixer: found.append(_forgetting_and_write(mixer, xz)))
         for block in model.blocks]
     try:
-        model.forward_features(images)
+        with torch.no_grad():
+            model.forward_features(images)
     finally:
         for hook in hooks:
             hook.remove()
@@ -86,6 +86,11 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
 
 def _forgetting_and_write(mixer: BidirectionalMixer, xz: Tensor) -> Tensor:
     """(2, B, 2, L): forgetting and write strength by direction, from what `in_proj` gave, (B, L, 2 D)."""
+    import torch
+    from torch.nn.functional import softplus
+
+    from vision_longhorn.kernels import short_conv
+
     wide = torch.float64 if xz.dtype == torch.float64 else torch.float32
     R, N = mixer.dt_rank, mixer.d_state
     with torch.autocast(xz.device.type, enabled=False):
@@ -99,7 +104,7 @@ def _forgetting_and_write(mixer: BidirectionalMixer, xz: Tensor) -> Tensor:
             write = (1 / (1 + torch.exp(-logits) + energy[..., None])).mean(-1)
             forgetting = write * energy / N
         else:
-            dt = F.softplus(logits)  # (S, B, L, D), or 1 for all channels
+            dt = softplus(logits)  # (S, B, L, D), or 1 for all channels
             write = dt.mean(-1)
             rates = mixer.A_log.to(wide).exp()[:, None, None]  # (S, 1, 1, D, N), of decay: -A
             forgetting = sum((-torch.expm1(-dt * rates[..., n])).mean(-1) for n in range(N)) / N
@@ -112,12 +117,12 @@ def plot_maps(maps: TokenMaps, image, out: str | Path, layers: Optional[list[int
     Args:
         maps: of `token_maps`.
         image: (H, W) or (H, W, 3) array in [0, 1], or a PIL image: what is shown beside the maps.
-        out: path of the PNG, written aside and renamed.
+        out: path of the PNG, as `vision_longhorn.curves.save_png` takes it.
         layers: indices of the blocks to show; all if None.
         sample: index of the image in the batch of `maps`.
 
     Raises:
-        UserError: there is no such block.
+        UserError: there is no such block, or the PNG cannot be written.
     """
     depth = len(maps.write)
     layers = list(range(depth)) if layers is None else layers
@@ -125,9 +130,7 @@ def plot_maps(maps: TokenMaps, image, out: str | Path, layers: Optional[list[int
     if wrong or not layers:
         raise UserError(f"layers={layers}: the model has blocks 0 to {depth - 1}")
     rows, columns = maps.write.shape[-2:]
-    # Figure without pyplot: no display, and no state that outlives the call
-    figure = Figure(figsize=(9, 0.4 + 1.6 * len(layers) * min(max(rows / columns, 0.5), 2)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(9, 0.4 + 1.6 * len(layers) * min(max(rows / columns, 0.5), 2))
     grid = figure.subplots(len(layers), 5, squeeze=False)
     for axes, layer in zip(grid, layers):
         axes[0].imshow(image, cmap="gray", vmin=0, vmax=1)
@@ -142,27 +145,34 @@ def plot_maps(maps: TokenMaps, image, out: str | Path, layers: Optional[list[int
         axis.set_title(title, fontsize=9)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
-    aside = Path(f"{out}.tmp")
-    aside.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(aside, format="png", dpi=90)
-        os.replace(aside, out)
-    finally:
-        aside.unlink(missing_ok=True)
+    save_png(figure, out, dpi=90)
 
 
 def main(argv=None):
     """Command line of this module."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
-    parser.add_argument("image", help="image file")
+    parser.add_argument("image", help="image file: JPEG, PNG, WebP or PPM")
     parser.add_argument("--out", default="maps.png", help="the PNG to write [maps.png]")
-    parser.add_argument("--layers", nargs="+", type=int, help="indices of the blocks to show [all]")
+    parser.add_argument("--layers", nargs="+", type=Range(kind=int), metavar="N",
+                        help="indices of the blocks to show, from 0, or from the last at -1 [all]")
     args = parser.parse_args(argv)
+    if not Path(args.image).is_file():
+        raise UserError(f"no image at {args.image}: give an image file")
+
+    import torch
+    from timm.data import create_transform, resolve_data_config
+
+    from vision_longhorn.data.images import DataError, decode_image
+    from vision_longhorn.hub import load_run
+
+    try:
+        image = decode_image(Path(args.image).read_bytes())
+    except DataError as error:
+        raise UserError(f"{args.image} is {error}") from error
     model = load_run(args.checkpoint)[0].eval()
     settings = resolve_data_config(model=model)
-    with Image.open(args.image) as image:
-        tensor = create_transform(**settings)(image.convert("RGB"))  # (3, H, W)
+    tensor = create_transform(**settings)(image)  # (3, H, W)
     mean, std = (torch.tensor(settings[key])[:, None, None] for key in ("mean", "std"))
     shown = (tensor * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
     plot_maps(token_maps(model, tensor[None]), shown, args.out, args.layers)

@@ -10,7 +10,7 @@ import torch
 from timm.models import clean_state_dict
 from torch import Tensor, nn
 
-__all__ = ["from_official", "rename_official", "unwrap"]
+__all__ = ["fit_features", "from_official", "rename_official", "unwrap"]
 
 # Parameter here: its forward and its backward part there.
 _PAIRS = {
@@ -90,3 +90,43 @@ def rename_official(model: nn.Module, state_dict: dict[str, Tensor], prefix: str
         for name in weights:
             del state_dict[prefix + name]
         state_dict.update({prefix + name: value for name, value in from_official(weights, model).items()})
+
+
+def fit_features(net: nn.Module, state_dict: dict[str, Tensor], prefix: str, _, strict: bool, missing: list[str],
+                 unexpected: list[str], errors: list[str], *, depth: int) -> None:
+    """Hook before `load_state_dict` of what `features_only=True` gives: takes the weights of a whole model as well.
+
+    timm wraps the model, so its weights have longer names there, and drops what the features do not need: the head,
+    the norm, the blocks after the last one. Its `create_model(NAME, features_only=True, checkpoint_path=FILE)` loads
+    the file into the wrapper all the same.
+
+    Args:
+        net: the wrapper, with the model as its only child.
+        state_dict: what is loaded; weights of a whole model in it, of ours or official ones, are renamed, and those
+            that `net` lacks dropped.
+        prefix: before the names of `net` in it.
+        strict, errors: as torch gives them; weights of another number of blocks are an error.
+        depth: blocks of the whole model.
+    """
+    (child, _), = net.named_children()
+    inner = f"{prefix}{child}."
+    names = [name for name in state_dict if name.startswith(prefix)]
+    if any(name.startswith(inner) for name in names):
+        return
+    kept = {_part(name.removeprefix(f"{child}.")) for name in net.state_dict()}
+    whole = {f"blocks.{i}" for i in range(depth)} | {"norm", "head"}
+    given = {_part(name.removeprefix(prefix)) for name in names}
+    absent = {part for part in whole - given if part.startswith("blocks.")}
+    if strict and names and absent and given & whole != kept & whole:
+        errors.append(f"these weights are of {depth - len(absent)} blocks, the model has {depth}")
+    for name in names:
+        value, part = state_dict.pop(name), _part(name.removeprefix(prefix))
+        if part in kept or part not in whole:
+            state_dict[inner + name.removeprefix(prefix)] = value
+
+
+def _part(name: str) -> str:
+    """The part of a model that a parameter belongs to, "blocks.3" for instance, also by its official name."""
+    first, second, *_ = *name.split("."), ""
+    first = {"layers": "blocks", "norm_f": "norm"}.get(first, first)
+    return f"blocks.{second}" if first == "blocks" else first

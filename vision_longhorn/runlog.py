@@ -1,5 +1,7 @@
 """Where the curves of a run go: TensorBoard, and a tracker of accelerate's where the user asks for one."""
 
+import zlib
+
 import yaml
 from accelerate.tracking import get_available_trackers
 from torch.utils.tensorboard import SummaryWriter
@@ -30,8 +32,9 @@ class RunLog:
         self.writer = SummaryWriter(run_dir, purge_step=purge_step)
         self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(cfg.values(), sort_keys=False) + "```")
         if self.tracked:
-            # A run that goes on is the same run there.
-            options = dict(name=run_dir.name, id=run_dir.name, dir=str(run_dir), resume="allow")
+            # A run that goes on is the same run there, another folder's is not.
+            place = zlib.crc32(str(run_dir.resolve()).encode())
+            options = dict(name=run_dir.name, id=f"{run_dir.name}-{place:08x}", dir=str(run_dir), resume="allow")
             accelerator.init_trackers(PROJECT, config=settings_of(cfg), init_kwargs={"wandb": options})
 
     def add(self, scalars, step):

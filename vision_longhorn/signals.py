@@ -7,6 +7,9 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
+
+import psutil
 
 # What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
@@ -31,9 +34,25 @@ def end_commands():
 
 class StopSignals:
     """Within this context SIGTERM, SIGUSR1 and the first Ctrl-C do not end the process but stand in `received`
-    (before: 0). Ctrl-C after one of them is a KeyboardInterrupt."""
+    (before: 0). Ctrl-C after one of them is a KeyboardInterrupt.
 
-    received = 0
+    `accelerate launch` of one process dies of a signal that was meant for it and leaves the process that it started
+    alive. So where such a launcher is gone, SIGTERM counts as received.
+    """
+
+    def __init__(self):
+        self._received, self._launcher = 0, None
+        with contextlib.suppress(psutil.Error):
+            parent = psutil.Process().parent()
+            if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word
+                              for word in parent.cmdline()[:4]):
+                self._launcher = parent.pid
+
+    @property
+    def received(self):
+        if not self._received and self._launcher and os.getppid() != self._launcher:
+            self._received = signal.SIGTERM
+        return self._received
 
     def __enter__(self):
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
@@ -45,11 +64,11 @@ class StopSignals:
 
     def _note(self, number, _):
         if number == signal.SIGINT:
-            if self.received:
+            if self._received:
                 raise KeyboardInterrupt("stopped at once; --resume RUN goes on from the last checkpoint")
             if os.environ.get("RANK", "0") == "0":
                 print("\nCtrl-C: saving after this update; once more ends it at once", file=sys.stderr, flush=True)
-        self.received = number
+        self._received = number
 
 
 def outlive_signals(_=None):

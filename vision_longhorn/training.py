@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, set_seed
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs, set_seed
 from timm.data import Mixup, create_transform
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
@@ -43,6 +43,7 @@ from vision_longhorn.watch import Watch, step_if_finite
 
 FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
 FUSED_SHARDED = ("adam", "adamw")  # those of them that can do it with shards
+SCALE = 2.0**10  # of the loss in fp16 at the start: torch's 2**16 would cost the first updates
 SCHEDULE = "warm-up, then a whole cosine"
 
 
@@ -77,11 +78,14 @@ class Trainer:
         self.run_dir = Path(cfg.run_dir or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self.accelerator = make_accelerator(
             cfg.device, cfg.precision, gradient_accumulation_steps=cfg.grad_accum, log_with=cfg.track,
-            project_dir=str(self.run_dir), kwargs_handlers=[DistributedDataParallelKwargs(
-                gradient_as_bucket_view=True,
-                static_graph=cfg.grad_accum == 1,  # torch has no static graph with accumulation
-                comm_hook=DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO,
-            )])
+            project_dir=str(self.run_dir), kwargs_handlers=[
+                GradScalerKwargs(init_scale=SCALE),
+                DistributedDataParallelKwargs(
+                    gradient_as_bucket_view=True,
+                    static_graph=cfg.grad_accum == 1,  # torch has no static graph with accumulation
+                    comm_hook=DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO,
+                )])
+        self.scaler = self.accelerator.scaler  # of the loss in fp16, else None
         self.rank, self.world_size = self.accelerator.process_index, self.accelerator.num_processes
         self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
         self.global_batch = cfg.batch_size * self.world_size * cfg.grad_accum
@@ -164,6 +168,8 @@ class Trainer:
         self.ema = ModelEmaV3(self.model, decay=cfg.ema_decay) if cfg.ema_decay else None
         self.evaluated = {"val": self.model, "val_ema": self.ema.module} if self.ema else {"val": self.model}
         if self.sharded:
+            if self.scaler:
+                raise UserError("precision fp16 does not go together with fsdp: use bf16 or fp32")
             shard(self.accelerator, *self.evaluated.values(), compress_gradients=cfg.compress_gradients)
         elif cfg.fsdp:
             self.say("Note: fsdp has nothing to share out with one process.")
@@ -331,11 +337,15 @@ class Trainer:
                 loss_sum += loss.detach()
                 # A loss that is not finite makes all gradients so, and those all processes' sums.
                 accelerator.backward(loss * (1 + 0 * loss.detach()))
+        if self.scaler:
+            self.scaler.unscale_(self.optimizer)
         grad_norm = accelerator.clip_grad_norm_(self.net.parameters(), math.inf if cfg.clip_grad is None
                                                 else cfg.clip_grad)
         if self.sharded:
             grad_norm = grad_norm.full_tensor()
         step_if_finite(self.optimizer, grad_norm)
+        if self.scaler:
+            self.scaler.update()
         self.optimizer.zero_grad()
 
         self.updates += 1
@@ -409,7 +419,7 @@ class Trainer:
             display_names=names_of(getattr(self.train_shards, "display_names", None), self), config=self.cfg.values(),
             facts=self.facts(), epoch=epoch, updates=self.updates, watch=self.watch.state_dict(),
             state_dict=whole_weights(self.model), optimizer=whole_optimizer_state(self.model, self.optimizer),
-            best_metric=self.best, history=self.history,
+            best_metric=self.best, history=self.history, scaler=self.scaler and self.scaler.state_dict(),
         )
         if self.ema:
             state["state_dict_ema"] = whole_weights(self.ema.module)
@@ -425,6 +435,8 @@ class Trainer:
         if self.ema:
             load_weights(self.ema.module, state, cfg.resume, ema=True)
         load_optimizer(self.model, self.optimizer, state, cfg)
+        if self.scaler and state.get("scaler"):
+            self.scaler.load_state_dict(state["scaler"])
         self.epoch, self.best, self.history = state["epoch"], state["best_metric"], state["history"]
         if self.epoch >= cfg.epochs:
             raise UserError(f"{self.run_dir} has finished its {self.epoch} epochs: give more by --epochs to go on")

@@ -7,6 +7,7 @@ Papers:
 """
 
 import math
+from functools import partial
 from typing import Any, Final, Optional
 
 import torch
@@ -19,7 +20,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from .mixer import BidirectionalMixer, check_choice
-from .official import rename_official, unwrap
+from .official import fit_features, rename_official, unwrap
 from .patches import StridedPatchEmbed
 
 try:
@@ -399,7 +400,7 @@ def _fit_pos_embed(pos_embed: Tensor, kernel: tuple[int, int], model: VisionLong
         raise RuntimeError(
             f"pos_embed of these weights has {num_patches} patches, which is no square, and the model has "
             f"{model.patch_embed.num_patches}: say what image size they are of, by "
-            "pretrained_cfg_overlay=dict(input_size=(channels, height, width), ...)")
+            "input_size=(channels, height, width) in the pretrained_cfg of these weights")
     if grid == model.patch_embed.grid_size:
         return pos_embed
     return resample_pos_embed(pos_embed, model.class_token, grid, model.patch_embed.grid_size)
@@ -431,15 +432,15 @@ def _cfg(url: str = "", **kwargs) -> dict[str, Any]:
     return {
         "url": url, "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": None, "crop_pct": 0.875,
         "interpolation": "bicubic", "fixed_input_size": True, "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225), "first_conv": "patch_embed.proj", "classifier": "head", "license": "apache-2.0",
-        **kwargs,
+        "std": (0.229, 0.224, 0.225), "first_conv": "patch_embed.proj", "classifier": "head", **kwargs,
     }
 
 
 def _vim_cfg(size: str, file: str) -> dict[str, Any]:
     """Weights that the authors of Vision Mamba published on the Hugging Face hub."""
     return _cfg(hf_hub_id=f"hustvl/Vim-{size}-midclstok", hf_hub_filename=file,
-                paper_ids="arXiv:2401.09417", origin_url="https://github.com/hustvl/Vim")
+                license="apache-2.0", paper_ids="arXiv:2401.09417",
+                origin_url="https://github.com/hustvl/Vim")
 
 
 _TEST_SIZE = dict(input_size=(3, 96, 96))
@@ -473,9 +474,12 @@ _SIZES = {
 def _create(variant: str, pretrained: bool, **kwargs) -> VisionLonghorn:
     kwargs = {**_SIZES[variant.split("_")[1]], **kwargs}
     out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
-    return build_model_with_cfg(
+    model = build_model_with_cfg(
         VisionLonghorn, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
         feature_cfg=dict(out_indices=out_indices, feature_cls="getter"), **kwargs)
+    if not isinstance(model, VisionLonghorn):
+        model.register_load_state_dict_pre_hook(partial(fit_features, depth=kwargs["depth"]))
+    return model
 
 
 @register_model

@@ -1,0 +1,303 @@
+"""Evaluates a checkpoint, or any timm model, on image shards: top-1, top-5, loss and count, printed and saved as JSON.
+
+The command of eval.py. Samples of data with other classes than the model's are never counted as if they had the same:
+classes are compared by number and name, and `--map-classes` pairs them by name.
+"""
+
+import inspect
+import itertools
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+from vision_longhorn.config import DIGITS, parse_pairs
+from vision_longhorn.errors import Parser, Range, UserError
+
+# What makes two results those of the same evaluation. Processes, batch size and the speed do not.
+SAME = ("model", "model_kwargs", "weights", "checkpoint", "data", "split", "input_size", "precision", "map_classes")
+
+
+def main(argv=None):
+    """Evaluates as the command line `argv` says (default: the process's own) and returns the result, a dict."""
+    args = parse(argv)
+    # Here, so that --help and mistakes in the command line do not wait for torch.
+    import torch
+    from timm.data import create_transform
+
+    from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
+    from vision_longhorn.data import open_shards
+    from vision_longhorn.evaluate import describe, evaluate, input_settings, locate_data, make_accelerator
+    from vision_longhorn.names import checkpoint_names, imagenet_names, match_classes, model_names, readable_names
+    from vision_longhorn.report import Predictions
+
+    accelerator = make_accelerator(args.device, args.precision)
+    say = accelerator.print
+
+    # What the checkpoint says of itself stands in for what the command line leaves open.
+    checkpoint, path = {}, None
+    if args.checkpoint:
+        path = Path(args.checkpoint, "best.pt") if Path(args.checkpoint).is_dir() else Path(args.checkpoint)
+        checkpoint = load_checkpoint(path)
+    values = checkpoint.get("config", {})
+    name = args.model or checkpoint.get("arch")
+    if name is None:
+        raise UserError(f"{path} does not say which model it holds: give --model NAME")
+    split = args.split or values.get("val_split", "val")
+    own_data, own_samples = values.get("data"), None
+    if split == values.get("val_split"):
+        own_data, own_samples = values.get("val_data") or own_data, values.get("val_samples")
+    elif split == values.get("train_split"):
+        own_samples = values.get("train_samples")
+    data = args.data or own_data
+    if data is None:
+        raise UserError("no data: give --data DIR, a folder of shards, or --data digits")
+    is_own = own_data is not None and _place(data) == _place(own_data)
+    samples = own_samples if is_own and args.samples is None else args.samples
+    values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **parse_pairs(args.model_kwargs)}}
+
+    # Model and weights
+    num_classes = checkpoint.get("num_classes") if args.num_classes is None else args.num_classes
+    model = create_model(name, pretrained=args.pretrained, num_classes=num_classes, **values["model_kwargs"])
+    if not model.num_classes:
+        raise UserError(f"{name} has no classifier: give a model with classes, or --num-classes for a random one")
+    weights = "pretrained" if args.pretrained else "random"
+    if checkpoint:
+        ema = "state_dict_ema" in checkpoint if args.ema is None else args.ema
+        load_weights(model, checkpoint, path, ema)
+        weights = "EMA" if ema else "raw"
+    elif args.pretrained and model.pretrained_cfg.get("num_classes") != model.num_classes:
+        weights = "pretrained, random classifier"
+    model.to(accelerator.device)
+
+    # Data, and whether its classes are the model's
+    data = locate_data(data, accelerator)
+    names, display_names = checkpoint_names(checkpoint) if checkpoint else model_names(model, name, args.pretrained)
+    # An image folder of the run's may lack images of some classes: its labels follow the model's.
+    shards = open_shards(data, split, samples, allow_pipe=args.allow_pipe, samples_option="--samples",
+                         class_names=names if is_own and not args.map_classes else None)
+    if shards.hint:
+        say(f"note: {shards.hint}")
+    if names is None and "random" not in weights:
+        guess = imagenet_names(model.num_classes)
+        if guess and not set(guess).isdisjoint(shards.class_names or ()):
+            names = guess
+            say(f"note: the model's class names are unknown, its {model.num_classes} are taken for ImageNet's")
+    class_map = None
+    # A run may have been given more classes than its data has.
+    if args.map_classes or not is_own or names and shards.class_names:
+        class_map, note = match_classes(
+            names, model.num_classes, shards.class_names, shards.num_classes, by_name=args.map_classes,
+            model=f"the model ({name})", data=data,
+            remedy=f"give --num-classes {shards.num_classes}" if "random" in weights else "give data of the model's "
+            "classes; --map-classes could pair them by name, which `python -m vision_longhorn.shards index DIR "
+            "--classes FILE` gives to data")
+        if note and "random" not in weights:
+            say(f"note: {note}")
+    if "random" in weights:
+        say(f"note: {'a random classifier' if args.pretrained else 'random weights'}: the accuracy is chance")
+    used = model.num_classes if class_map is None else len(class_map.classes)
+    settings = input_settings(model, values)
+    batches = Clock(_loader(
+        shards, create_transform(**settings), args.predictions is not None, batch_size=args.batch_size,
+        num_workers=args.workers, rank=accelerator.process_index, world_size=accelerator.num_processes,
+        num_classes=model.num_classes if class_map is None else len(shards.class_names),
+        pin_memory=accelerator.device.type == "cuda",
+    ), accelerator.device, shards.num_samples // accelerator.num_processes if accelerator.is_main_process else None)
+
+    # Result
+    predictions = Predictions(used, class_map) if args.report or args.predictions else None
+    result = evaluate({"model": model}, batches, accelerator, shards.num_samples, args.batch_size, class_map,
+                      predictions and predictions.add)["model"]
+    images, seconds = batches.read()
+    rates = accelerator.gather(torch.tensor([[images, seconds]], dtype=torch.float64, device=accelerator.device))
+    images, seconds = rates[:, 0].sum().item(), rates[:, 1].max().item()
+    result.update(
+        model=name, model_kwargs=values["model_kwargs"], weights=weights, checkpoint=path and os.path.abspath(path),
+        epoch=checkpoint.get("epoch"), data=_place(data), split=split, input_size=list(settings["input_size"]),
+        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        classes=used, model_classes=model.num_classes, data_classes=shards.num_classes,
+        map_classes=class_map is not None, samples=shards.num_samples, processes=accelerator.num_processes,
+        batch_size=args.batch_size, images_per_s=images / seconds if images else None,
+    )
+    if predictions:
+        predictions.gather()
+    say(f"{name}, {weights} weights, {split} split of {data}")
+    if class_map is not None:
+        say(f"{used} classes, those of one name of the model's {model.num_classes} and the data's "
+            f"{len(shards.class_names)}")
+    say(f"{describe(result)} of {shards.num_samples}")
+    say(f"{images / seconds:.1f} images/s without the first batch" if images
+        else "images/s not measured: all was one batch")
+    if accelerator.is_main_process:
+        own_names = getattr(shards, "display_names", None), display_names if class_map is None else None
+        words = readable_names(shards.class_names or names, next(filter(None, own_names), None), model.num_classes)
+        _save(args, result, predictions, shards.class_names or names, words,
+              _default_name(result, path, data, is_own, checkpoint))
+    if accelerator.device.type == "cuda":
+        accelerator.end_training()  # NCCL wants it; with gloo, torch 2.7 can wait in it for itself, for ever
+    return result
+
+
+def parse(argv):
+    """Command line; in brackets what an option stands at where it is not given."""
+    count = Range(1, kind=int)
+    parser = Parser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", help="a run's folder (then best.pt) or file, or a state dict with --model, or "
+                        "a folder in the hub's layout")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [where there are]")
+    weights.add_argument("--raw", dest="ema", action="store_false", default=None, help="weights as trained")
+    parser.add_argument("--model", help="timm name [the checkpoint's]")
+    parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="[the checkpoint's]")
+    parser.add_argument("--pretrained", action="store_true", help="timm's pretrained weights of --model")
+    parser.add_argument("--data", help="folder of shards, pattern or URL, or 'digits' [the checkpoint's]")
+    parser.add_argument("--split", help="[the checkpoint's, or val]")
+    parser.add_argument("--samples", type=count, help="size of the split, for shards without an index")
+    parser.add_argument("--allow-pipe", action="store_true", help="run the command of --data pipe:COMMAND, or of the "
+                        "checkpoint's data, which prints shards")
+    parser.add_argument("--num-classes", type=count, help="[the checkpoint's, or the model's own]")
+    parser.add_argument("--map-classes", action="store_true", help="data with other classes: evaluate those that model "
+                        "and data both have, paired by name")
+    parser.add_argument("--batch-size", type=count, default=256, help="per process [256]")
+    parser.add_argument("--workers", type=Range(0, kind=int), default=min(4, os.cpu_count() or 1), help="loader "
+                        "processes per process [4, or one per core]")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
+    parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
+                        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]")
+    parser.add_argument("--out", help="JSON file [eval-SPLIT.json beside the checkpoint; its name tells what else is "
+                        "not the run's own]")
+    parser.add_argument("--report", metavar="FOLDER", help="accuracy by class and confusion matrix, as CSV and PNG, "
+                        "into a new folder")
+    parser.add_argument("--predictions", metavar="FILE", help="every sample's prediction, as a new CSV file")
+    args = parser.parse_args(argv)
+    if args.checkpoint and not args.model and Path(args.checkpoint, "config.json").is_file():
+        if not Path(args.checkpoint, "best.pt").is_file():
+            args.model, args.pretrained, args.checkpoint = f"local-dir:{args.checkpoint}", True, None
+    if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
+        raise UserError("say what to evaluate: --checkpoint FILE, or --model NAME --pretrained")
+    # Before the work, not after it.
+    if args.out and os.path.lexists(args.out) and _read_result(args.out) is None:
+        raise UserError(f"--out {args.out} is there already and no result of an evaluation: name another file")
+    if args.predictions and os.path.lexists(args.predictions):
+        raise UserError(f"--predictions {args.predictions} is there already: remove it, or name another file")
+    if args.report and os.path.lexists(args.report) and not (
+            os.path.isdir(args.report) and not os.listdir(args.report)):
+        raise UserError(f"--report {args.report} is there already: remove it, or name another folder")
+    return args
+
+
+class Clock:
+    """Batches of a loader, with the time that passes from the end of the first one's evaluation to the end of all. It
+    shows a bar of `total` images, None: it does not."""
+
+    def __init__(self, loader, device, total=None):
+        self.loader = loader
+        self.device = device
+        self.total = total
+        self.start = None
+        self.images = 0
+
+    def __iter__(self):
+        from tqdm import tqdm
+
+        hidden = True if self.total is None else None  # None: where there is no terminal
+        with tqdm(total=self.total, unit="img", dynamic_ncols=True, disable=hidden) as bar:
+            for batch in self.loader:
+                if self.start is not None:
+                    self.images += len(batch[1])
+                yield batch
+                bar.update(len(batch[1]))
+                if self.start is None:
+                    self.start = self._now()
+
+    def read(self):
+        """(images after the first batch, seconds that they took)"""
+        return self.images, self._now() - self.start if self.images else 0.0
+
+    def _now(self):
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def _loader(shards, transform, keys, **options):
+    """eval_loader, whose batches with `keys` have a third part, a list of (shard, key)."""
+    from vision_longhorn.data import eval_loader
+
+    if not keys:
+        return eval_loader(shards, transform, **options)
+    if "keys" in inspect.signature(eval_loader).parameters:
+        return eval_loader(shards, transform, keys=True, **options)
+    # Until eval_loader has `keys`
+    loader = eval_loader(shards, transform, **options)
+    stream = loader.stream
+    stream.views = lambda samples: ((stream.transform(image), label, (sample["__url__"], sample["__key__"]))
+                                    for sample, image, label, _ in stream.decoded(samples))
+    return ((images, targets, list(zip(*places))) for images, targets, places in loader)
+
+
+def _place(spec):
+    """A path as it is from anywhere; URLs and commands as they are."""
+    if spec == DIGITS:
+        spec = os.path.join("data", DIGITS)
+    return spec if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", spec) and not os.path.exists(spec) else os.path.abspath(spec)
+
+
+def _default_name(result, path, data, is_own, checkpoint):
+    """The file for a result. It tells what was evaluated, but for what a run's own evaluation has as well."""
+    words = ["eval"]
+    if not checkpoint:
+        words.append(result["model"])
+    elif path.stem != "best":
+        words.append(path.stem)
+    if not is_own:
+        words.append(Path(_place(data)).name)
+    words.append(result["split"])
+    if result["weights"] == "raw" and "state_dict_ema" in checkpoint or "random" in result["weights"]:
+        words.append(result["weights"].split()[-1])
+    if result["map_classes"]:
+        words.append("mapped")
+    name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", word).strip("_.")[-60:] for word in words)
+    return (path.parent if checkpoint else Path()) / f"{name}.json"
+
+
+def _save(args, result, predictions, class_names, names, default):
+    """Saves what was asked for. A result's own file is taken, or else a free one's name: no other is written over."""
+    from vision_longhorn.checkpoint import write_text
+
+    out = Path(args.out or default)
+    if not args.out:
+        for number in itertools.count(2):
+            before = _read_result(out) if os.path.lexists(out) else result
+            if before is not None and all(before.get(key) == result[key] for key in SAME):
+                break
+            out = default.with_stem(f"{default.stem}-{number}")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        write_text(out, json.dumps(result, indent=2) + "\n")
+        other = "" if args.out or out == default else f"; {default.name} is another evaluation's"
+        print(f"saved as {out}{other}")
+        if args.predictions:
+            out = Path(args.predictions)
+            predictions.write_predictions(out, class_names, names)
+            print(f"predictions in {out}")
+        if args.report:
+            out = Path(args.report)
+            predictions.write_report(out, class_names, names)
+            print(f"accuracy by class and confusion matrix in {out}")
+    except OSError as error:
+        raise UserError(f"{out} cannot be written ({error.strerror or error}): the result is what was printed; name a "
+                        "place that can by --out, --predictions or --report") from error
+
+
+def _read_result(path):
+    """The result that a file holds, a dict; None where it holds anything else."""
+    try:
+        result = json.loads(Path(path).read_text())
+        return result if {"top1", "top5", "count", "split"} <= result.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None

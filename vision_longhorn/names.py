@@ -1,0 +1,151 @@
+"""Names of classes: what a model and data call them, which are the same, and how a person reads them."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from vision_longhorn.config import DIGITS
+from vision_longhorn.errors import UserError
+
+_SYNSET = re.compile(r"n\d{8}")  # WordNet's number of a noun, by which ImageNet names its classes
+
+
+class ClassMap(NamedTuple):
+    """The classes that a model and data both have, in the data's order."""
+
+    columns: list  # the model's index of each
+    classes: list  # the data's index of each
+    targets: list  # for each class of the data its place among these, -1 for one that the model lacks
+
+
+def checkpoint_names(checkpoint):
+    """Names of a run's classes, as its checkpoint has them; of an older one, as the index of the run's data has them.
+
+    Args:
+        checkpoint: dict of `load_checkpoint`.
+
+    Returns:
+        (class names, names for people): lists by index, None where unknown.
+    """
+    from vision_longhorn.data.index import read_index
+
+    if "class_names" in checkpoint:
+        return checkpoint["class_names"], checkpoint.get("display_names")
+    data = checkpoint.get("config", {}).get("data")
+    if data is None:
+        return None, None
+    try:
+        index = read_index(Path("data", DIGITS) if data == DIGITS else data) or {}
+    except UserError:  # a broken index is no matter of the model's
+        index = {}
+    names = index.get("class_names")
+    return (names, index.get("display_names")) if names and len(names) <= checkpoint["num_classes"] else (None, None)
+
+
+def model_names(model, name, pretrained=True):
+    """Names of the classes of a timm model: those that came with its weights, or ImageNet's.
+
+    Args:
+        model: the model.
+        name: what it was made by: a name in timm's registry, "hf-hub:..." or "local-dir:...".
+        pretrained: whether it has pretrained weights; without them its classes have no meaning.
+
+    Returns:
+        (class names, names for people): lists by index, None where unknown.
+    """
+    cfg = model.pretrained_cfg
+    if not pretrained or cfg.get("num_classes") != model.num_classes:  # then the classifier is new
+        return None, None
+    names = cfg.get("label_names")
+    if isinstance(names, dict):  # of index to name, as JSON has it
+        names = [names.get(str(i), names.get(i)) for i in range(model.num_classes)]
+    if names and None not in names:
+        texts = cfg.get("label_descriptions") or {}
+        return list(names), [texts.get(label, label) for label in names] if texts else None
+    # Only of timm's own models the number of classes tells the data.
+    return (imagenet_names(model.num_classes) if ":" not in name or "hf-hub:timm/" in name else None), None
+
+
+def imagenet_names(num_classes):
+    """Synsets of ImageNet's classes by index (1,000, or one of the larger sets that timm knows); None for no such
+    number of classes."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset({"num_classes": num_classes})
+    names = subset and ImageNetInfo(subset).label_names()
+    return list(names) if names and len(names) == num_classes else None
+
+
+def readable_names(class_names, display_names=None, num_classes=None):
+    """Names of classes for people: `display_names` if there are any, words for ImageNet's synsets, else the names.
+
+    Args:
+        class_names: names by index, or None.
+        display_names: names for people by index, or None.
+        num_classes: how many names to return, at least; those that are missing are "class 7" and so on.
+
+    Returns:
+        list of names by index.
+    """
+    names = list(display_names or class_names or [])
+    if not display_names and any(map(_SYNSET.fullmatch, names)):
+        from timm.data import ImageNetInfo
+
+        table = ImageNetInfo()
+        for i, name in enumerate(names):
+            try:
+                names[i] = table.label_name_to_description(name)
+            except KeyError:  # no synset, or one that timm does not know
+                pass
+    return names + [f"class {i}" for i in range(len(names), num_classes or 0)]
+
+
+def match_classes(names, num_classes, data_names, data_classes, *, by_name, model, data, remedy=""):
+    """Find out whether a model's classes are those of the data, in the same order.
+
+    Args:
+        names: the model's class names by index, or None.
+        num_classes: the model's number of classes.
+        data_names, data_classes: the same of the data, each None if unknown.
+        by_name: where they differ, pair those of one name.
+        model, data: what to call the two in messages.
+        remedy: what to do where the names are unknown and the numbers differ.
+
+    Returns:
+        (ClassMap, or None where index i is the same class in both; note: what could not be compared, "" if nothing).
+
+    Raises:
+        UserError: if they differ and `by_name` is not set, or there is nothing to pair.
+    """
+    if names and data_names:
+        if list(names) == list(data_names):
+            return None, ""
+        shared = set(names) & set(data_names)
+        first = next((i for i, (own, other) in enumerate(zip(names, data_names)) if own != other),
+                     min(len(names), len(data_names)))
+        own, other = (repr(known[first]) if first < len(known) else "none" for known in (names, data_names))
+        differ = (f"class {first} is {own} in {model} and {other} in {data} ({len(names)} and {len(data_names)} "
+                  "classes)")
+        if not shared:
+            raise UserError(f"{differ}, and no class of either is one of the other: give the data, or a model, of the "
+                            "same classes")
+        if not by_name:
+            raise UserError(f"{differ}: --map-classes evaluates the {len(shared)} classes that both have, by name")
+        for whose, known in ((model, names), (data, data_names)):
+            twice = next((name for name in known if name in shared and known.count(name) > 1), None)
+            if twice is not None:
+                raise UserError(f"{whose} has two classes {twice!r}: --map-classes needs names that differ")
+        classes = [i for i, name in enumerate(data_names) if name in shared]
+        column = {name: i for i, name in enumerate(names)}
+        place = {i: n for n, i in enumerate(classes)}
+        return ClassMap([column[data_names[i]] for i in classes], classes,
+                        [place.get(i, -1) for i in range(len(data_names))]), ""
+    unknown = [whose for whose, known in ((model, names), (data, data_names)) if not known]
+    if by_name:
+        raise UserError(f"the class names of {' and '.join(unknown)} are unknown, and --map-classes goes by them: "
+                        "`python -m vision_longhorn.shards index DIR --classes FILE` gives data their names")
+    if data_classes not in (None, num_classes):
+        raise UserError(f"{model} has {num_classes} classes, {data} has {data_classes}: {remedy}")
+    compared = "labels are taken as the model's" if data_classes is None else \
+        f"only their number was compared, {num_classes}"
+    return None, f"the class names of {' and '.join(unknown)} are unknown, {compared}"

@@ -1,0 +1,136 @@
+"""What an evaluation says beside its totals: every sample's prediction, accuracy by class, the confusion matrix."""
+
+from pathlib import Path
+
+import numpy as np
+from accelerate.utils import gather_object
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
+from vision_longhorn.files import csv_file, written_aside
+
+SHOWN = 1000  # cells of the drawn matrix at most, by side
+
+
+class Predictions:
+    """Predictions of all samples, gathered from all processes. `add` is an `on_batch` of `evaluate`.
+
+    Classes are numbered as in the data. A sample whose scores are not all numbers has the prediction -1.
+    """
+
+    def __init__(self, num_classes, class_map=None):
+        """`num_classes` of the model's; `class_map`: that of `evaluate`, or None."""
+        self.classes = np.arange(num_classes) if class_map is None else np.array(class_map.classes)
+        self.batches = []
+
+    def add(self, name, logits, targets, rank, places):
+        order = logits.argsort(dim=1, descending=True, stable=True)[:, :5]  # (B, 5)
+        scores = logits.softmax(1).gather(1, order)
+        broken = logits.isnan().any(1)
+        order[broken] = -1
+        places = places or [("", "")] * len(targets)
+        self.batches.append((places, targets.cpu().numpy(), rank.cpu().numpy(), order.cpu().numpy(),
+                             scores.cpu().numpy()))
+
+    def gather(self):
+        """Takes together what all processes have; every one of them has to call it. Samples are sorted by shard and
+        key, so that the number of processes does not show."""
+        parts = [part for part in gather_object(self.batches) if len(part[1])]
+        places = [place for part in parts for place in part[0]]
+        order = sorted(range(len(places)), key=places.__getitem__)
+        self.places = [places[i] for i in order]
+        targets, self.rank, top, self.scores = (np.concatenate([part[i] for part in parts])[order] for i in range(1, 5))
+        self.targets = self.classes[targets]
+        self.top = np.where(top < 0, -1, self.classes[top])  # (samples, 5)
+        return self
+
+    def write_predictions(self, path, class_names, names):
+        """Writes a CSV, a row for each sample.
+
+        Args:
+            path: the file; written aside and renamed.
+            class_names: the data's class names by index, or None.
+            names: names for people, by index.
+        """
+        def words(i):
+            return [i, class_names[i] if class_names else "", names[i]] if i >= 0 else ["", "", ""]
+
+        with csv_file(path) as writer:
+            writer.writerow(["shard", "key", "target", "target_class", "target_name", "predicted", "predicted_class",
+                             "predicted_name", "probability", "hit", "top5", "top5_names", "top5_probabilities"])
+            for (shard, key), target, rank, top, scores in zip(self.places, self.targets.tolist(), self.rank.tolist(),
+                                                               self.top.tolist(), self.scores.tolist()):
+                five = [i for i in top if i >= 0]
+                writer.writerow([
+                    shard, key, *words(target), *words(top[0]), f"{scores[0]:.6f}", int(rank == 0),
+                    " ".join(map(str, five)), "; ".join(names[i] for i in five),
+                    " ".join(f"{score:.6f}" for score in scores),
+                ])
+
+    def write_report(self, folder, class_names, names):
+        """Writes classes.csv, confusion.csv (rows: true classes, columns: predicted ones) and confusion.png.
+
+        Args:
+            folder: where to, made if it is missing.
+            class_names, names: as in `write_predictions`.
+        """
+        folder = Path(folder)
+        k = len(self.classes)
+        counts, top1, top5 = (np.bincount(self.targets[chosen], minlength=self.classes[-1] + 1)[self.classes]
+                              for chosen in (slice(None), self.rank == 0, self.rank < min(5, k)))
+        with csv_file(folder / "classes.csv") as writer:
+            writer.writerow(["index", "class", "name", "count", "top1", "top5", "top1_count", "top5_count"])
+            for i, n, one, five in zip(self.classes.tolist(), counts.tolist(), top1.tolist(), top5.tolist()):
+                rates = [f"{100 * hits / n:.4f}" if n else "" for hits in (one, five)]
+                writer.writerow([i, class_names[i] if class_names else "", names[i], n, *rates, one, five])
+
+        known = self.top[:, 0] >= 0
+        rows, columns = (np.searchsorted(self.classes, values[known]) for values in (self.targets, self.top[:, 0]))
+        labels = [class_names[i] if class_names else i for i in self.classes]
+        by_row = np.argsort(rows, kind="stable")
+        edges = np.searchsorted(rows[by_row], np.arange(k + 1))
+        with csv_file(folder / "confusion.csv") as writer:
+            writer.writerow(["target", *labels])
+            for i, label in enumerate(labels):
+                found = columns[by_row[edges[i]:edges[i + 1]]]
+                writer.writerow([label, *np.bincount(found, minlength=k).tolist()])
+        draw_confusion(folder / "confusion.png", rows, columns, [names[i] for i in self.classes])
+
+
+def draw_confusion(path, targets, predicted, names):
+    """Draws a confusion matrix into a PNG, each row as shares of its class's samples.
+
+    Up to 40 classes are named, and up to 20 have their counts written in; of more than 1,000, neighbouring ones share
+    a cell.
+
+    Args:
+        path: the file; written aside and renamed.
+        targets, predicted: int arrays (samples,), places in `names`.
+        names: name of each class.
+    """
+    k = len(names)
+    side = min(k, SHOWN)
+    matrix = np.bincount(targets * side // k * side + predicted * side // k, minlength=side * side)
+    matrix = matrix.reshape(side, side)
+    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    inches = 4.5 + 0.3 * min(k, 20)
+    figure = Figure(figsize=(inches + 1, inches), layout="constrained")  # without pyplot: no display is needed
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    # In a linear scale rare confusions, which is most of them among many classes, would be as white as none.
+    drawn = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.4, 0, 1), interpolation="nearest",
+                        extent=(-0.5, k - 0.5, k - 0.5, -0.5))
+    figure.colorbar(drawn, ax=axes, label="share of the class's samples", fraction=0.046, format="%g",
+                    ticks=(0, 0.01, 0.05, 0.1, 0.2, 0.5, 1))
+    axes.set(xlabel="predicted", ylabel="true class")
+    if k <= 40:
+        short = [name if len(name) <= 24 else f"{name[:23]}\N{HORIZONTAL ELLIPSIS}" for name in names]
+        axes.set_xticks(range(k), short, rotation=90, fontsize=8)
+        axes.set_yticks(range(k), short, fontsize=8)
+    if k <= 20:
+        for i, j in zip(*matrix.nonzero()):
+            axes.text(j, i, matrix[i, j], ha="center", va="center", fontsize=7,
+                      color="white" if shares[i, j] > 0.3 else "black")
+    with written_aside(path) as aside:
+        figure.savefig(aside, format="png", dpi=max(100, 2 * side / inches))
