@@ -2,13 +2,15 @@
 
 import io
 import pathlib
+import random
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image, ImageCms
 from timm.data import create_transform
 
-from vision_longhorn.data import DataError, decode_image, eval_loader, open_shards, train_loader
+from vision_longhorn.data import DataError, decode_image, eval_loader, open_shards, split_transform, train_loader
 from vision_longhorn.data.sources import image_folder
 from vision_longhorn.shards import make_shards, verify
 
@@ -122,6 +124,17 @@ def test_one_pixel_wide_or_high(size, format):
     assert image.size == size and difference(image, Image.new("RGB", size, (200, 40, 40))) <= 6
     for training in (True, False):
         assert create_transform(32, is_training=training)(image).shape == (3, 32, 32)
+
+
+@pytest.mark.parametrize("size", [(50, 1), (1, 50), (1, 1), (2, 2)])
+def test_crops_of_narrow_pictures_are_never_empty(size):
+    """timm's crop may ask for none of one pixel."""
+    crops, _ = split_transform(create_transform(16, is_training=True))
+    decoded = crops.decode(encode(Image.new("RGB", size, (9, 9, 9)), "PNG"))
+    for seed in range(100):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        assert (crops(decoded)[0] == 9).all()
 
 
 def test_colour_profile_is_converted_to_srgb():

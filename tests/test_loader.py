@@ -3,6 +3,7 @@
 import bz2
 import collections
 import contextlib
+import dataclasses
 import functools
 import gzip
 import http.server
@@ -22,6 +23,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from vision_longhorn.data import DataError, eval_loader, open_shards, train_loader
 from vision_longhorn.data.index import read_shard
+from vision_longhorn.data.loader import _Counts
 from vision_longhorn.evaluate import evaluate
 
 
@@ -253,6 +255,70 @@ def test_shards_that_hold_nothing_end_training_with_an_error(tmp_path):
         list(train_loader(shards, number_of, batch_size=2, num_workers=0))
 
 
+def claimed(shards, count, **fields):
+    return dataclasses.replace(shards, num_samples=count, **fields)
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_fewer_samples_than_were_claimed_end_the_first_epoch(tmp_path, workers, ranks):
+    """On every rank, though none sees all shards."""
+    shards = claimed(write_shards(tmp_path / "s", [16] * 4), 100, samples_option="--train-samples")
+    for rank in range(ranks):
+        loader = train_loader(shards, number_of, batch_size=4, num_workers=workers, rank=rank, world_size=ranks)
+        with pytest.raises(DataError, match="^the shards hold 64 samples, but --train-samples says 100; give 64$"):
+            list(loader)
+
+
+@pytest.mark.parametrize("lengths", [[16] * 4, [30, 2, 1, 31], [16, 16, 16, 16, 1], [1, 1, 40], [64]])
+def test_claims_that_are_true_or_too_small_pass(tmp_path, lengths, monkeypatch):
+    """Whatever the shares of ranks come to; and the shards of other ranks are not counted, where all are alike."""
+    shards, counted = write_shards(tmp_path / "s", lengths), []
+    count_others = _Counts._count
+    monkeypatch.setattr(_Counts, "_count", lambda self: counted.append(count_others(self)))
+    for count, ranks in itertools.product((shards.num_samples, 20), (1, 2, 3)):
+        for rank in range(ranks):
+            loader = train_loader(claimed(shards, count), number_of, batch_size=2, num_workers=0, rank=rank,
+                                  world_size=ranks)
+            for epoch in range(3):
+                loader.set_epoch(epoch)
+                assert len(list(loader)) == len(loader)
+    assert not counted or lengths != [16] * 4
+
+
+@pytest.mark.parametrize("max_bad_samples", [0, 40])
+def test_a_shard_that_cannot_be_read_makes_no_claim_false(tmp_path, max_bad_samples):
+    """What it would have held is unknown, so its own error is what is said."""
+    shards = claimed(write_shards(tmp_path / "s", [16] * 4), 70)
+    with open(shards.urls[2], "r+b") as file:
+        file.truncate(5000)
+    loader = train_loader(shards, number_of, batch_size=4, num_workers=0, max_bad_samples=max_bad_samples)
+    with pytest.raises(DataError, match="train-000002.tar cannot be read") if not max_bad_samples else (
+            contextlib.nullcontext()):
+        assert len(list(loader)) == 17
+
+
+def test_workers_without_a_batch_are_not_started(tmp_path, caplog):
+    shards = write_shards(tmp_path / "s", [16] * 4)
+    few, many = (train_loader(shards, noisy_number_of, batch_size=16, num_workers=n) for n in (4, 1000))
+    assert many.options["num_workers"] == 4
+    assert all(torch.equal(one, other) for (one, _), (other, _) in zip(few, many, strict=True))
+    assert eval_loader(shards, number_of, batch_size=16, num_workers=1000, world_size=3).options["num_workers"] == 2
+
+
+def test_more_workers_than_the_machine_can_run_are_warned_of_once(tmp_path, caplog, monkeypatch, recwarn):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2), raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    shards = write_shards(tmp_path / "s", [16] * 4)
+    monkeypatch.setattr("vision_longhorn.data.loader._warned", False)
+    for workers, rank in (2, 0), (3, 1), (3, 0), (4, 0):
+        next(iter(train_loader(shards, number_of, batch_size=1, num_workers=workers, rank=rank, world_size=2)))
+        eval_loader(shards, number_of, batch_size=1, num_workers=workers, rank=rank, world_size=2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "3 workers for each of 2 processes on 2 cores hold each other up: 1 would do"]
+    assert not [warning for warning in recwarn if "DataLoader" in str(warning.message)]
+
+
 def test_accelerate_has_no_dataloader_to_replace(tmp_path):
     loader = train_loader(write_shards(tmp_path / "s", [8]), number_of, batch_size=2, num_workers=0)
     assert not isinstance(loader, torch.utils.data.DataLoader)
@@ -411,8 +477,14 @@ def test_patterns_and_counts(tmp_path):
         shards = open_shards(f"{tmp_path}/s/{pattern}", num_samples=count, num_classes=5)
         assert (shards.num_samples, shards.num_classes, shards.samples_per_shard) == (count, 5, None)
         assert len(numbers(eval_loader(shards, number_of, batch_size=4, num_workers=0))) == count
-    with pytest.raises(DataError, match="number of samples .* unknown"):
+    with pytest.raises(DataError, match=r"is unknown; give num_samples, or write .*shards index \S+/s`$"):
         open_shards(tmp_path / "s")
+    with pytest.raises(DataError, match=r"is unknown; give --samples, or write .*shards index \S+/s`$"):
+        open_shards(f"{tmp_path}/s/train-*.tar.gz", samples_option="--samples")
+    with pytest.raises(DataError, match="is unknown; give num_samples, which no index tells of a URL$"):
+        open_shards("http://localhost/train-{0..3}.tar")
+    with pytest.raises(DataError, match="num_classes=-3; it must be at least 1"):
+        open_shards(tmp_path / "s", num_samples=9, num_classes=-3)
     with pytest.raises(DataError, match="no split 'val'; it has train"):
         open_shards(tmp_path / "s", "val", num_samples=9)
     names = {f"train-{i:06d}.tar.gz": n for i, n in enumerate([4, 3, 2])}
@@ -421,6 +493,8 @@ def test_patterns_and_counts(tmp_path):
     assert (shards.num_samples, shards.samples_per_shard, shards.num_classes) == (5, [3, 2], 5)
     with pytest.raises(DataError, match="num_samples=8, but the index .* says 9"):
         open_shards(tmp_path / "s", num_samples=8)
+    with pytest.raises(DataError, match="--val-samples=8, but the index .* says 9"):
+        open_shards(tmp_path / "s", num_samples=8, samples_option="--val-samples")
     (tmp_path / "s" / "train-000001.tar.gz").unlink()
     with pytest.raises(DataError, match=r"train-000001\.tar\.gz is missing \(1 of 3"):
         open_shards(tmp_path / "s")

@@ -1,5 +1,6 @@
 """Making shards: what is stored, that it can be stopped and run again, and what is said about bad input."""
 
+import contextlib
 import io
 import json
 import multiprocessing
@@ -17,7 +18,7 @@ from vision_longhorn import shards as maker
 from vision_longhorn.data import DataError, decode_image, open_shards
 from vision_longhorn.data.index import image_of, read_index, read_shard
 from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
-from vision_longhorn.errors import run_cli
+from vision_longhorn.errors import UserError, run_cli
 from vision_longhorn.shards import make_digits
 
 WNIDS = ["n00000003", "n00000005", "n00000009", "n00000012"]
@@ -229,13 +230,17 @@ def test_folder_without_classes_or_images(tmp_path):
         image_folder(tmp_path / "src")
     (tmp_path / "src" / "a").mkdir()
     (tmp_path / "src" / "a" / "notes.txt").write_text("")
+    with pytest.raises(DataError, match="no class folders with images"):
+        image_folder(tmp_path / "src")
+    (tmp_path / "src" / "b").mkdir()
+    (tmp_path / "src" / "b" / "x.png").write_bytes(picture(1))
     with pytest.raises(DataError, match="class 'a' .* has no images"):
         image_folder(tmp_path / "src")
 
 
 def test_not_enough_space(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(maker.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(DataError, match="GB free"):
+    with pytest.raises(DataError, match=r"out needs \d+kB more, but has 1\.00kB free"):
         make(folder, tmp_path / "out")
 
 
@@ -439,6 +444,95 @@ def test_verify_names_what_is_wrong(folder, tmp_path, what, message, capsys):
     assert re.search(message, capsys.readouterr().err)
 
 
+@pytest.fixture
+def splits(folder):
+    """40 images of 4 classes to train on, and 5 of two of the classes to evaluate."""
+    root = folder.parent / "root"
+    root.mkdir()
+    folder.rename(root / "train")
+    for number in range(5):
+        path = root / "val" / f"class{1 + number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(100 + number))
+    return root
+
+
+def test_a_folder_of_splits_becomes_shards_of_each_with_the_same_classes(splits, tmp_path, capsys):
+    args = ["imagefolder", str(splits), str(tmp_path / "out"), "--shard-size", "16"]
+    maker.main(args)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2] for line in said] == ["train, 40 images in 3 shards, 4 classes",
+                                                          "val, 5 images in 1 shards, 4 classes"]
+    train, val = open_shards(tmp_path / "out"), open_shards(tmp_path / "out", "val")
+    assert train.class_names == val.class_names == [f"class{n}" for n in range(4)]
+    assert sorted(int(sample["cls"]) for sample in stored(tmp_path / "out", "val")) == [1, 1, 1, 2, 2]
+    before = contents(tmp_path / "out")
+    maker.main(args)
+    assert contents(tmp_path / "out") == before
+
+
+def test_mistakes_in_a_folder_of_splits_are_told_before_anything_is_written(splits, tmp_path):
+    args = ["imagefolder", str(splits), str(tmp_path / "out")]
+    with pytest.raises(DataError, match=f"has splits .train, val., which all .* give {splits}/val$"):
+        maker.main([*args, "--split", "val"])
+    (splits / "names.txt").write_text("class0\tNought\n")
+    with pytest.raises(DataError, match="names.txt lacks a name for 3 of 4 classes; the first of these is 'class1'"):
+        maker.main(args)
+    (splits / "val" / "class9").mkdir()
+    (splits / "val" / "class9" / "x.png").write_bytes(picture(1))
+    with pytest.raises(DataError, match="class 'class9' of .*val is not among the 4 classes"):
+        maker.main(args)
+    assert not (tmp_path / "out").exists()
+
+
+def test_names_that_people_use_are_kept_in_the_index(splits, tmp_path):
+    out = tmp_path / "out"
+    maker.main(["imagefolder", str(splits), str(out)])
+    assert open_shards(out).display_names is None
+    (splits / "names.txt").write_text("Nought\nOne\nTwo\nThree\n")
+    maker.main(["imagefolder", str(splits), str(out)])  # nothing else is left to do
+    assert open_shards(out, "val").display_names == ["Nought", "One", "Two", "Three"]
+    names = tmp_path / "other.txt"
+    names.write_text("class3\tdrei\nclass0\tnull\nclass1\teins\nclass2\tzwei, zwo\n", encoding="utf-8-sig")
+    maker.main(["imagefolder", str(splits), str(out), "--names", str(names)])
+    shards = open_shards(out)
+    assert shards.display_names == ["null", "eins", "zwei, zwo", "drei"] and shards.class_names[0] == "class0"
+    for text, message in (("class0\ta\nb\n", "'b' has no tab"), ("a\nb\n", "2 names for 4 classes"),
+                          ("", "0 names for 4 classes")):
+        names.write_text(text)
+        with pytest.raises(DataError, match=message):
+            maker.main(["imagefolder", str(splits), str(out), "--names", str(names)])
+    assert open_shards(out).display_names == shards.display_names
+
+
+@pytest.mark.parametrize("on_bad", ["stop", "skip"])
+def test_a_link_that_leads_nowhere(folder, tmp_path, on_bad, capsys):
+    link = folder / "class1" / "image.05.JPEG"
+    link.unlink()
+    link.symlink_to("nowhere")
+    args = ["imagefolder", str(folder), str(tmp_path / "out"), "--on-bad", on_bad]
+    if on_bad == "skip":
+        maker.main(args)
+        assert "skipped, as it cannot be read: class1/image.05.JPEG" in capsys.readouterr().err
+        assert len(stored(tmp_path / "out")) == 39
+    else:
+        with pytest.raises(DataError, match=r"^class1/image\.05\.JPEG cannot be read .*No such file.*--on-bad skip"):
+            maker.main(args)
+
+
+@pytest.mark.parametrize("option", ["--threads", "--shard-size", "--max-side"])
+@pytest.mark.parametrize("value", ["0", "-2", "1.5", "many"])
+def test_numbers_that_options_cannot_be(folder, tmp_path, option, value):
+    with pytest.raises(UserError, match=f"^argument {option}: [^\n]*{value}[^\n]*1 or more[^\n]*$"):
+        maker.main(["imagefolder", str(folder), str(tmp_path / "out"), option, value])
+    assert not (tmp_path / "out").exists()
+
+
+def test_threads_from_python(folder, tmp_path):
+    with pytest.raises(DataError, match="threads=0; it must be at least 1"):
+        make(folder, tmp_path / "out", threads=0)
+
+
 def test_index_of_shards_made_by_others(tmp_path, capsys):
     for shard in range(3):
         members = [(f"{shard}{i}.{ext}", data) for i in range(4) for ext, data in (("jpg", b"x"), ("cls", b"%d" % i))]
@@ -451,6 +545,29 @@ def test_index_of_shards_made_by_others(tmp_path, capsys):
     (tmp_path / "names.txt").write_text("one\ntwo\n")
     with pytest.raises(DataError, match="label 6, but only 2 classes"):
         maker.main(["index", str(tmp_path), "--classes", str(tmp_path / "names.txt")])
+    for option in "--classes", "--names":
+        (tmp_path / "names.txt").write_text("".join(f"{option} {n}\n" for n in range(8)))
+        maker.main(["index", str(tmp_path), option, str(tmp_path / "names.txt")])
+    shards = open_shards(tmp_path)
+    assert (shards.num_classes, shards.class_names[7], shards.display_names[7]) == (8, "--classes 7", "--names 7")
+
+
+def test_names_alone_tell_the_number_of_classes(tmp_path):
+    write_tar(tmp_path / "train-0.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
+    (tmp_path / "names.txt").write_text("cat\tCat\ndog\tDog\n")
+    with pytest.raises(DataError, match="which class has which index is unknown; give their order by --classes"):
+        maker.main(["index", str(tmp_path), "--names", str(tmp_path / "names.txt")])
+    for names, message in (("Cat\n", "label 1, but only 1 classes"), ("Cat\nDog\nEmu\n", None)):
+        (tmp_path / "names.txt").write_text(names)
+        with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
+            maker.main(["index", str(tmp_path), "--names", str(tmp_path / "names.txt")])
+    shards = open_shards(tmp_path)
+    assert (shards.num_classes, shards.class_names, shards.display_names) == (3, None, ["Cat", "Dog", "Emu"])
+    maker.main(["index", str(tmp_path)])  # counts anew, and forgets no names
+    assert open_shards(tmp_path).display_names == ["Cat", "Dog", "Emu"]
+    (tmp_path / "classes.txt").write_text("a\nb\n")
+    maker.main(["index", str(tmp_path), "--classes", str(tmp_path / "classes.txt")])  # other classes: not theirs
+    assert (open_shards(tmp_path).num_classes, open_shards(tmp_path).display_names) == (2, None)
 
 
 @pytest.mark.parametrize("args", [["index", "none"], ["verify", "none"], ["imagefolder", "none", "out"], ["frobnicate"],

@@ -72,8 +72,8 @@ class Config:
     val_samples: int | None = _value(None, "evaluation samples, for shards without an index", COUNT)
     allow_pipe: bool = _value(False, "run the commands of `pipe:COMMAND` in data and val_data, which print shards; to "
                                      "be given anew to resume a run")
-    workers: int = _value(8, "loader processes per training process", Range(0, kind=int),
-                          also=("num_workers", "dataloader_workers"))
+    workers: int | None = _value(None, "loader processes per training process; default: one to a core, 8 at most",
+                                 Range(0, kind=int), also=("num_workers", "dataloader_workers"))
     max_bad_samples: float = _value(0, "training samples that a process may skip in an epoch because they cannot be "
                                        "read, a number, or below 1 a share of them", Range(0))
 

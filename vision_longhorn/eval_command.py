@@ -4,7 +4,6 @@ The command of eval.py. Samples of data with other classes than the model's are 
 classes are compared by number and name, and `--map-classes` pairs them by name.
 """
 
-import inspect
 import itertools
 import json
 import os
@@ -27,7 +26,7 @@ def main(argv=None):
     from timm.data import create_transform
 
     from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
-    from vision_longhorn.data import open_shards
+    from vision_longhorn.data import eval_loader, open_shards
     from vision_longhorn.evaluate import describe, evaluate, input_settings, locate_data, make_accelerator
     from vision_longhorn.names import checkpoint_names, imagenet_names, match_classes, model_names, readable_names
     from vision_longhorn.report import Predictions
@@ -99,8 +98,8 @@ def main(argv=None):
         say(f"note: {'a random classifier' if args.pretrained else 'random weights'}: the accuracy is chance")
     used = model.num_classes if class_map is None else len(class_map.classes)
     settings = input_settings(model, values)
-    batches = Clock(_loader(
-        shards, create_transform(**settings), args.predictions is not None, batch_size=args.batch_size,
+    batches = Clock(eval_loader(
+        shards, create_transform(**settings), keys=args.predictions is not None, batch_size=args.batch_size,
         num_workers=args.workers, rank=accelerator.process_index, world_size=accelerator.num_processes,
         num_classes=model.num_classes if class_map is None else len(shards.class_names),
         pin_memory=accelerator.device.type == "cuda",
@@ -222,22 +221,6 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
-
-
-def _loader(shards, transform, keys, **options):
-    """eval_loader, whose batches with `keys` have a third part, a list of (shard, key)."""
-    from vision_longhorn.data import eval_loader
-
-    if not keys:
-        return eval_loader(shards, transform, **options)
-    if "keys" in inspect.signature(eval_loader).parameters:
-        return eval_loader(shards, transform, keys=True, **options)
-    # Until eval_loader has `keys`
-    loader = eval_loader(shards, transform, **options)
-    stream = loader.stream
-    stream.views = lambda samples: ((stream.transform(image), label, (sample["__url__"], sample["__key__"]))
-                                    for sample, image, label, _ in stream.decoded(samples))
-    return ((images, targets, list(zip(*places))) for images, targets, places in loader)
 
 
 def _place(spec):

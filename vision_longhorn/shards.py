@@ -21,9 +21,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from .data import sources
+from .data.folders import NAMES_FILE, find_splits, read_lines, read_names
 from .data.images import DataError, check_image, decode_image
 from .data.index import INDEX_NAMES, find_shards, image_of, label_of, place, read_index, read_shard, write_index
-from .errors import Parser, run_cli
+from .errors import Parser, Range, run_cli
 
 
 def make_shards(
@@ -71,6 +72,8 @@ def make_shards(
         raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
     if max_side is not None and max_side < 1:
         raise DataError(f"max_side={max_side}; it must be at least 1, some hundreds for training")
+    if threads is not None and threads < 1:
+        raise DataError(f"threads={threads}; it must be at least 1")
     files = _fingerprint(samples, class_names)
     plan = {"samples": len(samples), "files": files, "seed": seed, "shard_size": shard_size}
     if max_side is not None:
@@ -175,7 +178,8 @@ def _check_space(out, samples):
     needed = sum(sample.size + 4096 for sample in samples)  # tar headers and padding of three members
     free = shutil.disk_usage(out).free
     if needed > free:
-        raise DataError(f"{out} needs {needed / 1e9:.1f} GB more, but has {free / 1e9:.1f} GB free; make room")
+        needed, free = (tqdm.format_sizeof(amount, "B") for amount in (needed, free))
+        raise DataError(f"{out} needs {needed} more, but has {free} free; make room")
 
 
 def _write_shard(path, samples, class_names, on_bad, max_side, pool, bar):
@@ -295,20 +299,25 @@ def _problems(sample, num_classes, check):
     return []
 
 
-def index_shards(directory, class_names=None, progress=True):
+def index_shards(directory, class_names=None, progress=True, names=None):
     """Count what is in shards that were made by others, and write their index.
 
     Args:
         directory: folder of shards, whose file names tell their splits.
         class_names: name of each class by its index, if known.
         progress: show a bar.
+        names: text file of what people call the classes, see `data.folders.read_names`.
 
     Returns:
         the index written
 
     Raises:
-        DataError: if there are no shards, or one cannot be read.
+        DataError: if there are no shards, one cannot be read, or `names` does not fit them.
     """
+    before = read_index(directory) or {}
+    class_names = class_names or before.get("class_names")
+    same = class_names == before.get("class_names")
+    display_names = read_names(names, class_names) if names else before.get("display_names") if same else None
     splits, most = {}, -1
     for split, paths in find_shards(directory).items():
         lengths = []
@@ -319,11 +328,11 @@ def index_shards(directory, class_names=None, progress=True):
         splits[split] = ([os.path.basename(path) for path in paths], lengths, {})
     if not splits:
         raise DataError(f"{directory} holds no shards (SPLIT-000000.tar or .tar.gz)")
-    class_names = class_names or (read_index(directory) or {}).get("class_names")
-    if class_names and len(class_names) <= most:
-        raise DataError(f"the shards in {directory} have a label {most}, but only {len(class_names)} classes are named")
+    named = class_names or display_names
+    if named and len(named) <= most:
+        raise DataError(f"the shards in {directory} have a label {most}, but only {len(named)} classes are named")
     try:
-        write_index(directory, splits, class_names, most + 1)
+        write_index(directory, splits, class_names, len(named or range(most + 1)), display_names)
     except OSError as error:
         raise DataError(f"the index cannot be written to {directory} ({error.strerror})") from None
     return read_index(directory)
@@ -333,16 +342,21 @@ def _parser():
     parser = Parser(prog="python -m vision_longhorn.shards", description=__doc__.split(":")[0] + ".")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     making = argparse.ArgumentParser(add_help=False)
-    making.add_argument("--shard-size", type=int, default=1000, help="images per shard at most (1000)")
+    making.add_argument("--shard-size", type=Range(1, kind=int), default=1000, help="images per shard at most (1000)")
     making.add_argument("--seed", type=int, default=0, help="of the order (0)")
     making.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be decoded")
-    making.add_argument("--threads", type=int, help="readers and decoders (one per core)")
-    making.add_argument("--max-side", type=int, help="store larger images with this longer side, for faster training")
+    making.add_argument("--threads", type=Range(1, kind=int), help="readers and decoders (one per core)")
+    making.add_argument("--max-side", type=Range(1, kind=int),
+                        help="store larger images with this longer side, for faster training")
 
-    folder = commands.add_parser("imagefolder", parents=[making], help="from a folder of one folder per class")
-    folder.add_argument("src", metavar="SRC", help="folder with CLASS/IMAGE.jpg")
+    naming = argparse.ArgumentParser(add_help=False)
+    naming.add_argument("--names", metavar="FILE", help="what people call the classes: on each line a class, a tab and "
+                                                        "its name, or one name a line in the order of the classes")
+
+    folder = commands.add_parser("imagefolder", parents=[making, naming], help="from a folder of one folder per class")
+    folder.add_argument("src", metavar="SRC", help="folder with CLASS/IMAGE.jpg, or train/CLASS/IMAGE.jpg and val/...")
     folder.add_argument("out", metavar="OUT")
-    folder.add_argument("--split", default="train", help="name of the split (train)")
+    folder.add_argument("--split", help="name of the split, where SRC holds classes (train)")
 
     imagenet = commands.add_parser("imagenet", parents=[making], help="from the ILSVRC-2012 tars as downloaded")
     imagenet.add_argument("train_tar", metavar="TRAIN_TAR", help="ILSVRC2012_img_train.tar, or - for validation only")
@@ -362,18 +376,34 @@ def _parser():
     check.add_argument("directory", metavar="DIR")
     check.add_argument("--full", action="store_true", help="decode every image")
 
-    count = commands.add_parser("index", help="write the index of shards made by others")
+    count = commands.add_parser("index", parents=[naming], help="write the index of shards made by others")
     count.add_argument("directory", metavar="DIR")
     count.add_argument("--classes", help="text file, the name of class n on line n + 1")
     return parser
 
 
 def _imagefolder(args):
-    known = (read_index(args.out) or {}).get("class_names")
-    samples, class_names, others = sources.image_folder(args.src, known)
-    if others:
-        print(f"left out {len(others)} files that are not images by name: {', '.join(others[:5])}", file=sys.stderr)
-    _make(args, args.split, samples, class_names, "imagefolder")
+    splits = find_splits(args.src)
+    if splits and args.split:
+        one = splits.get(args.split, next(iter(splits.values())))
+        raise DataError(f"{args.src} has splits ({', '.join(splits)}), which all become shards: leave out --split, or "
+                        f"give {one}")
+    splits = splits or {args.split or "train": args.src}
+    class_names = (read_index(args.out) or {}).get("class_names")
+    listed = {}
+    # All are listed before anything is written, the one whose classes hold for the others first.
+    for split in sorted(splits, key=lambda split: split != "train"):
+        listed[split], class_names, others = sources.image_folder(splits[split], class_names)
+        if others:
+            print(f"left out {len(others)} files of {splits[split]} that are not images by name: "
+                  f"{', '.join(others[:5])}", file=sys.stderr)
+    names = args.names or os.path.join(args.src, NAMES_FILE)
+    display_names = read_names(names, class_names) if args.names or os.path.isfile(names) else None
+    for split, samples in listed.items():
+        _make(args, split, samples, class_names, "imagefolder")
+    if display_names:
+        write_index(args.out, {}, display_names=display_names)
+    _report(args.out)
 
 
 def _imagenet(args):
@@ -395,6 +425,7 @@ def _imagenet(args):
     if train is not None:
         _make(args, "train", train, class_names, "ILSVRC-2012")
         sources.Journal(listing).remove()
+    _report(args.out)
 
 
 def _make(args, split, samples, class_names, source):
@@ -411,8 +442,7 @@ def _make(args, split, samples, class_names, source):
         max_side=args.max_side,
     )
     for name in skipped:
-        print(f"skipped, as it cannot be decoded: {name}", file=sys.stderr)
-    _report(args.out)
+        print(f"skipped, as it cannot be read: {name}", file=sys.stderr)
 
 
 def _report(directory):
@@ -445,11 +475,7 @@ def main(argv=None):
             raise DataError(f"{args.directory} has {len(problems)} problems; fetch or make these shards again")
         print(f"{args.directory}: no problems")
     elif args.command == "index":
-        names = None
-        if args.classes:
-            with open(args.classes, encoding="utf-8") as file:
-                names = [line.strip() for line in file if line.strip()]
-        index_shards(args.directory, names)
+        index_shards(args.directory, read_lines(args.classes) if args.classes else None, names=args.names)
         _report(args.directory)
 
 

@@ -30,7 +30,9 @@ from vision_longhorn.checkpoint import (
 )
 from vision_longhorn.config import DIGITS, Config
 from vision_longhorn.curves import plot_runs
-from vision_longhorn.data import device_batches, eval_loader, open_shards, split_transform, train_loader
+from vision_longhorn.data import (
+    default_workers, device_batches, eval_loader, open_shards, split_transform, train_loader,
+)
 from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.evaluate import (
     describe, evaluate, input_settings, locate_data, make_accelerator, train_transform,
@@ -141,12 +143,13 @@ class Trainer:
         if cfg.data == DIGITS:
             self.say("No data named by --data DIR: this is the demo, which learns scikit-learn's handwritten digits.")
         self.data = locate_data(cfg.data, self.accelerator)
-        self.train_shards = open_shards(self.data, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe)
+        self.train_shards = open_shards(self.data, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe,
+                                        samples_option="--train-samples")
         if not cfg.val_data and not os.path.isdir(self.data):
             raise UserError(f"data is {self.data!r}, which names training shards only: give --val-data, or a folder of "
                             "both")
         self.val_shards = open_shards(cfg.val_data or self.data, cfg.val_split, cfg.val_samples, cfg.num_classes,
-                                      cfg.allow_pipe)
+                                      cfg.allow_pipe, train=self.train_shards, samples_option="--val-samples")
         same_classes(self.train_shards, self.val_shards)
         self.num_classes = cfg.num_classes or self.train_shards.num_classes
         if self.num_classes is None:
@@ -177,6 +180,8 @@ class Trainer:
     def _make_loaders(self):
         """Repeated augmentation happens in the training stream; what follows the crop, on the GPU."""
         cfg = self.cfg
+        if cfg.workers is None:
+            cfg.workers = default_workers()
         transform, self.finish = train_transform(self.settings, cfg), None
         if self.device.type == "cuda":
             try:
@@ -238,7 +243,7 @@ class Trainer:
                  f"{self.num_classes} classes")
         self.say(f"data    {self.data}: {self.train_shards.num_samples:,} samples to train on, "
                  f"{self.val_shards.num_samples:,} to evaluate")
-        if getattr(self.train_shards, "hint", None):
+        if self.train_shards.hint:
             self.say(f"        {self.train_shards.hint}")
         self.say(f"run     {self.world_size} process(es) on {self.device.type} in {'fp32' if mixed == 'no' else mixed}, "
                  f"{cfg.epochs} epochs of {self.updates_per_epoch} updates of {self.global_batch} samples, peak lr "
@@ -416,7 +421,7 @@ class Trainer:
         """The checkpoint, with `epoch` finished epochs. All processes take part, the first one gets whole tensors."""
         state = dict(
             arch=self.cfg.model, num_classes=self.num_classes, class_names=names_of(self.train_shards.class_names, self),
-            display_names=names_of(getattr(self.train_shards, "display_names", None), self), config=self.cfg.values(),
+            display_names=names_of(self.train_shards.display_names, self), config=self.cfg.values(),
             facts=self.facts(), epoch=epoch, updates=self.updates, watch=self.watch.state_dict(),
             state_dict=whole_weights(self.model), optimizer=whole_optimizer_state(self.model, self.optimizer),
             best_metric=self.best, history=self.history, scaler=self.scaler and self.scaler.state_dict(),

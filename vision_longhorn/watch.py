@@ -12,6 +12,7 @@ import torch
 from accelerate.utils import gather_object
 
 from vision_longhorn.checkpoint import write_text
+from vision_longhorn.data.index import place
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.signals import SIGNALS
 
@@ -239,7 +240,8 @@ class Watch:
         for epoch, of_updates in batches.items():
             found = self.loader.samples_of(epoch, [batch for numbers in of_updates.values() for batch in numbers])
             for update, numbers in of_updates.items():
-                samples[update] = [f"shard {shard}, sample {key}" for batch in numbers for shard, key in found[batch]]
+                samples[update] = [place({"__url__": shard, "__key__": key})
+                                   for batch in numbers for shard, key in found[batch]]
         return samples
 
     def _now(self):

@@ -1,9 +1,9 @@
-"""Image data in tar shards: where it comes from, finding it, reading it. `vision_longhorn.shards` makes shards."""
+"""Image data, in tar shards or folders: finding it, reading it, augmenting it. `vision_longhorn.shards` makes shards."""
 
 from .augment import device_batches, split_transform
 from .images import DataError, decode_image
 from .index import ShardSet, open_shards
-from .loader import eval_loader, train_loader
+from .loader import default_workers, eval_loader, train_loader
 
-__all__ = ["DataError", "ShardSet", "decode_image", "device_batches", "eval_loader", "open_shards", "split_transform",
-           "train_loader"]
+__all__ = ["DataError", "ShardSet", "decode_image", "default_workers", "device_batches", "eval_loader", "open_shards",
+           "split_transform", "train_loader"]

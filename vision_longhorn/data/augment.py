@@ -138,6 +138,8 @@ class Crops:
         """
         image, correct = decoded
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
+        height, width = max(height, 1), max(width, 1)  # of a picture one pixel high it can be none
+        top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
         image = image[:, top:top + height, left:left + width]
         # Colours are corrected pixel by pixel: before or after resampling, where there are fewer pixels.
         late = correct and height * width > self.crop.size[0] * self.crop.size[1]

@@ -2,7 +2,7 @@
 
 A shard is a tar file (plain or gzip) whose samples are runs of members with one name: `KEY.jpg`, `KEY.cls` (the class
 index in ASCII) and perhaps `KEY.json`. The index, `_info.json`, is the one that timm's `ReaderWds` reads, with
-`num_classes` and `class_names` added.
+`num_classes`, `class_names` and `display_names` added. An image folder that is read as it is stands for shards as well.
 """
 
 import contextlib
@@ -12,17 +12,20 @@ import gzip
 import json
 import os
 import re
+import shlex
 import subprocess
 import tarfile
 import urllib.request
 import zlib
 from http.client import HTTPException
+from pathlib import Path
 
 import braceexpand
 from webdataset.gopen import Pipe
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from ..signals import COMMANDS, end_command
+from .folders import NAMES_FILE, SPLITS, ImageFiles, class_folders, find_splits, list_images, read_names
 from .images import EXTENSIONS, DataError
 
 INDEX_NAMES = ("_info.json", "info.json")
@@ -35,13 +38,18 @@ class ShardSet:
     """The shards of one split.
 
     Attributes:
-        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`.
+        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`; for an image folder its path, once for each run of
+            files that serves as a shard.
         num_samples: samples in all shards together.
         num_classes: number of classes, None if unknown.
         class_names: name of each class by its index, None if unknown.
         split: name of the split.
         samples_per_shard: samples in each of `urls`, None if unknown.
         pipes: whether `urls` are commands, to be run for what they print. Nothing in a shard or an index can set it.
+        display_names: what people call each class, by its index, None if unknown.
+        files: the `ImageFiles` of an image folder, None for shards.
+        hint: a line for whoever reads an image folder: how to make shards of it, and what is left out; else "".
+        samples_option: what the caller calls `num_samples`, for messages.
     """
 
     urls: list
@@ -51,34 +59,57 @@ class ShardSet:
     split: str = ""
     samples_per_shard: list | None = None
     pipes: bool = False
+    display_names: list | None = None
+    files: ImageFiles | None = None
+    hint: str = ""
+    samples_option: str = "num_samples"
+
+    def read(self, number):
+        """The samples of shard `number`, as `read_shard` yields them. Raises DataError as it does."""
+        return self.files.samples(number) if self.files else read_shard(self.urls[number], self.pipes)
 
 
-def open_shards(spec, split="train", num_samples=None, num_classes=None, allow_pipe=False):
-    """Find the shards of a split and learn how many samples and classes they hold.
+def open_shards(spec, split="train", num_samples=None, num_classes=None, allow_pipe=False, *, train=None,
+                class_names=None, samples_option="num_samples"):
+    """Find the shards of a split, or the images of a folder, and learn how many samples and classes they hold.
+
+    A folder without shards is read as it is: `spec/SPLIT/CLASS/IMAGE`, or `spec/CLASS/IMAGE` for whatever split.
 
     Args:
-        spec: a directory of shards; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local or http(s);
-            or with `allow_pipe` a shell command that prints a shard, `pipe:COMMAND`, with brace patterns as well.
+        spec: a directory of shards or of images; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local
+            or http(s); or with `allow_pipe` a shell command that prints a shard, `pipe:COMMAND`, with brace patterns as
+            well.
         split: which split of a directory; "val" and "validation" mean the same.
         num_samples: number of samples, where no index tells it.
         num_classes: number of classes, where no index tells it (or to use a model with more).
         allow_pipe: run the command of a `pipe:` in `spec`.
+        train: ShardSet that is trained on, where this one is to evaluate: it has the same classes. An image folder
+            without splits cannot be both.
+        class_names: the classes by index that labels are to follow; default those of `train`. Without either, those of
+            an image folder are its folders by name: of `spec/train`, where there is one.
+        samples_option: what the user calls `num_samples`, for messages.
 
     Returns:
         ShardSet
 
     Raises:
-        DataError: if shards are missing, the count is unknown, or the URL is of a kind that could run commands.
+        DataError: if shards are missing, the count is unknown, the classes are not those that they should be, or the
+            URL is of a kind that could run commands.
     """
     spec = os.fspath(spec)
+    class_names = class_names or (train and train.class_names)
+    if num_classes is not None and num_classes < 1:
+        raise DataError(f"num_classes={num_classes}; it must be at least 1")
     pipes = allow_pipe and _is_pipe(spec)
     if pipes:
         urls, index, counts = _expand_command(spec), None, None
     elif "://" not in spec and os.path.isdir(spec):
         index = read_index(spec)
         if index is None:
-            urls = find_shards(spec).get(_pick(split, find_shards(spec), spec), [])
-            counts = None
+            splits = find_shards(spec)
+            if not splits:
+                return _open_folder(spec, split, num_samples, num_classes, train, class_names, samples_option)
+            urls, counts = splits[_pick(split, splits, spec)], None
         else:
             split = _pick(split, index["splits"], spec)
             entry = index["splits"][split]
@@ -93,19 +124,72 @@ def open_shards(spec, split="train", num_samples=None, num_classes=None, allow_p
         raise DataError(f"shard {missing[0]} is missing ({len(missing)} of {len(urls)} in {spec!r}); check the path")
     if counts is not None:
         if num_samples not in (None, sum(counts)):
-            raise DataError(f"num_samples={num_samples}, but the index of {spec!r} says {sum(counts)}; drop one")
+            raise DataError(f"{samples_option}={num_samples}, but the index of {spec!r} says {sum(counts)}; drop one")
         num_samples = sum(counts)
     if num_samples is None:
-        raise DataError(
-            f"the number of samples in {spec!r} ({split}) is unknown; give num_samples"
-            + (", which no index tells of a command" if pipes else ", or write an index with `python -m "
-               "vision_longhorn.shards index DIR`")
-        )
+        if pipes or "://" in urls[0]:
+            remedy = f", which no index tells of a {'command' if pipes else 'URL'}"
+        else:
+            folder = spec if os.path.isdir(spec) else os.path.dirname(urls[0]) or "."
+            remedy = f", or write an index with `python -m vision_longhorn.shards index {shlex.quote(folder)}`"
+        raise DataError(f"the number of samples in {spec!r} ({split}) is unknown; give {samples_option}{remedy}")
     if num_samples < 1:
-        raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")
+        raise DataError(f"{samples_option}={num_samples} for {spec!r}; it must be at least 1")
     index = index or {}
+    _compare_classes(spec, index.get("class_names"), class_names)
     return ShardSet(urls, num_samples, num_classes or index.get("num_classes"), index.get("class_names"), split, counts,
-                    pipes)
+                    pipes, index.get("display_names"), samples_option=samples_option)
+
+
+def _compare_classes(spec, names, wanted):
+    """Raises DataError where a class of `wanted` has another index in `names`. Other names may be other words only."""
+    for number, name in enumerate(names or ()):
+        if wanted and name in wanted and wanted[number:number + 1] != [name]:
+            raise DataError(f"class {name!r} has index {number} in {spec!r}, but {wanted.index(name)} in the training "
+                            "data; make the shards of both in one folder, so that their classes agree")
+
+
+def _open_folder(spec, split, num_samples, num_classes, train, class_names, samples_option):
+    """The ShardSet of an image folder."""
+    home, folder, splits = spec, spec, find_splits(spec, (*SPLITS, split))
+    if splits:
+        split = _pick(split, splits, spec)
+        folder = splits[split]
+    else:
+        above, name = os.path.split(os.path.abspath(spec))
+        if name in SPLITS:
+            with contextlib.suppress(DataError, OSError):
+                splits = find_splits(above)
+                home = above
+        if train is not None and train.files and os.path.samefile(train.files.folder, folder):
+            remedy = f"{above}, which has {', '.join(splits)}" if len(splits) > 1 else (
+                f"--val-data, or part its images into {os.path.join(spec, 'train')} and {os.path.join(spec, 'val')}")
+            raise DataError(f"{spec} has no splits but classes ({', '.join(train.class_names[:2])}, ...), and all of "
+                            f"it is trained on; give {remedy}")
+    if class_names is None and "train" in splits and not os.path.samefile(splits["train"], folder):
+        class_names = class_folders(splits["train"])
+    listed, names, others = list_images(folder, class_names)
+    if not listed:
+        raise DataError(
+            f"{folder} holds no shards and no folders of images; give a folder with train/CLASS/IMAGE.jpg and "
+            "val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards imagefolder IMAGES OUT` makes"
+        )
+    if len(names) == 1 and class_names is None:
+        raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
+    if train is not None and class_names is None and train.num_classes not in (None, len(names)):
+        raise DataError(f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
+                        "unknown; give the training data an index with class names")
+    if num_samples not in (None, len(listed)):
+        raise DataError(f"{samples_option}={num_samples}, but {folder} holds {len(listed)} images; drop it")
+    command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(home)} OUT"
+    hint = f"{folder} is read image by image, and shards load faster: {command}{'' if splits else f' --split {split}'}"
+    if others:
+        hint += f"; left out there, as no images by name: {len(others)} ({', '.join(others[:3])})"
+    file = os.path.join(home, NAMES_FILE)
+    display_names = read_names(file, names) if os.path.isfile(file) else None
+    files = ImageFiles.mixed(folder, listed)
+    return ShardSet([folder] * len(files.lengths), len(listed), num_classes or len(names), names, split, files.lengths,
+                    display_names=display_names, files=files, hint=hint, samples_option=samples_option)
 
 
 def _is_pipe(spec):
@@ -117,7 +201,7 @@ def _pick(split, splits, spec):
         if name in splits:
             return name
     have = ", ".join(sorted(splits)) or "no shards"
-    raise DataError(f"{spec!r} has no split {split!r}; it has {have}")
+    raise DataError(f"{spec!r} has no split {split!r}; it has {have}; name one of these, or other data for {split!r}")
 
 
 def _expand(spec):
@@ -197,7 +281,7 @@ def read_index(directory):
     """The index of a directory of shards.
 
     Returns:
-        dict with "splits" and perhaps "num_classes" and "class_names"; None if there is none.
+        dict with "splits" and perhaps "num_classes", "class_names" and "display_names"; None if there is none.
 
     Raises:
         DataError: if there is one that cannot be understood.
@@ -217,6 +301,8 @@ def read_index(directory):
                 if any(os.path.isabs(n) or "://" in n or _is_pipe(n) or ".." in re.split(r"[/\\]", n)
                        for n in entry["filenames"]):
                     raise ValueError("filenames name files outside of its folder")
+            if index.get("display_names") and len(index["display_names"]) != index["num_classes"]:
+                raise ValueError("display_names are not num_classes in number")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
                 f"{path} is not an index of shards ({error!r}); remove it and write a new one with "
@@ -226,7 +312,7 @@ def read_index(directory):
     return None
 
 
-def write_index(directory, splits, class_names=None, num_classes=None):
+def write_index(directory, splits, class_names=None, num_classes=None, display_names=None):
     """Write the index of a directory, replacing the splits named and keeping the others.
 
     Args:
@@ -234,6 +320,7 @@ def write_index(directory, splits, class_names=None, num_classes=None):
         splits: dict of split name -> (file names, samples per shard, dict of further facts to keep).
         class_names: name of each class by its index, if known.
         num_classes: number of classes, if there are no names.
+        display_names: what people call each class, by its index, if known.
     """
     index = read_index(directory) or {"splits": {}}
     for name, (filenames, lengths, facts) in splits.items():
@@ -246,9 +333,13 @@ def write_index(directory, splits, class_names=None, num_classes=None):
         }
     if class_names is not None:
         num_classes = len(class_names)
+        if index.get("class_names") != list(class_names):
+            index.pop("display_names", None)
         index["class_names"] = list(class_names)
     if num_classes is not None:
         index["num_classes"] = num_classes
+    if display_names is not None:
+        index["display_names"] = list(display_names)
     write_aside(os.path.join(directory, INDEX_NAMES[0]), json.dumps(index, indent=1).encode())
 
 
@@ -392,11 +483,18 @@ def image_of(sample):
     """Bytes of a sample's image.
 
     Raises:
-        DataError: if it has none.
+        DataError: if it has none, or its file cannot be read.
     """
     for extension in EXTENSIONS:
         if extension in sample:
-            return sample[extension]
+            image = sample[extension]
+            # Members of a shard are bytes, whatever they hold: only `ImageFiles` can name a file.
+            if not isinstance(image, Path):
+                return image
+            try:
+                return image.read_bytes()
+            except OSError as error:
+                raise DataError(f"{place(sample)} cannot be read ({error.strerror}); mend or remove it") from None
     has = ", ".join(name for name in sample if not name.startswith("__")) or "nothing"
     raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}), only {has}")
 
@@ -415,12 +513,13 @@ def label_of(sample, num_classes=None):
     except ValueError:
         raise DataError(f"{place(sample)}: label {text[:20]!r} is not a number") from None
     if label < 0 or (num_classes is not None and label >= num_classes):
-        raise DataError(
-            f"{place(sample)}: label {label} is out of range for {num_classes} classes; check both"
-        )
+        known = "; labels start at 0" if num_classes is None else f" for {num_classes} classes; check both"
+        raise DataError(f"{place(sample)}: label {label} is out of range{known}")
     return label
 
 
 def place(sample):
-    """Where a sample lies, for messages."""
+    """Where a sample lies, for messages: its "__url__" and "__key__" are enough."""
+    if os.path.isdir(sample["__url__"]):  # an image folder
+        return f"image {os.path.join(sample['__url__'], sample['__key__'])}"
     return f"shard {sample['__url__']}, sample {sample['__key__']}"

@@ -13,9 +13,11 @@ import copy
 import itertools
 import logging
 import math
+import os
 import random
 import signal
 import threading
+import warnings
 
 import numpy as np
 import torch
@@ -24,12 +26,13 @@ from torch.utils.data import default_collate, get_worker_info
 
 from ..signals import outlive_signals
 from .images import DataError, decode_image
-from .index import image_of, label_of, place, read_shard
+from .index import image_of, label_of, place
 
 _UNIT = 1 << 32
 _GOLDEN = 2654435769  # 2**32 / golden ratio
 
 _log = logging.getLogger(__name__)
+_warned = False
 
 
 def train_loader(
@@ -58,7 +61,7 @@ def train_loader(
         transform: from a PIL image (RGB) to a float tensor (3, H, W); one that brings its own `decode` gets what that
             makes of the file's bytes, and may give any structure of tensors (see `augment.split_transform`).
         batch_size: samples per batch and rank.
-        num_workers: worker processes of this rank; 0 reads in the caller's process.
+        num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
         seed: of the order, and of the transform's random numbers.
         repeats: views of each image in an epoch (repeated augmentation): it is decoded once and transformed anew for
@@ -74,7 +77,7 @@ def train_loader(
 
     Raises:
         DataError: if there is not one batch per rank; while iterating, naming shard and sample, if more samples cannot
-            be used than `max_bad_samples`.
+            be used than `max_bad_samples`, or if shards without an index turn out to hold fewer than `num_samples`.
     """
     if shards.num_samples // (batch_size * world_size) == 0:
         raise DataError(
@@ -89,11 +92,12 @@ def train_loader(
         raise DataError(f"max_bad_samples={max_bad_samples}; it must be at least 0")
     share = max_bad_samples * shards.num_samples / world_size if max_bad_samples < 1 else max_bad_samples
     stream.faults.limit = math.ceil(share)
-    return Loader(stream, num_workers, pin_memory, stream.num_batches)
+    # Workers without a batch change nothing: the samples of every batch are the same without them.
+    return Loader(stream, min(num_workers, stream.num_batches), pin_memory, stream.num_batches)
 
 
 def eval_loader(
-    shards, transform, *, batch_size, num_workers, rank=0, world_size=1, num_classes=None, pin_memory=False
+    shards, transform, *, batch_size, num_workers, rank=0, world_size=1, num_classes=None, pin_memory=False, keys=False
 ):
     """Every sample exactly once over all ranks and workers, undisturbed by how many there are.
 
@@ -101,14 +105,19 @@ def eval_loader(
 
     Args:
         shards, transform, batch_size, num_workers, rank, world_size, num_classes, pin_memory: as in `train_loader`.
+        keys: give with each batch where its samples lie.
 
     Returns:
-        Loader: iterates over (images (B, 3, H, W), targets (B,) int64); has no `len()`.
+        Loader: iterates over (images (B, 3, H, W), targets (B,) int64), with `keys` and a list of B pairs (shard, key);
+        has no `len()`.
 
     Raises:
         DataError: while iterating, naming shard and sample, if a sample cannot be used.
     """
-    return Loader(_EvalStream(shards, transform, batch_size, rank, world_size, num_classes), num_workers, pin_memory)
+    batches = -(-shards.num_samples // (batch_size * world_size))
+    stream = _EvalStream(shards, transform, batch_size, rank, world_size, num_classes)
+    stream.keys = keys
+    return Loader(stream, min(num_workers, batches), pin_memory)
 
 
 class Loader(wds.WebLoader):
@@ -127,10 +136,20 @@ class Loader(wds.WebLoader):
             "pin_memory": pin_memory,
             "worker_init_fn": outlive_signals,
         }
-        super().__init__(stream, **self.options)
         self.stream = stream
         self.num_batches = num_batches
         self.skipped = []
+        self._counts = _Counts(stream.shards)
+        if stream.rank == 0:
+            _look_at_workers(num_workers)
+        self._start()
+
+    def _start(self):
+        # torch warns of many workers here and at the start of a pass. `_look_at_workers` says it once, and shorter.
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This DataLoader will create")
+            super().__init__(self.stream, **self.options)
+        self.pipeline[0].check_worker_number_rationality = lambda: None
 
     @property
     def num_skipped(self):
@@ -178,13 +197,17 @@ class Loader(wds.WebLoader):
             _log.warning("%d skipped, at most %d an epoch: %s", total.count, total.limit, text)
 
         start, taken, last_death = int(self.stream.start), 0, -1
+        dry = set()  # workers that could not fill their batches from their share of the epoch
         while True:
             dead = None
             try:
-                for batch, notes in super().__iter__():
+                for batch, notes, counts, dry_worker in super().__iter__():
                     _raise_here_only()
                     for text, count in notes:
                         note(text, count)
+                    dry |= {dry_worker} - {None}
+                    if self.num_batches is not None:
+                        self._counts.learn(counts, all_dry=len(dry) == max(self.options["num_workers"], 1))
                     if isinstance(batch, DataError):
                         # A new one: this frame would form a cycle with `batch`, and workers freed by the garbage
                         # collector hear no call to end and are waited for, five seconds each.
@@ -203,7 +226,7 @@ class Loader(wds.WebLoader):
             # All start anew after the last batch that came, and what follows is the same as if none had died.
             note(text)
             last_death = taken
-            super().__init__(self.stream, **self.options)
+            self._start()
             self.stream.start.fill_(start + taken)
         if last_death >= 0:
             self.stream.start.fill_(start)
@@ -251,6 +274,69 @@ class _Faults:
         return notes
 
 
+class _Counts:
+    """How many samples shards without an index hold, as far as it is known, against the number that was given."""
+
+    def __init__(self, shards):
+        self.shards = shards
+        self.known = {}  # by the number of the shard
+        self.others = None  # those that this rank has not read, counted aside
+        self.counting = None
+
+    def learn(self, counts, all_dry):
+        """Takes in the `counts` of shards that were read to their end.
+
+        No worker of this rank could fill its batches (`all_dry`): where in addition the shards that others read would
+        have to be larger than any that was read here, they are counted, once. That goes on beside the training, for
+        which ranks wait for each other, where it takes long.
+
+        Raises:
+            DataError: if all counts are known, and are less than the number that was given.
+        """
+        self.known.update(counts)
+        if self.shards.samples_per_shard:
+            return
+        claimed, missing = self.shards.num_samples, len(self.shards.urls) - len(self.known)
+        if missing and all_dry and not self.counting:
+            if claimed - sum(self.known.values()) > missing * max(self.known.values(), default=0):
+                self.counting = threading.Thread(target=self._count, daemon=True)
+                self.counting.start()
+                self.counting.join(60)
+        self.known.update(self.others or {})
+        held = sum(self.known.values())
+        if len(self.known) == len(self.shards.urls) and held < claimed:
+            raise DataError(f"the shards hold {held or 'no'} samples, but {self.shards.samples_option} says {claimed}; "
+                            + (f"give {held}" if held else "make or fetch them again"))
+
+    def _count(self):
+        others = set(range(len(self.shards.urls))) - set(self.known)
+        with contextlib.suppress(DataError):  # a shard that cannot be read leaves the sum unknown
+            self.others = {shard: sum(1 for _ in self.shards.read(shard)) for shard in others}
+
+
+def cores():
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def default_workers(most=8):
+    """Loader processes for each of the processes that a launcher started on this machine: one to a core, `most` at
+    most."""
+    return max(1, min(most, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+
+
+def _look_at_workers(num_workers):
+    """Warns, once in a process, of more workers than the machine can run."""
+    global _warned
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    # Some more than cores may pay, where they wait for a disk or a server.
+    if num_workers * processes > 2 * cores() and not _warned:
+        _warned = True
+        of_each = f" for each of {processes} processes" if processes > 1 else ""
+        _log.warning("%d workers%s on %d cores hold each other up: %d would do", num_workers, of_each, cores(),
+                     default_workers(num_workers))
+
+
 class _Stream(torch.utils.data.IterableDataset):
     """Batches of one worker."""
 
@@ -264,6 +350,8 @@ class _Stream(torch.utils.data.IterableDataset):
         self.num_classes = shards.num_classes if num_classes is None else num_classes
         self.decode_image = getattr(transform, "decode", decode_image)
         self.faults = _Faults()
+        self.counts = {}  # samples in each shard that was read to its end
+        self.dry = False
         # In shared memory: workers outlive an epoch, and must learn the number of the next one.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # batches of the epoch that were taken before
@@ -271,13 +359,18 @@ class _Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        self.faults = _Faults(self.faults.limit)
+        self.faults, self.counts, self.dry = _Faults(self.faults.limit), {}, False
+
+        def with_news(batch):
+            counts, self.counts = self.counts, {}
+            return batch, self.faults.take(), counts, worker if self.dry else None
+
         try:
             for batch in self.batches(worker, num_workers):
-                yield batch, self.faults.take()
+                yield with_news(batch)
         except DataError as error:
             # Raised here, torch would wrap it into a traceback of many lines.
-            yield error, self.faults.take()
+            yield with_news(error)
 
     def samples(self, order, start, stop):
         """Samples on the stretch [start, stop) of the line on which the shards lie in `order`."""
@@ -294,7 +387,7 @@ class _Stream(torch.utils.data.IterableDataset):
                 return start <= begin + length * (number * _GOLDEN % _UNIT) < stop
 
             try:
-                for sample in read_shard(self.shards.urls[shard], self.shards.pipes):
+                for sample in self.shards.read(shard):
                     if mine(count):
                         yield sample
                     count += 1
@@ -303,6 +396,8 @@ class _Stream(torch.utils.data.IterableDataset):
                         f"shard {self.shards.urls[shard]} has {count} samples where the index says {expected}; make "
                         "or fetch it again, or index the folder anew"
                     )
+                if expected is None:
+                    self.counts[shard] = count
             except DataError as error:
                 # Each lost sample has one owner. Without an index nobody knows how many there are.
                 lost = 1 if expected is None or count >= expected else sum(map(mine, range(count, expected)))
@@ -347,9 +442,10 @@ class _EvalStream(_Stream):
         share = self.rank * num_workers + worker
         line = sum(self.lengths) * _UNIT
         samples = self.samples(range(len(self.lengths)), line * share // shares, line * (share + 1) // shares)
-        views = self.views(samples)
-        while batch := list(itertools.islice(views, self.batch_size)):
-            yield default_collate(batch)
+        decoded = self.decoded(samples)
+        while batch := list(itertools.islice(decoded, self.batch_size)):
+            places = [[(sample["__url__"], sample["__key__"]) for sample, *_ in batch]] if self.keys else []
+            yield [*default_collate([(self.transform(image), label) for _, image, label, _ in batch]), *places]
 
 
 class _TrainStream(_Stream):
@@ -416,6 +512,7 @@ class _TrainStream(_Stream):
             for sample in wds.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 4, rng=rng)(samples):
                 idle = 0
                 yield sample
+            self.dry = True
             epoch += 1
         raise DataError(f"shard {self.shards.urls[0]} and its like hold no samples for a worker; use fewer workers")
 

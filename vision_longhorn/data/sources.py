@@ -9,6 +9,7 @@ import tarfile
 
 from PIL import Image
 
+from .folders import list_images
 from .images import EXTENSIONS, DataError
 from .index import write_aside
 
@@ -82,37 +83,23 @@ def image_folder(root, class_names=None):
         class_names: the classes by index, where other splits have fixed them already.
 
     Returns:
-        samples, class_names, names of the files left out because they are not images by their names
+        samples, class_names, names of the files left out: hidden ones and those that are not images by name
 
     Raises:
         DataError: if there are no classes, a class without images, or one that is not in `class_names`.
     """
-    if not os.path.isdir(root):
-        raise DataError(f"{root} is not a folder")
-    found = sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
-    if not found:
-        raise DataError(f"{root} has no class folders; expected {os.path.join(root, 'CLASS', 'IMAGE.jpg')}")
-    class_names = list(class_names or found)
-    samples, others = [], []
-    labels = {name: label for label, name in enumerate(class_names)}
-    for name in found:
-        if name not in labels:
-            raise DataError(
-                f"class {name!r} of {root} is not among the {len(labels)} classes of the other splits; name another "
-                "folder for the shards, or make the split with all classes first"
-            )
-        before = len(samples)
-        for folder, folders, files in os.walk(os.path.join(root, name), followlinks=True):
-            folders.sort()
-            for file in sorted(files):
-                path = os.path.join(folder, file)
-                relative = os.path.relpath(path, root).replace(os.sep, "/")
-                if _extension(file) in EXTENSIONS:
-                    samples.append(Sample(relative, labels[name], path, 0, os.path.getsize(path)))
-                else:
-                    others.append(relative)
-        if len(samples) == before:
-            raise DataError(f"class {name!r} of {root} has no images ({', '.join(EXTENSIONS)}); remove it or fill it")
+    listed, class_names, others = list_images(root, class_names)
+    if not listed:
+        raise DataError(f"{root} has no class folders with images ({', '.join(EXTENSIONS)}); expected "
+                        f"{os.path.join(root, 'CLASS', 'IMAGE.jpg')}")
+    samples = []
+    for name, label in listed:
+        path = os.path.join(root, name)
+        try:
+            size = os.path.getsize(path)
+        except OSError:  # a link that leads nowhere, say: reading it tells of it, as of other bad images
+            size = 0
+        samples.append(Sample(name, label, path, 0, size))
     return samples, class_names, others
 
 
@@ -288,10 +275,6 @@ def digits():
     train, val = train_test_split(range(len(samples)), test_size=360, stratify=data.target, random_state=0)
     names = [str(name) for name in data.target_names]
     return {"train": [samples[i] for i in sorted(train)], "val": [samples[i] for i in sorted(val)]}, names
-
-
-def _extension(name):
-    return os.path.splitext(name)[1][1:].lower()
 
 
 def _read(path):
