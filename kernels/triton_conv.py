@@ -264,7 +264,7 @@ def _prepare(steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tenso
     G, _, K = weight.shape
     aligned = D % 16 == 0 and all(map(_aligned, (x, *others.values())))
     # Two channels a lane where they can be loaded together and no lane is idle.
-    lanes = warp_lanes()
+    lanes = warp_lanes(x.device)
     width = 2 * lanes if aligned and D % (2 * lanes) == 0 else lanes
     unit = 16 if aligned else 1
     blocks = ceil_div(D, width)

@@ -1,9 +1,10 @@
 """The Triton kernels of the scans. `triton_scan` launches them; docs/scan.md explains and derives them.
 
 Every kernel keeps the states of its channels in registers as a tuple of `NI` tensors, one for each state that a lane
-owns, and is one warp: channels along the lanes, so that nothing but the sums over channels crosses lanes, no shared
-memory is touched and no barrier is needed. With more than 16 states `NS` groups of lanes share a channel: a tensor of
-states has the shape (NS, BC), what belongs to a channel (1, BC), and a sum over states crosses NS lanes.
+owns, and is one warp: channels along the lanes, so that nothing but the sums over channels crosses lanes and no barrier
+is needed; shared memory is touched at most to lay out the final state. With more than 16 states `NS` groups of lanes
+share a channel: a tensor of states has the shape (NS, BC), what belongs to a channel (1, BC), and a sum over states
+crosses NS lanes.
 
 Tokens beyond the end of a sequence repeat the last one with a step size of zero: they change nothing and nothing of
 them is stored, so loads need no mask. Channels beyond D repeat the last one, and no gradient enters them.

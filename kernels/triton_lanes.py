@@ -4,10 +4,13 @@ and the sums over states and over channels. Names and shapes are those of `trito
 
 import inspect
 import os
+from functools import cache
+from typing import Optional
 
 import torch
 import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
 
 # Read when the kernels are decorated, so the variable must be set before the first import.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -23,13 +26,25 @@ def kernel(runtime: list[str], unaligned: list[str]):
     return decorate
 
 
-def takes_ptx(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+@cache
+def target_of(device: torch.device) -> Optional[GPUTarget]:
+    """What Triton compiles for on this GPU (backend, architecture, lanes of a warp); None where it interprets."""
+    if INTERPRETED or device.type != "cuda":
+        return None
+    with torch.cuda.device(device):
+        return triton.runtime.driver.active.get_current_target()
 
 
-def warp_lanes() -> int:
-    """AMD's data-centre GPUs have 64."""
-    return 32 if torch.version.hip is None else 64
+def takes_ptx(device: torch.device, capability: int = 0) -> bool:
+    """Whether kernels on `device` may hold PTX that needs this compute capability at least, 80 for 8.0."""
+    target = target_of(device)
+    return target is not None and target.backend == "cuda" and target.arch >= capability
+
+
+def warp_lanes(device: torch.device) -> int:
+    """64 on AMD's data-centre GPUs, 32 on all others."""
+    target = target_of(device)
+    return 32 if target is None else target.warp_size
 
 
 DIAGONAL = tl.constexpr(0)
@@ -445,6 +460,10 @@ def fold_lanes(values, V: tl.constexpr, NS: tl.constexpr, W: tl.constexpr):
             else:
                 values = (values[0] + tl.gather(values[0], lane ^ (W >> (s + 1)), 1),)
     return values
+
+
+# The compute capability that products of TF32 matrices need.
+FOLD_CAPABILITY = 80
 
 
 def _matrix_fold(values: int) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import triton_kernels as kernels
 from .contract import ANCHOR, CHUNK, Scan, ceil_div, power_of_2, stack, unstack
-from .triton_lanes import INTERPRETED, takes_ptx, warp_lanes
+from .triton_lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
@@ -142,11 +142,12 @@ class _Launch:
             **_strides("z", None if scan.z is None else z, "gbl"),
             **_strides("D", None if scan.D is None else skip, "g"),
             **_strides("bias", None if scan.bias is None else bias, "gd"))
-        self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and takes_ptx(x.device)
+        self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 \
+            and takes_ptx(x.device, FOLD_CAPABILITY)
         # A lane takes up to 16 states of a channel.
         NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
         NI = ceil_div(N, NS)
-        self.lanes = warp_lanes() // NS  # that hold channels
+        self.lanes = warp_lanes(x.device) // NS  # that hold channels
         self.matrix &= NS == 1
         self.aligned = D % 16 == 0 and all(map(_aligned, (x, step, *(() if scan.z is None else (z,)))))
         self.args |= dict(

@@ -1,0 +1,385 @@
+"""Compiles every Triton kernel of the package for GPUs that need not be there, and says what each takes of them.
+
+    python benchmarks/compile_without_gpu.py --jobs 16                    # all targets: half an hour of one core
+    python benchmarks/compile_without_gpu.py --targets cuda:75 --every    # all variants in all dtypes
+    python benchmarks/compile_without_gpu.py --targets cuda:75 hip:gfx942 --only exact float16 sequential
+    python benchmarks/compile_without_gpu.py --list                       # what would be compiled
+
+The first variant of each family of kernels is compiled in each dtype, the others in bfloat16, since a dtype changes
+loads and stores and a variant what lies between.
+
+Triton asks its driver what to compile for, and here a stand-in answers. The package's own code picks the arguments and
+options of each launch, for tensors that have shapes and no memory, and a launch compiles instead of running: so this is
+the code that such a GPU would run. That it compiles does not say that its results are right, nor how fast it is.
+
+Registers are those of a lane. Spills are bytes of a lane's stack, where registers go that did not fit. The exit status
+is 1 where a kernel does not compile or takes more than its target has, and a line names each.
+
+To add a target, write it into TARGETS. To add a kernel, write a function that launches it and put that into FAMILIES;
+`--list` and a full run name kernels of the package that nothing here launches.
+"""
+
+import argparse
+import importlib
+import itertools
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Callable, NamedTuple, Optional
+
+import torch
+
+# First, since it lets a checkout do without installation.
+from common import environment, print_environment, table
+
+from vision_longhorn import kernels
+from vision_longhorn.kernels import Scan
+
+if not kernels.HAS_TRITON:
+    sys.exit("triton is not installed, and it is what compiles the kernels")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+
+class Target(NamedTuple):
+    """What is compiled for, and what one lane and one program may take of it."""
+
+    gpu: GPUTarget
+    registers: int
+    shared: int  # KiB
+    examples: str
+
+
+def _nvidia(capability: int, shared: int, examples: str) -> Target:
+    return Target(GPUTarget("cuda", capability, 32), 255, shared, examples)
+
+
+def _amd(arch: str, lanes: int, registers: int, examples: str) -> Target:
+    return Target(GPUTarget("hip", arch, lanes), registers, 64, examples)
+
+
+TARGETS = {
+    "cuda:75": _nvidia(75, 64, "T4, RTX 2080"),
+    "cuda:80": _nvidia(80, 163, "A100"),
+    "cuda:86": _nvidia(86, 99, "A10, RTX 3090"),
+    "cuda:89": _nvidia(89, 99, "L4, RTX 4090"),
+    "cuda:90": _nvidia(90, 227, "H100, H200"),
+    "cuda:100": _nvidia(100, 227, "B200"),
+    "cuda:120": _nvidia(120, 99, "RTX 5090"),
+    "hip:gfx90a": _amd("gfx90a", 64, 512, "MI210, MI250"),
+    "hip:gfx942": _amd("gfx942", 64, 512, "MI300"),
+    "hip:gfx1100": _amd("gfx1100", 32, 256, "RX 7900"),
+}
+DTYPES = ("bfloat16", "float16", "float32")
+BATCH, TOKENS, CHANNELS = 2, 197, 384
+
+
+def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+# Of a scan: what differs from a gated walk with 16 states, an own step size for each channel, and results averaged.
+SCANS = {
+    "sequential": {},
+    "parallel": dict(tokens=6085, regime="parallel"),
+    "scalar_step": dict(step=1, gate=False, combine="none"),  # as in the "shared" wiring, with a scalar beta
+    "states_32": dict(states=32),
+    "A_per_token": dict(A_per_token=True),
+}
+
+
+def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
+    """Both passes: with states kept, without (inference), and with states found again."""
+    from vision_longhorn.kernels import triton_scan
+    given = dict(tokens=TOKENS, regime="sequential", step=CHANNELS, states=16, gate=True, combine="mean",
+                 A_per_token=False) | SCANS[variant]
+    B, L, D, N, steps = BATCH, given["tokens"], CHANNELS, given["states"], given["step"]
+
+    def both(*shape: int) -> torch.Tensor:
+        return _tensor(2, *shape, dtype=dtype)
+
+    A = None if rule != "mamba" else both(B, L, N) if given["A_per_token"] else _tensor(2, D, N)
+    z = _tensor(B, L, D, dtype=dtype) if given["gate"] else None
+    scan = Scan(both(B, L, D), both(B, L, steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps),
+                None, rule, "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"])
+    saved = triton_scan.forward(scan, True)[2]
+    dy, dz = _tensor(*scan.output_shape, dtype=dtype), None if z is None else torch.empty_like(z)
+    triton_scan.backward(scan, dy, None, saved, dz)
+    if variant in ("sequential", "parallel"):
+        triton_scan.forward(scan, False)
+        triton_scan.backward(scan, dy, None, saved[:0], dz)
+
+
+def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels import triton_conv
+    G = {"one_direction": 1, "both_directions": 2}[variant]
+    x, weight, bias = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), _tensor(G, CHANNELS, 4), _tensor(G, CHANNELS)
+    y = triton_conv.forward(x, weight, bias)
+    triton_conv.backward(y, x, weight, bias, torch.empty_like(x))
+
+
+def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels import triton_norm
+    z, weight = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), _tensor(2, CHANNELS)
+    o = _tensor(2, *z.shape, dtype=dtype)
+    y = triton_norm.forward(o, z, weight, 1e-5)
+    triton_norm.backward(y, o, z, weight, 1e-5, torch.empty_like(z))
+
+
+# What launches a family of kernels, and in which variants.
+FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
+    "diagonal": (compile_scan, ("sequential", "parallel", "scalar_step", "states_32")),
+    "exact": (compile_scan, ("sequential", "scalar_step", "states_32")),
+    "mamba": (compile_scan, ("sequential", "parallel", "scalar_step", "states_32", "A_per_token")),
+    "conv": (compile_conv, ("one_direction", "both_directions")),
+    "norm": (compile_norm, ("both_directions",)),
+}
+VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
+# Constants that make another kernel of one: a row of the table names those that are set.
+NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX")
+
+
+class _Driver:
+    """As much of Triton's driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget):
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Optional[int] = None) -> int:
+        return 0
+
+
+def stand_in(target: GPUTarget, launch: Callable) -> None:
+    """For the rest of this process the package takes itself to be on a GPU of this kind, and calls
+    `launch(compile, kernel, options)` in place of every launch; `compile()` returns what Triton compiled."""
+    from vision_longhorn.kernels import triton_lanes, triton_scan, tuning
+    choices, run = tuning._choices, JITFunction.run
+    triton.runtime.driver.set_active(_Driver(target))
+    triton_lanes.target_of = lambda device: target
+    # What is launched must not depend on how the shapes here would fill the GPU.
+    tuning._choices = lambda kernel, scan: choices(kernel, scan)[:1]
+    # One after the other, or the seconds would be those of all kernels together.
+    triton_scan._launch_all = lambda device, calls: [call.launch() for call in calls]
+
+    def launched(self: JITFunction, *args, grid, warmup: bool, **options):
+        launch(lambda: run(self, *args, grid=grid, warmup=True, **options), self.fn.__name__, options)
+
+    JITFunction.run = launched
+
+
+def launchable() -> set[str]:
+    """The kernels of the package that are launched and not called by others, by the end of their names."""
+    found = set()
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+        values = vars(importlib.import_module(module.name)).values()
+        found |= {value.fn.__name__ for value in values if isinstance(value, JITFunction)}
+    return {name for name in found if name.endswith("_kernel")}
+
+
+def resources(compiled) -> tuple[int, int]:
+    """(registers of a lane, bytes of its stack) of a compiled kernel."""
+    if "cubin" in compiled.asm:
+        tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            text = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True,
+                                  check=True).stdout
+        patterns = r"\bREG:(\d+)", r"\bSTACK:(\d+)"
+    else:
+        text = compiled.asm["amdgcn"]
+        patterns = r"\.vgpr_count:\s*(\d+)", r"\.private_segment_fixed_size:\s*(\d+)"
+    registers, stack = (int(re.search(pattern, text)[1]) for pattern in patterns)
+    return registers, stack
+
+
+def reason(text: str) -> str:
+    """The line of a compiler's message that says most."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
+    told = next((line for line in lines if re.search(r"\berror\s*:", line)), lines[-1])
+    return re.sub(r"^.*?\berror\s*:\s*", "", told)[:200]
+
+
+def too_much(row: dict, target: Target) -> Optional[str]:
+    """What a compiled kernel takes more of than the target has."""
+    if row["registers"] > target.registers:
+        return f"takes {row['registers']} registers of {target.registers}"
+    if row["shared"] > target.shared * 1024:
+        return f"takes {row['shared']} bytes of shared memory of {target.shared} KiB"
+    return None
+
+
+def run_cases(target: GPUTarget, cases: list[tuple[str, str, str]], note: Callable[[int, Optional[dict]], None],
+              compiling: bool = True) -> None:
+    """Compile `cases` in this process, which is of no other use afterwards.
+
+    `note` gets a number and a row when a launch begins, with an error lest the compiler end the process, and the same
+    number when it ends: with the row, or None where the same was compiled, or failed, before.
+    """
+    seen = set()
+    numbers = itertools.count()
+
+    def launch(compile: Callable, kernel: str, options: dict) -> None:
+        number = next(numbers)
+        named = [name for name in NAMED if options.get(name)]
+        row = dict(zip(("family", "dtype", "variant"), case), kernel=kernel + (f"[{','.join(named)}]" if named else ""))
+        if not compiling:
+            note(number, row)
+            return
+        note(number, row | dict(error="the compiler ended the process"))
+        start = time.perf_counter()
+        try:
+            compiled = compile()
+            row["seconds"] = round(time.perf_counter() - start, 2)
+            row["registers"], row["spills"] = resources(compiled)
+            row["shared"] = compiled.metadata.shared
+            same = compiled.hash
+        except Exception as error:  # compilers raise what they like; the other kernels still have their turn
+            row["error"] = reason(str(error))
+            same = tuple(row.values())
+        note(number, None if same in seen else row)
+        seen.add(same)
+
+    stand_in(target, launch)
+    for case in cases:
+        family, dtype, variant = case
+        FAMILIES[family][0](family, getattr(torch, dtype), variant)
+
+
+def worker(target: str, folder: Path) -> None:
+    """Compile what `folder`/cases names and leave what `run_cases` tells in `folder`/notes, a line at a time."""
+    with (folder / "notes").open("w") as file:
+        def note(*entry) -> None:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+
+        run_cases(TARGETS[target].gpu, json.loads((folder / "cases").read_text()), note)
+
+
+def compile_apart(target: str, cases: list[tuple[str, str, str]]) -> list[dict]:
+    """The rows of `cases`, from a process of their own: neither its stand-ins nor a crash reaches further, and a cache
+    of its own makes it compile everything."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "cases").write_text(json.dumps(cases))
+        settings = os.environ | {"TRITON_CACHE_DIR": name, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+        # Triton prints whole programs that fail to assemble.
+        run = subprocess.run([sys.executable, __file__, "--worker", name, "--targets", target], env=settings,
+                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+        notes = folder / "notes"
+        rows = dict(map(json.loads, notes.read_text().splitlines())) if notes.exists() else {}
+    rows = [row for row in rows.values() if row is not None]
+    if run.returncode and not any("error" in row for row in rows):
+        rows.append(dict(family=cases[0][0], dtype="", variant="", kernel="launches", error=reason(run.stderr)))
+    return [dict(target=target, **row) for row in rows]
+
+
+def selected(only: list[str], every: bool) -> dict[str, list[tuple[str, str, str]]]:
+    """For each family its cases, (family, dtype, variant): any of the families, of the dtypes and of the variants that
+    are named. Where no dtype is, only a first variant has all of them, unless `every`."""
+    def allowed(word: str, words: tuple[str, ...]) -> bool:
+        return word in only or not set(only) & set(words)
+
+    cases = {}
+    for family, (_, variants) in FAMILIES.items():
+        found = [(family, dtype, variant) for dtype in DTYPES for variant in variants
+                 if allowed(family, tuple(FAMILIES)) and allowed(dtype, DTYPES) and allowed(variant, VARIANTS)
+                 and (every or dtype in only or dtype == DTYPES[0] or variant == variants[0])]
+        if found:
+            cases[family] = found
+    return cases
+
+
+def show(name: str, rows: list[dict]) -> None:
+    target = TARGETS[name]
+    rows = [row | {"limits": f"{target.registers}, {target.shared} KiB"} for row in rows]
+    table(f"{name} ({target.examples})", rows, family=("", "s"), dtype=("", "s"), variant=("", "s"), kernel=("", "s"),
+          seconds=("seconds", ".1f"), registers=("registers", "d"), spills=("spilled B", "d"),
+          shared=("shared B", "d"), limits=("registers and shared at most", "s"))
+
+
+def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="TARGET",
+                        help=f"({' '.join(TARGETS)})")
+    words = [*FAMILIES, *DTYPES, *VARIANTS]
+    parser.add_argument("--only", nargs="+", choices=words, default=[], metavar="WORD", help=f"({' '.join(words)})")
+    parser.add_argument("--every", action="store_true", help="compile all variants in all dtypes")
+    parser.add_argument("--jobs", type=int, default=1, help="processes side by side (1)")
+    parser.add_argument("--list", action="store_true", help="print what would be launched on the first target")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for compile_without_gpu.json")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # for the processes it starts itself
+    args = parser.parse_args(argv)
+    args.cases = selected(args.only, args.every)
+    if not args.cases:
+        parser.error(f"no kernels go by all of {' '.join(args.only)}")
+    return args
+
+
+def main(argv: Optional[list[str]] = None) -> int:
+    args = parse_args(argv)
+    if args.worker:
+        worker(args.targets[0], args.worker)
+        return 0
+    os.environ.pop("TRITON_INTERPRET", None)  # or there would be nothing to compile
+    if args.list:
+        launches = []
+        run_cases(TARGETS[args.targets[0]].gpu, sum(args.cases.values(), []),
+                  lambda number, row: launches.append(row), compiling=False)
+        for line in dict.fromkeys(" ".join(row.values()) for row in launches):
+            print(line)
+        return report(launches, [], whole=not args.only)
+
+    found = environment()
+    print_environment(found)
+    start = time.perf_counter()
+    results = dict(environment=found, targets={}, kernels=[])
+    rows = results["kernels"]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        pending = {target: [pool.submit(compile_apart, target, cases) for cases in args.cases.values()]
+                   for target in args.targets}
+        for name, done in pending.items():
+            target = TARGETS[name]
+            of_target = [row for rows_of_family in done for row in rows_of_family.result()]
+            for row in of_target:
+                excess = None if "error" in row else too_much(row, target)
+                if excess:
+                    row["error"] = excess
+            show(name, of_target)
+            rows += of_target
+            results["targets"][name] = dict(examples=target.examples, registers=target.registers,
+                                            shared_KiB=target.shared)
+            if args.out:
+                args.out.mkdir(parents=True, exist_ok=True)
+                (args.out / "compile_without_gpu.json").write_text(json.dumps(results, indent=1) + "\n")
+    print(f"\n{len(rows)} kernels in {time.perf_counter() - start:.0f} s")
+    return report(rows, [row for row in rows if "error" in row], whole=not args.only)
+
+
+def report(rows: list[dict], failed: list[dict], whole: bool) -> int:
+    """Name what failed and, if the cases were to cover the package, what they left out; the exit status."""
+    for row in failed:
+        print(f"FAILED {row['target']} {row['family']} {row['dtype']} {row['variant']} {row['kernel']}: {row['error']}")
+    missing = launchable() - {row["kernel"].partition("[")[0] for row in rows} if whole else set()
+    for name in sorted(missing):
+        print(f"FAILED {name}: nothing here launches it")
+    return 1 if failed or missing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
