@@ -38,11 +38,12 @@ def test_command_line_overrides_the_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text("model: vim_tiny\nmodel_kwargs: {img_size: 64, depth: 4}\nlr: 1e-3\nmean: [0, 0.5, 1]\n")
     config, name = load_config([
-        "--config", str(file), "--model-kwargs", "img_size=[32,48]", "beta=scalar", "depth=none", "--batch_size", "64",
+        "--config", str(file), "--model-kwargs", "img_size=[32,48]", "beta=scalar", "depth=none", "class_token=none",
+        "--batch_size", "64",
         "--std", "0.1", "2e-1", "0.3", "--clip-grad=1", "--auto-augment", "none", "--compile", "--ema-warmup", "false",
     ])
     assert name == "mine"
-    assert config.model_kwargs == {"img_size": [32, 48], "beta": "scalar"}
+    assert config.model_kwargs == {"img_size": [32, 48], "beta": "scalar", "class_token": "none"}
     assert (config.model, config.lr, config.batch_size, config.clip_grad) == ("vim_tiny", 1e-3, 64, 1.0)
     assert (config.mean, config.std) == ([0.0, 0.5, 1.0], [0.1, 0.2, 0.3])
     assert (config.auto_augment, config.compile, config.ema_warmup) == (None, True, False)

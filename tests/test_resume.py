@@ -212,8 +212,9 @@ def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(t
 
 
 @pytest.mark.gpu
-def test_gpu_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arguments):
-    arguments = [*arguments, "--workers", "2", "--device", "cuda", "--deterministic"]
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_gpu_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arguments, precision):
+    arguments = [*arguments, "--workers", "2", "--device", "cuda", "--deterministic", "--precision", precision]
     whole = Run(tmp_path / "whole", arguments, processes=1)
     assert not any(whole.wait()), whole.text
     for at in 5, 7:  # of 18 updates in an epoch, with a checkpoint after every third

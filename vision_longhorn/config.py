@@ -352,7 +352,8 @@ def _coerce(key, value, kind):
 
 
 def parse_pairs(words):
-    """Dict of KEY=VALUE words; a value is a number, true, false, none, a [list], or else a string.
+    """Dict of KEY=VALUE words; a value is a number, true, false, none, a [list], or else a string. `class_token=none` is
+    a string, too: the model without a class token.
 
     Raises:
         UserError: For a word without "=".
@@ -360,7 +361,8 @@ def parse_pairs(words):
     for word in words:
         if "=" not in word:
             raise UserError(f"{word!r} is not KEY=VALUE, such as img_size=32")
-    return {key: _parse_word(value) for key, _, value in (word.partition("=") for word in words)}
+    pairs = (word.partition("=") for word in words)
+    return {key: value if (key, value) == ("class_token", "none") else _parse_word(value) for key, _, value in pairs}
 
 
 def _parse_word(word):
