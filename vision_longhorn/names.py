@@ -77,7 +77,8 @@ def imagenet_names(num_classes):
 
 
 def readable_names(class_names, display_names=None, num_classes=None):
-    """Names of classes for people: `display_names` if there are any, words for ImageNet's synsets, else the names.
+    """Names of classes for people: `display_names` if there are any, for ImageNet's synsets the first of their words (with
+    the synset where two have the same one, as both cranes), else the names.
 
     Args:
         class_names: names by index, or None.
@@ -92,11 +93,13 @@ def readable_names(class_names, display_names=None, num_classes=None):
         from timm.data import ImageNetInfo
 
         table = ImageNetInfo()
-        for i, name in enumerate(names):
+        words = []
+        for name in names:
             try:
-                names[i] = table.label_name_to_description(name)
+                words.append(table.label_name_to_description(name).partition(", ")[0])
             except KeyError:  # no synset, or one that timm does not know
-                pass
+                words.append(name)
+        names = [word if words.count(word) == 1 else f"{word} ({name})" for name, word in zip(names, words)]
     return names + [f"class {i}" for i in range(len(names), num_classes or 0)]
 
 
