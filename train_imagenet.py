@@ -9,8 +9,10 @@ defines them, vision_longhorn/training.py is the loop. The run's folder gets con
 checkpoints (update-NUMBER.pt, last.pt, best.pt), metrics.json, summary.csv and curves.png.
 """
 
-from vision_longhorn.cli import run
-from vision_longhorn.train_command import main  # noqa: F401
+OWN_COMMAND = True  # vision_longhorn/start.py: models are imported when the command line has been read
+
+from vision_longhorn.cli import run  # noqa: E402
+from vision_longhorn.train_command import main  # noqa: E402, F401
 
 if __name__ == "__main__":
     run("train")

@@ -131,6 +131,8 @@ def test_help_shows_groups_and_every_default(capsys):
     ("seed: true\n", ["seed", "True"]),
     ("- a\n", ["mine.yaml"]),
     ("a: b: c\n", ["mine.yaml", "YAML"]),
+    ("learning_rate: 1\n", ["'learning_rate'", "'lr'"]),
+    ("? [a, b]\n: 1\n", ["mine.yaml", "YAML"]),
     ("lr: 1\nmin_lr: 0\nlr: 2\n", ["mine.yaml", "'lr' stands twice", "line 3"]),
     ("model_kwargs: {depth: 1, depth: 2}\n", ["mine.yaml", "'depth' stands twice"]),
     ("\x00\x01\udcff", ["mine.yaml", "YAML"]),
@@ -142,6 +144,19 @@ def test_mistakes_in_a_file_name_value_and_remedy(tmp_path, text, expected):
         load_config(["--config", str(file), "--data", "DIR"])
     message = str(caught.value)
     assert all(word in message for word in expected) and "\n" not in message
+
+
+def test_merge_keys_of_yaml_are_read(tmp_path):
+    (tmp_path / "mine.yaml").write_text("model_kwargs: {<<: {depth: 3}, img_size: 32}\n")
+    config, _ = load_config(["--config", str(tmp_path / "mine.yaml"), "--data", "DIR"])
+    assert config.model_kwargs == {"depth": 3, "img_size": 32}
+
+
+def test_a_run_that_was_begun_with_what_is_refused_now_goes_on(tmp_path):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(Config(data="DIR", epochs=2, min_lr=1.0).values()))
+    config, _ = load_config(["--resume", str(tmp_path)])
+    assert (config.warmup_epochs, config.min_lr) == (5, 1.0)
+    assert "warmup_epochs" in config.notes[0] and "min_lr" in config.notes[1]
 
 
 def test_a_resumed_run_brings_its_own_config(tmp_path):

@@ -317,10 +317,14 @@ def test_a_process_without_samples_waits_for_the_others(run, tmp_path):
 
 def test_raw_and_averaged_weights_are_those_of_the_last_epoch(run, tmp_path):
     history = json.loads((run / "metrics.json").read_text())
-    out = ["--checkpoint", str(run / "last.pt"), "--workers", "0", "--out", str(tmp_path / "out.json")]
+    arguments = ["--checkpoint", str(run / "last.pt"), "--workers", "0"]
     for option, key in ("--raw", "val"), ("--ema", "val_ema"):
-        result = eval_script.main([*out, option])
+        out = tmp_path / f"{key}.json"
+        result = eval_script.main([*arguments, option, "--out", str(out)])
         assert {name: result[name] for name in history[-1][key]} == history[-1][key]
+        assert eval_script.main([*arguments, option, "--out", str(out)])["top1"] == result["top1"]  # its own place
+    with pytest.raises(UserError, match="val.json holds the result of another evaluation"):
+        eval_script.main([*arguments, "--ema", "--out", str(tmp_path / "val.json")])
     assert history[-1]["val"]["loss"] != history[-1]["val_ema"]["loss"]
 
 

@@ -53,6 +53,33 @@ def test_positions_of_a_run_on_oblong_images_are_resampled(tmp_path):
     assert "pos_embed (1, 13, 32) -> (1, 17, 32)" in text and other.pretrained_cfg["input_size"] == (3, 96, 96)
 
 
+def test_a_model_has_its_own_image_size_whatever_the_file_is_of(tmp_path):
+    small = dict(depth=1, embed_dim=32)
+    model = create_model("vlonghorn_tiny", img_size=32, num_classes=10, **small)
+    save_checkpoint(tmp_path / "best.pt", {"state_dict": model.state_dict(),
+                                           "config": {"model_kwargs": {**small, "img_size": 32}}})
+    other, text = model_from_weights("vlonghorn_tiny", tmp_path / "best.pt", 10, **small)
+    assert other.patch_embed.img_size == (224, 224) and "pos_embed (1, 5, 32) -> (1, 197, 32)" in text
+
+
+def test_weights_for_a_model_that_brings_its_own_are_refused(weights):
+    with pytest.raises(UserError, match="hf-hub:a/b brings weights of its own"):
+        model_from_weights("hf-hub:a/b", weights[0], 10)
+
+
+def test_a_run_that_starts_anew_for_want_of_a_checkpoint_starts_from_its_weights(weights, tmp_path, shards,  # noqa: F811
+                                                                                 capsys):
+    arguments = [*QUICK, *PLAIN, *shards, "--init", str(weights[0]), "--model-kwargs", "depth=2", "embed_dim=32",
+                 "img_size=8", "patch_size=4", "--epochs", "1", "--run-dir", str(tmp_path / "run")]
+    run = train_imagenet.main(arguments)
+    for file in run.glob("*.pt"):
+        file.unlink()
+    capsys.readouterr()
+    train_imagenet.main([*arguments, "--resume"])
+    said = capsys.readouterr().out
+    assert "has no checkpoint yet" in said and "init    EMA weights" in said and "before-1" in said
+
+
 @pytest.mark.parametrize("classes", [10, 3])
 @pytest.mark.parametrize("model, changes, words", [
     ("vlonghorn_test", {"embed_dim": 48}, ["another model", "of another size", "[1, 1, 32] in the file"]),
@@ -71,6 +98,7 @@ def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(wei
 
 @pytest.mark.parametrize("content, words", [
     ({}, ["no weights"]), ({"foo": 1}, ["no weights"]), ({"foo": torch.zeros(2)}, ["another model", "only in the file"]),
+    ({"state_dict": {"foo": torch.zeros(2)}, "config": None}, ["another model"]),
     ([1], ["a list"]), (b"", ["empty"]), (b"some text", ["torch's files"]),
 ])
 def test_files_without_weights_are_refused(tmp_path, content, words):

@@ -179,6 +179,7 @@ def same_run(one, other):
         assert curves[0][tag] == curves[1][tag], tag
     ends = [load_checkpoint(run / "last.pt") for run in (one, other)]
     for end in ends:
+        del end["started"]
         for entry in (*end["history"], end["watch"]["last"]):
             del entry["images_per_s"]
     same(*ends)
@@ -225,15 +226,15 @@ def test_gpu_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arg
     same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+@pytest.mark.parametrize("name, at", [("SIGTERM", 4), ("SIGUSR1", 4), ("SIGINT", 5)])  # of 6 updates in an epoch
 def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(tmp_path, arguments, undisturbed,
-                                                                                name):
+                                                                                name, at):
     """Three processes: only then does the order of the sum over them show."""
     arguments = [*arguments, "--workers", "1"]
-    stopped = Run(tmp_path / "run", arguments, processes=3, rank=2, at=4, kind=name)
+    stopped = Run(tmp_path / "run", arguments, processes=3, rank=2, at=at, kind=name)
     assert stopped.wait() == [128 + getattr(signal, name)] * 3, stopped.text
-    assert f"Stopped by {name} after update 5" in stopped.text and "Traceback" not in stopped.text
-    assert load_checkpoint(tmp_path / "run" / "last.pt")["updates"] == 5  # one after the signal, to agree upon it
+    assert f"Stopped by {name} after update {at + 1}" in stopped.text and "Traceback" not in stopped.text
+    assert load_checkpoint(tmp_path / "run" / "last.pt")["updates"] == at + 1  # one later, to agree upon it
     resumed = Run(tmp_path / "run", arguments, processes=3)
     assert resumed.wait() == [0] * 3, resumed.text
     same_run(undisturbed["three"], tmp_path / "run")
@@ -245,6 +246,17 @@ def test_a_second_ctrl_c_stops_at_once():
         assert signals.received == signal.SIGINT
         with pytest.raises(KeyboardInterrupt, match="last checkpoint"):
             os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_what_was_started_not_to_hear_ctrl_c_does_not():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not signals.received
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_two_processes_do_not_write_one_run(tmp_path, undisturbed, capsys):

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from timm.data.readers.reader_wds import ReaderWds
 
+from vision_longhorn import sharding
 from vision_longhorn import shards as maker
 from vision_longhorn.data import DataError, decode_image, open_shards
 from vision_longhorn.data.index import image_of, read_index, read_shard
@@ -149,7 +150,7 @@ def test_same_command_again_changes_nothing(folder, tmp_path):
 @pytest.mark.parametrize("finished", [True, False])
 def test_other_parameters_are_refused(folder, tmp_path, options, named, finished, monkeypatch):
     if not finished:
-        monkeypatch.setattr(maker, "write_index", interrupt)
+        monkeypatch.setattr(sharding, "write_index", interrupt)
         with pytest.raises(KeyboardInterrupt):
             make(folder, tmp_path / "out")
     else:
@@ -168,14 +169,14 @@ def interrupt(*args, **kwargs):
 
 
 def killed_in_third_shard(folder, out):
-    back = maker.read_shard
+    back = sharding.read_shard
 
     def kill(path):
         if "train-000002" in path:
             os.kill(os.getpid(), signal.SIGKILL)
         return back(path)
 
-    maker.read_shard = kill
+    sharding.read_shard = kill
     make(folder, out)
 
 
@@ -198,7 +199,7 @@ def test_killed_and_run_again(folder, tmp_path):
 
 
 def test_interrupted_leaves_no_partial_file(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(maker, "read_shard", interrupt)
+    monkeypatch.setattr(sharding, "read_shard", interrupt)
     with pytest.raises(KeyboardInterrupt):
         make(folder, tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == [".train.journal"]
@@ -239,7 +240,7 @@ def test_folder_without_classes_or_images(tmp_path):
 
 
 def test_not_enough_space(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(maker.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr(sharding.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(DataError, match=r"out needs \d+kB more, but has 1\.00kB free"):
         make(folder, tmp_path / "out")
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -303,12 +304,13 @@ def test_a_mistake_found_late_leaves_no_folder_that_refuses_the_right_command(tm
 
 
 def test_evaluation_data_with_other_classes_is_refused(tmp_path, capsys):
-    for part, names in ("a", "0123456789"), ("b", "0123456798"):
+    for part, names in ("a", "0123456789"), ("b", "0123456798"), ("c", "abcdefghij"):
         write_digits(tmp_path / part, "train", 40)
         write_digits(tmp_path / part, "val", 20)
         index_shards(tmp_path / part, list(names), progress=False)
-    fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, "--data", tmp_path / "a", "--val-data", tmp_path / "b",
-                                              "--run-dir", tmp_path / "run"], capsys, "class 8", "'8'", "'9'")
+    for part, words in ("b", ["class '9' has index 8", "but 9"]), ("c", ["class 0", "'0'", "'a'"]):
+        fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, "--data", tmp_path / "a", "--val-data",
+                                                  tmp_path / part, "--run-dir", tmp_path / "run"], capsys, *words)
 
 
 def test_a_rate_that_would_rise_to_its_end_is_refused(tmp_path, shards, capsys):
@@ -351,12 +353,39 @@ def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware,
     assert ("Tesla T4 has no bf16" in capsys.readouterr().out) == (expected == "fp16")
 
 
-def test_without_a_terminal_every_line_stands_alone(tmp_path):
-    done = subprocess.run([sys.executable, str(REPOSITORY / "train_imagenet.py"), "--epochs", "1", "--device", "cpu",
-                           "--model-kwargs", "depth=1", "--run-dir", "run"],
-                          cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0 and "\r" not in done.stdout, done.stdout
-    assert any(line.startswith("epoch   1  loss ") for line in done.stdout.splitlines()), done.stdout
+def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path):
+    with open(tmp_path / "log", "w") as log:
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+        running = subprocess.Popen([sys.executable, str(REPOSITORY / "train_imagenet.py"), "--epochs", "1", "--device",
+                                    "cpu", "--model-kwargs", "depth=1", "--run-dir", "run"],
+                                   cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    while "folder  run" not in (tmp_path / "log").read_text() and running.poll() is None:
+        time.sleep(0.02)
+    assert running.poll() is None, "its lines came when it ended"
+    code, text = running.wait(), (tmp_path / "log").read_text()
+    assert code == 0 and "\r" not in text, text
+    assert any(line.startswith("epoch   1  loss ") for line in text.splitlines()), text
+
+
+def test_a_script_of_a_strangers_own_gets_the_models_whatever_it_is_called(tmp_path):
+    script = tmp_path / "eval.py"
+    script.write_text("import vision_longhorn, timm\nprint(timm.is_model('vlonghorn_test'))\n")
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_files_of_ones_own_in_a_runs_folder_stay(tmp_path, shards, capsys):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "notes.tmp").write_text("mine")
+    (run / "config.yaml").write_text("mine: 1")
+    arguments = [*QUICK, *PLAIN, *shards, "--epochs", "1", "--run-dir", str(run)]
+    fails_with_one_line(train_imagenet.main, arguments, capsys, "config.yaml", "--run-dir")
+    assert (run / "config.yaml").read_text() == "mine: 1"
+    (run / "config.yaml").unlink()
+    train_imagenet.main(arguments)
+    assert (run / "notes.tmp").read_text() == "mine"
 
 
 @pytest.mark.parametrize("command", [["train_imagenet.py"], ["-m", "vision_longhorn", "eval"]])

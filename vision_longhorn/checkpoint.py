@@ -47,8 +47,6 @@ def create_model(name, **kwargs):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4)
         raise UserError(f"unknown model {name!r}: the nearest names are {', '.join(near) or 'none'}; "
                         "timm.list_models() has them all")
-    if kwargs.get("in_chans", 3) != 3:
-        raise UserError(f"in_chans is {kwargs['in_chans']}: images are read in colour, with 3 channels; leave it out")
     try:
         return timm.create_model(name, **kwargs)
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -73,30 +71,34 @@ def model_from_weights(name, path, num_classes, **kwargs):
     Raises:
         UserError: As of `create_model`, and for weights of another model.
     """
+    if ":" in name:
+        raise UserError(f"model {name} brings weights of its own: leave init out, or name the architecture")
     checkpoint = load_checkpoint(path)
-    kind = "EMA weights" if checkpoint.get("state_dict_ema") else "weights"
-    weights = clean_state_dict(checkpoint.get("state_dict_ema") or checkpoint["state_dict"])
-    classifier = timm.get_pretrained_cfg(name).classifier if timm.is_model(name) else None
-    classifier = classifier[0] if isinstance(classifier, (list, tuple)) else classifier
-    head = weights.get(f"{classifier}.weight")
-    of_file = num_classes if classifier is None else 0 if head is None else len(head)
+    averaged = next((key for key in ("state_dict_ema", "model_ema") if isinstance(checkpoint.get(key), dict)), None)
+    weights = clean_state_dict(checkpoint[averaged or "state_dict"])
     create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
-    # With the classifier of the file, timm insists on every tensor. A run says what size its positions are of.
+    cfg = timm.get_pretrained_cfg(name)
+    classifier = cfg.classifier[0] if isinstance(cfg.classifier, (list, tuple)) else cfg.classifier
+    head = weights.get(f"{classifier}.weight")
+    # With the classifier of the file, timm insists on every tensor.
+    of_file = num_classes if classifier is None else 0 if head is None else len(head)
     overlay = dict(file=str(path), num_classes=of_file)
-    size = checkpoint.get("config", {}).get("model_kwargs", {}).get("img_size")
-    if size is not None:
+    config = checkpoint.get("config")
+    size = (config.get("model_kwargs") or {}).get("img_size") if isinstance(config, dict) else None
+    if size is not None and cfg.fixed_input_size:
+        # A run says what size its positions are of, which timm would take for the model's as well.
         overlay["input_size"] = (3, *(size if isinstance(size, (list, tuple)) else (size, size)))
+        kwargs.setdefault("img_size", cfg.input_size[-2:])
     try:
         model = create_model(name, pretrained=True, num_classes=of_file, **kwargs, pretrained_cfg_overlay=overlay)
     except UserError as error:
         arch = checkpoint.get("arch")
         raise UserError(f"{path} holds weights of another model{f' ({arch})' if arch else ''}: "
                         f"{_mismatch(error.__cause__)}; give the model and model_kwargs it was trained with") from error
-    if timm.is_model(name):
-        model.pretrained_cfg["input_size"] = timm.get_pretrained_cfg(name).input_size
+    model.pretrained_cfg["input_size"] = cfg.input_size
     own = model.state_dict()
     resampled = [key for key, value in weights.items() if key in own and value.shape != own[key].shape]
-    text = f"{kind} of {path}: {len(own)} tensors"
+    text = f"{'EMA weights' if averaged else 'weights'} of {path}: {len(own)} tensors"
     if resampled:
         text += ", resampled " + ", ".join(
             f"{key} {tuple(weights[key].shape)} -> {tuple(own[key].shape)}" for key in resampled)

@@ -27,8 +27,8 @@ def main():
     """`vision-longhorn COMMAND ...` and `python -m vision_longhorn COMMAND ...`."""
     word = sys.argv[1] if len(sys.argv) > 1 else None
     if word in COMMANDS:
-        sys.argv[0] = f"vision-longhorn {word}"  # as --help shows it
-        return run(word, sys.argv[2:])
+        sys.argv[:2] = [f"vision-longhorn {word}"]  # as --help shows it
+        return run(word)
     parser = Parser(prog="vision-longhorn", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, (_, about, _) in COMMANDS.items():

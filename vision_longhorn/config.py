@@ -168,15 +168,21 @@ class Config:
             low, high = getattr(self, key)
             if low > high:
                 raise UserError(f"{key} is {low} {high}: give the smaller number first")
-        if self.warmup_epochs >= self.epochs:
-            raise UserError(f"warmup_epochs is {self.warmup_epochs:g} in a run of {self.epochs} epochs, which would not "
-                            f"leave its warm-up: give less, such as {self.epochs / 20:g}")
-        if self.min_lr > self.lr:
-            raise UserError(f"min_lr is {self.min_lr} and lr {self.lr}: the cosine ends at min_lr, give one below lr")
         if self.fsdp and self.opt not in SHARDED:
             raise UserError(f"opt is {self.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
+
+
+    def faults_of_schedule(self):
+        """What a new run is refused for, and one that goes on was begun with: a list of lines."""
+        faults = []
+        if self.warmup_epochs >= self.epochs:
+            faults.append(f"warmup_epochs is {self.warmup_epochs:g} in a run of {self.epochs} epochs, which would not "
+                          f"leave its warm-up: give less, such as {self.epochs / 20:g}")
+        if self.min_lr > self.lr:
+            faults.append(f"min_lr is {self.min_lr} and lr {self.lr}: the cosine ends at min_lr, give one below lr")
+        return faults
 
 
 def _check(field, value):
@@ -241,7 +247,10 @@ def load_config(argv=None):
     values = {**values, **given}
     notes = [] if "warmup_epochs" in given or "resume" in given else _shorten_warmup(values)
     config = Config(**values)
-    config.notes = notes
+    faults = config.faults_of_schedule()
+    if faults and "resume" not in given:
+        raise UserError(faults[0])
+    config.notes = notes + faults
     return config, Path(path).stem if path else config.model
 
 
@@ -275,7 +284,9 @@ def read_config_file(path):
         raise UserError(f"{file} holds no `key: value` lines")
     for key in values:
         if key not in Config.__dataclass_fields__:
-            near = difflib.get_close_matches(str(key), Config.__dataclass_fields__, n=1, cutoff=0)[0]
+            names = {word: field.name for field in dataclasses.fields(Config)
+                     for word in (*field.metadata["also"], field.name)}
+            near = names[difflib.get_close_matches(str(key), names, n=1, cutoff=0)[0]]
             raise UserError(f"{file}: unknown key {key!r}; the nearest known one is {near!r}")
     return values
 
@@ -285,11 +296,11 @@ class _OnceLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         seen = set()
-        for key, _ in node.value:
-            name = self.construct_object(key)
-            if name in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {name!r} stands twice", key.start_mark)
-            seen.add(name)
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice",
+                                                        key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from vision_longhorn.signals import end_commands
+from vision_longhorn.signals import end_commands, note_launcher
 
 
 class UserError(ValueError):
@@ -79,26 +79,40 @@ def run_cli(main, stopped="stopped"):
     whoever started them learns of its failure.
     """
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    note_launcher()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # in a file, too, where else it would come late or never
     try:
         main()
         return
-    except BrokenPipeError:  # whoever read the output, `head` say, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)  # as a shell has it for a process that SIGPIPE ended
     except (UserError, OSError) as error:
         code, message = 1, f"error: {one_line(error)}"
+        if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
+            code, message = 141, None  # as a shell has it for a process that SIGPIPE ended
     except KeyboardInterrupt as interrupt:
         code, message = 130, str(interrupt) or stopped
     except Exception:
         if not several:
             raise
         code, message = 1, traceback.format_exc().rstrip()
-    print(message, file=sys.stderr, flush=True)
+    if message:
+        print(message, file=sys.stderr, flush=True)
     if several:
-        sys.stdout.flush()
+        if code != 141:
+            sys.stdout.flush()
         end_commands()
         os._exit(code)
     sys.exit(code)
+
+
+def _has_lost_its_reader(stream):
+    """Whether whoever read a stream, `head` say, has enough. Then what is left goes nowhere."""
+    try:
+        stream.flush()
+        return False
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return True
 
 
 class Parser(argparse.ArgumentParser):
@@ -124,9 +138,10 @@ class Parser(argparse.ArgumentParser):
         if unknown and unknown[0].startswith("--"):
             key = unknown[0].partition("=")[0]
             names = {f"--{word}": option for word, option in self.synonyms.items()}
-            names.update({option: option for option in self._option_string_actions})
-            near = names[difflib.get_close_matches(key, names, n=1, cutoff=0)[0]]
-            raise UserError(f"unknown option {key}; the nearest known one is {near}, --help lists all")
+            names.update({option: option for option in self._option_string_actions if option not in ("-h", "--help")})
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0)
+            hint = f"the nearest known one is {names[near[0]]}, " if near else ""
+            raise UserError(f"unknown option {key}; {hint}--help lists all")
         if unknown:
             self.error(f"{unknown[0]!r} follows no option")
         return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from vision_longhorn.config import DIGITS, parse_pairs
 from vision_longhorn.errors import Parser, Range, UserError
 
-# What makes two results those of the same evaluation. Processes, batch size and the speed do not.
+# What makes two results those of the same evaluation. Processes, batch size and speed do not.
 SAME = ("model", "model_kwargs", "weights", "checkpoint", "data", "split", "input_size", "precision", "map_classes")
 
 
@@ -51,7 +51,7 @@ def main(argv=None):
         own_samples = values.get("train_samples")
     data = args.data or own_data
     if data is None:
-        raise UserError("no data: give --data DIR, a folder of shards, or --data digits")
+        raise UserError("no data: give --data DIR, a folder of shards or of images, or --data digits")
     is_own = own_data is not None and _place(data) == _place(own_data)
     samples = own_samples if is_own and args.samples is None else args.samples
     values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **parse_pairs(args.model_kwargs)}}
@@ -105,6 +105,15 @@ def main(argv=None):
         pin_memory=accelerator.device.type == "cuda",
     ), accelerator.device, shards.num_samples // accelerator.num_processes if accelerator.is_main_process else None)
 
+    about = dict(
+        model=name, model_kwargs=values["model_kwargs"], weights=weights, checkpoint=path and os.path.abspath(path),
+        data=_place(data), split=split, input_size=list(settings["input_size"]),
+        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        map_classes=class_map is not None,
+    )
+    if args.out and not _is_free(args.out, about):
+        raise UserError(f"--out {args.out} holds the result of another evaluation: name another file")
+
     # Result
     predictions = Predictions(used, class_map) if args.report or args.predictions else None
     result = evaluate({"model": model}, batches, accelerator, shards.num_samples, args.batch_size, class_map,
@@ -113,11 +122,8 @@ def main(argv=None):
     rates = accelerator.gather(torch.tensor([[images, seconds]], dtype=torch.float64, device=accelerator.device))
     images, seconds = rates[:, 0].sum().item(), rates[:, 1].max().item()
     result.update(
-        model=name, model_kwargs=values["model_kwargs"], weights=weights, checkpoint=path and os.path.abspath(path),
-        epoch=checkpoint.get("epoch"), data=_place(data), split=split, input_size=list(settings["input_size"]),
-        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
-        classes=used, model_classes=model.num_classes, data_classes=shards.num_classes,
-        map_classes=class_map is not None, samples=shards.num_samples, processes=accelerator.num_processes,
+        **about, epoch=checkpoint.get("epoch"), classes=used, model_classes=model.num_classes,
+        data_classes=shards.num_classes, samples=shards.num_samples, processes=accelerator.num_processes,
         batch_size=args.batch_size, images_per_s=images / seconds if images else None,
     )
     if predictions:
@@ -151,7 +157,8 @@ def parse(argv):
     parser.add_argument("--model", help="timm name [the checkpoint's]")
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="[the checkpoint's]")
     parser.add_argument("--pretrained", action="store_true", help="timm's pretrained weights of --model")
-    parser.add_argument("--data", help="folder of shards, pattern or URL, or 'digits' [the checkpoint's]")
+    parser.add_argument("--data", help="folder of shards or of images, pattern or URL, or 'digits' [the "
+                        "checkpoint's]")
     parser.add_argument("--split", help="[the checkpoint's, or val]")
     parser.add_argument("--samples", type=count, help="size of the split, for shards without an index")
     parser.add_argument("--allow-pipe", action="store_true", help="run the command of --data pipe:COMMAND, or of the "
@@ -255,8 +262,7 @@ def _save(args, result, predictions, class_names, names, default):
     out = Path(args.out or default)
     if not args.out:
         for number in itertools.count(2):
-            before = _read_result(out) if os.path.lexists(out) else result
-            if before is not None and all(before.get(key) == result[key] for key in SAME):
+            if _is_free(out, result):
                 break
             out = default.with_stem(f"{default.stem}-{number}")
     try:
@@ -275,6 +281,14 @@ def _save(args, result, predictions, class_names, names, default):
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or error}): the result is what was printed; name a "
                         "place that can by --out, --predictions or --report") from error
+
+
+def _is_free(path, result):
+    """Whether nothing is at `path`, or what the same evaluation has left there."""
+    if not os.path.lexists(path):
+        return True
+    before = _read_result(path)
+    return before is not None and all(before.get(key) == result[key] for key in SAME)
 
 
 def _read_result(path):

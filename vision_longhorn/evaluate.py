@@ -11,7 +11,7 @@ from timm.data import auto_augment, create_transform, resolve_data_config
 from vision_longhorn.config import DIGITS
 from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.fsdp import is_sharded
-from vision_longhorn.shards import make_digits
+from vision_longhorn.sharding import make_digits
 
 
 def make_accelerator(device="auto", precision="auto", **kwargs):
@@ -63,7 +63,13 @@ def input_settings(model, values):
 
     Returns:
         Dict of keyword arguments, with input_size (3, height, width).
+
+    Raises:
+        UserError: For a model of another number of channels.
     """
+    channels = (values.get("model_kwargs") or {}).get("in_chans", 3)
+    if channels != 3:
+        raise UserError(f"in_chans is {channels}: images are read in colour, with 3 channels; leave it out")
     wanted = {key: values.get(key) for key in ("mean", "std", "interpolation", "crop_pct")}
     size = (values.get("model_kwargs") or {}).get("img_size")
     if size is not None:

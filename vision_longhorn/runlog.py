@@ -1,7 +1,5 @@
 """Where the curves of a run go: TensorBoard, and a tracker of accelerate's where the user asks for one."""
 
-import zlib
-
 import yaml
 from accelerate.tracking import get_available_trackers
 from torch.utils.tensorboard import SummaryWriter
@@ -24,17 +22,17 @@ class RunLog:
         accelerator: Brings the tracker, if there is one.
         run_dir: Folder of the run.
         cfg: Its `Config`.
+        started: When it first started, a word that stays when it goes on.
         purge_step: Entries from this step on that stand there already are hidden.
     """
 
-    def __init__(self, accelerator, run_dir, cfg, purge_step=None):
+    def __init__(self, accelerator, run_dir, cfg, started, purge_step=None):
         self.accelerator, self.tracked = accelerator, cfg.track is not None
         self.writer = SummaryWriter(run_dir, purge_step=purge_step)
         self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(cfg.values(), sort_keys=False) + "```")
         if self.tracked:
-            # A run that goes on is the same run there, another folder's is not.
-            place = zlib.crc32(str(run_dir.resolve()).encode())
-            options = dict(name=run_dir.name, id=f"{run_dir.name}-{place:08x}", dir=str(run_dir), resume="allow")
+            # A run that goes on is the same run there, another one in its folder is not.
+            options = dict(name=run_dir.name, id=f"{run_dir.name}-{started}", dir=str(run_dir), resume="allow")
             accelerator.init_trackers(PROJECT, config=settings_of(cfg), init_kwargs={"wandb": options})
 
     def add(self, scalars, step):

@@ -1,349 +1,29 @@
-"""Make, check and index shards: `python -m vision_longhorn.shards --help`."""
+"""Make, check and index shards: `python -m vision_longhorn.shards --help`.
+
+In Python, the functions are those of `vision_longhorn.sharding`, which this module has under the same names.
+"""
 
 import argparse
-import concurrent.futures
-import functools
-import glob
-import hashlib
-import io
-import json
-import os
-import random
-import re
-import shutil
 import signal
-import sys
-import tempfile
-import zlib
+import threading
 
-import webdataset as wds
-from PIL import Image
-from tqdm import tqdm
-
-from .data import sources
-from .data.folders import NAMES_FILE, find_splits, read_lines, read_names
-from .data.images import DataError, check_image, decode_image
-from .data.index import INDEX_NAMES, find_shards, image_of, label_of, place, read_index, read_shard, write_index
 from .errors import Parser, Range, run_cli
 
 
-def make_shards(
-    out,
-    split,
-    samples,
-    class_names,
-    *,
-    shard_size=1000,
-    seed=0,
-    on_bad="stop",
-    source="",
-    threads=None,
-    progress=True,
-    max_side=None,
-):
-    """Write samples into shards in an order shuffled over all classes, and the index when all are done.
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from . import sharding  # which imports torch; the command line need not wait for it
 
-    It may be stopped at any time and run again: shards that are done are kept. Every image is decoded once and stored
-    with its bytes untouched, but for those above `max_side`; every shard is read back and compared before it gets its
-    name.
-
-    Args:
-        out: folder for the shards, `{split}-000000.tar` and on.
-        split: name of the split.
-        samples: list of `sources.Sample`.
-        class_names: name of each class by its index.
-        shard_size: samples per shard at most; they are filled evenly.
-        seed: of the order.
-        on_bad: "stop" or "skip" at an image that cannot be decoded.
-        source: word for the index about where the samples come from.
-        threads: readers and decoders, one per core by default.
-        progress: show a bar.
-        max_side: store images whose longer side is above it smaller, with that side, as JPEG of quality 95; at least 1.
-
-    Returns:
-        names of the images that were skipped
-
-    Raises:
-        DataError: if an image cannot be used, or the shards there were begun with other arguments.
-    """
-    if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
-        raise DataError(f"split {split!r} must be one word of small letters and digits, like train or val")
-    if shard_size < 1 or not samples:
-        raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
-    if max_side is not None and max_side < 1:
-        raise DataError(f"max_side={max_side}; it must be at least 1, some hundreds for training")
-    if threads is not None and threads < 1:
-        raise DataError(f"threads={threads}; it must be at least 1")
-    files = _fingerprint(samples, class_names)
-    plan = {"samples": len(samples), "files": files, "seed": seed, "shard_size": shard_size}
-    if max_side is not None:
-        plan["max_side"] = max_side
-    os.makedirs(out, exist_ok=True)
-    journal = sources.Journal(os.path.join(out, f".{split}.journal"))
-    done = _resume(out, split, plan, class_names, journal)
-    if done is None:
-        return read_index(out)["splits"][split]["skipped"]
-
-    order = list(range(len(samples)))
-    random.Random(seed).shuffle(order)
-    count = -(-len(samples) // shard_size)
-    edges = [len(samples) * i // count for i in range(count + 1)]
-    names = [f"{split}-{i:06d}.tar" for i in range(count)]
-    todo = [range(edges[n], edges[n + 1]) for n, name in enumerate(names) if name not in done]
-    _check_space(out, [samples[order[position]] for positions in todo for position in positions])
-    with (
-        concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count()) as pool,
-        tqdm(total=len(samples), unit="img", desc=split, disable=not progress) as bar,
-    ):
-        for number, name in enumerate(names):
-            positions = range(edges[number], edges[number + 1])
-            if name not in done:
-                chosen = [(position, samples[order[position]]) for position in positions]
-                done[name] = _write_shard(os.path.join(out, name), chosen, class_names, on_bad, max_side, pool, bar)
-                journal.add(done[name])
-            else:
-                bar.update(len(positions))
-    skipped = [image for name in names for image in done[name]["skipped"]]
-    facts = {"source": source, "made_with": plan, "skipped": skipped}
-    write_index(out, {split: (names, [done[name]["samples"] for name in names], facts)}, class_names)
-    journal.remove()
-    return skipped
-
-
-def make_digits(out_dir):
-    """Make the shards of the built-in demo set, unless they are there. Several processes may do so at once.
-
-    Args:
-        out_dir: folder for 4 training and 2 validation shards with their index.
-
-    Returns:
-        out_dir
-
-    Raises:
-        DataError: if `out_dir` holds other data.
-    """
-    index = read_index(out_dir)
-    if index is not None:
-        if {entry.get("source") for entry in index["splits"].values()} != {"digits"}:
-            raise DataError(f"{out_dir} holds other data than the digits; name another folder")
-        if all(os.path.exists(os.path.join(out_dir, f)) for s in index["splits"].values() for f in s["filenames"]):
-            return out_dir
-    splits, class_names = sources.digits()
-    os.makedirs(out_dir, exist_ok=True)
-    # Everyone makes the same bytes in a place of his own and moves them over, so it does not matter who is first.
-    with tempfile.TemporaryDirectory(dir=out_dir, prefix=".making-") as aside:
-        make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
-        make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
-        for name in sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0]):
-            os.replace(os.path.join(aside, name), os.path.join(out_dir, name))
-    return out_dir
-
-
-def _resume(out, split, plan, class_names, journal):
-    """Journal entries of the shards that are done, by name; None if the whole split is."""
-    index = read_index(out) or {"splits": {}}
-    if index["splits"] and index.get("class_names") not in (None, class_names):
-        raise DataError(f"{out} holds splits with other classes; name another folder")
-    entry = index["splits"].get(split)
-    begun = journal.entries[0] if journal.entries else entry.get("made_with") if entry else None
-    if begun is None and (entry or split in find_shards(out)):
-        raise DataError(f"{out} holds {split} shards that were made by other means; name another folder")
-    if begun is not None and begun != plan:
-        changed = ", ".join(f"{key} {begun.get(key)} (now {plan.get(key)})" for key in {**begun, **plan}
-                            if begun.get(key) != plan.get(key))
-        raise DataError(f"{out} has {split} shards made with {changed}; use the old values, or name another folder")
-    for partial in glob.glob(os.path.join(glob.escape(out), f"{split}-*.partial")):
-        os.remove(partial)
-    if entry and all(os.path.exists(os.path.join(out, name)) for name in entry["filenames"]):
-        journal.remove()
-        return None
-    if not journal.entries:
-        journal.add(plan)
-    done = {}
-    for note in journal.entries[1:]:
-        path = os.path.join(out, note["shard"])
-        if os.path.exists(path) and os.path.getsize(path) == note["bytes"]:
-            done[note["shard"]] = note
-    return done
-
-
-def _fingerprint(samples, class_names):
-    digest = hashlib.sha256(json.dumps(class_names).encode())
-    for sample in samples:
-        digest.update(f"{sample.name}\0{sample.label}\0{sample.size}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:16]
-
-
-def _check_space(out, samples):
-    needed = sum(sample.size + 4096 for sample in samples)  # tar headers and padding of three members
-    free = shutil.disk_usage(out).free
-    if needed > free:
-        needed, free = (tqdm.format_sizeof(amount, "B") for amount in (needed, free))
-        raise DataError(f"{out} needs {needed} more, but has {free} free; make room")
-
-
-def _write_shard(path, samples, class_names, on_bad, max_side, pool, bar):
-    """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
-    aside = f"{path}.{os.getpid()}.partial"
-    skipped, written = [], {}
-    futures = [pool.submit(_read_checked, sample, max_side) for _, sample in samples]
-    try:
-        # Without owners and times the same samples make the same bytes.
-        anonymous = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
-        with open(aside, "wb") as file, wds.TarWriter(file, encoder=False, **anonymous) as tar:
-            for (position, sample), future in zip(samples, futures):
-                try:
-                    data, extension, resized_from = future.result()
-                except DataError as error:
-                    if on_bad != "skip":
-                        remedy = "leave such files out with --on-bad skip, or mend it and start anew"
-                        raise DataError(f"{error}; {remedy}") from None
-                    skipped.append(sample.name)
-                    bar.update()
-                    continue
-                key = _key(position, sample.name)
-                label = str(sample.label).encode()
-                about = {"filename": sample.name, "label": sample.label, "class_name": class_names[sample.label]}
-                if resized_from:
-                    about["resized_from"] = resized_from
-                tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
-                written[key] = (zlib.crc32(data), label)
-                bar.update()
-        back = {s["__key__"]: (zlib.crc32(image_of(s)), s["cls"]) for s in read_shard(aside)}
-        if back != written:
-            raise DataError(f"{path} did not come back from the disk as it was written; check the disk")
-        entry = {"shard": os.path.basename(path), "samples": len(written), "bytes": os.path.getsize(aside)}
-        os.replace(aside, path)
-    finally:
-        for future in futures:
-            future.cancel()
-        if os.path.exists(aside):
-            os.remove(aside)
-    return {**entry, "skipped": skipped}
-
-
-def _read_checked(sample, max_side):
-    """Bytes to store, the extension by which readers find them, and [width, height] of an image that is now smaller."""
-    data = sample.read()
-    try:
-        image = decode_image(data)
-    except DataError as error:
-        raise DataError(f"{sample.name}: {error}") from None
-    extension = os.path.splitext(sample.name)[1][1:].lower()
-    if max_side is None or max(image.size) <= max_side:
-        return data, "jpg" if extension == "jpeg" else extension, None
-    smaller = [max(1, round(side * max_side / max(image.size))) for side in image.size]
-    file = io.BytesIO()
-    image.resize(smaller, Image.Resampling.LANCZOS).save(file, "JPEG", quality=95)
-    return file.getvalue(), "jpg", list(image.size)
-
-
-def _key(position, name):
-    """Key that is unique in the split."""
-    # A reader takes everything after the first dot for the extension.
-    stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(name))[0])[:64]
-    return f"{position:07d}_{stem}"
-
-
-def verify(directory, full=False, progress=True):
-    """Read all shards of an index again.
-
-    Args:
-        directory: folder of shards with an index.
-        full: decode every image, instead of its header only.
-        progress: show a bar.
-
-    Returns:
-        list of what is wrong, a line each; empty if nothing is
-
-    Raises:
-        DataError: if there is no index.
-    """
-    index = read_index(directory)
-    if index is None:
-        raise DataError(f"{directory} has no index; `python -m vision_longhorn.shards index {directory}` writes it")
-    problems = []
-    check = decode_image if full else check_image
-    look = functools.partial(_problems, num_classes=index.get("num_classes"), check=check)
-    shards = [
-        (os.path.join(directory, name), length)
-        for entry in index["splits"].values()
-        for name, length in zip(entry["filenames"], entry["shard_lengths"])
-    ]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, expected in tqdm(shards, unit="shard", disable=not progress):
-            try:
-                found = list(pool.map(look, read_shard(path)))
-            except DataError as error:
-                problems.append(str(error))
-                continue
-            problems += [problem for of_one in found for problem in of_one]
-            if len(found) != expected:
-                problems.append(f"shard {path} has {len(found)} samples, the index says {expected}")
-    return problems
-
-
-def _problems(sample, num_classes, check):
-    try:
-        label = label_of(sample, num_classes)
-        data = image_of(sample)
-    except DataError as error:
-        return [str(error)]
-    try:
-        check(data)
-        about = json.loads(sample.get("json", b"{}"))
-        if isinstance(about, dict) and about.get("label", label) != label:
-            return [f"{place(sample)}: label {label} in .cls, but {about['label']} in .json"]
-    except ValueError as error:
-        return [f"{place(sample)}: {error}"]
-    return []
-
-
-def index_shards(directory, class_names=None, progress=True, names=None):
-    """Count what is in shards that were made by others, and write their index.
-
-    Args:
-        directory: folder of shards, whose file names tell their splits.
-        class_names: name of each class by its index, if known.
-        progress: show a bar.
-        names: text file of what people call the classes, see `data.folders.read_names`.
-
-    Returns:
-        the index written
-
-    Raises:
-        DataError: if there are no shards, one cannot be read, or `names` does not fit them.
-    """
-    before = read_index(directory) or {}
-    class_names = class_names or before.get("class_names")
-    same = class_names == before.get("class_names")
-    display_names = read_names(names, class_names) if names else before.get("display_names") if same else None
-    splits, most = {}, -1
-    for split, paths in find_shards(directory).items():
-        lengths = []
-        for path in tqdm(paths, unit="shard", desc=split, disable=not progress):
-            labels = [label_of(sample) for sample in read_shard(path)]
-            lengths.append(len(labels))
-            most = max([most, *labels])
-        splits[split] = ([os.path.basename(path) for path in paths], lengths, {})
-    if not splits:
-        raise DataError(f"{directory} holds no shards (SPLIT-000000.tar or .tar.gz)")
-    named = class_names or display_names
-    if named and len(named) <= most:
-        raise DataError(f"the shards in {directory} have a label {most}, but only {len(named)} classes are named")
-    try:
-        write_index(directory, splits, class_names, len(named or range(most + 1)), display_names)
-    except OSError as error:
-        raise DataError(f"the index cannot be written to {directory} ({error.strerror})") from None
-    return read_index(directory)
+    return getattr(sharding, name)
 
 
 def _parser():
-    parser = Parser(prog="python -m vision_longhorn.shards", description=__doc__.split(":")[0] + ".")
+    parser = Parser(description=__doc__.split(":")[0] + ".")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     making = argparse.ArgumentParser(add_help=False)
     making.add_argument("--shard-size", type=Range(1, kind=int), default=1000, help="images per shard at most (1000)")
-    making.add_argument("--seed", type=int, default=0, help="of the order (0)")
+    making.add_argument("--seed", type=Range(0, kind=int), default=0, help="of the order (0)")
     making.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be decoded")
     making.add_argument("--threads", type=Range(1, kind=int), help="readers and decoders (one per core)")
     making.add_argument("--max-side", type=Range(1, kind=int),
@@ -382,78 +62,6 @@ def _parser():
     return parser
 
 
-def _imagefolder(args):
-    splits = find_splits(args.src)
-    if splits and args.split:
-        one = splits.get(args.split, next(iter(splits.values())))
-        raise DataError(f"{args.src} has splits ({', '.join(splits)}), which all become shards: leave out --split, or "
-                        f"give {one}")
-    splits = splits or {args.split or "train": args.src}
-    class_names = (read_index(args.out) or {}).get("class_names")
-    listed = {}
-    # All are listed before anything is written, the one whose classes hold for the others first.
-    for split in sorted(splits, key=lambda split: split != "train"):
-        listed[split], class_names, others = sources.image_folder(splits[split], class_names)
-        if others:
-            print(f"left out {len(others)} files of {splits[split]} that are not images by name: "
-                  f"{', '.join(others[:5])}", file=sys.stderr)
-    names = args.names or os.path.join(args.src, NAMES_FILE)
-    display_names = read_names(names, class_names) if args.names or os.path.isfile(names) else None
-    for split, samples in listed.items():
-        _make(args, split, samples, class_names, "imagefolder")
-    if display_names:
-        write_index(args.out, {}, display_names=display_names)
-    _report(args.out)
-
-
-def _imagenet(args):
-    if args.train_tar == "-" and args.val_tar == "-":
-        raise DataError("both tars are left out; name at least one")
-    truth = None if args.val_tar == "-" else sources.ground_truth(args.truth, args.synsets)
-    os.makedirs(args.out, exist_ok=True)
-    listing = os.path.join(args.out, ".listing.journal")
-    train = None
-    if args.train_tar == "-":
-        class_names = (read_index(args.out) or {}).get("class_names") or sorted(set(truth))
-    else:
-        show = lambda names: tqdm(names, unit="class", desc="listing")  # noqa: E731
-        train, class_names = sources.ilsvrc_train(args.train_tar, listing, show)
-    # Listed before anything is written, so that a val tar that does not fit is told at once.
-    val = None if truth is None else sources.ilsvrc_val(args.val_tar, truth, class_names)
-    if val is not None:
-        _make(args, "val", val, class_names, "ILSVRC-2012")
-    if train is not None:
-        _make(args, "train", train, class_names, "ILSVRC-2012")
-        sources.Journal(listing).remove()
-    _report(args.out)
-
-
-def _make(args, split, samples, class_names, source):
-    skipped = make_shards(
-        args.out,
-        split,
-        samples,
-        class_names,
-        shard_size=args.shard_size,
-        seed=args.seed,
-        on_bad=args.on_bad,
-        source=source,
-        threads=args.threads,
-        max_side=args.max_side,
-    )
-    for name in skipped:
-        print(f"skipped, as it cannot be read: {name}", file=sys.stderr)
-
-
-def _report(directory):
-    index = read_index(directory)
-    for name, entry in index["splits"].items():
-        print(
-            f"{directory}: {name}, {entry['num_samples']} images in {len(entry['filenames'])} shards, "
-            f"{index['num_classes']} classes"
-        )
-
-
 def main(argv=None):
     """Run the command line.
 
@@ -461,24 +69,12 @@ def main(argv=None):
         UserError: with one line for the user.
     """
     args = _parser().parse_args(argv)
-    if args.command == "imagefolder":
-        _imagefolder(args)
-    elif args.command == "imagenet":
-        _imagenet(args)
-    elif args.command == "digits":
-        _report(make_digits(args.out))
-    elif args.command == "verify":
-        problems = verify(args.directory, args.full)
-        for problem in problems:
-            print(problem, file=sys.stderr)
-        if problems:
-            raise DataError(f"{args.directory} has {len(problems)} problems; fetch or make these shards again")
-        print(f"{args.directory}: no problems")
-    elif args.command == "index":
-        index_shards(args.directory, read_lines(args.classes) if args.classes else None, names=args.names)
-        _report(args.directory)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # which leaves no half shard
+    from .sharding import carry_out
+
+    carry_out(args)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     run_cli(main, stopped="stopped; the same command goes on from here")

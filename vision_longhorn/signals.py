@@ -14,6 +14,8 @@ import psutil
 # What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
+LAUNCHER = None  # number of the process that started this one, where that is `accelerate launch`
+
 COMMANDS = {}  # number of a group of processes that runs a shell command, and of the process that started it
 
 
@@ -32,30 +34,40 @@ def end_commands():
         end_command(group)
 
 
+def note_launcher():
+    """Notes who started this process, while that is alive for certain."""
+    global LAUNCHER
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process().parent()
+        if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word
+                          for word in parent.cmdline()[:4]):
+            LAUNCHER = parent.pid
+
+
 class StopSignals:
     """Within this context SIGTERM, SIGUSR1 and the first Ctrl-C do not end the process but stand in `received`
     (before: 0). Ctrl-C after one of them is a KeyboardInterrupt.
 
     `accelerate launch` of one process dies of a signal that was meant for it and leaves the process that it started
-    alive. So where such a launcher is gone, SIGTERM counts as received.
+    alive. So where such a launcher (`note_launcher`) is gone, SIGTERM counts as received.
+
+    Args:
+        run_dir: What to call the run in messages.
     """
 
-    def __init__(self):
-        self._received, self._launcher = 0, None
-        with contextlib.suppress(psutil.Error):
-            parent = psutil.Process().parent()
-            if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word
-                              for word in parent.cmdline()[:4]):
-                self._launcher = parent.pid
+    def __init__(self, run_dir="RUN"):
+        self.run_dir, self._received = run_dir, 0
 
     @property
     def received(self):
-        if not self._received and self._launcher and os.getppid() != self._launcher:
+        if not self._received and LAUNCHER and os.getppid() != LAUNCHER:
             self._received = signal.SIGTERM
         return self._received
 
     def __enter__(self):
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+        # What is started in the background of a script is not to hear Ctrl-C.
+        self._before = {number: signal.signal(number, self._note) for number in SIGNALS
+                        if signal.getsignal(number) != signal.SIG_IGN}
         return self
 
     def __exit__(self, *_):
@@ -65,7 +77,7 @@ class StopSignals:
     def _note(self, number, _):
         if number == signal.SIGINT:
             if self._received:
-                raise KeyboardInterrupt("stopped at once; --resume RUN goes on from the last checkpoint")
+                raise KeyboardInterrupt(f"stopped at once; --resume {self.run_dir} goes on from the last checkpoint")
             if os.environ.get("RANK", "0") == "0":
                 print("\nCtrl-C: saving after this update; once more ends it at once", file=sys.stderr, flush=True)
         self._received = number

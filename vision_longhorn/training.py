@@ -46,6 +46,8 @@ from vision_longhorn.watch import Watch, step_if_finite
 FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
 FUSED_SHARDED = ("adam", "adamw")  # those of them that can do it with shards
 SCALE = 2.0**10  # of the loss in fp16 at the start: torch's 2**16 would cost the first updates
+WRITTEN = ("config.yaml", "env.json", "metrics.json", "summary.csv", "bad_steps.json", "curves.png", "best.pt", "last.pt",
+           "update-*.pt")  # in a run's folder, each aside first
 SCHEDULE = "warm-up, then a whole cosine"
 
 
@@ -92,6 +94,7 @@ class Trainer:
         self.device, self.is_main = self.accelerator.device, self.accelerator.is_main_process
         self.global_batch = cfg.batch_size * self.world_size * cfg.grad_accum
         self.sharded = cfg.fsdp and self.world_size > 1
+        self.resuming = bool(cfg.resume) and Path(cfg.resume).exists()
         self.lock = self.log = None
         for note in cfg.notes:
             self.say(f"Note: {note}.")
@@ -99,13 +102,13 @@ class Trainer:
 
         # What the run carries from update to update, beside model, averages and optimiser.
         self.epoch, self.updates, self.best, self.history, self.results = 0, 0, -1.0, [], {}
-        self._watched = None
+        self.started, self._watched = time.strftime("%Y%m%d-%H%M%S"), None
 
         self._open_data()
         self._make_model()
         self._make_loaders()
         self._make_optimizer()
-        if cfg.resume and Path(cfg.resume).exists():
+        if self.resuming:
             self.load_state_dict(load_checkpoint(cfg.resume))
         elif cfg.resume:
             self.say(f"{self.run_dir} has no checkpoint yet: it starts anew.")
@@ -120,12 +123,17 @@ class Trainer:
 
     def _claim_folder(self):
         """Refuses a folder that holds another run, or that another process writes to."""
-        if not self.cfg.resume and any(self.run_dir.glob("*.pt")):
-            raise UserError(f"{self.run_dir} holds a run: go on with it by --resume {self.run_dir}, or give another "
-                            "--run-dir")
+        self._refuse_others_run()
         self.accelerator.wait_for_everyone()  # all have looked before the first one writes
         if self.run_dir.exists():
             self._lock_folder()
+
+    def _refuse_others_run(self):
+        if not self.cfg.resume and any(self.run_dir.glob("*.pt")):
+            raise UserError(f"{self.run_dir} holds a run: go on with it by --resume {self.run_dir}, or give another "
+                            "--run-dir")
+        if not self.resuming and (self.run_dir / "config.yaml").exists() and not (self.run_dir / "env.json").exists():
+            raise UserError(f"{self.run_dir} holds a config.yaml that no run has written: give another --run-dir")
 
     def _lock_folder(self):
         if self.is_main and not self.lock:
@@ -160,7 +168,7 @@ class Trainer:
         cfg = self.cfg
         set_seed(cfg.seed)
         kwargs = dict(num_classes=self.num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
-        if cfg.init and not cfg.resume:
+        if cfg.init and not self.resuming:
             self.model, loaded = model_from_weights(cfg.model, cfg.init, **kwargs)
             self.say(f"init    {loaded}")
         else:
@@ -207,14 +215,18 @@ class Trainer:
             self.criterion = SoftTargetCrossEntropy()
         self.peak_lr = cfg.lr * self.global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
         if cfg.min_lr > self.peak_lr:
-            raise UserError(f"min_lr is {cfg.min_lr}, above the peak of {self.peak_lr:.2e} (lr {cfg.lr} at a batch of "
-                            f"{cfg.lr_base_batch}, here {self.global_batch}): give a smaller min_lr, or a larger lr")
+            text = (f"min_lr is {cfg.min_lr}, above the peak of {self.peak_lr:.2e} (lr {cfg.lr} at a batch of "
+                    f"{cfg.lr_base_batch}, here {self.global_batch}): give a smaller min_lr, or a larger lr")
+            if not self.resuming:
+                raise UserError(text)
+            self.say(f"Note: {text}.")
         with bad_input(f"opt={cfg.opt}"):
             fused = {"fused": True} if cfg.opt in (FUSED_SHARDED if self.sharded else FUSED) else {}
             self.optimizer = create_optimizer_v2(self.model, cfg.opt, lr=self.peak_lr, weight_decay=cfg.weight_decay,
                                                  layer_decay=cfg.layer_decay, **fused)
+        cosine = max(cfg.epochs - cfg.warmup_epochs, 1 / self.updates_per_epoch)
         self.scheduler, _ = create_scheduler_v2(
-            self.optimizer, "cosine", num_epochs=cfg.epochs - cfg.warmup_epochs, warmup_epochs=cfg.warmup_epochs,
+            self.optimizer, "cosine", num_epochs=cosine, warmup_epochs=cfg.warmup_epochs,
             warmup_prefix=True, warmup_lr=min(cfg.warmup_lr, self.peak_lr), min_lr=cfg.min_lr, step_on_epochs=False,
             updates_per_epoch=self.updates_per_epoch,
         )
@@ -280,14 +292,15 @@ class Trainer:
         shown = self.is_main and sys.stderr.isatty()  # in a file, the bar's many lines would run into the others
         self.progress = tqdm(initial=self.updates * self.global_batch, unit="img", unit_scale=True, dynamic_ncols=True,
                              total=cfg.epochs * self.updates_per_epoch * self.global_batch, disable=not shown)
-        with self.progress, StopSignals() as signals:
+        with self.progress, StopSignals(self.run_dir) as signals:
             self.watch = Watch(
                 self.accelerator, signals, self.run_dir, images=self.global_batch,
                 updates_per_epoch=self.updates_per_epoch, log_interval=cfg.log_interval,
                 max_bad_steps=cfg.max_bad_steps, loader=self.train_batches, grad_accum=cfg.grad_accum,
                 say=None if shown else self.say)
-            if self._watched:
+            if self.resuming:
                 self.watch.load_state_dict(self._watched)
+                self._open_folder()
             for epoch in range(self.epoch, cfg.epochs):
                 self.train_epoch(epoch)
                 is_best = self.evaluate_epoch(epoch + 1)
@@ -400,13 +413,14 @@ class Trainer:
             return
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._lock_folder()
-        for litter in self.run_dir.glob("*.tmp"):  # of a process that was killed while it wrote
-            litter.unlink()
-        if not any(self.run_dir.glob("*.pt")):
-            set_aside(self.run_dir)
+        self._refuse_others_run()  # one that began and ended since the first look
+        for litter in (path for name in WRITTEN for path in self.run_dir.glob(f"{name}.tmp")):
+            litter.unlink()  # of a process that was killed while it wrote
+        if not self.resuming and (aside := set_aside(self.run_dir)):
+            self.say(f"Note: what a run without a checkpoint left in {self.run_dir} is in {aside} now.")
         write_run_files(self.run_dir, self.cfg, self.facts())
-        self.log = self.watch.log = RunLog(self.accelerator, self.run_dir, self.cfg,
-                                           purge_step=self.updates if self.cfg.resume else None)
+        self.log = self.watch.log = RunLog(self.accelerator, self.run_dir, self.cfg, self.started,
+                                           purge_step=self.updates + 1 if self.resuming else None)
         self.held.callback(self.log.close)
 
     def save(self, epoch, is_best=False):
@@ -424,7 +438,7 @@ class Trainer:
             display_names=names_of(self.train_shards.display_names, self), config=self.cfg.values(),
             facts=self.facts(), epoch=epoch, updates=self.updates, watch=self.watch.state_dict(),
             state_dict=whole_weights(self.model), optimizer=whole_optimizer_state(self.model, self.optimizer),
-            best_metric=self.best, history=self.history, scaler=self.scaler and self.scaler.state_dict(),
+            best_metric=self.best, history=self.history, started=self.started, scaler=self.scaler and self.scaler.state_dict(),
         )
         if self.ema:
             state["state_dict_ema"] = whole_weights(self.ema.module)
@@ -447,6 +461,7 @@ class Trainer:
             raise UserError(f"{self.run_dir} has finished its {self.epoch} epochs: give more by --epochs to go on")
         before = state["facts"]["updates_per_epoch"]
         done = (state["updates"] - self.epoch * before) * self.updates_per_epoch // before
+        self.started = state.get("started", self.started)
         self.updates, self._watched = self.epoch * self.updates_per_epoch + done, state["watch"]
         self.say(f"Going on with {cfg.resume} after epoch {self.epoch} and {done} of {self.updates_per_epoch} updates.")
         # What the checkpoint's time did not know yet was as it is by default.
@@ -474,14 +489,19 @@ def same_classes(train_shards, val_shards):
 
 
 def set_aside(run_dir):
-    """Moves what a run that never came to a checkpoint left in its folder into a folder within, where it stays."""
-    names = ("config.yaml", "env.json", "bad_steps.json")
-    files = [path for path in sorted(run_dir.iterdir()) if path.name in names or "tfevents" in path.name]
-    if files:
-        number = next(n for n in range(1, 1 << 30) if not (run_dir / f"before-{n}").exists())
-        (run_dir / f"before-{number}").mkdir()
-        for path in files:
-            path.rename(run_dir / f"before-{number}" / path.name)
+    """Moves what a run that never came to a checkpoint left in its folder into a folder within, where it stays.
+
+    Returns:
+        That folder, None where there was nothing.
+    """
+    if not (run_dir / "env.json").exists():  # none of ours
+        return None
+    aside = next(path for n in range(1, 1 << 30) if not (path := run_dir / f"before-{n}").exists())
+    aside.mkdir()
+    for path in sorted(run_dir.iterdir()):
+        if path.name in ("config.yaml", "env.json", "bad_steps.json") or "tfevents" in path.name:
+            path.rename(aside / path.name)
+    return aside
 
 
 def load_optimizer(model, optimizer, checkpoint, cfg):
