@@ -336,7 +336,6 @@ def main(argv: Optional[list[str]] = None) -> int:
     if args.worker:
         worker(args.targets[0], args.worker)
         return 0
-    os.environ.pop("TRITON_INTERPRET", None)  # or there would be nothing to compile
     if args.list:
         launches = []
         run_cases(TARGETS[args.targets[0]].gpu, sum(args.cases.values(), []),
@@ -382,4 +381,5 @@ def report(rows: list[dict], failed: list[dict], whole: bool) -> int:
 
 
 if __name__ == "__main__":
+    os.environ.pop("TRITON_INTERPRET", None)  # or there would be nothing to compile
     sys.exit(main())

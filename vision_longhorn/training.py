@@ -201,10 +201,15 @@ class Trainer:
         self.train_batches = train_loader(self.train_shards, transform, seed=cfg.seed, repeats=cfg.repeats,
                                           max_bad_samples=cfg.max_bad_samples, **share)
         self.val_batches = eval_loader(self.val_shards, create_transform(**self.settings), **share)
+        self.held.callback(self._end_loaders)
         self.updates_per_epoch = len(self.train_batches) // cfg.grad_accum
         if self.updates_per_epoch == 0:
             raise UserError(f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(self.train_batches)} batches "
                             "per process: give a smaller grad_accum or batch_size")
+
+    def _end_loaders(self):
+        """Ends the loaders' processes with the run, not when Python gets round to freeing it."""
+        self.train_batches = self.val_batches = self.watch = None
 
     def _make_optimizer(self):
         cfg = self.cfg
@@ -297,7 +302,7 @@ class Trainer:
                 self.accelerator, signals, self.run_dir, images=self.global_batch,
                 updates_per_epoch=self.updates_per_epoch, log_interval=cfg.log_interval,
                 max_bad_steps=cfg.max_bad_steps, loader=self.train_batches, grad_accum=cfg.grad_accum,
-                say=None if shown else self.say)
+                say=None if shown else self.accelerator.print)
             if self.resuming:
                 self.watch.load_state_dict(self._watched)
                 self._open_folder()
