@@ -115,8 +115,8 @@ def _mismatch(error):
         names = re.findall(r'"([^"]+)"', text)
         parts.append(f"{len(names)} tensors {'absent from' if what == 'Missing' else 'only in'} the file, such as "
                      f"{names[0]}")
-    sizes = re.findall(r"size mismatch for (\S+): copying a param with shape torch.Size\((\S.*?)\) from checkpoint, the "
-                       r"shape in current model is torch.Size\((\S.*?)\)", str(error))
+    sizes = re.findall(r"size mismatch for (\S+): copying a param with shape torch.Size\((\S.*?)\) from checkpoint, "
+                       r"the shape in current model is torch.Size\((\S.*?)\)", str(error))
     if sizes:
         name, theirs, ours = sizes[0]
         parts.append(f"{len(sizes)} of another size, such as {name}, {theirs} in the file, {ours} in the model")

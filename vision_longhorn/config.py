@@ -62,8 +62,8 @@ class Config:
                                      also=("nb_classes", "classes"))
 
     # Data
-    data: str | None = _value(None, "shards (folder, brace pattern, glob or URL), or a folder of images with train/ and "
-                                    "val/; 'digits' is the built-in demo set",
+    data: str | None = _value(None, "shards (folder, brace pattern, glob or URL), or a folder of images with train/ "
+                                    "and val/; 'digits' is the built-in demo set",
                               also=("data_path", "data_dir", "dataset", "root"))
     val_data: str | None = _value(None, "shards or images for evaluation, where they are not part of `data`")
     train_split: str = _value("train", "split to train on")
@@ -125,8 +125,8 @@ class Config:
     min_lr: float = _value(1e-5, "learning rate at the end of the cosine", Range(0))
     ema_decay: float = _value(0.99996, "decay of the averaged weights per update; 0: no averaging", Range(0, below=1),
                               also=("model_ema_decay", "ema"))
-    ema_warmup: bool | None = _value(None, "let the decay grow from 0 over the first updates; default: where the run is "
-                                           "too short for it otherwise")
+    ema_warmup: bool | None = _value(None, "let the decay grow from 0 over the first updates; default: where the run "
+                                           "is too short for it otherwise")
 
     # Run
     run_dir: str | None = _value(None, "folder of the run; default: runs/NAME-TIME",
@@ -363,8 +363,8 @@ def _coerce(key, value, kind):
 
 
 def parse_pairs(words):
-    """Dict of KEY=VALUE words; a value is a number, true, false, none, a [list], or else a string. `class_token=none` is
-    a string, too: the model without a class token.
+    """Dict of KEY=VALUE words; a value is a number, true, false, none, a [list], or else a string. `class_token=none`
+    is a string, too: the model without a class token.
 
     Raises:
         UserError: For a word without "=".

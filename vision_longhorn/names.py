@@ -77,8 +77,8 @@ def imagenet_names(num_classes):
 
 
 def readable_names(class_names, display_names=None, num_classes=None):
-    """Names of classes for people: `display_names` if there are any, for ImageNet's synsets the first of their words (with
-    the synset where two have the same one, as both cranes), else the names.
+    """Names of classes for people: `display_names` if there are any, for ImageNet's synsets the first of their words
+    (with the synset where two have the same one, as both cranes), else the names.
 
     Args:
         class_names: names by index, or None.

@@ -408,7 +408,7 @@ def _report(directory):
 
 
 def carry_out(args):
-    """Does what the command line `args` of `vision_longhorn.shards` says. Raises UserError, with one line for the user."""
+    """Does what the command line `args` of `vision_longhorn.shards` says. Raises UserError, of one line."""
     if args.command == "imagefolder":
         _imagefolder(args)
     elif args.command == "imagenet":
