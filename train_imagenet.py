@@ -4,15 +4,15 @@
     accelerate launch train_imagenet.py --config configs/vlonghorn_tiny.yaml --data DIR # ImageNet shards in DIR
     accelerate launch train_imagenet.py --resume runs/NAME                              # go on where it stopped
 
-One process or many, CPU or GPU: `accelerate launch` decides. `--help` lists every value, vision_longhorn/config.py
-defines them, vision_longhorn/training.py is the loop. The run's folder gets config.yaml, env.json, TensorBoard events,
+One process or many, CPU or GPU: `accelerate launch` decides. `--help` lists every value, vision_longhorn/training/config.py
+defines them, vision_longhorn/training/trainer.py is the loop. The run's folder gets config.yaml, env.json, TensorBoard events,
 checkpoints (update-NUMBER.pt, last.pt, best.pt), metrics.json, summary.csv and curves.png.
 """
 
-OWN_COMMAND = True  # vision_longhorn/start.py: models are imported when the command line has been read
+OWN_COMMAND = True  # vision_longhorn/command_line/start.py: models are imported when the command line has been read
 
-from vision_longhorn.cli import run  # noqa: E402
-from vision_longhorn.train_command import main  # noqa: E402, F401
+from vision_longhorn.command_line.commands import run  # noqa: E402
+from vision_longhorn.train import main  # noqa: E402, F401
 
 if __name__ == "__main__":
     run("train")

@@ -51,8 +51,8 @@ from vision_longhorn.data import ShardSet, decode_image, device_batches, split_t
 from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.data.index import read_shard
 from vision_longhorn.data.sources import Sample
-from vision_longhorn.evaluate import _posterize
-from vision_longhorn.sharding import _read_checked
+from vision_longhorn.data.transforms import _posterize
+from vision_longhorn.data.sharding import _read_checked
 
 SIZE = 224
 RECIPE = dict(interpolation="bicubic", auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25, re_mode="pixel", hflip=0.5)

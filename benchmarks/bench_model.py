@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from common import RESULTS, describe, environment, print_environment, table
 
 import vision_longhorn  # noqa: F401  (registers the models)
-from vision_longhorn.config import parse_pairs
+from vision_longhorn.training.config import parse_pairs
 from vision_longhorn.errors import UserError
 
 MODELS = [name.format(size) for size in ("tiny", "small") for name in (

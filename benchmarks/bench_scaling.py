@@ -26,8 +26,8 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from common import RESULTS, ROOT, environment, print_environment, table
 
 import vision_longhorn  # noqa: F401  (registers the models)
-from vision_longhorn.evaluate import make_accelerator
-from vision_longhorn.fsdp import compile_blocks, is_sharded, shard
+from vision_longhorn.devices import make_accelerator
+from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
 
 
 def work(args: argparse.Namespace) -> None:

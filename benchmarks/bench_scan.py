@@ -2,7 +2,7 @@
 
     python benchmarks/bench_scan.py             # everything that this machine's GPU can show; without one, the CPU
     python benchmarks/bench_scan.py --quick     # the same in about a minute
-    python benchmarks/bench_scan.py --choices   # every entry of kernels/tuning.py's table, to justify the table
+    python benchmarks/bench_scan.py --choices   # every entry of kernels/backends/triton/tuning.py's table, to justify the table
     python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler to watch
 
 Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
@@ -37,11 +37,13 @@ from torch import Tensor
 from common import RESULTS, describe, environment, print_environment, table
 
 from vision_longhorn import kernels
-from vision_longhorn.kernels import Scan, tuning
+from vision_longhorn.kernels import Scan
 
 if kernels.HAS_TRITON:
     import triton
     import triton.language as tl
+
+    from vision_longhorn.kernels.backends.triton import tuning
 
 RULES = ("diagonal", "exact", "mamba")
 IMAGES, SMALL_IMAGES = (128, 197, 768), (128, 197, 384)
@@ -184,7 +186,7 @@ PASSES = ("forward", "forward, saves", "backward", "backward, nothing saved")
 def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dtype, rule: str, rep: float,
               passes: tuple[str, ...] = PASSES) -> list[dict]:
     """A row for each pass of one scan."""
-    from vision_longhorn.kernels import triton_scan
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     B, L, D = shape
     base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule)
     try:
@@ -253,7 +255,7 @@ def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
 @contextmanager
 def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
     """Every launch of `kernel` with `choice`, or with None as the table has it; yields what was taken, by kernel."""
-    from vision_longhorn.kernels import triton_scan
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     taken = {}
 
     def replace(original: Callable) -> Callable:
@@ -269,7 +271,7 @@ def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
 
 def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
     """Each pass with each choice of the table; the kernels that only the parallel regime has, at one long sequence."""
-    from vision_longhorn.kernels import triton_scan
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for shape in shapes or (IMAGES, SMALL_IMAGES, ONE):
@@ -300,7 +302,7 @@ def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
 
 def once(rule: str) -> None:
     """A forward pass that saves and a backward pass, at the first of the shapes."""
-    from vision_longhorn.kernels import triton_scan
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scan = make_scan(make_inputs(IMAGES, 16, rule, torch.bfloat16, device), rule)
     y, _, saved = triton_scan.forward(scan, True)
@@ -310,7 +312,7 @@ def once(rule: str) -> None:
 def first_use(rule: str) -> list[dict]:
     """Run in a process of its own with an empty cache: seconds of a first forward and backward pass, and the kernels
     compiled for them, then of another batch and length, and (where there is one) of the parallel regime."""
-    from vision_longhorn.kernels import triton_scan
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     rows, before = [], 0
     for shape in (IMAGES, (96, 256, 768), *(() if rule == "exact" else (ONE,))):
@@ -492,7 +494,7 @@ def main() -> None:
                         help="for scan.json and scan_over_length.png; scan_cpu.json without a GPU; choices.json")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and shorter timings")
     parser.add_argument("--cpu", action="store_true", help="time the CPU's implementation too (without a GPU, always)")
-    parser.add_argument("--choices", action="store_true", help="time the entries of kernels/tuning.py and nothing else")
+    parser.add_argument("--choices", action="store_true", help="time the entries of kernels/backends/triton/tuning.py and nothing else")
     parser.add_argument("--only-first-use", action="store_true",
                         help="how long a first use takes and nothing else, to first_use.json")
     parser.add_argument("--once", choices=RULES, help="run a rule once and time nothing, for a profiler")

@@ -99,7 +99,7 @@ SCANS = {
 
 def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
     """Both passes: with states kept, without (inference), and with states found again."""
-    from vision_longhorn.kernels import triton_scan
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     given = dict(tokens=TOKENS, regime="sequential", step=CHANNELS, states=16, gate=True, combine="mean",
                  A_per_token=False) | SCANS[variant]
     B, L, D, N, steps = BATCH, given["tokens"], CHANNELS, given["states"], given["step"]
@@ -120,7 +120,7 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
 
 
 def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
-    from vision_longhorn.kernels import triton_conv
+    from vision_longhorn.kernels.backends.triton import conv as triton_conv
     G = {"one_direction": 1, "both_directions": 2}[variant]
     x, weight, bias = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), _tensor(G, CHANNELS, 4), _tensor(G, CHANNELS)
     y = triton_conv.forward(x, weight, bias)
@@ -128,7 +128,7 @@ def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
 
 
 def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
-    from vision_longhorn.kernels import triton_norm
+    from vision_longhorn.kernels.backends.triton import norm as triton_norm
     z, weight = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), _tensor(2, CHANNELS)
     o = _tensor(2, *z.shape, dtype=dtype)
     y = triton_norm.forward(o, z, weight, 1e-5)
@@ -167,10 +167,10 @@ class _Driver:
 def stand_in(target: GPUTarget, launch: Callable) -> None:
     """For the rest of this process the package takes itself to be on a GPU of this kind, and calls
     `launch(compile, kernel, options)` in place of every launch; `compile()` returns what Triton compiled."""
-    from vision_longhorn.kernels import triton_lanes, triton_scan, tuning
+    from vision_longhorn.kernels.backends.triton import lanes, scan as triton_scan, tuning
     choices, run = tuning._choices, JITFunction.run
     triton.runtime.driver.set_active(_Driver(target))
-    triton_lanes.target_of = lambda device: target
+    lanes.target_of = lambda device: target
     # What is launched must not depend on how the shapes here would fill the GPU.
     tuning._choices = lambda kernel, scan: choices(kernel, scan)[:1]
     # One after the other, or the seconds would be those of all kernels together.
@@ -185,7 +185,7 @@ def stand_in(target: GPUTarget, launch: Callable) -> None:
 def launchable() -> set[str]:
     """The kernels of the package that are launched and not called by others, by the end of their names."""
     found = set()
-    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}."):
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         values = vars(importlib.import_module(module.name)).values()
         found |= {value.fn.__name__ for value in values if isinstance(value, JITFunction)}
     return {name for name in found if name.endswith("_kernel")}

@@ -35,7 +35,7 @@ from common import RESULTS, environment, print_environment, table
 import bench_scan
 from bench_model import COMPILE, Model, build, make_step, measure
 from vision_longhorn import VisionLonghorn
-from vision_longhorn.config import parse_pairs
+from vision_longhorn.training.config import parse_pairs
 from vision_longhorn.errors import UserError
 
 FUSED, OTHER = "norm, residual and other fused by the compiler", "other"

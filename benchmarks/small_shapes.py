@@ -7,7 +7,7 @@
 import torch
 
 from vision_longhorn.kernels import longhorn_scan, selective_scan
-from vision_longhorn.mixer import BidirectionalMixer
+from vision_longhorn.models.mixer import BidirectionalMixer
 
 
 def scans() -> None:

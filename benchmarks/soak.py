@@ -18,7 +18,7 @@ from statistics import median
 from common import RESULTS, environment, print_environment, table
 
 import train_imagenet
-from vision_longhorn.errors import run_cli
+from vision_longhorn.command_line.parser import run_cli
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 CURVES = {"images_per_s": "images/s", "host_gib": "host, GiB", "device_gib": "device, GiB", "data_wait": "data wait"}

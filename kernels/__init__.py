@@ -1,7 +1,7 @@
 """Scans of state-space models for vision: Longhorn (diagonal and exact rule) and Mamba, in either or both directions.
 
-One contract, three implementations: `reference` (a plain loop), `torch_scan` (vectorised, for the CPU) and
-`triton_scan` (for the GPU). `docs/scan.md` has the mathematics.
+One contract, three implementations: `reference` (a plain loop), `backends.torch` (vectorised, for the CPU) and
+`backends.triton` (for the GPU). `docs/scan.md` has the mathematics.
 """
 
 from typing import Optional
@@ -14,7 +14,8 @@ from . import (
     reference,
 )
 from .contract import BACKENDS, Scan, check, check_option
-from .ops import HAS_TRITON, choose_backend, scan_plan
+from .dispatch import HAS_TRITON, choose_backend
+from .ops import scan_plan
 from .reference import longhorn_step, selective_step
 
 __all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "scan_plan", "selective_scan",

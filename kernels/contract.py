@@ -1,7 +1,7 @@
 """What every implementation of the scan is given, and what it must return.
 
 The three operators of the family (Longhorn with the diagonal and the exact rule, Mamba's selective scan) do the same
-shape of work, so one description serves them all; the implementations in `reference`, `torch_scan` and `triton_scan`
+shape of work, so one description serves them all; the implementations in `reference` and `backends`
 take a `Scan` and differ in nothing that a caller sees but speed.
 """
 

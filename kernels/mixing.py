@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import gated_norm, short_conv
 from .contract import Scan, ceil_div, check
-from .ops import choose_backend, implementation
+from .dispatch import choose_backend, load_backend
+from .ops import implementation
 
 
 class Mix(NamedTuple):
     """Inputs of one mixing. With S = 2 each direction has its own set of parameters and the gated outputs are averaged;
-    with S = 1 both share one, and `norm_weight` says how their outputs meet (see `gated_norm`)."""
+    with S = 1 both share one, and `norm_weight` says how their outputs meet (see `backends.torch.norm`)."""
 
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token
@@ -125,14 +125,14 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
-    x = short_conv.forward(x, mix.conv_weight, mix.conv_bias, backend)  # (S, B, L, D)
+    x = load_backend(backend).conv.forward(x, mix.conv_weight, mix.conv_bias)  # (S, B, L, D)
     low = torch.bmm(_rows(x), mix.padded_x_proj(x.dtype).transpose(1, 2)).view(len(x), B, L, mix.low_width)
     scan = mix.scan(x, _step_sizes(mix, low), low)
     check(scan)
     y, _, saved = implementation(scan, backend).forward(scan, save_states)
     if not mix.shared:
         return y, low, saved, y.new_empty(0)
-    return gated_norm.forward(y, z, mix.norm_weight, mix.eps, backend), low, saved, y
+    return load_backend(backend).norm.forward(y, z, mix.norm_weight, mix.eps), low, saved, y
 
 
 def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backend: str) -> dict[str, Tensor]:
@@ -142,10 +142,10 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     dxz = mix.xz.new_empty(mix.xz.shape)
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
-    convolved = short_conv.forward(x, mix.conv_weight, mix.conv_bias, backend)
+    convolved = load_backend(backend).conv.forward(x, mix.conv_weight, mix.conv_bias)
     scan = mix.scan(convolved, _step_sizes(mix, low), low)
     if mix.shared:
-        dy, grads["norm_weight"] = gated_norm.backward(dy, o, z, mix.norm_weight, mix.eps, dz, backend)
+        dy, grads["norm_weight"] = load_backend(backend).norm.backward(dy, o, z, mix.norm_weight, mix.eps, dz)
     found = implementation(scan, backend).backward(scan, dy, None, saved, dz)
 
     def stacked(name: str) -> Tensor:
@@ -158,8 +158,8 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     dx_proj = _weight_grad(dlow, _rows(convolved))
     grads["x_proj"] = dx_proj if width == R else torch.cat([dx_proj[:, :R], dx_proj[:, width:]], 1)
     dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.padded_x_proj(low.dtype)).view_as(convolved)
-    grads["conv_weight"], grads["conv_bias"] = short_conv.backward(dconvolved, x, mix.conv_weight, mix.conv_bias, dx,
-                                                                   backend)
+    grads["conv_weight"], grads["conv_bias"] = load_backend(backend).conv.backward(
+        dconvolved, x, mix.conv_weight, mix.conv_bias, dx)
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
     if mix.A_log is not None:
         grads["A_log"] = stacked("A") * (-torch.exp(mix.A_log.to(_wide(x))))

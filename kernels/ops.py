@@ -4,50 +4,27 @@ An operator is opaque to `torch.compile`, `torch.export` and FX, so each of them
 inside is chosen by the device of the inputs, or forced by `backend`.
 """
 
-from importlib.util import find_spec
+from types import ModuleType
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from . import torch_scan
-from .contract import BACKENDS, Scan, check, check_option
-
-HAS_TRITON = find_spec("triton") is not None
+from .contract import Scan, check
+from .dispatch import choose_backend, load_backend
 
 
-def choose_backend(backend: str, device: torch.device) -> str:
-    """The implementation that `backend` means on `device`: "torch" or "triton".
-
-    "auto" takes triton on a GPU where it is installed and torch everywhere else.
+def implementation(scan: Scan, backend: str) -> ModuleType:
+    """The module whose `forward` and `backward` run `scan`.
 
     Raises:
-        ValueError: `backend` is not known.
-        RuntimeError: a forced backend cannot run here.
+        ValueError: `scan` asks for a regime that this backend has not.
     """
-    check_option("backend", backend, BACKENDS)
-    if backend == "auto":
-        return "triton" if device.type == "cuda" and HAS_TRITON else "torch"
-    if backend == "triton":
-        if not HAS_TRITON:
-            raise RuntimeError("backend='triton' was asked for and triton is not installed; "
-                               "use backend='auto' or install a build of torch that brings triton")
-        from . import triton_lanes
-        if device.type != "cuda" and not triton_lanes.INTERPRETED:
-            raise RuntimeError(f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
-                               "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU")
-    return backend
-
-
-def implementation(scan: Scan, backend: str):
-    """The module whose `forward` and `backward` run `scan`."""
-    if choose_backend(backend, scan.x.device) == "triton":
-        from . import triton_scan
-        return triton_scan
-    if scan.regime == "parallel":
+    name = choose_backend(backend, scan.x.device)
+    if scan.regime == "parallel" and name == "torch":
         raise ValueError("regime='parallel' is one of the Triton kernels', and these tensors take the torch path; "
                          "use regime='auto'")
-    return torch_scan
+    return load_backend(name).scan
 
 
 def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int]]:
@@ -56,8 +33,7 @@ def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, in
     check(scan)
     if choose_backend(backend, scan.x.device) != "triton":
         return {}
-    from . import triton_scan
-    return triton_scan.plan(scan)
+    return load_backend("triton").scan.plan(scan)
 
 
 # The gradients that the backward operator returns, in the order of the tensors of `Scan`.

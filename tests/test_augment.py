@@ -14,12 +14,12 @@ from test_shards import write_tar
 from timm.data import create_transform
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 
-from vision_longhorn.config import Config
+from vision_longhorn.training.config import Config
 from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
 from vision_longhorn.data.augment import _AFFINE, _BITS, _HEAD, _KINDS, _OPERATIONS, _Box, _groups
 from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.errors import UserError
-from vision_longhorn.evaluate import train_transform
+from vision_longhorn.data.transforms import train_transform
 
 MEAN, STD, FILL = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), (128, 102, 76)
 CPU = torch.device("cpu")

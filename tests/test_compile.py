@@ -90,8 +90,8 @@ def test_what_fails_or_takes_too_much_is_named_and_is_the_exit_status(monkeypatc
     (None, False, False, 32),
 ], ids=lambda value: f"{value.backend}:{value.arch}" if isinstance(value, GPUTarget) else str(value))
 def test_what_a_gpu_is_given(monkeypatch, target, ptx, matrix, lanes):
-    from vision_longhorn.kernels import triton_lanes, triton_scan
-    monkeypatch.setattr(triton_lanes, "target_of", lambda device: target)
+    from vision_longhorn.kernels.backends.triton import lanes, scan as triton_scan
+    monkeypatch.setattr(lanes, "target_of", lambda device: target)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x, k = torch.zeros(1, 5, 64, dtype=dtype), torch.zeros(1, 5, 16, dtype=dtype)
         launch = triton_scan._Launch(Scan(x, x, k, k, None, None, None, None, None, "exact"))

@@ -8,7 +8,7 @@ import timm
 import yaml
 
 import vision_longhorn  # noqa: F401, registers the models
-from vision_longhorn.config import CONFIGS, Config, load_config
+from vision_longhorn.training.config import CONFIGS, Config, load_config
 from vision_longhorn.errors import UserError
 
 

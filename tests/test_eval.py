@@ -18,10 +18,12 @@ import eval as eval_script  # noqa: I001, importing test_train made the reposito
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
 from vision_longhorn.data.index import write_index
-from vision_longhorn.errors import UserError, run_cli
-from vision_longhorn.evaluate import evaluate, make_accelerator
-from vision_longhorn.names import ClassMap, imagenet_names, match_classes, model_names, readable_names
-from vision_longhorn.report import draw_confusion
+from vision_longhorn.command_line.parser import run_cli
+from vision_longhorn.errors import UserError
+from vision_longhorn.devices import make_accelerator
+from vision_longhorn.evaluation.evaluate import evaluate
+from vision_longhorn.data.class_names import ClassMap, imagenet_names, match_classes, model_names, readable_names
+from vision_longhorn.evaluation.report import draw_confusion
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import eval as eval_script  # noqa: I001, importing test_train made the reposito
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
-from vision_longhorn.fsdp import shard
+from vision_longhorn.training.fsdp import shard
 
 
 @pytest.fixture(scope="module")

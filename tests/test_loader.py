@@ -24,7 +24,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 from vision_longhorn.data import DataError, eval_loader, open_shards, train_loader
 from vision_longhorn.data.index import read_shard
 from vision_longhorn.data.loader import _Counts
-from vision_longhorn.evaluate import evaluate
+from vision_longhorn.evaluation.evaluate import evaluate
 
 
 def number_of(image):

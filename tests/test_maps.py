@@ -8,7 +8,7 @@ from plain_model import plain_conv, plain_mixer, plain_norm
 
 import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.checkpoint import save_checkpoint
-from vision_longhorn.config import load_config
+from vision_longhorn.training.config import load_config
 from vision_longhorn.errors import UserError
 from vision_longhorn.kernels.reference import longhorn_step, selective_step
 from vision_longhorn.maps import main, plot_maps, token_maps

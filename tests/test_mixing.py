@@ -9,7 +9,7 @@ from scan_cases import relative_rms
 
 from vision_longhorn import kernels
 from vision_longhorn.kernels import mixing
-from vision_longhorn.mixer import BidirectionalMixer
+from vision_longhorn.models.mixer import BidirectionalMixer
 
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]

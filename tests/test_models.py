@@ -12,7 +12,7 @@ from scan_cases import relative_rms
 from timm.optim import create_optimizer_v2
 
 from vision_longhorn import VisionLonghorn
-from vision_longhorn.mixer import BidirectionalMixer
+from vision_longhorn.models.mixer import BidirectionalMixer
 
 COUNTS = {
     "vim_tiny": 7_148_008, "vim_small": 25_796_584, "vim_base": 97_598_440,

@@ -11,7 +11,7 @@ from huggingface_hub.utils import EntryNotFoundError
 from plain_model import plain_model
 from scan_cases import relative_rms
 
-from vision_longhorn.vlonghorn import checkpoint_filter_fn
+from vision_longhorn.models.vlonghorn import checkpoint_filter_fn
 
 SIDE, PATCH, DIM, DEPTH, N, K, CLASSES = 32, 8, 32, 2, 4, 4, 5
 INNER, RANK = 2 * DIM, math.ceil(DIM / 16)

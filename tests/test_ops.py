@@ -17,7 +17,7 @@ from torch import nn
 
 import vision_longhorn
 from vision_longhorn import kernels
-from vision_longhorn.mixer import BidirectionalMixer
+from vision_longhorn.models.mixer import BidirectionalMixer
 
 DIRECTIONS = (("forward", "none"), ("backward", "none"), ("both", "none"), ("both", "mean"))
 FIELDS = ("x", "step", "k", "q", "A", "z", "D", "bias", "initial_state")

@@ -29,12 +29,12 @@ from timm.optim import create_optimizer_v2
 
 import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
 import train_imagenet
-from vision_longhorn import lock, training
+from vision_longhorn.training import lock, trainer as training
 from vision_longhorn.checkpoint import load_checkpoint, save_run, write_summary
 from vision_longhorn.data import open_shards, train_loader
-from vision_longhorn.errors import run_cli
-from vision_longhorn.signals import StopSignals
-from vision_longhorn.watch import step_if_finite
+from vision_longhorn.command_line.parser import run_cli
+from vision_longhorn.command_line.signals import StopSignals
+from vision_longhorn.training.updates import step_if_finite
 
 PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -263,7 +263,7 @@ def test_two_processes_do_not_write_one_run(tmp_path, undisturbed, capsys):
     """A launcher that a signal ends leaves its training alive, and what starts the run anew would write beside it."""
     run = tmp_path / "run"
     shutil.copytree(undisturbed["three"], run)
-    holder = subprocess.Popen([sys.executable, "-c", "import sys, time; from vision_longhorn.lock import RunLock\n"
+    holder = subprocess.Popen([sys.executable, "-c", "import sys, time; from vision_longhorn.training.lock import RunLock\n"
                                "lock = RunLock(sys.argv[1]); print('held', flush=True); time.sleep(600)", str(run)],
                               stdout=subprocess.PIPE, cwd=REPOSITORY)
     try:

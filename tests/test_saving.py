@@ -19,9 +19,9 @@ from timm.models import save_for_hf
 
 from vision_longhorn import VisionLonghorn, hub
 from vision_longhorn.checkpoint import save_checkpoint
-from vision_longhorn.config import load_config
+from vision_longhorn.training.config import load_config
 from vision_longhorn.errors import UserError
-from vision_longhorn.vlonghorn import checkpoint_filter_fn
+from vision_longhorn.models.vlonghorn import checkpoint_filter_fn
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=16, depth=2, d_state=4)
 

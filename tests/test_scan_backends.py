@@ -151,7 +151,7 @@ def test_segments_of_time_side_by_side(rule, direction):
 @pytest.mark.parametrize("elements", (1, 700))
 def test_torch_path_in_many_pieces(rule, elements, monkeypatch):
     """Sequence by sequence and chunk by chunk, and a few of each at a time."""
-    from vision_longhorn.kernels import torch_scan
+    from vision_longhorn.kernels.backends.torch import scan as torch_scan
     monkeypatch.setattr(torch_scan, "BLOCK_ELEMENTS", elements)
     check(rule, "torch", 3, 29, 5, 4, direction="both", combine="mean")
 
@@ -164,7 +164,7 @@ def test_exact_rule_beyond_the_first_saved_state():
 @needs_triton
 @pytest.mark.parametrize("kernel,rule", [("forward", "diagonal"), ("backward", "diagonal"), ("backward", "exact")])
 def test_every_choice_of_launch_is_right(kernel, rule, monkeypatch):
-    from vision_longhorn.kernels import triton_scan, tuning
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan, tuning
     for choice in tuning._HOPPER[kernel, rule]:
         monkeypatch.setattr(triton_scan, "choose",
                             lambda which, scan, *_: choice if which == kernel else tuning.first_choice(which, scan))
@@ -239,7 +239,7 @@ def test_the_plan_follows_the_sizes_and_can_be_forced():
 @needs_triton
 def test_timings_choose_once_and_are_kept(tmp_path, monkeypatch):
     """On a GPU that the table does not know: the fastest choice is found once, and again from the file."""
-    from vision_longhorn.kernels import tuning
+    from vision_longhorn.kernels.backends.triton import tuning
     monkeypatch.setenv("VISION_LONGHORN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(tuning, "_known", None)
@@ -261,7 +261,7 @@ def test_timings_choose_once_and_are_kept(tmp_path, monkeypatch):
 
 @needs_triton
 def test_nothing_is_timed_where_bits_must_repeat(monkeypatch):
-    from vision_longhorn.kernels import tuning
+    from vision_longhorn.kernels.backends.triton import tuning
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("VISION_LONGHORN_TUNE", raising=False)
@@ -314,10 +314,10 @@ def test_gpu_segments_give_the_same_bits_20_times(rule):
 
 @pytest.mark.gpu
 def test_gpu_first_use_compiles_nothing_for_another_batch_or_length():
-    from vision_longhorn.kernels import triton_kernels
+    from vision_longhorn.kernels.backends.triton import scan_kernels
 
     def compiled():
-        return [len(cache) for kernel in (triton_kernels._forward_kernel, triton_kernels._backward_kernel)
+        return [len(cache) for kernel in (scan_kernels._forward_kernel, scan_kernels._backward_kernel)
                 for cache in (kernel.device_caches[torch.cuda.current_device()][0],)]
 
     counts = set()

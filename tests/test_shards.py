@@ -14,12 +14,13 @@ import pytest
 from PIL import Image
 from timm.data.readers.reader_wds import ReaderWds
 
-from vision_longhorn import sharding
+from vision_longhorn.data import sharding
 from vision_longhorn import shards as maker
 from vision_longhorn.data import DataError, decode_image, open_shards
 from vision_longhorn.data.index import image_of, read_index, read_shard
 from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
-from vision_longhorn.errors import UserError, run_cli
+from vision_longhorn.command_line.parser import run_cli
+from vision_longhorn.errors import UserError
 from vision_longhorn.shards import make_digits
 
 WNIDS = ["n00000003", "n00000005", "n00000009", "n00000012"]

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from scan_cases import relative_rms
 
 from vision_longhorn import kernels
-from vision_longhorn.kernels import short_conv
+from vision_longhorn.kernels.dispatch import load_backend
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
@@ -72,8 +72,9 @@ def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0):
     _, x = half(x, dtype, shift)
     whole, dx = half(torch.full_like(x, float("nan")), dtype, shift)
     weight, bias = weight.to(weights), bias.to(weights)
-    y = short_conv.forward(x, weight, bias, backend)
-    dweight, dbias = short_conv.backward(dy.to(dtype), x, weight, bias, dx, backend)
+    short_conv = load_backend(backend).conv
+    y = short_conv.forward(x, weight, bias)
+    dweight, dbias = short_conv.backward(dy.to(dtype), x, weight, bias, dx)
     assert y.is_contiguous() and y.dtype == dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert dweight.dtype == dbias.dtype == wide and dweight.is_contiguous() and dbias.is_contiguous()
@@ -144,8 +145,9 @@ def test_strides_in_any_order(backend, B):
     turned = x.float().transpose(0, 1).contiguous().transpose(0, 1)
     dx = torch.empty_like(turned)
     assert B == 0 or not dx.is_contiguous()
-    y = short_conv.forward(turned, weight.float(), bias.float(), backend)
-    dweight, dbias = short_conv.backward(dy.float(), turned, weight.float(), bias.float(), dx, backend)
+    short_conv = load_backend(backend).conv
+    y = short_conv.forward(turned, weight.float(), bias.float())
+    dweight, dbias = short_conv.backward(dy.float(), turned, weight.float(), bias.float(), dx)
     compare({"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}, x, weight, bias, dy, torch.float32)
 
 
@@ -154,7 +156,7 @@ def test_strides_in_any_order(backend, B):
 @pytest.mark.parametrize("K,G", ((4, 1), (4, 2), (8, 2)))
 def test_segments(multiprocessors, segments, G, K, monkeypatch):
     """Many segments and one give the same y and gradients."""
-    from vision_longhorn.kernels import triton_conv
+    from vision_longhorn.kernels.backends.triton import conv as triton_conv
     monkeypatch.setattr(triton_conv, "multiprocessors", lambda device: multiprocessors)
     assert triton_conv._cut(70, 2, torch.device("cpu"), 4)[0] == segments
     check("triton", 2, 70, 6, K, G, torch.float32)
@@ -162,7 +164,7 @@ def test_segments(multiprocessors, segments, G, K, monkeypatch):
 
 @needs_triton
 def test_segments_fill_the_gpu_and_are_not_short(monkeypatch):
-    from vision_longhorn.kernels import triton_conv
+    from vision_longhorn.kernels.backends.triton import conv as triton_conv
     monkeypatch.setattr(triton_conv, "multiprocessors", lambda device: 132)
     for L, programs, part in itertools.product((1, 31, 32, 33, 65, 197, 200, 6085, 16384),
                                                (1, 12, 48, 1536, 3072, 10 ** 6), (4, 8)):
@@ -217,7 +219,7 @@ def test_gpu_same_bits(B, L, D):
 
 @pytest.mark.gpu
 def test_gpu_another_batch_or_length_compiles_nothing():
-    from vision_longhorn.kernels import triton_conv
+    from vision_longhorn.kernels.backends.triton import conv as triton_conv
     counts = set()
     for B, L in ((16, 197), (1, 65), (1, 1), (33, 50)):
         gpu_check(B, L, 128, 4, 2, torch.bfloat16)

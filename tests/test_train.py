@@ -23,8 +23,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
-from vision_longhorn import evaluate, runlog, training  # noqa: E402
-from vision_longhorn.errors import run_cli  # noqa: E402
+from vision_longhorn import devices  # noqa: E402
+from vision_longhorn.training import runlog, trainer as training  # noqa: E402
+from vision_longhorn.command_line.parser import run_cli# noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
 
 SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
@@ -349,7 +350,7 @@ def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware,
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: hardware)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     monkeypatch.setattr(evaluate, "Accelerator", lambda **options: SimpleNamespace(print=print, **options))
-    assert evaluate.make_accelerator("auto", precision).mixed_precision == expected
+    assert devices.make_accelerator("auto", precision).mixed_precision == expected
     assert ("Tesla T4 has no bf16" in capsys.readouterr().out) == (expected == "fp16")
 
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from timm.models import clean_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-import vision_longhorn.vlonghorn  # noqa: F401, registers the models
+import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, one_line
 
 

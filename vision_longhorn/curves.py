@@ -6,7 +6,8 @@
 import os
 from pathlib import Path
 
-from vision_longhorn.errors import Parser, UserError, one_line, run_cli
+from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.errors import UserError, one_line
 
 # What takes long to import is imported where it is used: the command line is read before.
 

@@ -16,22 +16,23 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from vision_longhorn.config import parse_pairs
-from vision_longhorn.errors import Parser, Range, UserError, one_line, run_cli
+from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.errors import UserError, one_line
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from vision_longhorn.vlonghorn import VisionLonghorn
+    from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 MAX_BATCH = 1 << 16  # torch 2.7 wants a bound where tensors are sliced
 MAX_ERROR = 1e-2  # of an export that counts as right; all that were measured lie below 1e-5
 
 
 def _backbone(model: nn.Module) -> VisionLonghorn:
-    from vision_longhorn.vlonghorn import VisionLonghorn
+    from vision_longhorn.models.vlonghorn import VisionLonghorn
 
     found = next((module for module in model.modules() if isinstance(module, VisionLonghorn)), None)
     if found is None:
@@ -137,7 +138,7 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: Optional[int] = No
         raise _missing(error.name) from error
     import torch
 
-    from vision_longhorn.mixer import BidirectionalMixer
+    from vision_longhorn.models.mixer import BidirectionalMixer
 
     model = copy.deepcopy(model).float().cpu()
     for module in model.modules():

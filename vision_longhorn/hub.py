@@ -12,8 +12,9 @@ import re
 import shutil
 from pathlib import Path
 
-from vision_longhorn.errors import Parser, UserError, one_line, run_cli
-from vision_longhorn.names import checkpoint_names
+from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.data.class_names import checkpoint_names
 
 # What takes long to import is imported where it is used: the command line is read before.
 
@@ -47,7 +48,7 @@ def load_run(path, **model_kwargs):
         UserError: where `path` holds no such checkpoint.
     """
     from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
-    from vision_longhorn.evaluate import input_settings
+    from vision_longhorn.data.transforms import input_settings
 
     path = Path(path, "best.pt") if Path(path).is_dir() else Path(path)
     checkpoint = load_checkpoint(path)
@@ -71,7 +72,7 @@ def model_card(model, source, checkpoint=None):
         source: what loads it: "hf-hub:USER/MODEL" or "local-dir:FOLDER".
         checkpoint: the dict of the run that it comes from; None for a model that no run of this trainer made.
     """
-    from vision_longhorn.vlonghorn import VisionLonghorn
+    from vision_longhorn.models.vlonghorn import VisionLonghorn
 
     cfg = model.pretrained_cfg
     ours = isinstance(model, VisionLonghorn)

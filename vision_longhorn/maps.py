@@ -22,14 +22,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Optional
 
 from vision_longhorn.curves import new_figure, save_png
-from vision_longhorn.errors import Parser, Range, UserError, run_cli
+from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.errors import UserError
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vision_longhorn.mixer import BidirectionalMixer
-    from vision_longhorn.vlonghorn import VisionLonghorn
+    from vision_longhorn.models.mixer import BidirectionalMixer
+    from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 
 class TokenMaps(NamedTuple):
@@ -57,7 +58,7 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     """
     import torch
 
-    from vision_longhorn.vlonghorn import VisionLonghorn, class_index
+    from vision_longhorn.models.vlonghorn import VisionLonghorn, class_index
 
     if not isinstance(model, VisionLonghorn):
         raise UserError(f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
@@ -89,13 +90,13 @@ def _forgetting_and_write(mixer: BidirectionalMixer, xz: Tensor) -> Tensor:
     import torch
     from torch.nn.functional import softplus
 
-    from vision_longhorn.kernels import short_conv
+    from vision_longhorn.kernels.backends.torch import conv
 
     wide = torch.float64 if xz.dtype == torch.float64 else torch.float32
     R, N = mixer.dt_rank, mixer.d_state
     with torch.autocast(xz.device.type, enabled=False):
         x = xz.chunk(2, -1)[0].to(wide)
-        x = short_conv.forward(x, mixer.conv_weight.contiguous(), mixer.conv_bias.contiguous(), "torch")  # (S, B, L, D)
+        x = conv.forward(x, mixer.conv_weight.contiguous(), mixer.conv_bias.contiguous())  # (S, B, L, D)
         low = x @ mixer.x_proj.to(wide).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N)
         logits = low[..., :R] @ mixer.dt_proj.to(wide).transpose(1, 2)[:, None] + mixer.dt_bias.to(wide)[:, None, None]
         if mixer.A_log is None:

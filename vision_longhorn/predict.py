@@ -14,7 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from vision_longhorn.errors import Parser, Range, UserError, run_cli
+from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.errors import UserError
 from vision_longhorn.files import text_file
 
 FORMATS = ("text", "csv", "json")
@@ -28,9 +29,9 @@ def main(argv=None):
     from timm.data import create_transform, resolve_data_config
     from tqdm import tqdm
 
-    from vision_longhorn.evaluate import make_accelerator
-    from vision_longhorn.names import readable_names
-    from vision_longhorn.vlonghorn import VisionLonghorn
+    from vision_longhorn.devices import make_accelerator
+    from vision_longhorn.data.class_names import readable_names
+    from vision_longhorn.models.vlonghorn import VisionLonghorn
 
     paths = find_images(args.images)
     accelerator = make_accelerator(args.device, args.precision)
@@ -187,7 +188,7 @@ def load_classifier(source=None, name=None):
     """
     from vision_longhorn.checkpoint import create_model
     from vision_longhorn.hub import load_run
-    from vision_longhorn.names import checkpoint_names, model_names
+    from vision_longhorn.data.class_names import checkpoint_names, model_names
 
     if name is None and Path(source, "config.json").is_file() and not Path(source, "best.pt").is_file():
         name = f"local-dir:{source}"

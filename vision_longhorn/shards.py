@@ -1,19 +1,19 @@
 """Make, check and index shards: `python -m vision_longhorn.shards --help`.
 
-In Python, the functions are those of `vision_longhorn.sharding`, which this module has under the same names.
+In Python, the functions are those of `vision_longhorn.data.sharding`, which this module has under the same names.
 """
 
 import argparse
 import signal
 import threading
 
-from .errors import Parser, Range, run_cli
+from vision_longhorn.command_line.parser import Parser, Range, run_cli
 
 
 def __getattr__(name):
     if name.startswith("__"):
         raise AttributeError(name)
-    from . import sharding  # which imports torch; the command line need not wait for it
+    from vision_longhorn.data import sharding  # which imports torch; the command line need not wait for it
 
     return getattr(sharding, name)
 
@@ -71,7 +71,7 @@ def main(argv=None):
     args = _parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # which leaves no half shard
-    from .sharding import carry_out
+    from vision_longhorn.data.sharding import carry_out
 
     carry_out(args)
 

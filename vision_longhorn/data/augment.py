@@ -21,7 +21,7 @@ from timm.data.transforms import MaybeToTensor, RandomResizedCropAndInterpolatio
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
-from ..errors import UserError
+from vision_longhorn.errors import UserError
 from .images import decode_tensor
 
 _RESAMPLING = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)

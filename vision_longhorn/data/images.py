@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageCms, ImageOps
 
-from ..errors import UserError
+from vision_longhorn.errors import UserError
 
 try:
     from torchvision.io import decode_jpeg

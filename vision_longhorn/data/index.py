@@ -24,7 +24,7 @@ import braceexpand
 from webdataset.gopen import Pipe
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from ..signals import COMMANDS, end_command
+from vision_longhorn.command_line.signals import COMMANDS, end_command
 from .folders import NAMES_FILE, SPLITS, ImageFiles, class_folders, find_splits, list_images, read_names
 from .images import EXTENSIONS, DataError
 

@@ -24,7 +24,7 @@ import torch
 import webdataset as wds
 from torch.utils.data import default_collate, get_worker_info
 
-from ..signals import outlive_signals
+from vision_longhorn.command_line.signals import outlive_signals
 from .images import DataError, decode_image
 from .index import image_of, label_of, place
 

@@ -14,4 +14,4 @@ def is_own_command():
         return True
     words = sys.orig_argv
     module = words[words.index("-m") + 1] if "-m" in words[1:-1] else ""
-    return sys.argv[:1] == ["-m"] and module.partition(".")[0] == __package__
+    return sys.argv[:1] == ["-m"] and module.partition(".")[0] == "vision_longhorn"

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from vision_longhorn.checkpoint import write_text
 from vision_longhorn.data.index import place
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.signals import SIGNALS
+from vision_longhorn.command_line.signals import SIGNALS
 
 QUIET = 30  # seconds without a line, where no bar shows how far it is
 PATIENCE = 300  # seconds to look for the samples of bad updates; NCCL lets a process wait for others twice as long

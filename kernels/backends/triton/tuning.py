@@ -18,7 +18,7 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 
-from .contract import Scan
+from ...contract import Scan
 
 
 class Choice(NamedTuple):

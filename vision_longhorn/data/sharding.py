@@ -18,10 +18,10 @@ import webdataset as wds
 from PIL import Image
 from tqdm import tqdm
 
-from .data import sources
-from .data.folders import NAMES_FILE, find_splits, read_lines, read_names
-from .data.images import DataError, check_image, decode_image
-from .data.index import INDEX_NAMES, find_shards, image_of, label_of, place, read_index, read_shard, write_index
+from vision_longhorn.data import sources
+from vision_longhorn.data.folders import NAMES_FILE, find_splits, read_lines, read_names
+from vision_longhorn.data.images import DataError, check_image, decode_image
+from vision_longhorn.data.index import INDEX_NAMES, find_shards, image_of, label_of, place, read_index, read_shard, write_index
 
 
 def make_shards(

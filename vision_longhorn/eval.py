@@ -11,8 +11,10 @@ import re
 import time
 from pathlib import Path
 
-from vision_longhorn.config import DIGITS, parse_pairs
-from vision_longhorn.errors import Parser, Range, UserError
+from vision_longhorn.demo import DIGITS
+from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.command_line.parser import Parser, Range
+from vision_longhorn.errors import UserError
 
 # What makes two results those of the same evaluation. Processes, batch size and speed do not.
 SAME = ("model", "model_kwargs", "weights", "checkpoint", "data", "split", "input_size", "precision", "map_classes")
@@ -27,9 +29,12 @@ def main(argv=None):
 
     from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
     from vision_longhorn.data import eval_loader, open_shards
-    from vision_longhorn.evaluate import describe, evaluate, input_settings, locate_data, make_accelerator
-    from vision_longhorn.names import checkpoint_names, imagenet_names, match_classes, model_names, readable_names
-    from vision_longhorn.report import Predictions
+    from vision_longhorn.data.transforms import input_settings
+    from vision_longhorn.demo import locate_data
+    from vision_longhorn.devices import make_accelerator
+    from vision_longhorn.evaluation.evaluate import describe, evaluate
+    from vision_longhorn.data.class_names import checkpoint_names, imagenet_names, match_classes, model_names, readable_names
+    from vision_longhorn.evaluation.report import Predictions
 
     accelerator = make_accelerator(args.device, args.precision)
     say = accelerator.print

@@ -1,4 +1,4 @@
-"""The Triton kernels of the scans. `triton_scan` launches them; docs/scan.md explains and derives them.
+"""The Triton kernels of the scans. `scan` launches them; docs/scan.md explains and derives them.
 
 Every kernel keeps the states of its channels in registers as a tuple of `NI` tensors, one for each state that a lane
 owns, and is one warp: channels along the lanes, so that nothing but the sums over channels crosses lanes and no barrier
@@ -13,7 +13,7 @@ them is stored, so loads need no mask. Channels beyond D repeat the last one, an
 import triton
 import triton.language as tl
 
-from .triton_lanes import (
+from .lanes import (
     DIAGONAL, EXACT, LOG2E, MAMBA, advance, all_lanes, channels_of, channels_of_a_lane, decay_of, dot, fill, gate,
     kernel, load_A, load_bias, load_norm, load_rows, load_skip, load_state, load_tokens, lone_decay, offset_of, part_of,
     reciprocal, row_of, start_of_A, state_row_of, step_size, store_state, store_sums, sum_states, tokens_of, unpack,

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from vision_longhorn.config import DIGITS
+from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 
 _SYNSET = re.compile(r"n\d{8}")  # WordNet's number of a noun, by which ImageNet names its classes

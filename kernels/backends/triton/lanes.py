@@ -1,5 +1,5 @@
 """What the kernels of the scans are made of: loads and stores of tokens, rows and states, one step of each recurrence,
-and the sums over states and over channels. Names and shapes are those of `triton_kernels`.
+and the sums over states and over channels. Names and shapes are those of `scan_kernels`.
 """
 
 import inspect

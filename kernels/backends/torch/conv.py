@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Convolution and SiLU in each direction.
 
     Args:
@@ -24,7 +24,6 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
         weight: (G, D, K), of any float dtype, contiguous; G is 1 (the first direction alone) or 2; K is a few, as
             a GPU keeps that many tokens in registers.
         bias: (G, D), of any float dtype, contiguous.
-        backend: "torch" or "triton".
 
     Returns:
         (G, B, L, D), contiguous, dtype of x; sums are in float32 (float64).
@@ -32,9 +31,6 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
     Raises:
         ValueError: the Triton backend is given float64.
     """
-    if backend == "triton":
-        from . import triton_conv
-        return triton_conv.forward(x, weight, bias)
     padded, taps, bias = _operands(x, weight, bias)
     y = x.new_empty(len(taps), *x.shape)
     for g in range(len(taps)):
@@ -42,12 +38,12 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, backend: str) -> Tensor:
     return y
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x, weight and bias.
 
     Args:
         dy: (G, B, L, D), contiguous, dtype of x; the gradient of what `forward` returns.
-        x, weight, bias, backend: as given to `forward`.
+        x, weight, bias: as given to `forward`.
         dx: (B, L, D), dtype of x; its last axis is contiguous, the others may have any strides. The gradient of x is
             written here, whatever it held before.
 
@@ -58,9 +54,6 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, ba
     Raises:
         ValueError: the Triton backend is given float64.
     """
-    if backend == "triton":
-        from . import triton_conv
-        return triton_conv.backward(dy, x, weight, bias, dx)
     padded, taps, bias = _operands(x, weight, bias)
     L = x.shape[1]
     K = taps.shape[1]

@@ -15,13 +15,15 @@ from pathlib import Path
 
 import yaml
 
-from vision_longhorn.errors import Parser, Range, UserError, one_line
+import vision_longhorn
+from vision_longhorn.command_line.parser import Parser, Range
+from vision_longhorn.demo import DIGITS
+from vision_longhorn.errors import UserError, one_line
 
-_HERE = Path(__file__).resolve().parent  # in a checkout the configs stand beside the package, installed they are in it
+_HERE = Path(vision_longhorn.__file__).resolve().parent  # installed, the configs are in the package, else beside it
 CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
 # Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
-DIGITS = "digits"  # value of `data` that stands for the built-in demo set
 WORDS = {"none": None, "null": None, "": None, "true": True, "false": False}
 TYPES = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", list[float]: "numbers",
          dict: "KEY=VALUE pairs"}

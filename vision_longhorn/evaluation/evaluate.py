@@ -1,103 +1,10 @@
-"""Exact evaluation, and what it shares with training: the device, the data's place, the image transforms."""
-
-from pathlib import Path
+"""Exact evaluation: each sample counts once, over any number of processes."""
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
-from accelerate.utils import parse_flag_from_env
-from timm.data import auto_augment, create_transform, resolve_data_config
 
-from vision_longhorn.config import DIGITS
-from vision_longhorn.errors import UserError, bad_input
-from vision_longhorn.fsdp import is_sharded
-from vision_longhorn.sharding import make_digits
-
-
-def make_accelerator(device="auto", precision="auto", **kwargs):
-    """Accelerator for `device` (auto, cuda, cpu) and `precision` (auto, bf16, fp16, fp32).
-
-    Args:
-        device: auto takes CUDA where there is one.
-        precision: auto is bf16 autocast on a GPU that has bf16 in hardware, fp16 autocast on one that has not, which is
-            said, and fp32 on a CPU.
-        **kwargs: Further arguments of `Accelerator`.
-
-    Raises:
-        UserError: Where CUDA is asked for and there is none, or fp16 for a CPU.
-    """
-    # The scans run on CUDA and on the CPU; accelerate on its own would pick Apple's GPU, too.
-    cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-    if device == "cuda" and cpu:
-        raise UserError("device is 'cuda', but PyTorch finds no CUDA GPU here, or the launcher was given --cpu: "
-                        "use --device auto or --device cpu")
-    if precision == "fp16" and cpu:
-        raise UserError("precision is 'fp16', which needs a GPU: use --precision fp32, or bf16")
-    # NVIDIA's GPUs before the A100 (T4, V100, RTX 2080) only imitate bf16, at the price of conversions.
-    plain = cpu or torch.cuda.is_bf16_supported(including_emulation=False)
-    auto = "no" if cpu else "bf16" if plain else "fp16"
-    mixed_precision = {"auto": auto, "fp32": "no"}.get(precision, precision)
-    accelerator = Accelerator(cpu=cpu, mixed_precision=mixed_precision, **kwargs)
-    if precision == "auto" and not plain:
-        accelerator.print(f"Note: {torch.cuda.get_device_name()} has no bf16 in hardware: it runs in fp16.")
-    return accelerator
-
-
-def locate_data(spec, accelerator):
-    """`spec` itself, or the folder of the built-in digits, which are made in ./data/digits where they are missing."""
-    if spec != DIGITS:
-        return spec
-    folder = Path("data", DIGITS)
-    if accelerator.is_local_main_process:
-        make_digits(folder)
-    accelerator.wait_for_everyone()
-    return str(folder)
-
-
-def input_settings(model, values):
-    """Input size, normalisation, resampling and crop, as `timm.data.create_transform` takes them for evaluation.
-
-    Args:
-        model: The timm model; its default_cfg fills in what `values` leaves open.
-        values: Dict, such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
-
-    Returns:
-        Dict of keyword arguments, with input_size (3, height, width).
-
-    Raises:
-        UserError: For a model of another number of channels.
-    """
-    channels = (values.get("model_kwargs") or {}).get("in_chans", 3)
-    if channels != 3:
-        raise UserError(f"in_chans is {channels}: images are read in colour, with 3 channels; leave it out")
-    wanted = {key: values.get(key) for key in ("mean", "std", "interpolation", "crop_pct")}
-    size = (values.get("model_kwargs") or {}).get("img_size")
-    if size is not None:
-        wanted["input_size"] = (3, *size) if isinstance(size, (list, tuple)) else (3, size, size)
-    return resolve_data_config(wanted, model=model)
-
-
-def train_transform(settings, config):
-    """timm's training transform: from a PIL image to a tensor (3, height, width).
-
-    Args:
-        settings: Dict of `input_settings`; the crop is for evaluation and not used.
-        config: The `Config`.
-    """
-    for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
-        auto_augment.NAME_TO_OP[name] = _posterize
-    with bad_input(f"auto_augment={config.auto_augment}"):
-        return create_transform(
-            settings["input_size"], is_training=True, interpolation=settings["interpolation"], mean=settings["mean"],
-            std=settings["std"], scale=config.scale, ratio=config.ratio, hflip=config.hflip,
-            color_jitter=config.color_jitter, auto_augment=config.auto_augment, re_prob=config.re_prob,
-            re_mode=config.re_mode,
-        )
-
-
-def _posterize(image, bits, **_):
-    # At full magnitude timm keeps 0 bits. That is an error since Pillow 13, and was a black image before.
-    return auto_augment.posterize(image, max(1, bits))
+from vision_longhorn.errors import UserError
+from vision_longhorn.training.fsdp import is_sharded
 
 
 @torch.no_grad()

@@ -28,20 +28,22 @@ from vision_longhorn.checkpoint import (
     create_model, load_checkpoint, load_weights, model_from_weights, save_run, write_run_files, write_summary,
     write_text,
 )
-from vision_longhorn.config import DIGITS, Config
+from vision_longhorn.demo import DIGITS
+from vision_longhorn.training.config import Config
 from vision_longhorn.curves import plot_runs
 from vision_longhorn.data import (
     default_workers, device_batches, eval_loader, open_shards, split_transform, train_loader,
 )
 from vision_longhorn.errors import UserError, bad_input
-from vision_longhorn.evaluate import (
-    describe, evaluate, input_settings, locate_data, make_accelerator, train_transform,
-)
-from vision_longhorn.fsdp import compile_blocks, load_optimizer_state, shard, whole_optimizer_state, whole_weights
-from vision_longhorn.lock import RunLock
-from vision_longhorn.runlog import RunLog, check_tracker
-from vision_longhorn.signals import StopSignals
-from vision_longhorn.watch import Watch, step_if_finite
+from vision_longhorn.data.transforms import input_settings, train_transform
+from vision_longhorn.demo import locate_data
+from vision_longhorn.devices import make_accelerator
+from vision_longhorn.evaluation.evaluate import describe, evaluate
+from vision_longhorn.training.fsdp import compile_blocks, load_optimizer_state, shard, whole_optimizer_state, whole_weights
+from vision_longhorn.training.lock import RunLock
+from vision_longhorn.training.runlog import RunLog, check_tracker
+from vision_longhorn.command_line.signals import StopSignals
+from vision_longhorn.training.updates import Watch, step_if_finite
 
 FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
 FUSED_SHARDED = ("adam", "adamw")  # those of them that can do it with shards

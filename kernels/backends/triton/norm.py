@@ -1,12 +1,12 @@
-"""`gated_norm` on a GPU: one program takes whole rows, so that each tensor is read and written once."""
+"""`backends.torch.norm` on a GPU: one program takes whole rows, so that each tensor is read and written once."""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .contract import power_of_2
-from .triton_lanes import LOG2E, offset_of
+from ...contract import power_of_2
+from .lanes import LOG2E, offset_of
 from .tuning import multiprocessors
 
 _RUNTIME = ["rows", "L", "z_b", "z_l", "dy_b", "dy_l", "dz_b", "dz_l"]
@@ -90,7 +90,7 @@ def _options(*views: Tensor) -> dict[str, int]:
 
 
 def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `gated_norm.forward`."""
+    """As `backends.torch.norm.forward`."""
     B, L, D = z.shape
     y = z.new_empty(B, L, D)
     if y.numel():
@@ -100,7 +100,7 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """As `gated_norm.backward`."""
+    """As `backends.torch.norm.backward`."""
     B, L, D = z.shape
     do = torch.empty_like(o)
     programs = min(B * L, 16 * multiprocessors(o.device))

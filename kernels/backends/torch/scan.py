@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .contract import CHUNK, Scan, stack, unstack
+from ...contract import CHUNK, Scan, stack, unstack
 
 # States of one block and span, in elements. Smaller pieces spend their time on calls, and at the demo's size all of it
 # fits in one.

@@ -13,9 +13,9 @@ from typing import Any, Callable, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from . import triton_kernels as kernels
-from .contract import ANCHOR, CHUNK, Scan, ceil_div, power_of_2, stack, unstack
-from .triton_lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
+from . import scan_kernels as kernels
+from ...contract import ANCHOR, CHUNK, Scan, ceil_div, power_of_2, stack, unstack
+from .lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 _RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
@@ -236,7 +236,7 @@ def _state_strides(name: str, value: Optional[Tensor], segmented: bool) -> dict[
 
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `torch_scan.forward`."""
+    """As `backends.torch.scan.forward`."""
     return _forward(_Launch(scan), save_states, output=True)
 
 
@@ -277,7 +277,7 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
 
 def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor,
              dz: Optional[Tensor] = None) -> dict[str, Tensor]:
-    """As `torch_scan.backward`."""
+    """As `backends.torch.scan.backward`."""
     launch = _Launch(scan)
     G, B, L, D, N = launch.sizes
     if not B:

@@ -10,7 +10,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from . import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
+from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
 
 MIXERS = ("longhorn", "mamba")
 RULES = ("diagonal", "exact")

@@ -11,42 +11,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float, backend: str) -> Tensor:
+def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     Args:
         o: (2, B, L, D), contiguous; the outputs of the two scans.
         z: (B, L, D) gate, its last axis contiguous.
         weight: (2, D), of any float dtype.
         eps: added to the mean square.
-        backend: "torch" or "triton".
 
     Returns:
         y: (B, L, D), contiguous, dtype of z; computed in float32 (float64 if o is).
     """
-    if backend == "triton":
-        from . import triton_norm
-        return triton_norm.forward(o, z, weight, eps)
     o, wide = _widened(o)
     n = o * _scale(o, eps)
     return ((n * weight.to(wide)[:, None, None]).sum(0) * F.silu(z.to(wide))).to(z.dtype)
 
 
-def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor, backend: str
+def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
              ) -> tuple[Tensor, Tensor]:
     """Gradients of o and weight; that of z is written to `dz`.
 
     Args:
         dy: (B, L, D), dtype of z, its last axis contiguous; the gradient of y.
-        o, z, weight, eps, backend: as given to `forward`.
+        o, z, weight, eps: as given to `forward`.
         dz: (B, L, D), dtype of z, a view whose last axis is contiguous; what it held is overwritten.
 
     Returns:
         (gradient of o (2, B, L, D), dtype of o; gradient of weight (2, D), float32 (float64)), the same bits in every
         run.
     """
-    if backend == "triton":
-        from . import triton_norm
-        return triton_norm.backward(dy, o, z, weight, eps, dz)
     wide_o, wide = _widened(o)
     weight, dy, z = weight.to(wide), dy.to(wide), z.to(wide)
     scale = _scale(wide_o, eps)

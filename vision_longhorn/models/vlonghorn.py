@@ -19,9 +19,9 @@ from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_c
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from .mixer import BidirectionalMixer, check_choice
-from .official import fit_features, rename_official, unwrap
-from .patches import StridedPatchEmbed
+from vision_longhorn.models.mixer import BidirectionalMixer, check_choice
+from vision_longhorn.models.vim_weights import fit_features, rename_official, unwrap
+from vision_longhorn.models.patch_embed import StridedPatchEmbed
 
 try:
     from timm.models._input import update_model_input_size

@@ -3,12 +3,12 @@
 import sys
 from importlib import import_module
 
-from vision_longhorn.errors import Parser, run_cli
+from vision_longhorn.command_line.parser import Parser, run_cli
 
 # Word: module with a `main(argv)`, what it does, what is said after Ctrl-C
 COMMANDS = {
-    "train": ("train_command", "train on shards or a folder of images", "stopped"),
-    "eval": ("eval_command", "evaluate a checkpoint, or any timm model", "stopped"),
+    "train": ("train", "train on shards or a folder of images", "stopped"),
+    "eval": ("eval", "evaluate a checkpoint, or any timm model", "stopped"),
     "predict": ("predict", "images to class names", "stopped"),
     "shards": ("shards", "make, check and index shards", "stopped; the same command goes on from here"),
     "curves": ("curves", "draw the curves of runs", "stopped"),

@@ -1,4 +1,4 @@
-"""The Triton kernels of the short convolution and their launch; `short_conv` says what they compute.
+"""The Triton kernels of the short convolution and their launch; `backends.torch.conv` says what they compute.
 
 A program is one warp that walks through a segment of a sequence, channels along its lanes. It reads each token of x
 once for both directions: the K tokens up to s, which stay in registers, give the first direction its token s and the
@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .contract import ceil_div
-from .triton_lanes import (
+from ...contract import ceil_div
+from .lanes import (
     LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of,
 )
 from .tuning import multiprocessors
@@ -285,7 +285,7 @@ def _launch(kernel, programs: int, args: dict) -> None:
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """As `short_conv.forward`."""
+    """As `backends.torch.conv.forward`."""
     G, _, K = weight.shape
     y = x.new_empty(G, *x.shape)
     programs, args = _prepare(x.shape[1] + (G - 1) * (K - 1), _FORWARD_PART, x, weight, bias, y=y)
@@ -295,7 +295,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
-    """As `short_conv.backward`."""
+    """As `backends.torch.conv.backward`."""
     (B, L, D), (G, _, K) = x.shape, weight.shape
     programs, args = _prepare(L, _BACKWARD_PART, x, weight, bias, dy=dy, dx=dx)
     sums = x.new_empty(B * args["segments"], G, K + 1, D, dtype=torch.float32)

@@ -1,0 +1,1 @@
+"""The scan, the short convolution and the gated norm: one folder for each backend, with the same modules in each."""

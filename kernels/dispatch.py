@@ -1,0 +1,39 @@
+"""Which backend runs: chosen by the device of the inputs, or forced."""
+
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from .contract import BACKENDS, check_option
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+def choose_backend(backend: str, device: torch.device) -> str:
+    """The implementation that `backend` means on `device`: "torch" or "triton".
+
+    "auto" takes triton on a GPU where it is installed and torch everywhere else.
+
+    Raises:
+        ValueError: `backend` is not known.
+        RuntimeError: a forced backend cannot run here.
+    """
+    check_option("backend", backend, BACKENDS)
+    if backend == "auto":
+        return "triton" if device.type == "cuda" and HAS_TRITON else "torch"
+    if backend == "triton":
+        if not HAS_TRITON:
+            raise RuntimeError("backend='triton' was asked for and triton is not installed; "
+                               "use backend='auto' or install a build of torch that brings triton")
+        if device.type != "cuda" and not load_backend("triton").INTERPRETED:
+            raise RuntimeError(f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
+                               "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU")
+    return backend
+
+
+def load_backend(name: str) -> ModuleType:
+    """The package of "torch" or "triton", with the modules `scan`, `conv` and `norm`, each of which has `forward` and
+    `backward`. Triton's is imported when it is first asked for."""
+    return import_module(f".backends.{name}", __package__)

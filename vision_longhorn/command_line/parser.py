@@ -1,0 +1,135 @@
+"""What all command lines have in common: options that check what was typed, and errors of one line with exit code 1."""
+
+import argparse
+import dataclasses
+import difflib
+import math
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+import vision_longhorn
+from vision_longhorn.command_line.signals import end_commands, note_launcher
+from vision_longhorn.errors import UserError, one_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """Numbers that a setting may be. As `type` of an option in `Parser` it reads and checks what was typed.
+
+    Attributes:
+        low, high: Smallest and largest.
+        above, below: Exclusive bounds.
+        kind: int or float, what the option's text is read as.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
+    kind: type = float
+
+    def __contains__(self, value):
+        return math.isfinite(value) and self.low <= value <= self.high and self.above < value < self.below
+
+    def __str__(self):
+        bounds = {"{} or more": self.low, "above {}": self.above, "{} at most": self.high, "below {}": self.below}
+        text = ", ".join(text.format(bound) for text, bound in bounds.items() if math.isfinite(bound))
+        return ("a whole number" if self.kind is int else "a number") + (f" ({text})" if text else "")
+
+    def check(self, name, value):
+        """Raises UserError that calls the setting `name` where `value` is none of these."""
+        if value not in self:
+            raise UserError(f"{name} is {value}: give {self}")
+
+    def __call__(self, text):
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = math.nan
+        if value not in self:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
+        return value
+
+
+def run_cli(main, stopped="stopped"):
+    """Runs `main()`. A `UserError` or a failure of the system (a full disk, say) prints one line to stderr and exits
+    with code 1; Ctrl-C prints `stopped`, or what the KeyboardInterrupt says, and exits with code 130.
+
+    One of several processes exits at once, without the clean-up in which it might wait for the others, so that
+    whoever started them learns of its failure.
+    """
+    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+    note_launcher()
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(line_buffering=True)  # in a file, too, where else it would come late or never
+    try:
+        main()
+        return
+    except (UserError, OSError) as error:
+        code, message = 1, f"error: {one_line(error)}"
+        if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
+            code, message = 141, None  # as a shell has it for a process that SIGPIPE ended
+    except KeyboardInterrupt as interrupt:
+        code, message = 130, str(interrupt) or stopped
+    except Exception:
+        if not several:
+            raise
+        code, message = 1, traceback.format_exc().rstrip()
+    if message:
+        print(message, file=sys.stderr, flush=True)
+    if several:
+        if code != 141:
+            sys.stdout.flush()
+        end_commands()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _has_lost_its_reader(stream):
+    """Whether whoever read a stream, `head` say, has enough. Then what is left goes nowhere."""
+    try:
+        stream.flush()
+        return False
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        return True
+
+
+class Parser(argparse.ArgumentParser):
+    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`.
+
+    Its `synonyms` maps what others call an option, without dashes at the front, to the option.
+    """
+
+    def __init__(self, **kwargs):
+        started = Path(sys.argv[0])
+        if started.parent == Path(vision_longhorn.__file__).parent:
+            kwargs.setdefault("prog", f"python -m vision_longhorn.{started.stem}")
+        super().__init__(allow_abbrev=False, **kwargs)
+        self.synonyms = {}
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option
+
+    def error(self, message):
+        raise UserError(f"{message}; --help lists all options")
+
+    def parse_args(self, args=None, namespace=None):
+        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        found, unknown = self.parse_known_args(words, namespace)
+        if unknown and unknown[0].startswith("--"):
+            key = unknown[0].partition("=")[0]
+            names = {f"--{word}": option for word, option in self.synonyms.items()}
+            names.update({option: option for option in self._option_string_actions if option not in ("-h", "--help")})
+            near = difflib.get_close_matches(key, names, n=1, cutoff=0)
+            hint = f"the nearest known one is {names[near[0]]}, " if near else ""
+            raise UserError(f"unknown option {key}; {hint}--help lists all")
+        if unknown:
+            self.error(f"{unknown[0]!r} follows no option")
+        return found
+
+
+def _with_dashes(word):
+    key, equals, value = word.partition("=")
+    return f"{key.replace('_', '-')}{equals}{value}" if key.startswith("--") else word

@@ -1,0 +1,1 @@
+"""How models are evaluated, and what is written down about it."""

@@ -1,0 +1,1 @@
+"""How models are trained: settings, the trainer and what it keeps."""
