@@ -41,6 +41,7 @@ from common import environment, print_environment, table
 
 from vision_longhorn import kernels
 from vision_longhorn.kernels import Scan
+from vision_longhorn.kernels.rules import NAMES, Rule, get_rule
 
 if not kernels.HAS_TRITON:
     sys.exit("triton is not installed, and it is what compiles the kernels")
@@ -107,10 +108,14 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
     def both(*shape: int) -> torch.Tensor:
         return _tensor(2, *shape, dtype=dtype)
 
-    A = None if rule != "mamba" else both(B, L, N) if given["A_per_token"] else _tensor(2, D, N)
+    law = get_rule(rule)
+    A = None if not law.takes_A else both(B, L, N) if given["A_per_token"] else _tensor(2, D, N)
+    if law.step_per == "state":
+        steps = N
     z = _tensor(B, L, D, dtype=dtype) if given["gate"] else None
-    scan = Scan(both(B, L, D), both(B, L, steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps),
-                None, rule, "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"])
+    scan = law.prepare(Scan(
+        both(B, L, D), both(B, L, steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps), None, rule,
+        "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"]))
     saved = triton_scan.forward(scan, True)[2]
     dy, dz = _tensor(*scan.output_shape, dtype=dtype), None if z is None else torch.empty_like(z)
     triton_scan.backward(scan, dy, None, saved, dz)
@@ -136,10 +141,14 @@ def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
 
 
 # What launches a family of kernels, and in which variants.
+def scan_variants(rule: Rule) -> tuple[str, ...]:
+    return ("sequential", *(("parallel",) if rule.kind == "decay" else ()),
+            *(("scalar_step",) if rule.step_per == "channel" else ()), "states_32",
+            *(("A_per_token",) if rule.takes_A else ()))
+
+
 FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
-    "diagonal": (compile_scan, ("sequential", "parallel", "scalar_step", "states_32")),
-    "exact": (compile_scan, ("sequential", "scalar_step", "states_32")),
-    "mamba": (compile_scan, ("sequential", "parallel", "scalar_step", "states_32", "A_per_token")),
+    **{name: (compile_scan, scan_variants(get_rule(name))) for name in NAMES},
     "conv": (compile_conv, ("one_direction", "both_directions")),
     "norm": (compile_norm, ("both_directions",)),
 }

@@ -1,4 +1,4 @@
-"""Scans of state-space models for vision: Longhorn (diagonal and exact rule) and Mamba, in either or both directions.
+"""Scans of state-space models for vision, in either or both directions; `rules` holds what distinguishes them.
 
 One contract, three implementations: `reference` (a plain loop), `backends.torch` (vectorised, for the CPU) and
 `backends.triton` (for the GPU). `docs/scan.md` has the mathematics.
@@ -18,8 +18,8 @@ from .dispatch import HAS_TRITON, choose_backend
 from .ops import scan_plan
 from .reference import longhorn_step, selective_step
 
-__all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "scan_plan", "selective_scan",
-           "selective_step"]
+__all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "recurrent_scan", "scan_plan",
+           "selective_scan", "selective_step"]
 
 
 def longhorn_scan(
@@ -137,7 +137,53 @@ def selective_scan(
     return _run(tensors, options, return_final_state, save_states, backend, regime)
 
 
-def _run(tensors, options, return_final_state, save_states, backend, regime):
+def recurrent_scan(
+    x: Tensor,
+    step: Tensor,
+    k: Tensor,
+    q: Tensor,
+    z: Optional[Tensor] = None,
+    D: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    initial_state: Optional[Tensor] = None,
+    *,
+    rule: str,
+    A: Optional[Tensor] = None,
+    A_per_token: bool = False,
+    direction: str = "forward",
+    combine: str = "none",
+    return_final_state: bool = False,
+    save_states: Optional[bool] = None,
+    backend: str = "auto",
+    regime: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The scan of any rule in `rules.NAMES`, by one signature; each rule's file has its formula.
+
+    Args:
+        step: logits of what the rule takes for its step size or decay: (B, L, D) or (B, L, 1), or (B, L, N) where the
+            rule wants one for each state.
+        bias: added to `step` in float32, of the size of its last axis.
+        rule: its name.
+        A: where the rule takes one (Mamba's), as in `selective_scan`.
+        x, k, q, z, D, initial_state, direction, combine, return_final_state, save_states, backend, regime: as in
+            `longhorn_scan`.
+        A_per_token: whether A depends on the token.
+
+    Returns:
+        As `longhorn_scan`.
+
+    Raises:
+        ValueError, RuntimeError: as `longhorn_scan`.
+    """
+    tensors = (x, step, k, q, A, z, D, bias, initial_state)
+    options = (rule, direction, combine, True, A_per_token)
+    return _run(tensors, options, return_final_state, save_states, backend, regime)
+
+
+def _run(
+    tensors: tuple[Optional[Tensor], ...], options: tuple[str, str, str, bool, bool], return_final_state: bool,
+    save_states: Optional[bool], backend: str, regime: str,
+) -> Tensor | tuple[Tensor, Tensor]:
     check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
         scan = Scan(*tensors, *options, regime)

@@ -1,8 +1,7 @@
 """What every implementation of the scan is given, and what it must return.
 
-The three operators of the family (Longhorn with the diagonal and the exact rule, Mamba's selective scan) do the same
-shape of work, so one description serves them all; the implementations in `reference` and `backends`
-take a `Scan` and differ in nothing that a caller sees but speed.
+The operators of the family do the same shape of work, so one description serves them all. The implementations in
+`reference` and `backends` take a `Scan` and differ in nothing that a caller sees but speed.
 """
 
 from typing import NamedTuple, Optional
@@ -10,33 +9,30 @@ from typing import NamedTuple, Optional
 import torch
 from torch import Tensor
 
-RULES = ("diagonal", "exact", "mamba")
+from . import rules
+
 DIRECTIONS = ("forward", "backward", "both")
 COMBINES = ("none", "sum", "mean")
 REGIMES = ("auto", "sequential", "parallel")
 BACKENDS = ("auto", "torch", "triton")
-# The chunked implementations save the state every so many tokens; the backward pass rebuilds what lies between.
-CHUNK = 8
-# The exact rule's kernels keep what each token wrote, and a state every so many tokens.
-ANCHOR = 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 class Scan(NamedTuple):
-    """Inputs and options of one scan; the letters are those of `vision_longhorn.kernels.longhorn_scan`.
+    """Inputs and options of one scan; the letters are those of `vision_longhorn.kernels.longhorn_scan`, and `step` is
+    the logit of what the rule takes for its step size or decay.
 
-    Mamba's B, C and dt travel as `k`, `q` and `step`. Tensors with a leading direction axis have it first; where it
-    is absent, both directions read the same values.
+    Tensors with a leading direction axis have it first; where it is absent, both directions read the same values.
     """
 
     x: Tensor                      # ([2,] B, L, D)
-    step: Tensor                   # ([2,] B, L, D or 1)
+    step: Optional[Tensor]         # ([2,] B, L, D or 1), or (.., N) where the rule wants one for each state
     k: Tensor                      # ([2,] B, L, N)
     q: Tensor                      # ([2,] B, L, N)
-    A: Optional[Tensor]            # ([2,] D, N), or per token ([2,] B, L, N); None for Longhorn
+    A: Optional[Tensor]            # ([2,] D, N), or per token ([2,] B, L, N); None where the rule takes none
     z: Optional[Tensor]            # ([2,] B, L, D)
     D: Optional[Tensor]            # ([2,] D)
-    bias: Optional[Tensor]         # ([2,] D or 1)
+    bias: Optional[Tensor]         # ([2,] D, 1 or N), as `step`
     initial_state: Optional[Tensor]  # ([2,] B, D, N)
     rule: str
     direction: str = "forward"
@@ -66,13 +62,6 @@ class Scan(NamedTuple):
         _, B, _, D, N = self.sizes
         return (2, B, D, N) if self.direction == "both" else (B, D, N)
 
-    def saved_shape(self, triton: bool) -> tuple[int, ...]:
-        """Of what a forward pass keeps for the backward pass, beside the inputs, in the dtype of `accumulator`."""
-        G, B, L, D, N = self.sizes
-        if triton and self.state_rule == "exact":
-            return (G * B * D * (L + ceil_div(L, ANCHOR) * N),)
-        return (G, ceil_div(L, CHUNK), B, N, D)
-
     @property
     def output_scale(self) -> float:
         return 0.5 if self.combine == "mean" else 1.0
@@ -83,10 +72,9 @@ class Scan(NamedTuple):
         return torch.float64 if self.x.dtype == torch.float64 else torch.float32
 
     @property
-    def state_rule(self) -> str:
-        """The rule that is computed: with d_state 1 the exact and the diagonal rule are one and the same, and the
-        diagonal form loses no digits where a large key all but erases the state."""
-        return "diagonal" if self.rule == "exact" and self.k.shape[-1] == 1 else self.rule
+    def law(self) -> rules.Rule:
+        """The rule that is computed."""
+        return rules.get_rule(self.rule).for_states(self.k.shape[-1])
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are present, by field name."""
@@ -100,19 +88,20 @@ def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def check(scan: Scan) -> None:
     """Raise ValueError, naming the argument and what would be right, for anything the contract does not allow."""
-    check_option("rule", scan.rule, RULES)
+    rule = rules.get_rule(scan.rule)
     check_option("direction", scan.direction, DIRECTIONS)
     check_option("combine", scan.combine, COMBINES)
     check_option("regime", scan.regime, REGIMES)
-    if scan.regime == "parallel" and scan.rule == "exact":
-        raise ValueError("regime='parallel' with rule='exact': its steps are no products of numbers; "
+    if scan.regime == "parallel" and rule.kind != "decay":
+        raise ValueError(f"regime='parallel' with rule={scan.rule!r}: its steps are no products of numbers; "
                          "use regime='auto' or rule='diagonal'")
     if scan.combine != "none" and scan.direction != "both":
         raise ValueError(f"combine={scan.combine!r} adds two directions; with direction={scan.direction!r} use 'none'")
 
     both = scan.direction == "both"
-    names = {"step": "dt", "k": "B", "q": "C", "bias": "dt_bias"} if scan.rule == "mamba" else \
-        {"step": "beta", "bias": "beta_bias"}
+    names = rule.names
+    if scan.step is None:
+        raise ValueError(f"{names.get('step', 'step')} is None; rule={scan.rule!r} needs it")
     if scan.x.ndim not in ((3, 4) if both else (3,)):
         raise ValueError(f"x has shape {tuple(scan.x.shape)}; it must be (B, L, D)"
                          f"{' or (2, B, L, D)' if both else ''} with direction={scan.direction!r}")
@@ -137,7 +126,7 @@ def check(scan: Scan) -> None:
     shaped("x", (B, L, D))
     shaped("k", (B, L, N))
     shaped("q", (B, L, N))
-    shaped("step", (B, L, D), (B, L, 1))
+    shaped("step", *([(B, L, N)] if rule.step_per == "state" else [(B, L, D), (B, L, 1)]))
     shaped("A", (B, L, N) if scan.A_per_token else (D, N))
     shaped("z", (B, L, D))
     shaped("D", (D,))
@@ -145,8 +134,8 @@ def check(scan: Scan) -> None:
     shaped("initial_state", (B, D, N), stacked="must")
     if N < 1 or D < 1:
         raise ValueError(f"d_state {N} and channels {D} must both be at least 1")
-    if (scan.A is None) == (scan.rule == "mamba"):
-        raise ValueError("Mamba's scan needs A, and Longhorn's has none")
+    if (scan.A is not None) != rule.takes_A:
+        raise ValueError(f"rule={scan.rule!r} {'needs A' if rule.takes_A else 'has no A'}")
     for name, value in scan.tensors().items():
         if value.dtype not in DTYPES:
             raise ValueError(f"{names.get(name, name)} is {value.dtype}; use bfloat16, float16, float32 or float64")

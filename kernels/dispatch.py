@@ -1,14 +1,12 @@
 """Which backend runs: chosen by the device of the inputs, or forced."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from types import ModuleType
 
 import torch
 
 from .contract import BACKENDS, check_option
-
-HAS_TRITON = find_spec("triton") is not None
+from .rules.base import HAS_TRITON
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
@@ -27,13 +25,13 @@ def choose_backend(backend: str, device: torch.device) -> str:
         if not HAS_TRITON:
             raise RuntimeError("backend='triton' was asked for and triton is not installed; "
                                "use backend='auto' or install a build of torch that brings triton")
-        if device.type != "cuda" and not load_backend("triton").INTERPRETED:
+        if device.type != "cuda" and not load_backend("triton", "lanes").INTERPRETED:
             raise RuntimeError(f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
                                "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU")
     return backend
 
 
-def load_backend(name: str) -> ModuleType:
-    """The package of "torch" or "triton", with the modules `scan`, `conv` and `norm`, each of which has `forward` and
-    `backward`. Triton's is imported when it is first asked for."""
-    return import_module(f".backends.{name}", __package__)
+def load_backend(name: str, part: str) -> ModuleType:
+    """The module "scan", "conv" or "norm" of the backend "torch" or "triton", imported when it is first asked for. Each
+    has `forward` and `backward`."""
+    return import_module(f".backends.{name}.{part}", __package__)

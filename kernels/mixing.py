@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import ops
 from .contract import Scan, ceil_div, check
 from .dispatch import choose_backend, load_backend
-from .ops import implementation
 
 
 class Mix(NamedTuple):
@@ -125,14 +125,14 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
-    x = load_backend(backend).conv.forward(x, mix.conv_weight, mix.conv_bias)  # (S, B, L, D)
+    x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias)  # (S, B, L, D)
     low = torch.bmm(_rows(x), mix.padded_x_proj(x.dtype).transpose(1, 2)).view(len(x), B, L, mix.low_width)
     scan = mix.scan(x, _step_sizes(mix, low), low)
     check(scan)
-    y, _, saved = implementation(scan, backend).forward(scan, save_states)
+    y, _, saved = ops.forward(scan, save_states, backend)
     if not mix.shared:
         return y, low, saved, y.new_empty(0)
-    return load_backend(backend).norm.forward(y, z, mix.norm_weight, mix.eps), low, saved, y
+    return load_backend(backend, "norm").forward(y, z, mix.norm_weight, mix.eps), low, saved, y
 
 
 def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backend: str) -> dict[str, Tensor]:
@@ -142,11 +142,11 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     dxz = mix.xz.new_empty(mix.xz.shape)
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
-    convolved = load_backend(backend).conv.forward(x, mix.conv_weight, mix.conv_bias)
+    convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias)
     scan = mix.scan(convolved, _step_sizes(mix, low), low)
     if mix.shared:
-        dy, grads["norm_weight"] = load_backend(backend).norm.backward(dy, o, z, mix.norm_weight, mix.eps, dz)
-    found = implementation(scan, backend).backward(scan, dy, None, saved, dz)
+        dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, o, z, mix.norm_weight, mix.eps, dz)
+    found = ops.backward(scan, dy, None, saved, backend, dz)
 
     def stacked(name: str) -> Tensor:
         return found[name].unsqueeze(0) if mix.shared else found[name]
@@ -158,7 +158,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     dx_proj = _weight_grad(dlow, _rows(convolved))
     grads["x_proj"] = dx_proj if width == R else torch.cat([dx_proj[:, :R], dx_proj[:, width:]], 1)
     dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.padded_x_proj(low.dtype)).view_as(convolved)
-    grads["conv_weight"], grads["conv_bias"] = load_backend(backend).conv.backward(
+    grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
         dconvolved, x, mix.conv_weight, mix.conv_bias, dx)
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
     if mix.A_log is not None:
@@ -190,7 +190,7 @@ def _(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weigh
     low = xz.new_empty(S, B, L, values.low_width)
     scan = values.scan(xz.new_empty(S, B, L, d_inner), xz.new_empty(S, B, L, dt_proj.shape[1]), low)
     check(scan)
-    saved = scan.saved_shape(choose_backend(backend, xz.device) == "triton") if save_states else (0,)
+    saved = ops.saved_shape(scan, backend) if save_states else (0,)
     return (xz.new_empty(B, L, d_inner), low, xz.new_empty(saved, dtype=scan.accumulator),
             xz.new_empty((2, B, L, d_inner) if values.shared else (0,)))
 

@@ -24,7 +24,25 @@ def implementation(scan: Scan, backend: str) -> ModuleType:
     if scan.regime == "parallel" and name == "torch":
         raise ValueError("regime='parallel' is one of the Triton kernels', and these tensors take the torch path; "
                          "use regime='auto'")
-    return load_backend(name).scan
+    return load_backend(name, "scan")
+
+
+def forward(scan: Scan, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the final state, and what is kept for `backward`, of a scan that was checked."""
+    return implementation(scan, backend).forward(scan.law.prepare(scan), save_states)
+
+
+def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: str,
+             dz: Optional[Tensor] = None) -> dict[str, Tensor]:
+    """A gradient for each tensor of `scan`, by field; that of z is written to `dz` instead, if given."""
+    prepared = scan.law.prepare(scan)
+    grads = implementation(scan, backend).backward(prepared, dy, dfinal, saved, dz)
+    return scan.law.restore(scan, prepared, grads)
+
+
+def saved_shape(scan: Scan, backend: str) -> tuple[int, ...]:
+    """Of what a forward pass keeps for the backward pass, beside the inputs, in the dtype of `scan.accumulator`."""
+    return implementation(scan, backend).saved_shape(scan)
 
 
 def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int]]:
@@ -33,7 +51,7 @@ def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, in
     check(scan)
     if choose_backend(backend, scan.x.device) != "triton":
         return {}
-    return load_backend("triton").scan.plan(scan)
+    return load_backend("triton", "scan").plan(scan.law.prepare(scan))
 
 
 # The gradients that the backward operator returns, in the order of the tensors of `Scan`.
@@ -55,7 +73,7 @@ def scan(
                   regime)
     check(inputs)
     with torch.autocast(x.device.type, enabled=False):  # sums are in float32, whatever surrounds the operator
-        y, final_state, saved = implementation(inputs, backend).forward(inputs, save_states)
+        y, final_state, saved = forward(inputs, save_states, backend)
     return y, final_state if return_final_state else final_state.new_empty(0), saved
 
 
@@ -65,7 +83,7 @@ def _(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, sof
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
                   regime)
     check(inputs)
-    saved = inputs.saved_shape(choose_backend(backend, x.device) == "triton") if save_states else (0,)
+    saved = saved_shape(inputs, backend) if save_states else (0,)
     return (x.new_empty(inputs.output_shape),
             x.new_empty(inputs.state_shape if return_final_state else (0,), dtype=inputs.accumulator),
             x.new_empty(saved, dtype=inputs.accumulator))
@@ -82,7 +100,7 @@ def scan_backward(
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
                   regime)
     with torch.autocast(x.device.type, enabled=False):
-        grads = implementation(inputs, backend).backward(inputs, dy, dfinal, saved)
+        grads = backward(inputs, dy, dfinal, saved, backend)
     return tuple(grads[name] if name in grads else x.new_empty(0) for name in TENSORS)
 
 

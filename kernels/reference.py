@@ -2,16 +2,18 @@
 
 This is what the other implementations are measured against. It is slow and meant to be read beside
 Liu et al., "Longhorn: State Space Models are Amortized Online Learners" (arXiv 2407.14207) and
-Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
+Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752). The formula of each
+rule is its `update` in `rules/`; here is what all have around it.
 """
 
 from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .contract import Scan, stack
+from .rules import get_rule
+from .rules.base import read_out
 
 
 def longhorn_step(
@@ -53,15 +55,9 @@ def longhorn_step(
     """
     if rule not in ("diagonal", "exact"):
         raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
-    beta = torch.sigmoid(beta if beta_bias is None else beta + beta_bias)
-    eps = beta / (1 + beta * k.square().sum(-1, keepdim=True))  # (B, D)
-    k = k.unsqueeze(1)  # (B, 1, N)
-    if rule == "exact":
-        error = x - (state * k).sum(-1)
-        state = state + (eps * error).unsqueeze(-1) * k
-    else:
-        state = (1 - eps.unsqueeze(-1) * k.square()) * state + (eps * x).unsqueeze(-1) * k
-    return _read_out(state, x, q, z, D), state
+    beta = beta if beta_bias is None else beta + beta_bias
+    state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
+    return read_out(state, x, q, z, D), state
 
 
 def selective_step(
@@ -94,20 +90,12 @@ def selective_step(
         y (B, D) and the new state (B, D, N).
     """
     dt = dt if dt_bias is None else dt + dt_bias
-    dt = F.softplus(dt) if dt_softplus else dt
-    state = torch.exp(dt.unsqueeze(-1) * A) * state + (dt * x).unsqueeze(-1) * B.unsqueeze(1)
-    return _read_out(state, x, C, z, D), state
-
-
-def _read_out(state: Tensor, x: Tensor, q: Tensor, z: Optional[Tensor], D: Optional[Tensor]) -> Tensor:
-    y = (state * q.unsqueeze(1)).sum(-1)
-    if D is not None:
-        y = y + D * x
-    return y if z is None else y * F.silu(z)
+    state = get_rule("mamba").update(state, x, dt, B, A, softplus=dt_softplus)
+    return read_out(state, x, C, z, D), state
 
 
 def scan(scan: Scan) -> tuple[Tensor, Tensor]:
-    """The whole scan as a loop over `longhorn_step` or `selective_step`.
+    """The whole scan as a loop over tokens.
 
     Returns:
         y in the dtype of x, of shape `scan.output_shape`, and the final state in float32 (float64 for float64 x), of
@@ -129,14 +117,10 @@ def scan(scan: Scan) -> tuple[Tensor, Tensor]:
         state = x.new_zeros(B, D, N) if state is None else state
         y = [x] * L
         for t in reversed(range(L)) if backward else range(L):
-            zt = None if z is None else z[:, t]
-            if scan.rule == "mamba":
-                At = A[:, t].unsqueeze(1) if scan.A_per_token else A
-                y[t], state = selective_step(state, x[:, t], step[:, t], At, k[:, t], q[:, t], zt, skip, bias,
-                                             dt_softplus=scan.softplus)
-            else:
-                y[t], state = longhorn_step(state, x[:, t], step[:, t], k[:, t], q[:, t], zt, skip, bias,
-                                            rule=scan.rule)
+            A_t = A[:, t].unsqueeze(1) if scan.A_per_token else A
+            logit = step[:, t] if bias is None else step[:, t] + bias
+            state = scan.law.update(state, x[:, t], logit, k[:, t], A_t, scan.softplus)
+            y[t] = read_out(state, x[:, t], q[:, t], None if z is None else z[:, t], skip)
         ys.append(torch.stack(y, 1))  # (B, L, D)
         states.append(state)
 

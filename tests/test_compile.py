@@ -83,17 +83,18 @@ def test_what_fails_or_takes_too_much_is_named_and_is_the_exit_status(monkeypatc
         "FAILED cuda:75 mamba float16 parallel _backward_kernel: Feature '.tf32' requires .target sm_80 or higher"]
 
 
-@pytest.mark.parametrize("target, ptx, matrix, lanes", [
+@pytest.mark.parametrize("target, ptx, matrix, warp", [
     (GPUTarget("cuda", 75, 32), True, False, 32), (GPUTarget("cuda", 80, 32), True, True, 32),
     (GPUTarget("cuda", 90, 32), True, True, 32), (GPUTarget("cuda", 120, 32), True, True, 32),
     (GPUTarget("hip", "gfx942", 64), False, False, 64), (GPUTarget("hip", "gfx1100", 32), False, False, 32),
     (None, False, False, 32),
 ], ids=lambda value: f"{value.backend}:{value.arch}" if isinstance(value, GPUTarget) else str(value))
-def test_what_a_gpu_is_given(monkeypatch, target, ptx, matrix, lanes):
-    from vision_longhorn.kernels.backends.triton import lanes, scan as triton_scan
+def test_what_a_gpu_is_given(monkeypatch, target, ptx, matrix, warp):
+    from vision_longhorn.kernels.backends.triton import lanes
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     monkeypatch.setattr(lanes, "target_of", lambda device: target)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x, k = torch.zeros(1, 5, 64, dtype=dtype), torch.zeros(1, 5, 16, dtype=dtype)
         launch = triton_scan._Launch(Scan(x, x, k, k, None, None, None, None, None, "exact"))
-        assert launch.args["PTX"] == ptx and launch.lanes == lanes
+        assert launch.args["PTX"] == ptx and launch.lanes == warp
         assert launch.matrix == (matrix and dtype != torch.float32)

@@ -4,10 +4,10 @@ The recurrence has to walk through time, but little else does. All directions ar
 it is large it is cut into blocks, and time into spans of whole chunks of `CHUNK` tokens. Within a span the loop over
 tokens does only
 
-    diagonal, Mamba:  S_t = a_t * S_{t-1} + k_t v_t^T,  v_t = eps_t x_t
-    exact:            S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
+    "decay":  S_t = a_t * S_{t-1} + k_t w_t^T,  w_t = eps_t x_t
+    "error":  S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
 
-(one call for each token, or three), and everything that needs no order, the decays, what is written, the read-out and
+(one call for each token, or three, by the rule's `kind`), and everything that needs no order, the decays, what is written, the read-out and
 all gradients but the adjoint of the state, is done for the span at once. The forward pass saves the state at the start
 of each chunk; the backward pass rebuilds each span from the one at its start.
 
@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...contract import CHUNK, Scan, stack, unstack
+from ...contract import Scan, ceil_div, stack, unstack
+from ...rules.base import Sizes, over_channels, over_states
+
+CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
 
 # States of one block and span, in elements. Smaller pieces spend their time on calls, and at the demo's size all of it
 # fits in one.
 BLOCK_ELEMENTS = 1 << 21
-# exp(87) is the largest power of e, to the integer, that float32 holds; 700 for float64. A step whose logit lies
-# below has beta < 1e-37: it writes nothing that float32 could show.
-MAX_EXPONENT = {torch.float32: 87.0, torch.float64: 700.0}
 
 
 class _Inputs(NamedTuple):
@@ -39,7 +39,7 @@ class _Inputs(NamedTuple):
     """
 
     x: Tensor               # (L, R, D)
-    step: Tensor            # (L, R, D), bias included
+    step: Optional[Tensor]  # (L, R, D), bias included
     k: Tensor               # (L, R, N)
     q: Tensor               # (L, R, N)
     A: Optional[Tensor]     # (R, N, D), or per token (L, R, N)
@@ -48,20 +48,13 @@ class _Inputs(NamedTuple):
     state: Tensor           # (R, N, D)
 
 
-class _Step(NamedTuple):
-    """What the recurrence needs of each token's step size."""
-
-    eps: Tensor             # (L, R, D): Longhorn's eps, Mamba's dt
-    e: Optional[Tensor]     # (L, R, D): exp(-logit), Longhorn only
-
-
 class _Walk(NamedTuple):
     """What `_advance` finds on its way through T tokens of b sequences."""
 
     states: Tensor          # (T + 1, b, N, D): before the first token, and after each
-    targets: Tensor         # (T, b, D): x, or for the exact rule the error x_t - S_{t-1} k_t
+    targets: Tensor         # (T, b, D): x, or, for the rules of kind "error", the error x_t - S_{t-1} k_t
     writes: Tensor          # (T, b, D): eps times the target, which is written along k_t
-    a: Optional[Tensor]     # (T, b, N, D): decays; None for the exact rule
+    a: Optional[Tensor]     # (T, b, N, D): decays; None for kind "error"
 
 
 def _time_first(scan: Scan, value: Tensor) -> Tensor:
@@ -91,8 +84,8 @@ def _inputs(scan: Scan) -> _Inputs:
     def each_sequence(value: Tensor) -> Tensor:
         return value.unsqueeze(1).expand(G, B, *value.shape[1:]).flatten(0, 1)
 
-    step = _time_first(scan, scan.step)
-    if scan.bias is not None:
+    step = None if scan.step is None else _time_first(scan, scan.step)
+    if step is not None and scan.bias is not None:
         step.unflatten(1, (G, B)).add_(each(scan.bias, 1).unsqueeze(1))
     if scan.A is None or scan.A_per_token:
         A = None if scan.A is None else _time_first(scan, scan.A)
@@ -102,16 +95,10 @@ def _inputs(scan: Scan) -> _Inputs:
         state = scan.x.new_zeros(G * B, N, D, dtype=scan.accumulator)
     else:
         state = each(scan.initial_state, 3).transpose(2, 3).flatten(0, 1)
-    return _Inputs(_time_first(scan, scan.x), step.expand(L, G * B, D), _time_first(scan, scan.k),
+    return _Inputs(_time_first(scan, scan.x), None if step is None else step.expand(L, G * B, D),
+                   _time_first(scan, scan.k),
                    _time_first(scan, scan.q), A, None if scan.z is None else _time_first(scan, scan.z),
                    None if scan.D is None else each_sequence(each(scan.D, 1)), state)
-
-
-def _step_sizes(scan: Scan, d: _Inputs) -> _Step:
-    if scan.rule == "mamba":
-        return _Step(F.softplus(d.step) if scan.softplus else d.step, None)
-    e = torch.exp((-d.step).clamp(max=MAX_EXPONENT[d.step.dtype]))
-    return _Step(1 / (1 + e + d.k.square().sum(-1, keepdim=True)), e)
 
 
 def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
@@ -123,14 +110,14 @@ def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
             [slice(start, min(start + span, L)) for start in range(0, L, span)])
 
 
-def _cut(scan: Scan, d: _Inputs, s: _Step, b: slice, t: slice) -> tuple[_Inputs, _Step]:
+def _cut(scan: Scan, d: _Inputs, s: Sizes, b: slice, t: slice) -> tuple[_Inputs, Sizes]:
     """The sequences `b` at the times `t`."""
     def cut(value: Optional[Tensor]) -> Optional[Tensor]:
         return None if value is None else value[t, b]
     A = cut(d.A) if scan.A_per_token or d.A is None else d.A[b]
     return (_Inputs(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), None if d.D is None else d.D[b],
                     d.state[b]),
-            _Step(*map(cut, s)))
+            Sizes(*map(cut, s)))
 
 
 _kept = threading.local()
@@ -152,19 +139,6 @@ def _workspace(d: _Inputs, b: slice, spans: list[slice], fields: int) -> Tensor:
     return _kept.room[:size].view(shape)
 
 
-def _decays(scan: Scan, d: _Inputs, s: _Step, out: Tensor) -> Tensor:
-    """a of shape (T, b, N, D), in `out`."""
-    eps = s.eps.unsqueeze(2)  # (T, b, 1, D)
-    if scan.rule == "mamba":
-        return torch.mul(eps, d.A.unsqueeze(3) if scan.A_per_token else d.A, out=out).exp_()
-    a = torch.mul(eps, -d.k.square().unsqueeze(3), out=out).add_(1)
-    if d.k.shape[-1] == 1:
-        # A lone large key leaves 1 - eps k^2 no digits: and then
-        # a = eps (1 + exp(-logit)), since eps = 1 / (1 + exp(-logit) + k^2).
-        a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(2), a)
-    return a
-
-
 def _rows(value: Tensor) -> tuple[Tensor, ...]:
     """(T, b, C) to (b, 1, C) for each token, all in one call."""
     return value.unsqueeze(2).unbind(0)
@@ -175,13 +149,13 @@ def _columns(value: Tensor) -> tuple[Tensor, ...]:
     return value.unsqueeze(3).unbind(0)
 
 
-def _advance(scan: Scan, d: _Inputs, s: _Step, state: Tensor, work: Tensor) -> _Walk:
+def _advance(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, work: Tensor) -> _Walk:
     """Walk from `state` through the times of `d`; the states and the decays lie in the first two fields of `work`."""
     T = d.x.shape[0]
     states = work[0, :T + 1]
     states[0] = state
     rows = states.unbind(0)
-    if scan.state_rule == "exact":
+    if scan.law.kind == "error":
         errors = d.x.clone(memory_format=torch.contiguous_format)
         writes = torch.empty_like(errors)
         for before, after, error, write, eps, key, key_column in zip(
@@ -190,7 +164,7 @@ def _advance(scan: Scan, d: _Inputs, s: _Step, state: Tensor, work: Tensor) -> _
             torch.mul(eps, error, out=write)
             torch.addcmul(before, key_column, write, out=after)
         return _Walk(states, errors, writes, None)
-    a = _decays(scan, d, s, work[1, :T])
+    a = scan.law.decays(scan, d, s, work[1, :T])
     writes = s.eps * d.x
     torch.mul(d.k.unsqueeze(3), writes.unsqueeze(2), out=states[1:])
     for before, after, decay in zip(rows, rows[1:], a.unbind(0)):
@@ -204,6 +178,12 @@ def _read_out(d: _Inputs, states: Tensor) -> Tensor:
     return y if d.D is None else y.addcmul_(d.D, d.x)
 
 
+def saved_shape(scan: Scan) -> tuple[int, ...]:
+    """Of the states that `forward` saves."""
+    G, B, L, D, N = scan.sizes
+    return G, ceil_div(L, CHUNK), B, N, D
+
+
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Run the scan.
 
@@ -213,7 +193,7 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     """
     G, B, L, D, N = scan.sizes
     d = _inputs(scan)
-    s = _step_sizes(scan, d)
+    s = scan.law.sizes(scan, d)
     blocks, spans = _cuts(d)
     out, final = torch.empty_like(d.x), torch.empty_like(d.state)
     saved = d.x.new_empty(-(-L // CHUNK) if save_states else 0, G * B, N, D)
@@ -243,7 +223,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     if not saved.numel():
         saved = forward(scan, True)[2]
     d = _inputs(scan)
-    s = _step_sizes(scan, d)
+    s = scan.law.sizes(scan, d)
     blocks, spans = _cuts(d)
     starts = saved[:, [t.start // CHUNK for t in spans]].transpose(0, 1).flatten(1, 2)  # (spans, R, N, D)
     dy = torch.zeros_like(d.x) if dy is None else _time_first(scan, dy).mul_(scan.output_scale)
@@ -278,7 +258,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     return found
 
 
-def _span_backward(scan: Scan, d: _Inputs, s: _Step, state: Tensor, dy: Tensor, adjoint: Tensor,
+def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, adjoint: Tensor,
                    work: Tensor, grads: dict[str, Tensor], b: slice, t: slice) -> Tensor:
     """Rebuild the span from the state at its start, write its gradients into `grads`, and return the adjoint of that
     state. `adjoint` is that of the state at its end, from all later tokens."""
@@ -309,12 +289,6 @@ def _span_backward(scan: Scan, d: _Inputs, s: _Step, state: Tensor, dy: Tensor, 
             torch.mul(eps, read, out=product)
             adjoint = torch.addcmul(row, key_column, product, value=-1)
 
-    def over_channels(field: Tensor, weight: Tensor) -> Tensor:
-        return torch.matmul(field, weight.unsqueeze(-1)).squeeze(-1)  # (T, b, N)
-
-    def over_states(weight: Tensor, field: Tensor) -> Tensor:
-        return torch.matmul(weight.unsqueeze(2), field).squeeze(2)  # (T, b, D)
-
     grads["q"][t, b] = over_channels(states, dy)
     dk = over_channels(adjoints, writes)
     if a is not None:
@@ -324,28 +298,14 @@ def _span_backward(scan: Scan, d: _Inputs, s: _Step, state: Tensor, dy: Tensor, 
     if a is None:
         dk -= over_channels(before, dx)
     else:
-        flow = adjoints.mul_(before)  # d loss / d a_t
-        if scan.rule == "mamba":
-            flow = flow.mul_(a)
-            if scan.A_per_token:
-                deps += over_states(d.A, flow)
-                grads["A"][t, b] = over_channels(flow, s.eps)
-            else:
-                deps += torch.mul(flow, d.A, out=a).sum(2)
-                grads["A"][b] += flow.mul_(s.eps.unsqueeze(2)).sum(0)
-        else:
-            deps -= over_states(d.k.square(), flow)
-            if d.k.shape[-1] == 1:
-                # flow - eps k^2 flow, what two terms of dk come to, without their cancellation for a large key.
-                flow = flow.mul_(a) + (dx * d.x).unsqueeze(2)
-            dk -= 2 * d.k * over_channels(flow, s.eps)
+        dA = scan.law.through_decays(scan, d, s, a, adjoints.mul_(before), dx, deps, dk)
+        if dA is not None and scan.A_per_token:
+            grads["A"][t, b] = dA
+        elif dA is not None:
+            grads["A"][b] += dA
     grads["x"][t, b] = dx if d.D is None else torch.addcmul(dx, d.D, dy)
-    if scan.rule == "mamba":
-        grads["step"][t, b] = deps * torch.sigmoid(d.step) if scan.softplus else deps
-    else:
-        dlog = deps * s.eps  # d loss / d log(eps)
-        if d.k.shape[-1] > 1:
-            dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
-        grads["step"][t, b] = dlog * (s.eps * s.e)
+    dstep = scan.law.through_sizes(scan, d, s, deps, dk)
+    if dstep is not None:
+        grads["step"][t, b] = dstep
     grads["k"][t, b] = dk
     return adjoint

@@ -1,5 +1,5 @@
-"""What the kernels of the scans are made of: loads and stores of tokens, rows and states, one step of each recurrence,
-and the sums over states and over channels. Names and shapes are those of `scan_kernels`.
+"""What the kernels of the scans are made of: loads and stores of tokens, rows and states, and the sums over states and
+over channels. What a rule computes stands with the rule, in `kernels/rules`. Names and shapes are those of `scan_kernels`.
 """
 
 import inspect
@@ -47,12 +47,7 @@ def warp_lanes(device: torch.device) -> int:
     return 32 if target is None else target.warp_size
 
 
-DIAGONAL = tl.constexpr(0)
-EXACT = tl.constexpr(1)
-MAMBA = tl.constexpr(2)
 LOG2E = tl.constexpr(1.4426950408889634)
-# 2^125 is far inside float32; a step whose logit lies below -87 has beta < 1e-37 and writes nothing float32 could show.
-MAX_EXPONENT = tl.constexpr(125.0)
 
 
 @triton.jit
@@ -132,14 +127,6 @@ def load_tokens(row, origin, sign, i, stride, L, U: tl.constexpr, BC: tl.constex
 def all_lanes(value, NS: tl.constexpr, BC: tl.constexpr):
     # Conditions on tokens are tensors: the interpreter has no masks made of scalars.
     return tl.zeros([NS, BC], tl.int32) + value
-
-
-@triton.jit
-def softplus(v):
-    # log(1 + u) loses the digits of a small u; log(w) / (w - 1) with the rounded w = 1 + u restores them.
-    u = tl.exp(-tl.abs(v))
-    w = 1.0 + u
-    return tl.maximum(v, 0.0) + tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
 
 
 @triton.jit
@@ -256,30 +243,11 @@ def sum_states(a, NI: tl.constexpr, NS: tl.constexpr):
 
 
 @triton.jit
-def step_size(u, bias, norm, keep, RULE: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-    """eps and, for Longhorn, exp(-logit); Mamba's dt stands for eps. A token beyond the end, where `norm`, ||k||^2, is
-    infinite (Longhorn) or `keep` is 0 (Mamba), has eps 0: as if it were not there."""
-    if RULE == MAMBA:
-        if SOFTPLUS:
-            eps = softplus(u.to(tl.float32) + bias) * keep
-        else:
-            eps = (u.to(tl.float32) + bias) * keep
-        return eps, eps
-    # `load_bias` gave the bias this factor already.
-    e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, MAX_EXPONENT))
-    return reciprocal(1.0 + e + norm, PTX), e
-
-
-@triton.jit
 def load_bias(ptr, HAS_BIAS: tl.constexpr, RULE: tl.constexpr, BC: tl.constexpr):
-    """Of the step size, (1, BC), as `step_size` takes it."""
+    """Of the step size, (1, BC), as the rule's `step_size` takes it."""
     if not HAS_BIAS:
         return tl.zeros([1, BC], tl.float32)
-    bias = tl.load(ptr).to(tl.float32)
-    if RULE == MAMBA:
-        return bias
-    else:
-        return bias * -LOG2E
+    return RULE.value.scaled_bias(tl.load(ptr).to(tl.float32))
 
 
 @triton.jit
@@ -293,30 +261,11 @@ def load_skip(ptr, HAS_D: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def load_norm(ptr, i, RULE: tl.constexpr):
-    if RULE == MAMBA:
-        return 0.0
-    else:
+    """||k||^2 of the i-th token of the scan, for rules that take it."""
+    if RULE.value.takes_norm:
         return tl.load(ptr + i)
-
-
-@triton.jit
-def advance(S, x, k, A, eps, e, NI: tl.constexpr, NS: tl.constexpr, N: tl.constexpr, RULE: tl.constexpr):
-    """One step of the recurrence: the new state, and w, what is written along k."""
-    new = ()
-    if RULE == EXACT:
-        w = eps * (x - dot(S, k, NI, NS))
-        for i in tl.static_range(NI):
-            new = new + (S[i] + k[i] * w,)
     else:
-        w = eps * x
-        for i in tl.static_range(NI):
-            if RULE == MAMBA:
-                new = new + (tl.exp2(A[i] * eps) * S[i] + k[i] * w,)
-            elif N == 1:
-                new = new + (lone_decay(k[i], eps, e) * S[i] + k[i] * w,)
-            else:
-                new = new + (S[i] + k[i] * (w - eps * (k[i] * S[i])),)
-    return new, w
+        return 0.0
 
 
 @triton.jit
@@ -331,7 +280,7 @@ def start_of_A(ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN: tl.constexp
     """(where a sequence's A begin, for `load_A`; A for exp2, if all tokens have the same, else nothing)."""
     row = ptr + g * A_g + b * A_b
     A = ()
-    if RULE == MAMBA:
+    if RULE.value.takes_A:
         if A_PER_TOKEN:
             if NS > 1:
                 row = row + first
@@ -361,28 +310,11 @@ def walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias
                 t = origin + sign * tl.minimum(i + j, L - 1)
                 A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             keep = tl.where(all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
-            eps, e = step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
-            S, w = advance(S, xs[j].to(tl.float32), k, A_t, eps, e, NI, NS, N, RULE)
+            eps, e = RULE.value.step_size(us[j], bias, norms[j], keep, SOFTPLUS, PTX)
+            S, w = RULE.value.advance(S, xs[j].to(tl.float32), k, A_t, eps, e, N, NI, NS)
         if i + U < end:
             store_state(scratch_row + (i - begin) // U * (N * D), D, S, d_ok, first, N, NI, NS)
     return S
-
-
-@triton.jit
-def lone_decay(k, eps, e):
-    # With one state a large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same without the difference.
-    a = 1.0 - eps * (k * k)
-    return tl.where(a < 0.5, eps * (1.0 + e), a)
-
-
-@triton.jit
-def decay_of(k, A, eps, e, N: tl.constexpr, RULE: tl.constexpr):
-    if RULE == MAMBA:
-        return tl.exp2(A * eps)
-    elif N == 1:
-        return lone_decay(k, eps, e)
-    else:
-        return 1.0 - eps * (k * k)
 
 
 @triton.jit
@@ -503,6 +435,7 @@ def _matrix_fold(values: int) -> tuple[str, str]:
 
 _FOLD_16, _FOLD_16_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(16))
 _FOLD_32, _FOLD_32_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(32))
+
 
 @triton.jit
 def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,

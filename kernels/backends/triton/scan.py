@@ -1,8 +1,8 @@
 """The scans on a GPU: what the Triton kernels are launched with, and in which of two regimes.
 
 Many sequences: one warp walks through each block of channels of each sequence, from its first token to its last. Few
-long sequences would leave most of the GPU idle so; for the rules whose decay is one number for each state (Longhorn's
-diagonal one and Mamba) time is then cut into segments that run side by side. A first pass finds what each segment adds
+long sequences would leave most of the GPU idle so; for the rules whose transition is one number for each state (kind
+"decay") time is then cut into segments that run side by side. A first pass finds what each segment adds
 to the state and how much of the state it keeps, a short walk over the segments carries the state through, and the
 second pass starts each segment from its state. The backward pass does the same with the adjoint.
 """
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from . import scan_kernels as kernels
-from ...contract import ANCHOR, CHUNK, Scan, ceil_div, power_of_2, stack, unstack
+from ...contract import Scan, ceil_div, power_of_2, stack, unstack
 from .lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
-_RULE = {"diagonal": 0, "exact": 1, "mamba": 2}
+CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
+# Of a rule that is undone, what each token wrote is kept, and a state every so many tokens.
+ANCHOR = 64
 # The most states that a lane keeps; more are spread over lanes.
 _LANE_STATES = 16
 # Tokens of a segment that is worth its share of the first pass in any case.
@@ -86,7 +88,7 @@ def _cut(scan: Scan, programs: int, resident: int, backward: bool) -> tuple[int,
     L = scan.sizes[2]
     one = 1, ceil_div(L, CHUNK) * CHUNK
     little = programs * (2 if L >= 1024 else 4) <= resident
-    if scan.state_rule == "exact" or scan.regime == "sequential" or (scan.regime == "auto" and not little):
+    if scan.law.kind == "error" or scan.regime == "sequential" or (scan.regime == "auto" and not little):
         return one
     cuts = {}
     for waves in (3, 2, 1):
@@ -129,7 +131,7 @@ class _Launch:
 
         x, k, q, z = (view(value, 3) for value in (scan.x, scan.k, scan.q, scan.z))
         skip = view(scan.D, 1)
-        step = stack(scan, scan.step, 3).expand(G, B, L, D)
+        step = x if scan.step is None else stack(scan, scan.step, 3).expand(G, B, L, D)
         bias = view(None, 1) if scan.bias is None else stack(scan, scan.bias, 1).expand(G, D)
         A = scan.x if scan.A is None else view(scan.A, 3) if scan.A_per_token else stack(scan, scan.A, 2)
         A_strides = (0,) * 5 if scan.A is None else \
@@ -151,10 +153,10 @@ class _Launch:
         self.matrix &= NS == 1
         self.aligned = D % 16 == 0 and all(map(_aligned, (x, step, *(() if scan.z is None else (z,)))))
         self.args |= dict(
-            RULE=_RULE[scan.state_rule], SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
+            RULE=scan.law.triton(), SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
             HAS_Z=scan.z is not None, HAS_D=scan.D is not None, HAS_BIAS=scan.bias is not None,
             FIRST_REVERSED=int(scan.direction == "backward"), N=N, NI=NI, NS=NS,
-            T=ANCHOR if scan.state_rule == "exact" else CHUNK,
+            T=ANCHOR if scan.law.kind == "error" else CHUNK,
             K_PACK=_pack(k, NI if NS * NI == N else 1), Q_PACK=_pack(q, NI if NS * NI == N else 1),
             PTX=takes_ptx(x.device))
 
@@ -167,7 +169,7 @@ class _Launch:
         k = self.args["k_ptr"]
         padded = ceil_div(L, CHUNK) * CHUNK
         norm = k.new_empty(G, B, padded, dtype=torch.float32)
-        if self.scan.rule != "mamba":
+        if self.scan.law.takes_norm:
             kernels._norm_kernel[(ceil_div(padded, 128) * B, G)](
                 k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
                 BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)
@@ -188,8 +190,8 @@ class _Launch:
         return _Call(kernel, (blocks * segments * B, G), {name: args[name] for name in kernel.arg_names} | options)
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
-        """What is kept for the backward pass: states, and for the exact rule what each token wrote before them."""
-        if self.scan.state_rule != "exact" or not saved.numel():
+        """What is kept for the backward pass: states, and of a rule that is undone what each token wrote before them."""
+        if self.scan.law.kind != "error" or not saved.numel():
             return dict(saved_ptr=saved, written_ptr=saved)
         G, B, L, D, N = self.sizes
         return dict(saved_ptr=saved[G * B * L * D:], written_ptr=saved)
@@ -235,6 +237,14 @@ def _state_strides(name: str, value: Optional[Tensor], segmented: bool) -> dict[
     return {**_strides(name, value, "gbdn"), f"{name}_s": 0}
 
 
+def saved_shape(scan: Scan) -> tuple[int, ...]:
+    """As `backends.torch.scan.saved_shape`: states, or of a rule that is undone what each token wrote and states."""
+    G, B, L, D, N = scan.sizes
+    if scan.law.kind == "error":
+        return (G * B * D * (L + ceil_div(L, ANCHOR) * N),)
+    return G, ceil_div(L, CHUNK), B, N, D
+
+
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `backends.torch.scan.forward`."""
     return _forward(_Launch(scan), save_states, output=True)
@@ -246,7 +256,7 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
     G, B, L, D, N = launch.sizes
     y = scan.x.new_empty((G, B, L, D) if output else (0,))
     final = scan.x.new_empty(G, B, D, N, dtype=torch.float32)
-    saved = scan.x.new_empty(scan.saved_shape(True) if save_states else (0,), dtype=torch.float32)
+    saved = scan.x.new_empty(saved_shape(scan) if save_states else (0,), dtype=torch.float32)
     start = None if scan.initial_state is None else stack(scan, scan.initial_state, 3)
     if B:
         with torch.cuda.device_of(scan.x):
@@ -322,7 +332,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
             # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
             sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N,
                                     dtype=torch.float32)
-            between = 0 if scan.state_rule == "exact" else CHUNK // choice.unroll - 1
+            between = 0 if scan.law.kind == "error" else CHUNK // choice.unroll - 1
             return launch.call(
                 kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
                 adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,

@@ -8,16 +8,17 @@ crosses NS lanes.
 
 Tokens beyond the end of a sequence repeat the last one with a step size of zero: they change nothing and nothing of
 them is stored, so loads need no mask. Channels beyond D repeat the last one, and no gradient enters them.
+
+RULE holds the update rule's functions and flags, `rules.base.Functions`.
 """
 
 import triton
 import triton.language as tl
 
 from .lanes import (
-    DIAGONAL, EXACT, LOG2E, MAMBA, advance, all_lanes, channels_of, channels_of_a_lane, decay_of, dot, fill, gate,
-    kernel, load_A, load_bias, load_norm, load_rows, load_skip, load_state, load_tokens, lone_decay, offset_of, part_of,
-    reciprocal, row_of, start_of_A, state_row_of, step_size, store_state, store_sums, sum_states, tokens_of, unpack,
-    walk, work_of,
+    LOG2E, all_lanes, channels_of, channels_of_a_lane, dot, fill, gate, kernel, load_A, load_bias, load_norm, load_rows,
+    load_skip, load_state, load_tokens, offset_of, part_of, reciprocal, row_of, start_of_A, state_row_of, store_state,
+    store_sums, tokens_of, unpack, walk, work_of,
 )
 
 # Only what changes the code is compiled for: not lengths, not strides (`ALIGNED` tells what matters about those), not
@@ -74,8 +75,8 @@ def _forward_kernel(
 ):
     """One segment of `span` tokens, BC channels of one sequence and direction.
 
-    OUTPUT writes y. SAVE keeps what the backward pass starts from: the state before every T-th token, or, for the exact
-    rule, the states after T tokens each and what every token wrote, w. The state after the segment goes to final_ptr:
+    OUTPUT writes y. SAVE keeps what the backward pass starts from: the state before every T-th token, or, for a rule
+    that is undone, the states after T tokens each and what every token wrote, w. The state after the segment goes to final_ptr:
     with SUMMARY as (G, B, segments, N, D), beside the product of its decays at decay_ptr, else, for the last segment
     alone, as (G, B, D, N).
     """
@@ -98,11 +99,10 @@ def _forward_kernel(
     skip = load_skip(D_ptr + g * D_g + d, HAS_D, BC)
     bias = load_bias(bias_ptr + g * bias_g + d * bias_d, HAS_BIAS, RULE, BC)
     A_row, A = start_of_A(A_ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN, RULE, N, NI, NS)
-    # The product of the decays so far; Mamba's is one exp, of the sum of dt A or, with an A for all tokens, of dt.
-    if RULE == MAMBA:
-        total = fill(0.0, NI if A_PER_TOKEN else 1, NS if A_PER_TOKEN else 1, BC)
-    else:
-        total = fill(1.0, NI, NS, BC)
+    UNDOES: tl.constexpr = RULE.value.undoes
+    total = ()  # the product of the decays so far
+    if SUMMARY:
+        total = RULE.value.start_total(NI, NS, BC, A_PER_TOKEN)
     if HAS_START:
         S = load_state(start_ptr + g * start_g + b * start_b + segment * start_s + d * start_d + first * start_n,
                         start_n, first, N, NI, NS)
@@ -133,7 +133,7 @@ def _forward_kernel(
             next_ks = load_rows(k_row, k_l, origin, sign, i + U, L, U, first, N, NI, NS, K_PACK)
             if OUTPUT:
                 next_qs = load_rows(q_row, q_l, origin, sign, i + U, L, U, first, N, NI, NS, Q_PACK)
-        if SAVE and RULE != EXACT:
+        if SAVE and not UNDOES:
             if i % T == 0:
                 store_state(saved_ptr, D, S, d_ok, first, N, NI, NS)
                 saved_ptr += B.to(tl.int64) * (N * D)
@@ -153,29 +153,13 @@ def _forward_kernel(
             x = xs[j].to(tl.float32)
             inside = all_lanes(i + j, 1, BC) < end
             keep = tl.where(inside, 1.0, 0.0)
-            eps, e = step_size(us[j], bias, load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
-            if SUMMARY and RULE == DIAGONAL:
-                w = eps * x
-                new = ()
-                new_total = ()
-                for n in tl.static_range(NI):
-                    a = decay_of(k[n], 0.0, eps, e, N, RULE)
-                    new = new + (a * S[n] + k[n] * w,)
-                    new_total = new_total + (total[n] * a,)
-                S = new
-                total = new_total
+            eps, e = RULE.value.step_size(us[j], bias, load_norm(norm_row, i + j, RULE), keep, SOFTPLUS, PTX)
+            if SUMMARY:
+                S, total = RULE.value.summarize(S, total, x, k, A_t, eps, e, N, NI, NS, A_PER_TOKEN)
             else:
-                S, w = advance(S, x, k, A_t, eps, e, NI, NS, N, RULE)
-            if SAVE and RULE == EXACT:
-                tl.store(written_row + offset_of(t, D, ALIGNED), w, mask=d_ok & inside)
-            if SUMMARY and RULE == MAMBA:
-                if A_PER_TOKEN:
-                    new = ()
-                    for n in tl.static_range(NI):
-                        new = new + (total[n] + A_t[n] * eps,)
-                    total = new
-                else:
-                    total = (total[0] + eps,)
+                S, w = RULE.value.advance(S, x, k, A_t, eps, e, N, NI, NS)
+                if SAVE and UNDOES:
+                    tl.store(written_row + offset_of(t, D, ALIGNED), w, mask=d_ok & inside)
             if OUTPUT:
                 y = dot(S, q, NI, NS)
                 if HAS_D:
@@ -184,7 +168,7 @@ def _forward_kernel(
                     z = zs[j].to(tl.float32)
                     y *= z * reciprocal(1.0 + tl.exp2(z * -LOG2E), PTX)
                 tl.store(y_row + offset_of(t, D, ALIGNED), (y * scale).to(y_ptr.dtype.element_ty), mask=d_ok & inside)
-        if SAVE and RULE == EXACT:
+        if SAVE and UNDOES:
             if ((i + U) % T) * tl.maximum(end - i - U, 0) == 0:  # either is zero; older interpreters have no `|` here
                 store_state(saved_ptr, D, S, d_ok, first, N, NI, NS)
                 saved_ptr += B.to(tl.int64) * (N * D)
@@ -197,14 +181,7 @@ def _forward_kernel(
     if SUMMARY:
         at = ((g * B + b) * segments + segment) * (N * D) + first * D + d
         store_state(final_ptr + at, D, S, d_ok, first, N, NI, NS)
-        if RULE == MAMBA:
-            new = ()
-            for n in tl.static_range(NI):
-                if A_PER_TOKEN:
-                    new = new + (tl.exp2(total[n]),)
-                else:
-                    new = new + (tl.exp2(total[0] * A[n]),)
-            total = new
+        total = RULE.value.end_total(total, A, NI, A_PER_TOKEN)
         store_state(decay_ptr + at, D, total, d_ok, first, N, NI, NS)
     else:
         if end == L:
@@ -299,14 +276,14 @@ def _adjoint_kernel(
             A_t = A
             if A_PER_TOKEN:
                 A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
-            eps, e = step_size(us[j], bias, load_norm(norm_row, i + j, RULE), keep, RULE, SOFTPLUS, PTX)
+            eps, e = RULE.value.step_size(us[j], bias, load_norm(norm_row, i + j, RULE), keep, SOFTPLUS, PTX)
             dy = gs[j].to(tl.float32) * (scale * keep)
             if HAS_Z:
                 dy, slope = gate(dy, zs[j].to(tl.float32), PTX)
             new = ()
             new_total = ()
             for n in tl.static_range(NI):
-                a = decay_of(k[n], A_t[n] if RULE == MAMBA else 0.0, eps, e, N, RULE)
+                a = RULE.value.decay(k[n], A_t[n] if RULE.value.takes_A else 0.0, eps, e, N)
                 new = new + ((adjoint[n] + q[n] * dy) * a,)
                 new_total = new_total + (total[n] * a,)
             adjoint = new
@@ -337,8 +314,8 @@ def _backward_kernel(
     """One segment of `span` tokens backwards, BC channels of one sequence and direction.
 
     The tokens are taken in parts of U, the last part first: walk forward to the part from a saved state, through it
-    with its states kept in registers, then back over them. The exact rule needs no walk forward:
-    its steps are undone by subtracting what each wrote, from the saved state after every T-th token.
+    with its states kept in registers, then back over them. A rule that is undone needs no walk forward: what each token
+    wrote is subtracted, from the saved state after every T-th token on.
     """
     block, segment, b, g = work_of(blocks, segments)
     sign, origin, begin, end = tokens_of(segment, g, span, L, FIRST_REVERSED)
@@ -366,7 +343,10 @@ def _backward_kernel(
     skip = load_skip(D_ptr + g * D_g + d, HAS_D, BC)
     bias = load_bias(bias_ptr + g * bias_g + d * bias_d, HAS_BIAS, RULE, BC)
     A_row, A = start_of_A(A_ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN, RULE, N, NI, NS)
-    dA = fill(0.0, NI if RULE == MAMBA and not A_PER_TOKEN else 0, NS, BC)
+    UNDOES: tl.constexpr = RULE.value.undoes
+    TAKES_A: tl.constexpr = RULE.value.takes_A
+    THROUGH: tl.constexpr = RULE.value.takes_norm and N > 1
+    dA = fill(0.0, NI if TAKES_A and not A_PER_TOKEN else 0, NS, BC)
     G = fill(0.0, NI, NS, BC)  # the adjoint
     if HAS_ADJOINT:
         G = load_state(adjoint_ptr + g * adjoint_g + b * adjoint_b + segment * adjoint_s + d * adjoint_d
@@ -389,12 +369,12 @@ def _backward_kernel(
     ws = ()
     if HAS_Z:
         zs = load_tokens(z_row, origin, sign, last, z_l, L, U, BC, ALIGNED)
-    if RULE == EXACT:
+    if UNDOES:
         ws = load_tokens(written_row, origin, sign, last, D, L, U, BC, ALIGNED)
-    # The state after a part is the one before the part that follows; for the last part (exact: part of a chunk) it is
+    # The state after a part is the one before the part that follows; for the last part (of a rule that is undone: part of a chunk) it is
     # found in the loop.
     S = fill(0.0, NI, NS, BC)
-    k_next = load_rows(k_row, k_l, origin, sign, last + U - 1 if RULE == EXACT else last, L, 1, first, N, NI, NS,
+    k_next = load_rows(k_row, k_l, origin, sign, last + U - 1 if UNDOES else last, L, 1, first, N, NI, NS,
                         K_PACK)
     for r in tl.range(0, rounds, num_stages=1):
         i = begin + (rounds - 1 - r) * U
@@ -402,13 +382,13 @@ def _backward_kernel(
         norms = ()
         for j in tl.static_range(U):
             norms = norms + (load_norm(norm_row, i + j, RULE),)
-        if RULE == EXACT:
+        if UNDOES:
             if ((i + U) % T) * r == 0:  # either is zero
                 S = load_state(saved_row + i // T * saved_c, D, first, N, NI, NS)
         states = S  # one after the other the states before the tokens of the part
         epss = ()
         es = ()
-        if RULE != EXACT:
+        if not UNDOES:
             # The first part to be taken of a chunk walks to it, and leaves the states before the others on its way.
             start = saved_row + i // T * saved_c
             walked = i // T * T
@@ -425,7 +405,7 @@ def _backward_kernel(
             states = state
             for j in tl.static_range(U):
                 keep = tl.where(all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
-                eps, e = step_size(us[j], bias, norms[j], keep, RULE, SOFTPLUS, PTX)
+                eps, e = RULE.value.step_size(us[j], bias, norms[j], keep, SOFTPLUS, PTX)
                 epss = epss + (eps,)
                 es = es + (e,)
                 k = unpack(k_next, k_ptr, NI, K_PACK)
@@ -435,11 +415,11 @@ def _backward_kernel(
                     A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
                 if j + 1 < U:
                     k_next = load_rows(k_row, k_l, origin, sign, i + j + 1, L, 1, first, N, NI, NS, K_PACK)
-                    state, w = advance(state, xs[j].to(tl.float32), k, A_t, eps, e, NI, NS, N, RULE)
+                    state, w = RULE.value.advance(state, xs[j].to(tl.float32), k, A_t, eps, e, N, NI, NS)
                     states = states + state
                 else:
                     if r == 0:
-                        S, w = advance(state, xs[j].to(tl.float32), k, A_t, eps, e, NI, NS, N, RULE)
+                        S, w = RULE.value.advance(state, xs[j].to(tl.float32), k, A_t, eps, e, N, NI, NS)
 
         next_xs = load_tokens(x_row, origin, sign, i - U, x_l, L, U, BC, ALIGNED)
         next_us = load_tokens(step_row, origin, sign, i - U, step_l, L, U, BC, ALIGNED)
@@ -448,7 +428,7 @@ def _backward_kernel(
         next_ws = ()
         if HAS_Z:
             next_zs = load_tokens(z_row, origin, sign, i - U, z_l, L, U, BC, ALIGNED)
-        if RULE == EXACT:
+        if UNDOES:
             next_ws = load_tokens(written_row, origin, sign, i - U, D, L, U, BC, ALIGNED)
         part = offset_of(origin + sign * i, D, ALIGNED)
         for j in tl.static_range(U - 1, -1, -1):
@@ -462,15 +442,15 @@ def _backward_kernel(
                 k_next = load_rows(k_row, k_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, K_PACK)
                 q_next = load_rows(q_row, q_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, Q_PACK)
             else:
-                # The first key that the next part needs: of its first token, or (exact) of its last.
-                k_next = load_rows(k_row, k_l, origin, sign, i - 1 if RULE == EXACT else i - U, L, 1, first, N, NI, NS,
+                # The first key that the next part needs: of its first token, or (of a rule that is undone) of its last.
+                k_next = load_rows(k_row, k_l, origin, sign, i - 1 if UNDOES else i - U, L, 1, first, N, NI, NS,
                                     K_PACK)
             A_t = A
             if A_PER_TOKEN:
                 A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
-            if RULE == EXACT:
-                eps, e = step_size(us[j], bias, norms[j], 1.0, RULE, SOFTPLUS, PTX)
+            if UNDOES:
+                eps, e = RULE.value.step_size(us[j], bias, norms[j], 1.0, SOFTPLUS, PTX)
                 w = ws[j]  # zero beyond the end
             else:
                 eps = epss[j]
@@ -487,84 +467,41 @@ def _backward_kernel(
             now = ()
             dq = ()
             for n in tl.static_range(NI):
-                if RULE == EXACT:
+                if UNDOES:
                     before = before + (S[n] - k[n] * w,)
                 else:
                     before = before + (states[j * NI + n],)
                 dq = dq + (channels_of_a_lane(S[n] * dy, NS, W, BC),)
                 now = now + (G[n] + q[n] * dy,)
-            dk = ()
-            G = ()
-            flows = ()
-            if RULE == EXACT:
-                reads = dot(now, k, NI, NS)
-                dx = eps * reads
-                dlog = w * reads  # d loss / d log(eps), here and below
-                for n in tl.static_range(NI):
-                    dk = dk + (w * now[n] - dx * before[n],)
-                    G = G + (now[n] - k[n] * dx,)
-            elif RULE == MAMBA:
-                reads = dot(now, k, NI, NS)
-                dx = eps * reads
-                for n in tl.static_range(NI):
-                    a = decay_of(k[n], A_t[n], eps, eps, N, RULE)
-                    dk = dk + (now[n] * w,)
-                    G = G + (now[n] * a,)
-                    flows = flows + (G[n] * before[n],)  # d loss / d(dt A)
-                dlog = x * reads + dot(flows, A_t, NI, NS) * 0.6931471805599453
-            elif N == 1:
-                a = lone_decay(k[0], eps, e)
-                reads = now[0] * k[0]
-                dx = eps * reads
-                flow = now[0] * before[0]
-                dlog = eps * (x * reads - flow * (k[0] * k[0]))
-                # Two terms of dk, without their cancellation for a large key.
-                dk = (now[0] * w - 2.0 * k[0] * eps * (flow * a + w * reads),)
-                G = (now[0] * a,)
-            else:
-                # With H = eps G: dk / 2 = H (x/2 - k S), and two sums of what is there already give dx and dlog.
-                heads = ()
-                for n in tl.static_range(NI):
-                    scaled = now[n] * eps
-                    head = k[n] * scaled
-                    heads = heads + (head,)
-                    dk = dk + (scaled * (0.5 * x - k[n] * before[n]),)
-                    G = G + (now[n] - k[n] * head,)
-                dx = sum_states(heads, NI, NS)
-                dlog = dot(dk, k, NI, NS) + (0.5 * x) * dx
-            if RULE == MAMBA:
-                dstep = dlog
-                if SOFTPLUS:
-                    dstep = dlog * reciprocal(1.0 + tl.exp2((us[j].to(tl.float32) + bias) * -LOG2E), PTX)
-                dstep = tl.where(inside, dstep, 0.0)
+            G, dx, dstep, dk, dA_t, through = RULE.value.step_back(
+                now, before, x, w, k, A_t, us[j], bias, eps, e, inside, N, NI, NS, SOFTPLUS, PTX)
+            if TAKES_A:
                 if A_PER_TOKEN:
-                    dA_t = ()
+                    of_lanes = ()
                     for n in tl.static_range(NI):
-                        dA_t = dA_t + (channels_of_a_lane(flows[n] * eps, NS, W, BC),)
-                    store_sums(sums_row + t.to(tl.int64) * SUMS + 2 * N, dA_t, i + j, end, 1, N, NI, NS, VA, W,
+                        of_lanes = of_lanes + (channels_of_a_lane(dA_t[n], NS, W, BC),)
+                    store_sums(sums_row + t.to(tl.int64) * SUMS + 2 * N, of_lanes, i + j, end, 1, N, NI, NS, VA, W,
                                 1.0, MATRIX and VA >= 16)
                 else:
                     new = ()
                     for n in tl.static_range(NI):
-                        new = new + (dA[n] + flows[n] * eps,)
+                        new = new + (dA[n] + dA_t[n],)
                     dA = new
-            else:
-                dstep = dlog * (eps * e)
             dD += dy * x
             dbias += dstep
             tl.store(dx_row + at, (dx + skip * dy).to(dx_ptr.dtype.element_ty), mask=ok)
-            tl.store(dstep_row + at, dstep.to(dstep_ptr.dtype.element_ty), mask=ok)
+            if RULE.value.has_step:
+                tl.store(dstep_row + at, dstep.to(dstep_ptr.dtype.element_ty), mask=ok)
             sums = ()
-            if RULE == MAMBA or N == 1:
-                for n in tl.static_range(NI):
-                    sums = sums + (channels_of_a_lane(dk[n], NS, W, BC),)
-            else:
-                # eps depends on the norm of k. The diagonal rule has its sums halved here, and all of them in the end.
-                through_eps = channels_of_a_lane((-1.0 if RULE == DIAGONAL else -2.0) * eps * dlog, 1, W, BC)
+            if THROUGH:
+                through_eps = channels_of_a_lane(through[0], 1, W, BC)
                 for n in tl.static_range(NI):
                     sums = sums + (channels_of_a_lane(dk[n], NS, W, BC) + k[n] * through_eps,)
+            else:
+                for n in tl.static_range(NI):
+                    sums = sums + (channels_of_a_lane(dk[n], NS, W, BC),)
             store_sums(sums_row + t.to(tl.int64) * SUMS, sums + dq, i + j, end, 2, N, NI, NS, V, W,
-                        2.0 if RULE == DIAGONAL and N > 1 else 1.0, MATRIX)
+                        2.0 if RULE.value.halves_key_sums and N > 1 else 1.0, MATRIX)
             S = before
         xs = next_xs
         us = next_us
@@ -580,6 +517,6 @@ def _backward_kernel(
         tl.store(dD_ptr + piece * D + d, dD, mask=d_ok)
     if HAS_BIAS:
         tl.store(dbias_ptr + piece * D + d, dbias, mask=d_ok)
-    if RULE == MAMBA:
+    if TAKES_A:
         if not A_PER_TOKEN:
             store_state(dA_ptr + piece * N * D + first * D + d, D, dA, d_ok, first, N, NI, NS)

@@ -71,7 +71,8 @@ def first_choice(kernel: str, scan: Scan) -> Choice:
 
 
 def _choices(kernel: str, scan: Scan) -> tuple[Choice, ...]:
-    choices = (_table(scan.x.device) or _HOPPER)[kernel, scan.state_rule]
+    table = _table(scan.x.device) or _HOPPER
+    choices = table.get((kernel, scan.law.name)) or table[kernel, scan.law.tuned_as]
     if torch.version.hip is not None:
         choices = tuple(choice._replace(registers=None) for choice in choices)  # another count of registers
     return choices
@@ -122,7 +123,7 @@ def _timed(kernel: str, scan: Scan, choices: tuple[Choice, ...], run: Callable[[
         except (OSError, ValueError):
             _known = {}
     _, _, _, D, N = scan.sizes
-    parts = (torch.cuda.get_device_name(scan.x.device), torch.__version__, kernel, scan.state_rule, D, N,
+    parts = (torch.cuda.get_device_name(scan.x.device), torch.__version__, kernel, scan.law.name, D, N,
              scan.x.element_size(), scan.z is not None)
     key = "/".join(map(str, parts))
     found = next((choice for choice in choices if list(choice) == _known.get(key)), None)

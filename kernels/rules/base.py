@@ -1,0 +1,177 @@
+"""What an update rule is, and what the rules share."""
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional
+
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..contract import Scan
+
+HAS_TRITON = find_spec("triton") is not None
+
+
+class Sizes(NamedTuple):
+    """What a rule finds in each token's logit, for all tokens of a span at once."""
+
+    eps: Tensor                   # (T, b, D) or what broadcasts to it: the factor of what is written
+    e: Optional[Tensor] = None    # (T, b, D): for the rule's own use
+
+
+class Functions:
+    """A rule's Triton functions and flags, handed to the kernels as one constexpr.
+
+    Functions that every rule has; states are tuples of NI tensors (NS, BC), what belongs to a channel is (1, BC):
+
+    - `scaled_bias(bias)`: the bias as `step_size` takes it, found once for all tokens.
+    - `step_size(u, bias, norm, keep, SOFTPLUS, PTX)`: eps and e from the logit u. `norm` is ||k||^2 where the rule
+      `takes_norm`, infinite beyond the end; `keep` is 0 beyond the end, where eps has to be 0.
+    - `advance(S, x, k, A, eps, e, N, NI, NS)`: the new state, and w, what is written along k.
+    - `step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N, NI, NS, SOFTPLUS, PTX)`: from the adjoint `now` of
+      the state after the token, its read-out included: the adjoint of the state before, and the gradients of x (without
+      the skip), of the logit, of k, of A (where the rule takes it, else an empty tuple), and a factor whose product with
+      k, summed over the channels, belongs to the gradient of k, too (in a tuple; empty unless the rule `takes_norm`).
+
+    And if its transition is one number for each state (`kind` "decay"), so that time can be cut:
+
+    - `decay(k, A, eps, e, N)`: that number, of one state.
+    - `start_total(NI, NS, BC, A_PER_TOKEN)`, `summarize(S, total, x, k, A, eps, e, N, NI, NS, A_PER_TOKEN)`,
+      `end_total(total, A, NI, A_PER_TOKEN)`: a segment's walk that finds the product of its decays besides.
+    """
+
+    def __init__(self, rule: "Rule", **functions: Any):
+        self.name = rule.name
+        self.undoes, self.takes_norm, self.takes_A = rule.kind == "error", rule.takes_norm, rule.needs_A
+        self.has_step, self.halves_key_sums = rule.step_per == "channel", rule.halves_key_sums
+        self._functions = functions
+        self.__dict__.update(functions)
+
+    @property
+    def value(self) -> "Functions":
+        """Itself. Triton 3.3 shows of a constexpr its value only, so kernels write `RULE.value.advance`."""
+        return self
+
+    @property
+    def cache_key(self) -> str:
+        """What compiled kernels are kept under, on disk: changes with the source of any function."""
+        return "-".join(function.cache_key for function in self._functions.values())
+
+    def __repr__(self) -> str:
+        return f"rule {self.name}"
+
+
+class Rule:
+    """One update rule: S_t from S_{t-1} and a token. A subclass describes it; one object of it is used everywhere.
+
+    Two kinds of transition are walked:
+
+        decay: S_t = a_t * S_{t-1} + w_t k_t^T,   w_t = eps_t x_t                      (a_t: a number for each state)
+        error: S_t = S_{t-1} + w_t k_t^T,         w_t = eps_t (x_t - S_{t-1} k_t)
+
+    Only the first can be cut into segments of time that run side by side. The second is undone, on the way back, by
+    subtracting what each token wrote.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[str]                       # "decay" or "error"
+    step_per: ClassVar[str] = "channel"       # what has a logit of its own: a "channel" (or the token), or a "state"
+    takes_A: ClassVar[bool] = False           # whether the caller gives A
+    needs_A: ClassVar[bool] = False           # whether the walk takes one (`prepare` may make it)
+    takes_norm: ClassVar[bool] = False        # whether ||k|| enters the step size
+    halves_key_sums: ClassVar[bool] = False   # whether `step_back` gives half of k's gradient, with more than one state
+    names: ClassVar[dict[str, str]] = {"step": "beta", "bias": "beta_bias"}  # of fields of `Scan`, for messages
+    tuned_as: ClassVar[Optional[str]] = None  # the rule whose launch choices it takes, where the table has none of its own
+    # (multiply-adds, exponentials) for each state of each channel and step: the arithmetic that any walk through time
+    # must do, whatever its instructions.
+    operations: ClassVar[dict[str, tuple[int, int]]]
+    sources: ClassVar[str] = ""               # where it is published
+
+    def for_states(self, N: int) -> "Rule":
+        """The rule that computes this one with `N` states: another one where that loses fewer digits."""
+        return self
+
+    # In plain torch: one token
+
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        """The state (B, D, N) after a token, differentiable by autograd: the formula as published.
+
+        Args:
+            state: (B, D, N).
+            x: (B, D).
+            step: (B, D or 1), or (B, N) if `step_per` is "state"; its bias is added.
+            k: (B, N).
+            A: (D, N), or of the token (B, 1, N), where the rule takes it.
+            softplus: `Scan.softplus`.
+        """
+        raise NotImplementedError
+
+    # A change of variables, before the scan and (for gradients) after it
+
+    def prepare(self, scan: "Scan") -> "Scan":
+        """`scan` with other variables in which it is walked."""
+        return scan
+
+    def restore(self, scan: "Scan", prepared: "Scan", grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        """From the gradients of the tensors of `prepared`, those of `scan`, by field, in their shapes and dtypes."""
+        return grads
+
+    # In torch, for all tokens of a span at once. `d` holds the inputs, time first (`backends.torch.scan`).
+
+    def sizes(self, scan: "Scan", d: Any) -> Sizes:
+        """From the logits, bias included."""
+        raise NotImplementedError
+
+    def through_sizes(self, scan: "Scan", d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Optional[Tensor]:
+        """The gradient of the logits (T, b, D) from that of eps; what reaches k through eps is added to `dk`."""
+        raise NotImplementedError
+
+    def decays(self, scan: "Scan", d: Any, s: Sizes, out: Tensor) -> Tensor:
+        """a of shape (T, b, N, D), in `out`; "decay" only."""
+        raise NotImplementedError
+
+    def through_decays(self, scan: "Scan", d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
+                       dk: Tensor) -> Optional[Tensor]:
+        """Adds to `deps` and `dk` what reaches them through a, and returns the gradient of A, if the rule takes it:
+        (T, b, N) of a token's, (b, N, D) else. `flow`, the gradient of a, and `a` may be overwritten."""
+        raise NotImplementedError
+
+    # In Triton
+
+    def triton(self) -> Functions:
+        """Its functions for the kernels."""
+        raise NotImplementedError
+
+    # In ONNX and in pictures
+
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[list, list]:
+        """What each step of the walk takes besides k and q: tensors of each token, (L, B, ...), and others. x (L, B, D),
+        step (L, B, D, 1 or N) with its bias, k (L, B, N), A (N, D) or (L, B, N); `op` makes nodes of the standard."""
+        raise NotImplementedError
+
+    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
+        """The next state. S (B, N, D), k (B, N, 1); the others are those of `onnx_inputs`, of one token each."""
+        raise NotImplementedError
+
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        """(forgetting, write) of each token, as `vision_longhorn.maps` defines them: (S, B, L) from the logits with
+        their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
+        raise NotImplementedError
+
+
+def over_channels(field: Tensor, weight: Tensor) -> Tensor:
+    """(T, b, N, D), (T, b, D) to (T, b, N)."""
+    return (field @ weight.unsqueeze(-1)).squeeze(-1)
+
+
+def over_states(weight: Tensor, field: Tensor) -> Tensor:
+    """(T, b, N), (T, b, N, D) to (T, b, D)."""
+    return (weight.unsqueeze(2) @ field).squeeze(2)
+
+
+def read_out(state: Tensor, x: Tensor, q: Tensor, z: Optional[Tensor], D: Optional[Tensor]) -> Tensor:
+    """y (B, D) = (S q + D x) silu(z) of one token."""
+    y = (state * q.unsqueeze(1)).sum(-1)
+    if D is not None:
+        y = y + D * x
+    return y if z is None else y * F.silu(z)

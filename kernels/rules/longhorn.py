@@ -1,0 +1,246 @@
+"""Longhorn's rules (Liu et al., "Longhorn: State Space Models are Amortized Online Learners", arXiv 2407.14207).
+
+With eps = b / (1 + b ||k||^2), b = sigmoid(beta), for each channel d
+
+    diagonal: S_t[d] = (1 - eps_t[d] k_t^2) S_{t-1}[d] + eps_t[d] x_t[d] k_t
+    exact:    S_t[d] = S_{t-1}[d] + eps_t[d] (x_t[d] - S_{t-1}[d] . k_t) k_t
+
+Everywhere below, e = exp(-beta), and so eps = 1 / (1 + e + ||k||^2).
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .base import HAS_TRITON, Functions, Rule, Sizes, over_channels, over_states
+
+# exp(87) is the largest power of e, to the integer, that float32 holds; 700 for float64. A step whose logit lies
+# below has beta < 1e-37: it writes nothing that float32 could show.
+MAX_EXPONENT = {torch.float32: 87.0, torch.float64: 700.0}
+
+
+class Longhorn(Rule):
+    """What both rules share: the step size."""
+
+    takes_norm = True
+
+    @staticmethod
+    def _eps(step: Tensor, k: Tensor) -> Tensor:
+        beta = torch.sigmoid(step)
+        return beta / (1 + beta * k.square().sum(-1, keepdim=True))  # (B, D or 1)
+
+    def sizes(self, scan: Any, d: Any) -> Sizes:
+        e = torch.exp((-d.step).clamp(max=MAX_EXPONENT[d.step.dtype]))
+        return Sizes(1 / (1 + e + d.k.square().sum(-1, keepdim=True)), e)
+
+    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
+        dlog = deps * s.eps  # d loss / d log(eps)
+        if d.k.shape[-1] > 1:  # a lone key's part is in `dk` already
+            dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
+        return dlog * (s.eps * s.e)
+
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[list, list]:
+        norm = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
+        eps = op.Reciprocal(op.Add(op.Add(op.Exp(op.Neg(step)), norm), 1.0))  # where exp is infinite nothing is written
+        return [eps, x], []
+
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        energy = k.square().sum(-1)
+        write = (1 / (1 + torch.exp(-step) + energy[..., None])).mean(-1)
+        return write * energy / k.shape[-1], write
+
+
+class Diagonal(Longhorn):
+    name = "diagonal"
+    kind = "decay"
+    halves_key_sums = True
+    # Forward: the decay eps k^2, what is added, the update, the read-out. Backward: the states again, the read-out (for
+    # dz), the adjoint's two steps, and a product for each gradient that is a sum over states or channels.
+    operations = {"forward": (4, 0), "backward": (12, 0)}
+
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        eps, k = self._eps(step, k), k.unsqueeze(1)  # (B, D or 1), (B, 1, N)
+        return (1 - eps.unsqueeze(-1) * k.square()) * state + (eps * x).unsqueeze(-1) * k
+
+    def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
+        eps = s.eps.unsqueeze(2)  # (T, b, 1, D)
+        a = torch.mul(eps, -d.k.square().unsqueeze(3), out=out).add_(1)
+        if d.k.shape[-1] == 1:
+            # A lone large key leaves 1 - eps k^2 no digits: and then
+            # a = eps (1 + exp(-logit)), since eps = 1 / (1 + exp(-logit) + k^2).
+            a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(2), a)
+        return a
+
+    def through_decays(self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
+                       dk: Tensor) -> None:
+        deps -= over_states(d.k.square(), flow)
+        if d.k.shape[-1] == 1:
+            # flow - eps k^2 flow, what two terms of dk come to, without their cancellation for a large key.
+            flow = flow.mul_(a) + (dx * d.x).unsqueeze(2)
+        dk -= 2 * d.k * over_channels(flow, s.eps)
+
+    def triton(self) -> Functions:
+        return _DIAGONAL
+
+    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
+        eps, x = of_token
+        return op.Add(S, op.Mul(op.Mul(eps, op.Sub(x, op.Mul(k, S))), k))
+
+
+class Exact(Longhorn):
+    name = "exact"
+    kind = "error"
+    # Forward: a product with k, the update and the read-out.
+    operations = {"forward": (3, 0), "backward": (8, 0)}
+
+    def for_states(self, N: int) -> Rule:
+        # With one state both rules are the same, and the diagonal form loses no digits where a large key all but erases
+        # the state.
+        return RULES[0] if N == 1 else self
+
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        eps, k = self._eps(step, k), k.unsqueeze(1)  # (B, D or 1), (B, 1, N)
+        error = x - (state * k).sum(-1)
+        return state + (eps * error).unsqueeze(-1) * k
+
+    def triton(self) -> Functions:
+        return _EXACT
+
+    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
+        return onnx_error_step(op, S, k, *of_token)
+
+
+def onnx_error_step(op: Any, S: Any, k: Any, eps: Any, x: Any) -> Any:
+    """The next state of a rule of kind "error"; eps (B, 1, D or 1), x (B, 1, D)."""
+    error = op.Sub(x, op.MatMul(op.Transpose(k, perm=[0, 2, 1]), S))
+    return op.Add(S, op.Mul(op.Mul(eps, error), k))
+
+
+RULES = (Diagonal(), Exact())
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from ..backends.triton.lanes import LOG2E, dot, fill, reciprocal, sum_states
+
+    # 2^125 is far inside float32; a step whose logit lies below -87 has beta < 1e-37 and writes nothing float32 could
+    # show.
+    _MAX_EXPONENT = tl.constexpr(125.0)
+
+    @triton.jit
+    def scaled_bias(bias):
+        return bias * -LOG2E
+
+    @triton.jit
+    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        # Beyond the end `norm` is infinite.
+        e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
+        return reciprocal(1.0 + e + norm, PTX), e
+
+    @triton.jit
+    def _lone_decay(k, eps, e):
+        # With one state a large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same without the difference.
+        a = 1.0 - eps * (k * k)
+        return tl.where(a < 0.5, eps * (1.0 + e), a)
+
+    @triton.jit
+    def _diagonal_decay(k, A, eps, e, N: tl.constexpr):
+        if N == 1:
+            return _lone_decay(k, eps, e)
+        else:
+            return 1.0 - eps * (k * k)
+
+    @triton.jit
+    def _diagonal_advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+        w = eps * x
+        new = ()
+        for i in tl.static_range(NI):
+            if N == 1:
+                new = new + (_lone_decay(k[i], eps, e) * S[i] + k[i] * w,)
+            else:
+                new = new + (S[i] + k[i] * (w - eps * (k[i] * S[i])),)
+        return new, w
+
+    @triton.jit
+    def _start_total(NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+        return fill(1.0, NI, NS, BC)
+
+    @triton.jit
+    def _summarize(S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
+                   A_PER_TOKEN: tl.constexpr):
+        w = eps * x
+        new = ()
+        new_total = ()
+        for n in tl.static_range(NI):
+            a = _diagonal_decay(k[n], 0.0, eps, e, N)
+            new = new + (a * S[n] + k[n] * w,)
+            new_total = new_total + (total[n] * a,)
+        return new, new_total
+
+    @triton.jit
+    def _end_total(total, A, NI: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+        return total
+
+    @triton.jit
+    def _diagonal_step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
+                            NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        # dlog is d loss / d log(eps).
+        dk = ()
+        G = ()
+        if N == 1:
+            a = _lone_decay(k[0], eps, e)
+            reads = now[0] * k[0]
+            dx = eps * reads
+            flow = now[0] * before[0]
+            dlog = eps * (x * reads - flow * (k[0] * k[0]))
+            # Two terms of dk, without their cancellation for a large key.
+            dk = (now[0] * w - 2.0 * k[0] * eps * (flow * a + w * reads),)
+            G = (now[0] * a,)
+            return G, dx, dlog * (eps * e), dk, (), ()
+        else:
+            # With H = eps G: dk / 2 = H (x/2 - k S), and two sums of what is there already give dx and dlog.
+            heads = ()
+            for n in tl.static_range(NI):
+                scaled = now[n] * eps
+                head = k[n] * scaled
+                heads = heads + (head,)
+                dk = dk + (scaled * (0.5 * x - k[n] * before[n]),)
+                G = G + (now[n] - k[n] * head,)
+            dx = sum_states(heads, NI, NS)
+            dlog = dot(dk, k, NI, NS) + (0.5 * x) * dx
+            return G, dx, dlog * (eps * e), dk, (), (-1.0 * eps * dlog,)
+
+    @triton.jit
+    def error_advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+        w = eps * (x - dot(S, k, NI, NS))
+        new = ()
+        for i in tl.static_range(NI):
+            new = new + (S[i] + k[i] * w,)
+        return new, w
+
+    @triton.jit
+    def error_step_back(now, before, w, k, eps, NI: tl.constexpr, NS: tl.constexpr):
+        """(adjoint before, dx, d loss / d log(eps), dk)."""
+        dk = ()
+        G = ()
+        reads = dot(now, k, NI, NS)
+        dx = eps * reads
+        for n in tl.static_range(NI):
+            dk = dk + (w * now[n] - dx * before[n],)
+            G = G + (now[n] - k[n] * dx,)
+        return G, dx, w * reads, dk
+
+    @triton.jit
+    def _exact_step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
+                         NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        G, dx, dlog, dk = error_step_back(now, before, w, k, eps, NI, NS)
+        return G, dx, dlog * (eps * e), dk, (), (-2.0 * eps * dlog,)
+
+    _DIAGONAL = Functions(
+        RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=_diagonal_advance,
+        step_back=_diagonal_step_back, decay=_diagonal_decay, start_total=_start_total, summarize=_summarize,
+        end_total=_end_total)
+    _EXACT = Functions(RULES[1], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
+                       step_back=_exact_step_back)

@@ -1,0 +1,160 @@
+"""Mamba's selective scan (Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", arXiv
+2312.00752): with dt = softplus(step), for each channel
+
+    S_t = exp(dt_t A) * S_{t-1} + dt_t x_t k_t^T
+
+B, C and dt travel as `k`, `q` and `step`. A is the same for all tokens or, as arXiv 2407.14207 compares with, each
+token's own.
+"""
+
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import HAS_TRITON, Functions, Rule, Sizes, over_channels, over_states
+
+
+class Mamba(Rule):
+    name = "mamba"
+    kind = "decay"
+    takes_A = needs_A = True
+    names = {"step": "dt", "k": "B", "q": "C", "bias": "dt_bias"}
+    # As the diagonal rule's, but that the decay is dt A and its exp.
+    operations = {"forward": (4, 1), "backward": (12, 1)}
+
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        dt = F.softplus(step) if softplus else step
+        return torch.exp(dt.unsqueeze(-1) * A) * state + (dt * x).unsqueeze(-1) * k.unsqueeze(1)
+
+    def sizes(self, scan: Any, d: Any) -> Sizes:
+        return Sizes(F.softplus(d.step) if scan.softplus else d.step)
+
+    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Optional[Tensor]:
+        return deps * torch.sigmoid(d.step) if scan.softplus else deps
+
+    def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
+        return torch.mul(s.eps.unsqueeze(2), d.A.unsqueeze(3) if scan.A_per_token else d.A, out=out).exp_()
+
+    def through_decays(self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
+                       dk: Tensor) -> Tensor:
+        flow = flow.mul_(a)  # d loss / d (dt A)
+        if scan.A_per_token:
+            deps += over_states(d.A, flow)
+            return over_channels(flow, s.eps)
+        deps += torch.mul(flow, d.A, out=a).sum(2)
+        return flow.mul_(s.eps.unsqueeze(2)).sum(0)
+
+    def triton(self) -> Functions:
+        return _MAMBA
+
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[list, list]:
+        dt = op.Softplus(step) if softplus else step
+        return [dt, op.Mul(dt, x)], [A]
+
+    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
+        (dt, u), (A,) = of_token, others
+        return op.Add(op.Mul(op.Exp(op.Mul(dt, A)), S), op.Mul(u, k))
+
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        assert A is not None
+        dt, N = F.softplus(step), k.shape[-1]
+        per_token = A.ndim == 4  # else (S, D, N)
+        forgetting = sum(
+            (-torch.expm1(dt * (A[..., n, None] if per_token else A[:, None, None, :, n]))).mean(-1) for n in range(N))
+        return forgetting / N, dt.mean(-1)
+
+
+RULES = (Mamba(),)
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from ..backends.triton.lanes import LOG2E, dot, fill, reciprocal
+
+    # A comes times log2(e), for exp2.
+    _LN2 = tl.constexpr(0.6931471805599453)
+
+    @triton.jit
+    def scaled_bias(bias):
+        return bias
+
+    @triton.jit
+    def _softplus(v):
+        # log(1 + u) loses the digits of a small u; log(w) / (w - 1) with the rounded w = 1 + u restores them.
+        u = tl.exp(-tl.abs(v))
+        w = 1.0 + u
+        return tl.maximum(v, 0.0) + tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
+
+    @triton.jit
+    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        if SOFTPLUS:
+            eps = _softplus(u.to(tl.float32) + bias) * keep
+        else:
+            eps = (u.to(tl.float32) + bias) * keep
+        return eps, eps
+
+    @triton.jit
+    def decay(k, A, eps, e, N: tl.constexpr):
+        return tl.exp2(A * eps)
+
+    @triton.jit
+    def advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+        w = eps * x
+        new = ()
+        for i in tl.static_range(NI):
+            new = new + (tl.exp2(A[i] * eps) * S[i] + k[i] * w,)
+        return new, w
+
+    # The product of the decays is one exp, of the sum of dt A or, with an A for all tokens, of dt.
+
+    @triton.jit
+    def start_total(NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+        return fill(0.0, NI if A_PER_TOKEN else 1, NS if A_PER_TOKEN else 1, BC)
+
+    @triton.jit
+    def summarize(S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
+                  A_PER_TOKEN: tl.constexpr):
+        S, w = advance(S, x, k, A, eps, e, N, NI, NS)
+        if A_PER_TOKEN:
+            new = ()
+            for n in tl.static_range(NI):
+                new = new + (total[n] + A[n] * eps,)
+            total = new
+        else:
+            total = (total[0] + eps,)
+        return S, total
+
+    @triton.jit
+    def end_total(total, A, NI: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+        product = ()
+        for n in tl.static_range(NI):
+            if A_PER_TOKEN:
+                product = product + (tl.exp2(total[n]),)
+            else:
+                product = product + (tl.exp2(total[0] * A[n]),)
+        return product
+
+    @triton.jit
+    def _step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
+                   NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        reads = dot(now, k, NI, NS)
+        dk = ()
+        G = ()
+        flows = ()  # d loss / d (dt A)
+        dA = ()
+        for n in tl.static_range(NI):
+            a = decay(k[n], A[n], eps, e, N)
+            dk = dk + (now[n] * w,)
+            G = G + (now[n] * a,)
+            flows = flows + (G[n] * before[n],)
+            dA = dA + (flows[n] * eps,)
+        dstep = x * reads + dot(flows, A, NI, NS) * _LN2
+        if SOFTPLUS:
+            dstep = dstep * reciprocal(1.0 + tl.exp2((u.to(tl.float32) + bias) * -LOG2E), PTX)
+        return G, eps * reads, tl.where(inside, dstep, 0.0), dk, dA, ()
+
+    _MAMBA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
+                       decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)
