@@ -35,8 +35,9 @@ from common import RESULTS, environment, print_environment, table
 import bench_scan
 from bench_model import COMPILE, Model, build, make_step, measure
 from vision_longhorn import VisionLonghorn
-from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
+from vision_longhorn.training.config import parse_pairs
 
 FUSED, OTHER = "norm, residual and other fused by the compiler", "other"
 # The first pattern that is found in a kernel's name decides. This package's kernels and the compiler's are known by how
@@ -131,13 +132,13 @@ def products_ms(blocks: nn.Module, tokens: int, flops: float, bandwidth: float, 
 def passes_ms(model: VisionLonghorn, tokens: int, bandwidth: float, training: bool) -> dict[str, float]:
     """What the passes over memory of all blocks, and of the optimizer, take at this bandwidth."""
     mixer, dim = model.blocks[0].mixer, model.embed_dim
-    D, sets = mixer.d_inner, 1 if mixer.shared else 2
+    D, sets = mixer.d_inner, 1 if mixer.wiring == "shared" else 2
     # Bytes a token, forward and backward. The convolution reads x and writes a result for each set of weights; back, it
     # reads x and the results' gradients and writes that of x. The norm takes the block's output and the residual and
     # leaves the residual and the normalised; back, it takes the gradients of both and the residual, and leaves two.
     moved = {"short convolution": (BF16 * (1 + sets) * D, BF16 * (2 + sets) * D),
              FUSED: ((2 * BF16 + 2 * FLOAT32) * dim, (2 * BF16 + 3 * FLOAT32) * dim)}
-    if mixer.shared:
+    if mixer.wiring == "shared":
         # Both directions and the gate to one result; back, also the result's gradient, and three gradients are left.
         moved["gated norm"] = BF16 * 4 * D, BF16 * 7 * D
     found = {part: tokens * len(model.blocks) * sum(both[:2 if training else 1]) for part, both in moved.items()}
@@ -156,7 +157,7 @@ def make_budget(model: VisionLonghorn, batch: int, training: bool) -> tuple[dict
 
 
 def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vlonghorn_small", metavar="NAME", help="a timm model (vlonghorn_small)")
     parser.add_argument("--arg", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="its arguments")
     parser.add_argument("--batch", type=int, default=256, help="(256)")
@@ -168,12 +169,9 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
                         help="for profile_MODEL_BATCHxRESOLUTION_PASS.json")
     args = parser.parse_args(argv)
-    try:
-        args.arg = parse_pairs(args.arg)
-    except UserError as error:
-        parser.error(str(error))
+    args.arg = parse_pairs(args.arg)
     if not (torch.cuda.is_available() and bench_scan.kernels.HAS_TRITON):
-        parser.error("this sums the times of GPU kernels and needs a GPU and triton, which are not here")
+        raise UserError("this sums the times of GPU kernels and needs a GPU and triton, which are not here")
     return args
 
 
@@ -220,4 +218,4 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

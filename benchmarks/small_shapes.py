@@ -7,7 +7,7 @@
 import torch
 
 from vision_longhorn.kernels import longhorn_scan, selective_scan
-from vision_longhorn.models.mixer import BidirectionalMixer
+from vision_longhorn.models.mixers import BidirectionalMixer
 
 
 def scans() -> None:
@@ -32,7 +32,7 @@ def scans() -> None:
 def mixers() -> None:
     """Short convolution, gated norm and the sum of two directions, around the scans."""
     for B, L, dim in ((2, 37, 40), (1, 5, 24)):
-        for arguments in (dict(), dict(wiring="shared"), dict(mixer="mamba")):
+        for arguments in (dict(), dict(wiring="shared"), dict(rule="mamba")):
             mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
             x = torch.randn(B, L, dim, device="cuda", requires_grad=True)
             with torch.autocast("cuda", torch.bfloat16):

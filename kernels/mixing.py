@@ -19,24 +19,33 @@ from .dispatch import choose_backend, load_backend
 
 
 class Mix(NamedTuple):
-    """Inputs of one mixing. With S = 2 each direction has its own set of parameters and the gated outputs are averaged;
-    with S = 1 both share one, and `norm_weight` says how their outputs meet (see `backends.torch.norm`)."""
+    """Inputs of one mixing. With S = 2 each direction has its own set of parameters and the gated outputs are averaged.
+    With S = 1 both share one, and `norm_weight` says how their outputs meet (see `backends.torch.norm`); without it
+    there is the forward direction alone."""
 
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token
     conv_bias: Tensor              # (S, D)
-    x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query
-    dt_proj: Tensor                # (S, D or 1, R)
-    dt_bias: Tensor                # (S, D or 1)
-    A_log: Optional[Tensor]        # (S, D, N) for Mamba, A = -exp(A_log)
+    x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
+    dt_proj: Tensor                # (S, D, 1 or N, R), as the rule has logits
+    dt_bias: Tensor                # (S, D, 1 or N)
+    A_log: Optional[Tensor]        # (S, D, N) for Mamba, A = -exp(A_log); or (S, N), added to the token's part
     D: Tensor                      # (S, D) skip weight
     norm_weight: Optional[Tensor]  # (2, D)
-    rule: str                      # "diagonal", "exact" or "mamba"
+    rule: str                      # one of `rules.NAMES`
     eps: float                     # of the norms
 
     @property
     def shared(self) -> bool:
         return self.norm_weight is not None
+
+    @property
+    def directions(self) -> int:
+        return 2 if self.shared else len(self.conv_weight)
+
+    @property
+    def A_per_token(self) -> bool:
+        return self.A_log is not None and self.A_log.ndim == 2
 
     @property
     def rank(self) -> int:
@@ -64,15 +73,17 @@ class Mix(NamedTuple):
         return F.pad(self.dt_proj.to(dtype), [0, self.width - self.rank])
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor) -> Scan:
-        """The scan over the convolved x (S, B, L, D); step (S, B, L, D or 1), low (S, B, L, low_width)."""
-        k, q = low[..., self.width:].chunk(2, -1)  # (S, B, L, N)
-        A = None if self.A_log is None else -torch.exp(self.A_log.to(_wide(x)))
-        z, D, bias, combine = self.xz.chunk(2, -1)[1], self.D, self.dt_bias, "mean"
-        if self.shared:
+        """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width)."""
+        k, q, *a = low[..., self.width:].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
+        A = _rates(self.A_log, *a)
+        z, D, bias = self.xz.chunk(2, -1)[1], self.D, self.dt_bias
+        direction, combine = "both", "mean"
+        if len(self.conv_weight) == 1:
             # Without the leading axis both directions read the same values.
-            x, step, k, q, D, bias, z, combine = x[0], step[0], k[0], q[0], D[0], bias[0], None, "none"
+            x, step, k, q, D, bias = x[0], step[0], k[0], q[0], D[0], bias[0]
             A = None if A is None else A[0]
-        return Scan(x, step, k, q, A, z, D, bias, None, self.rule, "both", combine)
+            direction, combine, z = ("both", "none", None) if self.shared else ("forward", "none", z)
+        return Scan(x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token)
 
 
 def prepare(mix: Mix) -> Mix:
@@ -81,7 +92,7 @@ def prepare(mix: Mix) -> Mix:
     Raises:
         ValueError: naming the tensor, its shape and what would be right. (The scan checks what it is given itself.)
     """
-    S, D = (1 if mix.shared else 2), mix.D.shape[-1]
+    S, D = (1 if mix.shared else min(2, len(mix.conv_weight))), mix.D.shape[-1]
     R, steps, x_rows = mix.rank, mix.dt_proj.shape[1], mix.x_proj.shape[1]
     right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "x_proj": (S, x_rows, D),
              "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D), "norm_weight": (2, D),
@@ -91,8 +102,9 @@ def prepare(mix: Mix) -> Mix:
         if value is not None and (value.ndim != len(shape) or tuple(value.shape) != shape):
             raise ValueError(f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                              f"{'both directions' if S == 1 else 'each direction'} it must be {shape}")
-    if x_rows <= R or (x_rows - R) % 2:
-        raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + 2 d_state")
+    parts = 3 if mix.A_per_token else 2
+    if x_rows <= R or (x_rows - R) % parts:
+        raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + {parts} d_state")
     return mix._replace(
         xz=mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous(), conv_weight=mix.conv_weight.contiguous(),
         conv_bias=mix.conv_bias.contiguous(),
@@ -101,6 +113,24 @@ def prepare(mix: Mix) -> Mix:
 
 def _wide(value: Tensor) -> torch.dtype:
     return torch.float64 if value.dtype == torch.float64 else torch.float32
+
+
+def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tensor]:
+    """A, in float32 or float64: (S, D, N) from A_log alone, (S, B, L, N) with each token's part `a`."""
+    if A_log is None or a is None:
+        return None if A_log is None else -torch.exp(A_log.to(_wide(A_log)))
+    return -torch.exp(A_log.to(_wide(a))[:, None, None] + a)
+
+
+def token_facts(x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor]
+                ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """What the scan reads of the convolved x (S, B, L, D), written out in the dtype of x: the logits with their bias
+    (S, B, L, D, 1 or N), the keys (S, B, L, N), and A as the rule has it. Parameters as in `Mix`."""
+    R = dt_proj.shape[2]
+    low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
+    step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
+    k, _, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
+    return step, k, _rates(A_log, *a)
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -144,24 +174,30 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     grads = {"xz": dxz}
     convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias)
     scan = mix.scan(convolved, _step_sizes(mix, low), low)
+    scan_rates = scan.A if scan.A is None or len(mix.conv_weight) == 2 else scan.A.unsqueeze(0)
     if mix.shared:
         dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, o, z, mix.norm_weight, mix.eps, dz)
     found = ops.backward(scan, dy, None, saved, backend, dz)
 
     def stacked(name: str) -> Tensor:
-        return found[name].unsqueeze(0) if mix.shared else found[name]
+        return found[name].unsqueeze(0) if len(mix.conv_weight) == 1 else found[name]
 
     R, width = mix.rank, mix.width
     dstep = _rows(stacked("step"))
     grads["dt_proj"] = _weight_grad(dstep, _rows(low)[..., :width])[..., :R]
-    dlow = torch.cat([torch.bmm(dstep, mix.padded_dt_proj(low.dtype)), _rows(stacked("k")), _rows(stacked("q"))], -1)
+    of_token = [_rows(stacked(name)) for name in ("k", "q")]
+    if mix.A_per_token:
+        da = stacked("A") * scan_rates  # d exp(A_log + a) is the rate itself
+        of_token.append(_rows(da.to(low.dtype)))
+        grads["A_log"] = da.sum((1, 2))
+    dlow = torch.cat([torch.bmm(dstep, mix.padded_dt_proj(low.dtype)), *of_token], -1)
     dx_proj = _weight_grad(dlow, _rows(convolved))
     grads["x_proj"] = dx_proj if width == R else torch.cat([dx_proj[:, :R], dx_proj[:, width:]], 1)
     dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.padded_x_proj(low.dtype)).view_as(convolved)
     grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
         dconvolved, x, mix.conv_weight, mix.conv_bias, dx)
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
-    if mix.A_log is not None:
+    if mix.A_log is not None and not mix.A_per_token:
         grads["A_log"] = stacked("A") * (-torch.exp(mix.A_log.to(_wide(x))))
     return grads
 

@@ -2,6 +2,8 @@
 
 import torch
 
+from vision_longhorn.kernels.rules import get_rule
+
 
 def plain_conv(p, i, x):
     weight, out = p["conv_weight"][i], []
@@ -15,14 +17,17 @@ def plain_conv(p, i, x):
 def plain_scan(p, i, x, mixer):
     rank, N = mixer.dt_rank, mixer.d_state
     low = x @ p["x_proj"][i].t()
-    k, q = low[..., rank:rank + N], low[..., rank + N:]
+    k, q, a = low[..., rank:rank + N], low[..., rank + N:rank + 2 * N], low[..., rank + 2 * N:]
     logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
     state, ys = x.new_zeros(x.shape[0], x.shape[2], N), []
     for t in range(x.shape[1]):
         key, value = k[:, t, None, :], x[:, t, :, None]
         if mixer.rule == "mamba":
             dt = torch.log1p(torch.exp(logit[:, t]))[..., None]
-            state = torch.exp(-dt * torch.exp(p["A_log"][i])) * state + dt * value * key
+            rate = torch.exp(p["A_log"][i] + a[:, t, None]) if a.shape[-1] else torch.exp(p["A_log"][i])
+            state = torch.exp(-dt * rate) * state + dt * value * key
+        elif mixer.rule not in ("diagonal", "exact"):
+            state = get_rule(mixer.rule).update(state, x[:, t], logit[:, t], k[:, t], None, softplus=True)
         else:
             beta = torch.sigmoid(logit[:, t])[..., None]
             eps = beta / (1 + beta * (key * key).sum(-1, keepdim=True))
@@ -41,10 +46,12 @@ def plain_norm(x, weight):
 def plain_mixer(p, h, mixer):
     x, z = (h @ p["in_proj.weight"].t()).chunk(2, -1)
     gate = z / (1 + torch.exp(-z))
-    if mixer.shared:
+    if mixer.wiring == "shared":
         x = plain_conv(p, 0, x)
         forward, backward = plain_scan(p, 0, x, mixer), plain_scan(p, 0, x.flip(1), mixer).flip(1)
         y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
+    elif mixer.wiring == "forward":
+        y = plain_scan(p, 0, plain_conv(p, 0, x), mixer) * gate
     else:
         # The backward direction is a forward one that is shown the tokens in reverse order.
         forward = plain_scan(p, 0, plain_conv(p, 0, x), mixer)

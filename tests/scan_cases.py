@@ -3,8 +3,11 @@
 import torch
 
 from vision_longhorn import kernels
+from vision_longhorn.kernels.rules import NAMES, get_rule
 
-RULES = ("diagonal", "exact", "mamba", "mamba_per_token")
+DECAYS = tuple(name for name in NAMES if get_rule(name).kind == "decay")  # whose time can be cut into segments
+# Every rule, and those with an A once more with each token's own.
+RULES = (*NAMES, *(f"{name}_per_token" for name in NAMES if get_rule(name).takes_A))
 KEYS = ("zero", "unit", "mixed", "large")
 
 
@@ -18,30 +21,33 @@ def make_inputs(rule, B, L, D, N, *, direction="forward", stacked=True, scalar_s
     def draw(*shape, dtype=dtype):
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
+    law = get_rule(rule.removesuffix("_per_token"))
     both = direction == "both"
     lead = (2,) if both and stacked else ()
     k = draw(*lead, B, L, N, dtype=torch.float64)
-    if rule in ("diagonal", "exact"):
+    if not law.takes_A:
         k = k / N ** 0.5
         if keys == "mixed":
             size = 10 ** (6 * torch.rand(*lead, B, L, 1, generator=generator, dtype=torch.float64) - 3)
             k = k * size * (torch.rand(*lead, B, L, 1, generator=generator) > 0.1)
         k = k * {"zero": 0.0, "unit": 1.0, "mixed": 1.0, "large": 1e3}[keys]
+    logits = N if law.step_per == "state" else 1 if scalar_step else D
     inputs = dict(
         x=draw(*lead, B, L, D),
-        step=draw(*lead, B, L, 1 if scalar_step else D) * 2,
+        step=draw(*lead, B, L, logits) * 2,
         k=k.to(dtype),
         q=draw(*lead, B, L, N),
         D=draw(*lead, D, dtype=wide),
-        bias=draw(*lead, 1 if scalar_step else D, dtype=wide),
+        bias=draw(*lead, logits, dtype=wide),
     )
     if gate:
         inputs["z"] = draw(B, L, D)
     if state:
         inputs["initial_state"] = draw(*((2,) if both else ()), B, D, N, dtype=wide)
-    if rule.startswith("mamba"):
-        shape = (B, L, N) if rule == "mamba_per_token" else (D, N)
-        inputs["A"] = -(draw(*lead, *shape, dtype=wide).abs() + 0.1).to(dtype if rule == "mamba_per_token" else wide)
+    if law.takes_A:
+        per_token = rule.endswith("_per_token")
+        shape = (B, L, N) if per_token else (D, N)
+        inputs["A"] = -(draw(*lead, *shape, dtype=wide).abs() + 0.1).to(dtype if per_token else wide)
     return {name: value.to(device) for name, value in inputs.items()}
 
 
@@ -52,8 +58,11 @@ def call(rule, inputs, **options):
         return kernels.selective_scan(
             inputs["x"], inputs["step"], inputs["A"], inputs["k"], inputs["q"], dt_bias=inputs.get("bias"),
             A_per_token=rule == "mamba_per_token", **rest, **options)
-    return kernels.longhorn_scan(inputs["x"], inputs["step"], inputs["k"], inputs["q"],
-                                 beta_bias=inputs.get("bias"), rule=rule, **rest, **options)
+    if rule in ("diagonal", "exact"):
+        return kernels.longhorn_scan(inputs["x"], inputs["step"], inputs["k"], inputs["q"],
+                                     beta_bias=inputs.get("bias"), rule=rule, **rest, **options)
+    return kernels.recurrent_scan(inputs["x"], inputs["step"], inputs["k"], inputs["q"], bias=inputs.get("bias"),
+                                  rule=rule, **rest, **options)
 
 
 def outputs_and_gradients(rule, inputs, *, seed=1, **options):

@@ -10,7 +10,7 @@ import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.training.config import load_config
 from vision_longhorn.errors import UserError
-from vision_longhorn.kernels.reference import longhorn_step, selective_step
+from vision_longhorn.kernels.rules import get_rule
 from vision_longhorn.maps import main, plot_maps, token_maps
 
 DEPTH, CHANNELS, N = 2, 16, 3
@@ -30,19 +30,23 @@ def small(name="vlonghorn_test", **options):
 def measured(p, i, x, mixer):
     """(forgetting, write strength) (B, L) of one direction: what a token does to states that are 1 in one place, and
     what an input of 1 in all channels adds to an empty one. All tokens at once, as one batch."""
-    rank, step = mixer.dt_rank, selective_step if mixer.is_mamba else longhorn_step
+    rank, update = mixer.dt_rank, get_rule(mixer.rule).update
     low = (x @ p["x_proj"][i].t()).flatten(0, 1)
-    logit = (low[:, :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]).expand(-1, CHANNELS)
+    logit = low[:, :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
     key = low[:, rank:rank + N]
-    tail = (-p["A_log"][i].exp(), key, key) if mixer.is_mamba else (key, key)
-    options = {} if mixer.is_mamba else dict(rule=mixer.rule)
-    state = torch.zeros(len(low), CHANNELS, N, dtype=torch.float64)
+    A = None
+    if mixer.rule == "mamba":
+        rest = low[:, None, rank + 2 * N:]  # of a token's own A
+        A = -(p["A_log"][i] + rest).exp() if rest.shape[-1] else -p["A_log"][i].exp()
+    channels = x.shape[-1]
+    state = torch.zeros(len(low), channels, N, dtype=torch.float64)
+    nothing = torch.zeros(len(low), channels, dtype=torch.float64)
     kept = []
     for n in range(N):
         one = state.clone()
         one[..., n] = 1
-        kept.append(step(one, torch.zeros_like(logit), logit, *tail, **options)[1][..., n])
-    added = step(state, torch.ones_like(logit), logit, *tail, **options)[1]
+        kept.append(update(one, nothing, logit, key, A, True)[..., n])
+    added = update(state, nothing + 1, logit, key, A, True)
     strength = (added * key[:, None]).sum(-1) / key.square().sum(-1, keepdim=True)
     return (1 - torch.stack(kept).mean((0, 2))).view(x.shape[:2]), strength.mean(1).view(x.shape[:2])
 
@@ -57,7 +61,7 @@ def plain_maps(model, images):
         inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
         ahead = measured(p, 0, plain_conv(p, 0, inner), block.mixer)
         # The backward direction is a forward one that is shown the tokens in reverse order.
-        back = ahead if block.mixer.shared else [
+        back = ahead if block.mixer.wiring == "shared" else [
             value.flip(1) for value in measured(p, 1, plain_conv(p, 1, inner.flip(1)), block.mixer)]
         found.append([torch.stack(pair, 1) for pair in zip(ahead, back)])
         x = x + plain_mixer(p, h, block.mixer)

@@ -12,7 +12,7 @@ from scan_cases import relative_rms
 from timm.optim import create_optimizer_v2
 
 from vision_longhorn import VisionLonghorn
-from vision_longhorn.models.mixer import BidirectionalMixer
+from vision_longhorn.models.mixers import BidirectionalMixer
 
 COUNTS = {
     "vim_tiny": 7_148_008, "vim_small": 25_796_584, "vim_base": 97_598_440,
@@ -55,7 +55,7 @@ def test_every_name_makes_a_model_of_its_own_kind():
             assert model(torch.empty(2, *size)).shape == (2, 7)
         mixer = model.blocks[-1].mixer
         assert mixer.rule == ("mamba" if name.startswith("vim") else "exact" if "exact" in name else "diagonal")
-        assert mixer.shared == name.endswith("_shared")
+        assert mixer.wiring == ("shared" if name.endswith("_shared") else "vim")
         assert size == ((3, 96, 96) if name.endswith("_test") else (3, 224, 224))
         assert len(model.blocks) == (4 if name.endswith("_test") else 24)
 
@@ -245,7 +245,7 @@ def check_initialisation(model):
         check_uniform(mixer.conv_weight, 0.5)
         check_uniform(mixer.out_proj.weight, (mixer.d_inner * depth) ** -0.5)
         assert torch.equal(mixer.D, torch.ones_like(mixer.D))
-        if mixer.is_mamba:
+        if mixer.rule == "mamba":
             dt = F.softplus(mixer.dt_bias)
             assert dt.min() >= 0.999e-3 and dt.max() <= 1.001e-1
             # Log-uniform: half of them below the geometric middle.

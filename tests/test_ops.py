@@ -17,7 +17,7 @@ from torch import nn
 
 import vision_longhorn
 from vision_longhorn import kernels
-from vision_longhorn.models.mixer import BidirectionalMixer
+from vision_longhorn.models.mixers import BidirectionalMixer, create_mixer
 
 DIRECTIONS = (("forward", "none"), ("backward", "none"), ("both", "none"), ("both", "mean"))
 FIELDS = ("x", "step", "k", "q", "A", "z", "D", "bias", "initial_state")
@@ -232,7 +232,8 @@ def test_exported_model_gives_the_same_for_every_batch_size(kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_mixer_traces_with_fx(kind):
     torch.manual_seed(0)
-    mixer = BidirectionalMixer(16, **MODELS[kind]).eval()
+    mixer = create_mixer(**{"name": "longhorn", "dim": 16} | {"name" if key == "mixer" else key: value for key, value in
+                                                              MODELS[kind].items()}).eval()
     traced = torch.fx.symbolic_trace(mixer)
     assert any(node.target in (torch.ops.vision_longhorn.mix, torch.ops.vision_longhorn.mix.default)
                for node in traced.graph.nodes)

@@ -3,7 +3,7 @@ and, marked `gpu`, at full size on a GPU."""
 
 import pytest
 import torch
-from scan_cases import KEYS, RULES, call, errors, make_inputs, outputs_and_gradients, reference, relative_rms
+from scan_cases import DECAYS, KEYS, NAMES, RULES, call, errors, get_rule, make_inputs, outputs_and_gradients, reference, relative_rms
 
 from vision_longhorn import kernels
 
@@ -45,7 +45,7 @@ def test_long_sequences_on_the_torch_path(rule, L, D, N):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule", ("diagonal", "exact"))
+@pytest.mark.parametrize("rule", [name for name in NAMES if not get_rule(name).takes_A])
 @pytest.mark.parametrize("keys", [keys for keys in KEYS if keys != "unit"])
 @pytest.mark.parametrize("N", (1, 8))
 def test_key_sizes(backend, rule, keys, N):
@@ -66,7 +66,7 @@ def test_scalar_step_size(backend, rule):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("rule", ("diagonal", "mamba"))
+@pytest.mark.parametrize("rule", NAMES)
 def test_optional_inputs_may_be_absent(backend, rule):
     inputs = make_inputs(rule, 2, 18, 5, 4, gate=False, state=False)
     del inputs["D"], inputs["bias"]
@@ -127,7 +127,7 @@ def extreme_inputs(rule, device="cpu"):
     inputs["k"][:, 12:15] = 0.0
     inputs["z"][:, 18:20] = 100.0
     inputs["z"][:, 20:22] = -100.0
-    if rule in ("diagonal", "exact"):
+    if "A" not in inputs:
         inputs["k"][:, 3:9] *= 1e4
     return inputs
 
@@ -141,7 +141,7 @@ def test_extreme_values_stay_finite_and_right(backend, rule):
 
 @needs_triton
 @pytest.mark.parametrize("rule,direction", [
-    ("diagonal", "backward"), ("mamba", "forward"), ("mamba_per_token", "forward"), ("diagonal", "both")])
+    *((rule, "backward") for rule in DECAYS), ("mamba_per_token", "forward"), ("diagonal", "both")])
 def test_segments_of_time_side_by_side(rule, direction):
     """67 tokens in three segments, the last one short, with an initial state and a gradient of the final one."""
     check(rule, "triton", 1, 67, 3, 2, direction=direction, regime="parallel")
@@ -157,8 +157,9 @@ def test_torch_path_in_many_pieces(rule, elements, monkeypatch):
 
 
 @needs_triton
-def test_exact_rule_beyond_the_first_saved_state():
-    check("exact", "triton", 1, 71, 3, 2)
+@pytest.mark.parametrize("rule", sorted(set(NAMES) - set(DECAYS)))
+def test_beyond_the_first_saved_state_of_a_rule_that_is_undone(rule):
+    check(rule, "triton", 1, 71, 3, 2)
 
 
 @needs_triton
@@ -224,16 +225,17 @@ def test_wrong_options_are_named(options, words):
 def test_the_plan_follows_the_sizes_and_can_be_forced():
     """Few long sequences are cut along time where the rule allows it, many short ones are not."""
     def segments(rule, B, L, **options):
-        x, k = torch.empty(B, L, 64), torch.empty(B, L, 16)
-        plan = kernels.scan_plan(kernels.Scan(x, x, k, k, torch.empty(64, 16) if rule == "mamba" else None, None, None,
-                                              None, None, rule, **options), backend="triton")
+        inputs = make_inputs(rule, B, L, 64, 16, gate=False, state=False)
+        scan = kernels.Scan(*(inputs.get(name) for name in kernels.Scan._fields[:9]), rule, **options)
+        plan = kernels.scan_plan(scan, backend="triton")
         return plan["forward"].segments, plan["backward"].segments
 
-    for rule in ("diagonal", "mamba"):
+    for rule in DECAYS:
         assert min(segments(rule, 1, 4096)) > 1
         assert segments(rule, 1, 4096, regime="sequential") == segments(rule, 1024, 196) == (1, 1)
         assert min(segments(rule, 1024, 196, regime="parallel")) > 1
-    assert segments("exact", 1, 4096) == (1, 1)
+    for rule in set(NAMES) - set(DECAYS):
+        assert segments(rule, 1, 4096) == (1, 1)
 
 
 @needs_triton
@@ -277,9 +279,8 @@ def test_nothing_is_timed_where_bits_must_repeat(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("B,L,D,rules", [
-    (128, 197, 768, ("diagonal", "exact", "mamba")), (128, 197, 384, ("diagonal", "exact", "mamba")),
-    (8, 6085, 384, ("diagonal", "exact", "mamba")), (8, 6085, 768, ("diagonal", "mamba")),
-    (1, 16384, 768, ("diagonal", "mamba"))])
+    (128, 197, 768, NAMES), (128, 197, 384, NAMES), (8, 6085, 384, NAMES), (8, 6085, 768, DECAYS),
+    (1, 16384, 768, DECAYS)])
 def test_gpu_errors_at_the_sizes_of_the_benchmark(B, L, D, rules):
     """The first and the last sequence of the whole batch, as it is planned and launched for the whole, against float64
     (by the torch path, which the tests above hold against the loop)."""
@@ -302,7 +303,7 @@ def test_gpu_errors_at_the_sizes_of_the_benchmark(B, L, D, rules):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rule", ("diagonal", "mamba"))
+@pytest.mark.parametrize("rule", DECAYS)
 def test_gpu_segments_give_the_same_bits_20_times(rule):
     inputs = make_inputs(rule, 1, 4099, 384, 16, direction="both", dtype=torch.bfloat16, device="cuda")
     options = dict(direction="both", combine="mean", backend="triton")

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from scan_cases import RULES, call, make_inputs, outputs_and_gradients
+from scan_cases import RULES, call, get_rule, make_inputs, outputs_and_gradients
 
 from vision_longhorn.kernels import longhorn_step, selective_step
+from vision_longhorn.kernels.rules.base import read_out
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -96,7 +97,11 @@ def test_steps_reproduce_the_scan(rule, backend):
     state = inputs["initial_state"]
     for t in range(20):
         token = [inputs[name][:, t] for name in ("x", "step", "k", "q", "z")]
-        if rule.startswith("mamba"):
+        if rule not in ("diagonal", "exact", "mamba", "mamba_per_token"):
+            x, logit, k, q, z = token
+            state = get_rule(rule).update(state, x, logit + inputs["bias"], k, None, softplus=True)
+            out = read_out(state, x, q, z, inputs["D"])
+        elif rule.startswith("mamba"):
             x, dt, B, C, z = token
             A = inputs["A"][:, t].unsqueeze(1) if rule == "mamba_per_token" else inputs["A"]
             out, state = selective_step(state, x, dt, A, B, C, z, inputs["D"], inputs["bias"])

@@ -29,7 +29,6 @@ from vision_longhorn.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vision_longhorn.models.mixer import BidirectionalMixer
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 
@@ -54,7 +53,7 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
         The maps in float32 (float64 for a model in float64).
 
     Raises:
-        UserError: `model` is not one of this package.
+        UserError: `model` is not one of this package, or its mixer keeps no state.
     """
     import torch
 
@@ -63,10 +62,14 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     if not isinstance(model, VisionLonghorn):
         raise UserError(f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
                         "(module='vlonghorn'), itself and not wrapped in another module or compiled")
+    stateless = next((block.mixer for block in model.blocks if not hasattr(block.mixer, "forgetting_and_write")), None)
+    if stateless is not None:
+        raise UserError(f"the mixer of this model ({stateless.describe()}) keeps no state that could forget: give a model "
+                        "with a scan")
     found = []
     hooks = [
-        block.mixer.in_proj.register_forward_hook(
-            lambda _, inputs, xz, mixer=block.mixer: found.append(_forgetting_and_write(mixer, xz)))
+        block.mixer.register_forward_hook(
+            lambda mixer, inputs, _: found.append(mixer.forgetting_and_write(*inputs)))
         for block in model.blocks]
     try:
         with torch.no_grad():
@@ -83,33 +86,6 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
         of_class = both[..., i]
         both = torch.cat([both[..., :i], both[..., i + 1:]], -1)
     return TokenMaps(*both.unflatten(-1, (rows, columns)), *of_class)
-
-
-def _forgetting_and_write(mixer: BidirectionalMixer, xz: Tensor) -> Tensor:
-    """(2, B, 2, L): forgetting and write strength by direction, from what `in_proj` gave, (B, L, 2 D)."""
-    import torch
-    from torch.nn.functional import softplus
-
-    from vision_longhorn.kernels.backends.torch import conv
-
-    wide = torch.float64 if xz.dtype == torch.float64 else torch.float32
-    R, N = mixer.dt_rank, mixer.d_state
-    with torch.autocast(xz.device.type, enabled=False):
-        x = xz.chunk(2, -1)[0].to(wide)
-        x = conv.forward(x, mixer.conv_weight.contiguous(), mixer.conv_bias.contiguous())  # (S, B, L, D)
-        low = x @ mixer.x_proj.to(wide).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N)
-        logits = low[..., :R] @ mixer.dt_proj.to(wide).transpose(1, 2)[:, None] + mixer.dt_bias.to(wide)[:, None, None]
-        if mixer.A_log is None:
-            energy = low[..., R:R + N].square().sum(-1)  # |k|^2, (S, B, L)
-            # = beta / (1 + beta |k|^2), beta the sigmoid of the logit
-            write = (1 / (1 + torch.exp(-logits) + energy[..., None])).mean(-1)
-            forgetting = write * energy / N
-        else:
-            dt = softplus(logits)  # (S, B, L, D), or 1 for all channels
-            write = dt.mean(-1)
-            rates = mixer.A_log.to(wide).exp()[:, None, None]  # (S, 1, 1, D, N), of decay: -A
-            forgetting = sum((-torch.expm1(-dt * rates[..., n])).mean(-1) for n in range(N)) / N
-    return torch.stack([forgetting, write]).expand(2, 2, -1, -1).transpose(1, 2)
 
 
 def plot_maps(maps: TokenMaps, image, out: str | Path, layers: Optional[list[int]] = None, sample: int = 0) -> None:

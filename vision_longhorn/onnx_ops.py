@@ -5,7 +5,11 @@ takes them, and channels last, so that the products of each step run over long r
 only what inference needs: what an operator returns for its backward pass stands for nothing here.
 """
 
-from typing import Optional, Sequence
+import linecache
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 from onnxscript import FLOAT, graph, script
@@ -13,70 +17,42 @@ from onnxscript import opset18 as op
 from onnxscript.values import Opset
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
+from vision_longhorn.kernels.rules import get_rule
 
 OPSET = 18
-_domain = Opset("vision_longhorn", 1)
-
-# The walk through time of each rule: the state (B, N, D), then what each step takes of one token. Of those eps and dt
-# are (L, B, 1, D or 1), x and u (L, B, 1, D), k and A (L, B, N, 1), q (L, B, 1, N). `inputs` and `output` are
-# Scan's directions: 0, or 1 from the last token to the first. The exporter writes these functions out where they are
-# called, so no file asks for them.
 
 
-@script(_domain, default_opset=op)
-def ScanDiagonal(state: FLOAT, eps: FLOAT, u: FLOAT, k: FLOAT, q: FLOAT, inputs: Sequence[int], output: Sequence[int]
-                 ) -> tuple[FLOAT, FLOAT]:
+# A walk through time, as onnxscript reads it. The body is a graph of its own, so the rule's expression becomes part of
+# the source and is not called. The exporter writes the function out where it is called, so no file asks for it.
+_WALK = """
+def walk(state: FLOAT, k: FLOAT, q: FLOAT, {arguments}, inputs: Sequence[int], output: Sequence[int]
+         ) -> tuple[FLOAT, FLOAT]:
     @graph()
-    def step(S, eps_t, u_t, k_t, q_t):
-        S_t = S + (u_t - eps_t * k_t * S) * k_t
+    def step(S, k_t, q_t, {steps}):
+        S_t = {expression}
         y_t = op.MatMul(q_t, S_t)
         return S_t, y_t
 
-    last, y = op.Scan(state, eps, u, k, q, body=step, num_scan_inputs=4, scan_input_directions=inputs,
+    last, y = op.Scan(state, k, q, {of_token}, body=step, num_scan_inputs={count}, scan_input_directions=inputs,
                       scan_output_directions=output)
     return y, last
+"""
 
 
-@script(_domain, default_opset=op)
-def ScanExact(state: FLOAT, eps: FLOAT, x: FLOAT, k: FLOAT, q: FLOAT, inputs: Sequence[int], output: Sequence[int]
-              ) -> tuple[FLOAT, FLOAT]:
-    @graph()
-    def step(S, eps_t, x_t, k_t, q_t):
-        S_t = S + eps_t * (x_t - op.MatMul(op.Transpose(k_t, perm=[0, 2, 1]), S)) * k_t
-        y_t = op.MatMul(q_t, S_t)
-        return S_t, y_t
-
-    last, y = op.Scan(state, eps, x, k, q, body=step, num_scan_inputs=4, scan_input_directions=inputs,
-                      scan_output_directions=output)
-    return y, last
-
-
-@script(_domain, default_opset=op)
-def ScanMamba(state: FLOAT, dt: FLOAT, u: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT, inputs: Sequence[int],
-              output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
-    @graph()
-    def step(S, dt_t, u_t, k_t, q_t):
-        S_t = op.Exp(dt_t * A) * S + u_t * k_t
-        y_t = op.MatMul(q_t, S_t)
-        return S_t, y_t
-
-    last, y = op.Scan(state, dt, u, k, q, body=step, num_scan_inputs=4, scan_input_directions=inputs,
-                      scan_output_directions=output)
-    return y, last
-
-
-@script(_domain, default_opset=op)
-def ScanMambaPerToken(state: FLOAT, dt: FLOAT, u: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT, inputs: Sequence[int],
-                      output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
-    @graph()
-    def step(S, dt_t, u_t, k_t, q_t, A_t):
-        S_t = op.Exp(dt_t * A_t) * S + u_t * k_t
-        y_t = op.MatMul(q_t, S_t)
-        return S_t, y_t
-
-    last, y = op.Scan(state, dt, u, k, q, A, body=step, num_scan_inputs=5, scan_input_directions=inputs,
-                      scan_output_directions=output)
-    return y, last
+@cache
+def _walk(rule: str, of_token: tuple[str, ...], others: tuple[str, ...]) -> Any:
+    """The walk of a rule as a function of ONNX: y (L, B, 1, D) and the last state, from the first state (B, N, D),
+    k (L, B, N, 1), q (L, B, 1, N), what each step takes of one token, each (L, B, ..), and what it takes besides.
+    `inputs` and `output` are Scan's directions: 0, or 1 from the last token to the first."""
+    expression = re.sub(rf"\b({'|'.join(('k', *of_token))})\b", r"\1_t", get_rule(rule).onnx_step)
+    source = _WALK.format(
+        arguments=", ".join(f"{name}: FLOAT" for name in of_token + others), expression=expression,
+        steps=", ".join(f"{name}_t" for name in of_token), of_token=", ".join(of_token), count=2 + len(of_token))
+    file = f"<walk of {rule}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where inspect finds it
+    names: dict[str, Any] = dict(globals())
+    exec(compile(source, file, "exec"), names)
+    return script(Opset("vision_longhorn", 1), default_opset=op)(names["walk"])
 
 
 def _ints(*values: int):
@@ -105,26 +81,22 @@ def _zero_state(x, d_state: int):
 
 
 def _recurrence(x, step, k, q, A, state, rule: str, softplus: bool, per_token: bool, backward: bool):
-    """One direction: x (L, B, D); step (L, B, D or 1), its bias added; k, q (L, B, N); A (N, D) or, per token,
+    """One direction: x (L, B, D); step (L, B, D, 1 or N), its bias added; k, q (L, B, N); A (N, D) or, per token,
     (L, B, N); state (B, N, D). Returns y (L, B, D), without the skip, and the last state (B, N, D)."""
-    way, k_t, q_t = int(backward), _axis(k, 3), _axis(q, 2)
-    if rule == "mamba":
-        dt = op.Softplus(step) if softplus else step
-        walk, of_token, others = ScanMamba, [dt, op.Mul(dt, x)], [A]
-        if per_token:
-            walk, others = ScanMambaPerToken, [_axis(A, 3)]
-    else:
-        norm = op.ReduceSumSquare(k, _ints(-1), keepdims=1)
-        eps = op.Reciprocal(op.Add(op.Add(op.Exp(op.Neg(step)), norm), 1.0))  # where exp is infinite nothing is written
-        walk, of_token, others = (ScanExact, [eps, x], []) if rule == "exact" else \
-            (ScanDiagonal, [eps, op.Mul(eps, x)], [])
-    y, state = walk(state, *(_axis(value, 2) for value in of_token), k_t, q_t, *others,
-                    inputs=[way] * (5 if per_token else 4), output=[way])
+    of_token, others = get_rule(rule).onnx_inputs(op, x, step, k, A, softplus)
+    if per_token:
+        of_token, others = of_token | {name: _axis(value, 3) for name, value in others.items()}, {}
+    k = of_token.pop("k", k)  # a rule may have its own
+    # Rows of channels as (L, B, 1, D); what is of the states is a column, (L, B, N, 1), already.
+    of_token = {name: value if name in ("A", "a") else _axis(value, 2) for name, value in of_token.items()}
+    directions = [int(backward)] * (2 + len(of_token))
+    y, state = _walk(rule, tuple(of_token), tuple(others))(
+        state, _axis(k, 3), _axis(q, 2), *of_token.values(), *others.values(), inputs=directions, output=directions[:1])
     return op.Squeeze(y, _ints(2)), state
 
 
-def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: Optional[FLOAT], z: Optional[FLOAT], D: Optional[FLOAT],
-         bias: Optional[FLOAT], initial_state: Optional[FLOAT], rule: str, direction: str, combine: str, softplus: bool,
+def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT | None, z: FLOAT | None, D: FLOAT | None,
+         bias: FLOAT | None, initial_state: FLOAT | None, rule: str, direction: str, combine: str, softplus: bool,
          A_per_token: bool, return_final_state: bool, save_states: bool, backend: str, regime: str):
     """`torch.ops.vision_longhorn.scan`."""
     both, d_state = direction == "both", k.shape[-1]
@@ -163,12 +135,14 @@ def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: Optional[FLOAT], z: Optio
 
 
 def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj: FLOAT, dt_bias: FLOAT,
-        A_log: Optional[FLOAT], D: FLOAT, norm_weight: Optional[FLOAT], rule: str, eps: float, save_states: bool,
+        A_log: FLOAT | None, D: FLOAT, norm_weight: FLOAT | None, rule: str, eps: float, save_states: bool,
         backend: str):
     """`torch.ops.vision_longhorn.mix`."""
     sets, d_inner, taps = conv_weight.shape
     rank = dt_proj.shape[2]
-    d_state = (x_proj.shape[1] - rank) // 2
+    per_token = A_log is not None and len(A_log.shape) == 2
+    d_state = (x_proj.shape[1] - rank) // (3 if per_token else 2)
+    shared = norm_weight is not None
     x = op.Transpose(_slice(xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
     def prepared(s: int):
@@ -181,21 +155,26 @@ def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj:
         low = op.MatMul(u, op.Transpose(_entry(x_proj, s), perm=[1, 0]))
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(dt_proj, s), perm=[1, 0]))
         k, q = (_slice(low, start, start + d_state, 2) for start in (rank, rank + d_state))
-        A = None if A_log is None else op.Neg(op.Exp(op.Transpose(_entry(A_log, s), perm=[1, 0])))
+        A = None
+        if per_token:
+            a = _slice(low, rank + 2 * d_state, rank + 3 * d_state, 2)
+            A = op.Neg(op.Exp(op.Add(a, _entry(A_log, s))))
+        elif A_log is not None:
+            A = op.Neg(op.Exp(op.Transpose(_entry(A_log, s), perm=[1, 0])))
         return u, op.Add(step, _entry(dt_bias, s)), k, q, A
 
     ys = []
     parameters = [prepared(s) for s in range(sets)]
-    for g in (0, 1):
+    for g in range(2 if shared else sets):
         s = min(g, sets - 1)
         u, *others = parameters[s]
-        y, _ = _recurrence(u, *others, _zero_state(u, d_state), rule, True, False, g == 1)
+        y, _ = _recurrence(u, *others, _zero_state(u, d_state), rule, True, per_token, g == 1)
         y = op.Add(y, op.Mul(_entry(D, s), u))
-        if norm_weight is not None:
+        if shared:
             mean = op.ReduceMean(op.Mul(y, y), _ints(-1), keepdims=1)
             y = op.Mul(op.Div(y, op.Sqrt(op.Add(mean, eps))), _entry(norm_weight, g))
         ys.append(y)
-    y = op.Add(*ys) if norm_weight is not None else op.Mul(op.Add(*ys), 0.5)
+    y = ys[0] if len(ys) == 1 else op.Add(*ys) if shared else op.Mul(op.Add(*ys), 0.5)
     y = op.Mul(op.Transpose(y, perm=[1, 0, 2]), _silu(_slice(xz, d_inner, 2 * d_inner, 2)))
     return y, op.Identity(y), op.Identity(y), op.Identity(y)
 

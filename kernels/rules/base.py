@@ -136,6 +136,12 @@ class Rule:
         (T, b, N) of a token's, (b, N, D) else. `flow`, the gradient of a, and `a` may be overwritten."""
         raise NotImplementedError
 
+    # In a model
+
+    def reset_bias(self, bias: Tensor) -> None:
+        """Initialises the bias of the logits in place; zeros (a beta near 1/2) unless a rule knows better."""
+        bias.zero_()
+
     # In Triton
 
     def triton(self) -> Functions:
@@ -144,13 +150,14 @@ class Rule:
 
     # In ONNX and in pictures
 
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[list, list]:
-        """What each step of the walk takes besides k and q: tensors of each token, (L, B, ...), and others. x (L, B, D),
-        step (L, B, D, 1 or N) with its bias, k (L, B, N), A (N, D) or (L, B, N); `op` makes nodes of the standard."""
-        raise NotImplementedError
+    # The next state as an expression of onnxscript: of S (B, N, D), k (B, N, 1), and what `onnx_inputs` names, of a
+    # token: rows of channels as (B, 1, D), A as (B, N, 1).
+    onnx_step: ClassVar[str]
 
-    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
-        """The next state. S (B, N, D), k (B, N, 1); the others are those of `onnx_inputs`, of one token each."""
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
+        """By name, what each step of the walk takes: of each token, and (such as an A for all tokens) besides. Given are
+        x (L, B, D), step (L, B, D, 1 or N) with its bias, k (L, B, N), A (N, D) or (L, B, N), and `op`, which makes nodes
+        of the standard."""
         raise NotImplementedError
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:

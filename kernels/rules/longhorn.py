@@ -40,10 +40,10 @@ class Longhorn(Rule):
             dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
         return dlog * (s.eps * s.e)
 
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[list, list]:
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
         norm = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
         eps = op.Reciprocal(op.Add(op.Add(op.Exp(op.Neg(step)), norm), 1.0))  # where exp is infinite nothing is written
-        return [eps, x], []
+        return {"eps": eps, "x": x}, {}
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         energy = k.square().sum(-1)
@@ -58,6 +58,7 @@ class Diagonal(Longhorn):
     # Forward: the decay eps k^2, what is added, the update, the read-out. Backward: the states again, the read-out (for
     # dz), the adjoint's two steps, and a product for each gradient that is a sum over states or channels.
     operations = {"forward": (4, 0), "backward": (12, 0)}
+    onnx_step = "S + eps * (x - k * S) * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         eps, k = self._eps(step, k), k.unsqueeze(1)  # (B, D or 1), (B, 1, N)
@@ -83,9 +84,6 @@ class Diagonal(Longhorn):
     def triton(self) -> Functions:
         return _DIAGONAL
 
-    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
-        eps, x = of_token
-        return op.Add(S, op.Mul(op.Mul(eps, op.Sub(x, op.Mul(k, S))), k))
 
 
 class Exact(Longhorn):
@@ -93,6 +91,7 @@ class Exact(Longhorn):
     kind = "error"
     # Forward: a product with k, the update and the read-out.
     operations = {"forward": (3, 0), "backward": (8, 0)}
+    onnx_step = "S + eps * (x - op.MatMul(op.Transpose(k, perm=[0, 2, 1]), S)) * k"
 
     def for_states(self, N: int) -> Rule:
         # With one state both rules are the same, and the diagonal form loses no digits where a large key all but erases
@@ -106,15 +105,6 @@ class Exact(Longhorn):
 
     def triton(self) -> Functions:
         return _EXACT
-
-    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
-        return onnx_error_step(op, S, k, *of_token)
-
-
-def onnx_error_step(op: Any, S: Any, k: Any, eps: Any, x: Any) -> Any:
-    """The next state of a rule of kind "error"; eps (B, 1, D or 1), x (B, 1, D)."""
-    error = op.Sub(x, op.MatMul(op.Transpose(k, perm=[0, 2, 1]), S))
-    return op.Add(S, op.Mul(op.Mul(eps, error), k))
 
 
 RULES = (Diagonal(), Exact())

@@ -7,6 +7,7 @@ B, C and dt travel as `k`, `q` and `step`. A is the same for all tokens or, as a
 token's own.
 """
 
+import math
 from typing import Any, Optional
 
 import torch
@@ -23,6 +24,7 @@ class Mamba(Rule):
     names = {"step": "dt", "k": "B", "q": "C", "bias": "dt_bias"}
     # As the diagonal rule's, but that the decay is dt A and its exp.
     operations = {"forward": (4, 1), "backward": (12, 1)}
+    onnx_step = "op.Exp(dt * A) * S + u * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         dt = F.softplus(step) if softplus else step
@@ -46,16 +48,17 @@ class Mamba(Rule):
         deps += torch.mul(flow, d.A, out=a).sum(2)
         return flow.mul_(s.eps.unsqueeze(2)).sum(0)
 
+    def reset_bias(self, bias: Tensor) -> None:
+        # softplus(bias) is log-uniform in [1e-3, 1e-1].
+        dt = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
+        bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+
     def triton(self) -> Functions:
         return _MAMBA
 
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[list, list]:
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
         dt = op.Softplus(step) if softplus else step
-        return [dt, op.Mul(dt, x)], [A]
-
-    def onnx_step(self, op: Any, S: Any, k: Any, of_token: list, others: list) -> Any:
-        (dt, u), (A,) = of_token, others
-        return op.Add(op.Mul(op.Exp(op.Mul(dt, A)), S), op.Mul(u, k))
+        return {"dt": dt, "u": op.Mul(dt, x)}, {"A": A}
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         assert A is not None

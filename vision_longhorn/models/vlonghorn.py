@@ -19,7 +19,8 @@ from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_c
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from vision_longhorn.models.mixer import BidirectionalMixer, check_choice
+from vision_longhorn.kernels.contract import check_option
+from vision_longhorn.models.mixers import create_mixer
 from vision_longhorn.models.vim_weights import fit_features, rename_official, unwrap
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
 
@@ -41,13 +42,15 @@ class Block(nn.Module):
         dim: width of the tokens.
         drop_path: probability of leaving the block out for a sample.
         eps: of the norm.
-        mixer_args: further arguments of `BidirectionalMixer`.
+        mixer: name of the mixer, see `vision_longhorn.models.mixers`.
+        mixer_args: its options.
     """
 
-    def __init__(self, dim: int, drop_path: float = 0.0, eps: float = 1e-5, device=None, dtype=None, **mixer_args):
+    def __init__(self, dim: int, drop_path: float = 0.0, eps: float = 1e-5, mixer: str = "longhorn", device=None,
+                 dtype=None, **mixer_args):
         super().__init__()
         self.norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
-        self.mixer = BidirectionalMixer(dim, eps=eps, device=device, dtype=dtype, **mixer_args)
+        self.mixer = create_mixer(mixer, dim, eps=eps, device=device, dtype=dtype, **mixer_args)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:  # (B, L, dim) -> (B, L, dim)
@@ -119,8 +122,7 @@ class VisionLonghorn(nn.Module):
         global_pool: "token" (the class token's output), "avg" or "max" over the patches, or "" for all tokens.
         embed_dim: width of the tokens.
         depth: number of blocks.
-        d_state, d_conv, expand, dt_rank, mixer, rule, wiring, beta, save_states: of the mixer, see
-            `BidirectionalMixer`.
+        mixer: what mixes the tokens of a block, see `vision_longhorn.models.mixers`.
         class_token: its place in the sequence, "middle", "first", "last", or "none".
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
@@ -129,8 +131,11 @@ class VisionLonghorn(nn.Module):
         residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision.
         dynamic_img_size: take images of any size in whole patches, resampling the position embedding for each.
         dynamic_img_pad: pad images to whole patches.
+        mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, d_conv,
+            expand, dt_rank, rule, wiring, beta, save_states.
 
     Raises:
+        TypeError: the mixer has no such option.
         ValueError: an option is not known, options contradict each other, or an image is smaller than a patch.
     """
 
@@ -145,15 +150,7 @@ class VisionLonghorn(nn.Module):
         global_pool: str = "token",
         embed_dim: int = 192,
         depth: int = 24,
-        d_state: int = 16,
-        d_conv: int = 4,
-        expand: int = 2,
-        dt_rank: Optional[int] = None,
         mixer: str = "longhorn",
-        rule: str = "diagonal",
-        wiring: str = "vim",
-        beta: str = "vector",
-        save_states: bool = False,
         class_token: str = "middle",
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
@@ -165,10 +162,11 @@ class VisionLonghorn(nn.Module):
         patch_stride: Optional[int | tuple[int, int]] = None,
         device=None,
         dtype=None,
+        **mixer_args: Any,
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        check_choice("class_token", class_token, CLASS_TOKENS)
+        check_option("class_token", class_token, CLASS_TOKENS)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
@@ -190,9 +188,7 @@ class VisionLonghorn(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches + self.num_prefix_tokens, embed_dim, **dd))
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.blocks = nn.Sequential(*[
-            Block(embed_dim, drop_path=rate, eps=norm_eps, d_state=d_state, d_conv=d_conv, expand=expand,
-                  dt_rank=dt_rank, mixer=mixer, rule=rule, wiring=wiring, beta=beta, residual_layers=depth,
-                  save_states=save_states, **dd)
+            Block(embed_dim, drop_path=rate, eps=norm_eps, mixer=mixer, residual_layers=depth, **dd, **mixer_args)
             for rate in calculate_drop_path_rates(drop_path_rate, depth)])
         reduction = self.patch_embed.feat_ratio()
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)]
@@ -203,7 +199,7 @@ class VisionLonghorn(nn.Module):
         self.register_load_state_dict_pre_hook(rename_official)
 
     def _set_pool(self, global_pool: str) -> None:
-        check_choice("global_pool", global_pool, POOLS)
+        check_option("global_pool", global_pool, POOLS)
         if global_pool == "token" and self.class_token == "none":
             raise ValueError("global_pool='token' needs a class token; with class_token='none' use global_pool='avg'")
         self.global_pool = global_pool
@@ -212,8 +208,9 @@ class VisionLonghorn(nn.Module):
     def init_weights(self, needs_reset: bool = True) -> None:
         """Initialise as ViM does; the blocks' own modules only if `needs_reset` (they do so when built)."""
         if needs_reset:
+            mixers = {block.mixer for block in self.blocks}
             for module in self.modules():
-                if isinstance(module, (BidirectionalMixer, nn.RMSNorm)):
+                if module in mixers or isinstance(module, nn.RMSNorm):
                     module.reset_parameters()
         lecun_normal_(self.patch_embed.proj.weight)
         nn.init.zeros_(self.patch_embed.proj.bias)
@@ -230,7 +227,8 @@ class VisionLonghorn(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Names, with wildcards, that timm's optimiser factory must not decay (it spares 1-D parameters by itself)."""
-        return {"pos_embed", "cls_token", *(f"*.mixer.{name}" for name in BidirectionalMixer.NO_WEIGHT_DECAY)}
+        names = {name for block in self.blocks for name in block.mixer.NO_WEIGHT_DECAY}
+        return {"pos_embed", "cls_token", *(f"*.mixer.{name}" for name in names)}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -355,7 +353,7 @@ class VisionLonghorn(nn.Module):
         Returns:
             The list of intermediates, or (final features, intermediates).
         """
-        check_choice("output_fmt", output_fmt, ("NCHW", "NLC"))
+        check_option("output_fmt", output_fmt, ("NCHW", "NLC"))
         take, last = feature_take_indices(len(self.blocks), indices)
         H, W = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self._embed(x)

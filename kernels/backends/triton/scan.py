@@ -362,7 +362,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
     if scan.bias is not None:
         grads["bias"] = dbias.sum((1, 2))
     if dz is not None and scan.z is not None:
-        _add(dgate, dz)
+        _add(dgate, dz) if len(dgate) == 2 else dz.copy_(dgate[0])
         del grads["z"]
     return {name: unstack(grads[name], value) for name, value in scan.tensors().items() if name in grads}
 

@@ -1,4 +1,4 @@
-"""The bidirectional state-space mixer: what stands in a Vision Longhorn block where a transformer has attention.
+"""The state-space mixer: a short convolution and a scan in both directions, under one gate.
 
 The inner block is that of Longhorn (arXiv 2407.14207) and Mamba (arXiv 2312.00752); its two wirings of a forward and a
 backward scan are those of Vision Mamba (arXiv 2401.09417) and of the Longhorn authors' vision code.
@@ -11,17 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
+from vision_longhorn.kernels.contract import check_option
+from vision_longhorn.kernels.dispatch import load_backend
+from vision_longhorn.kernels.mixing import token_facts
+from vision_longhorn.kernels.rules import NAMES, get_rule
 
-MIXERS = ("longhorn", "mamba")
-RULES = ("diagonal", "exact")
-WIRINGS = ("vim", "shared")
+WIRINGS = ("vim", "shared", "forward")
 BETAS = ("vector", "scalar")
-
-
-def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
-    """Raise ValueError naming the option, the value and what is allowed, unless `value` is one of `allowed`."""
-    if value not in allowed:
-        raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}")
 
 
 class BidirectionalMixer(nn.Module):
@@ -34,9 +30,9 @@ class BidirectionalMixer(nn.Module):
       averaged.
     - wiring "shared": one set serves both directions (its convolution looks backward in both); each scan's output is
       RMS-normalised with a weight of its own, and their sum is gated.
+    - wiring "forward": one direction, from the first token to the last, for causal tasks.
 
-    Parameters of the directions are stacked along a leading axis of 2 ("vim") or 1 ("shared"), so that one product
-    serves both.
+    Parameters of the directions are stacked along a leading axis of 2 ("vim") or 1, so that one product serves both.
 
     Args:
         dim: width of the tokens.
@@ -44,10 +40,10 @@ class BidirectionalMixer(nn.Module):
         d_conv: width of the convolution, in tokens.
         expand: inner width over `dim`.
         dt_rank: rank of the step-size head; ceil(dim / 16) if None.
-        mixer: "longhorn" or "mamba".
-        rule: Longhorn's update, "diagonal" or "exact".
-        wiring: "vim" or "shared".
+        rule: the update, one of `kernels.rules.NAMES`.
+        wiring: "vim", "shared" or "forward".
         beta: "vector" for a step size per channel, "scalar" for one per token.
+        A_per_token: a decay rate A = -exp(A_log + linear(x)) of each token in the place of one for all (Mamba only).
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
         save_states: in training, keep the states that the scan's backward pass starts from instead of finding them
@@ -55,7 +51,7 @@ class BidirectionalMixer(nn.Module):
             d_inner (4 + N / 16)).
 
     Raises:
-        ValueError: an option is not known, or `rule="exact"` is asked of Mamba.
+        ValueError: an option is not known, or the rule cannot have it.
     """
 
     def __init__(
@@ -65,10 +61,10 @@ class BidirectionalMixer(nn.Module):
         d_conv: int = 4,
         expand: int = 2,
         dt_rank: Optional[int] = None,
-        mixer: str = "longhorn",
         rule: str = "diagonal",
         wiring: str = "vim",
         beta: str = "vector",
+        A_per_token: bool = False,
         residual_layers: int = 1,
         eps: float = 1e-5,
         save_states: bool = False,
@@ -76,35 +72,38 @@ class BidirectionalMixer(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        check_choice("mixer", mixer, MIXERS)
-        check_choice("rule", rule, RULES)
-        check_choice("wiring", wiring, WIRINGS)
-        check_choice("beta", beta, BETAS)
-        if mixer == "mamba" and rule != "diagonal":
-            raise ValueError(f"rule={rule!r} belongs to Longhorn; with mixer='mamba' leave it at 'diagonal'")
+        check_option("rule", rule, NAMES)
+        check_option("wiring", wiring, WIRINGS)
+        check_option("beta", beta, BETAS)
+        law = get_rule(rule)
+        if beta == "scalar" and law.step_per != "channel":
+            raise ValueError(f"beta='scalar' with rule={rule!r}, which has a decay for each state: leave it at 'vector'")
+        if A_per_token and not law.takes_A:
+            raise ValueError(f"A_per_token=True with rule={rule!r}, which has no A: it belongs to Mamba")
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
         self.d_state = d_state
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
-        self.is_mamba = mixer == "mamba"
-        self.rule = "mamba" if self.is_mamba else rule
-        self.shared = wiring == "shared"
+        self.rule = rule
+        self.wiring = wiring
         self.residual_layers = residual_layers
         self.eps = eps
         self.save_states = save_states
         self.scan_backend = "auto"
-        self.sets = sets = 1 if self.shared else 2
-        steps = d_inner if beta == "vector" else 1
+        self.sets = sets = 2 if wiring == "vim" else 1
+        steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
+        of_token = 3 if A_per_token else 2  # key, query, and perhaps A
 
         self.in_proj = nn.Linear(dim, 2 * d_inner, bias=False, **dd)
         self.conv_weight = nn.Parameter(torch.empty(sets, d_inner, d_conv, **dd))
         self.conv_bias = nn.Parameter(torch.empty(sets, d_inner, **dd))
-        self.x_proj = nn.Parameter(torch.empty(sets, dt_rank + 2 * d_state, d_inner, **dd))
+        self.x_proj = nn.Parameter(torch.empty(sets, dt_rank + of_token * d_state, d_inner, **dd))
         self.dt_proj = nn.Parameter(torch.empty(sets, steps, dt_rank, **dd))
         self.dt_bias = nn.Parameter(torch.empty(sets, steps, **dd))
-        self.A_log = nn.Parameter(torch.empty(sets, d_inner, d_state, **dd)) if self.is_mamba else None
+        A_shape = (sets, d_state) if A_per_token else (sets, d_inner, d_state)
+        self.A_log = nn.Parameter(torch.empty(*A_shape, **dd)) if law.takes_A else None
         self.D = nn.Parameter(torch.empty(sets, d_inner, **dd))
-        self.norm_weight = nn.Parameter(torch.empty(2, d_inner, **dd)) if self.shared else None
+        self.norm_weight = nn.Parameter(torch.empty(2, d_inner, **dd)) if wiring == "shared" else None
         self.out_proj = nn.Linear(d_inner, dim, bias=False, **dd)
         self.reset_parameters()
 
@@ -122,12 +121,8 @@ class BidirectionalMixer(nn.Module):
         nn.init.uniform_(self.x_proj, -bound, bound)
         bound = self.dt_rank ** -0.5
         nn.init.uniform_(self.dt_proj, -bound, bound)
-        if self.A_log is None:
-            nn.init.zeros_(self.dt_bias)  # beta starts near 1/2
-        else:
-            # softplus(dt_bias) is log-uniform in [1e-3, 1e-1].
-            dt = torch.empty_like(self.dt_bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
+        get_rule(self.rule).reset_bias(self.dt_bias)
+        if self.A_log is not None:
             states = torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=torch.float32)
             self.A_log.copy_(states.log().to(self.A_log.dtype).expand_as(self.A_log))
         nn.init.ones_(self.D)
@@ -143,5 +138,38 @@ class BidirectionalMixer(nn.Module):
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend)
         return self.out_proj(y)
 
+    def forgetting_and_write(self, h: Tensor) -> Tensor:
+        """(2, B, 2, L): forgetting and write strength of the tokens h (B, L, dim) by direction, as
+        `vision_longhorn.maps` defines them; in the "forward" wiring both directions are the same."""
+        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
+        xz = self.in_proj(h)
+        with torch.autocast(h.device.type, enabled=False):
+            x = xz.chunk(2, -1)[0].to(wide)
+            conv = load_backend("torch", "conv")
+            x = conv.forward(x, self.conv_weight.contiguous(), self.conv_bias.contiguous())  # (S, B, L, D)
+            step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
+            found = get_rule(self.rule).maps(step, k, A)
+        return torch.stack(found).expand(2, 2, -1, -1).transpose(1, 2)
+
+    def describe(self) -> str:
+        """For a model card."""
+        name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
+        return f"{name}, state size {self.d_state}, {self.wiring} wiring"
+
     def extra_repr(self) -> str:
-        return f"rule={self.rule}, wiring={'shared' if self.shared else 'vim'}, d_state={self.d_state}"
+        return f"rule={self.rule}, wiring={self.wiring}, d_state={self.d_state}"
+
+
+def mamba(dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank: Optional[int] = None,
+          rule: str = "mamba", wiring: str = "vim", beta: str = "vector", A_per_token: bool = False,
+          residual_layers: int = 1, eps: float = 1e-5, save_states: bool = False, device=None, dtype=None
+          ) -> BidirectionalMixer:
+    """`BidirectionalMixer` with Mamba's rule.
+
+    Raises:
+        ValueError: another rule is asked for.
+    """
+    if rule not in ("mamba", "diagonal"):  # the latter is what older configs give
+        raise ValueError(f"rule={rule!r} belongs to Longhorn; with mixer='mamba' leave it out")
+    return BidirectionalMixer(dim, d_state, d_conv, expand, dt_rank, "mamba", wiring, beta, A_per_token, residual_layers,
+                              eps, save_states, device, dtype)
