@@ -450,7 +450,8 @@ def _backward_kernel(
                 A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
             x = xs[j].to(tl.float32)
             if UNDOES:
-                eps, e = RULE.value.step_size(us[j], bias, norms[j], 1.0, SOFTPLUS, PTX)
+                keep = tl.where(inside, 1.0, 0.0)
+                eps, e = RULE.value.step_size(us[j], bias, norms[j], keep, SOFTPLUS, PTX)
                 w = ws[j]  # zero beyond the end
             else:
                 eps = epss[j]
