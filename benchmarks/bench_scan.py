@@ -6,7 +6,7 @@
     python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler to watch
 
 Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
-they are of `triton_scan.forward` and `triton_scan.backward` replayed in a CUDA graph: the operator around them costs
+they are of `ops.forward` and `ops.backward` of `kernels` replayed in a CUDA graph: the operator around them costs
 about half a millisecond of the CPU's time, which a network in training hides behind the GPU's work, and which would
 hide the kernels here. One row times the operator as it is called, through autograd. The replays follow one another, so
 inputs that fit the GPU's L2 cache may be found there.
@@ -37,7 +37,10 @@ from torch import Tensor
 from common import RESULTS, describe, environment, print_environment, table
 
 from vision_longhorn import kernels
-from vision_longhorn.kernels import Scan
+from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.errors import UserError
+from vision_longhorn.kernels import Scan, ops
+from vision_longhorn.kernels.rules import NAMES, get_rule
 
 if kernels.HAS_TRITON:
     import triton
@@ -45,23 +48,15 @@ if kernels.HAS_TRITON:
 
     from vision_longhorn.kernels.backends.triton import tuning
 
-RULES = ("diagonal", "exact", "mamba")
+RULES = NAMES
+DECAYS = [name for name in NAMES if get_rule(name).kind == "decay"]  # whose time can be cut into segments
 IMAGES, SMALL_IMAGES = (128, 197, 768), (128, 197, 384)
 LONG, WIDE_LONG, ONE = (8, 6085, 384), (8, 6085, 768), (1, 16384, 768)
-# The exact rule has no regime for few long sequences: one such shape shows what that costs.
-SHAPES = {"diagonal": (IMAGES, SMALL_IMAGES, LONG, WIDE_LONG, ONE), "exact": (IMAGES, SMALL_IMAGES, LONG),
-          "mamba": (IMAGES, SMALL_IMAGES, LONG, WIDE_LONG, ONE)}
+# Rules that are undone have no regime for few long sequences: one such shape shows what that costs.
+SHAPES = {name: (IMAGES, SMALL_IMAGES, LONG, *((WIDE_LONG, ONE) if name in DECAYS else ())) for name in NAMES}
 QUICK_SHAPES = (SMALL_IMAGES, LONG)
 SWEEP_TOKENS, SWEEP_CHANNELS = 16384, 768
 
-# (multiply-adds, exponentials) for each state of each channel and step: the arithmetic that any walk through time must
-# do, whatever its instructions. Forward: the decay (diagonal: eps k^2; mamba: dt A, then exp), what is added, the
-# update, the read-out; the exact rule has a product with k, the update and the read-out. Backward: the states again,
-# the read-out (for dz), the adjoint's two steps, and a product for each gradient that is a sum over states or channels.
-OPERATIONS = {
-    ("forward", "diagonal"): (4, 0), ("forward", "exact"): (3, 0), ("forward", "mamba"): (4, 1),
-    ("backward", "diagonal"): (12, 0), ("backward", "exact"): (8, 0), ("backward", "mamba"): (12, 1),
-}
 # A backward pass that was left nothing walks forward once more, without the read-out.
 READ_OUT = 1
 
@@ -127,9 +122,10 @@ def make_inputs(shape: tuple[int, int, int], N: int, rule: str, dtype: torch.dty
     def draw(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.randn(*sizes, generator=generator, dtype=dtype, device=device)
 
-    inputs = dict(x=draw(2, B, L, D), step=draw(2, B, L, D), k=draw(2, B, L, N) / N ** 0.5, q=draw(2, B, L, N),
-                  z=draw(B, L, D), D=draw(2, D, dtype=torch.float32), bias=draw(2, D, dtype=torch.float32))
-    if rule == "mamba":
+    logits = N if get_rule(rule).step_per == "state" else D
+    inputs = dict(x=draw(2, B, L, D), step=draw(2, B, L, logits), k=draw(2, B, L, N) / N ** 0.5, q=draw(2, B, L, N),
+                  z=draw(B, L, D), D=draw(2, D, dtype=torch.float32), bias=draw(2, logits, dtype=torch.float32))
+    if get_rule(rule).takes_A:
         inputs["A"] = -torch.arange(1.0, N + 1, device=device).expand(2, D, N).contiguous()
         inputs["bias"] -= 4  # step sizes of a few hundredths, as Mamba's are
     return inputs
@@ -141,12 +137,8 @@ def make_scan(inputs: dict[str, Tensor], rule: str) -> Scan:
 
 
 def call(inputs: dict[str, Tensor], rule: str, **options) -> Tensor:
-    """The public function for `rule`, (B, L, D)."""
-    rest = dict(z=inputs["z"], D=inputs["D"], direction="both", combine="mean", **options)
-    x, step, k, q = (inputs[name] for name in ("x", "step", "k", "q"))
-    if rule == "mamba":
-        return kernels.selective_scan(x, step, inputs["A"], k, q, dt_bias=inputs["bias"], **rest)
-    return kernels.longhorn_scan(x, step, k, q, beta_bias=inputs["bias"], rule=rule, **rest)
+    """The public function, (B, L, D)."""
+    return kernels.recurrent_scan(**inputs, rule=rule, direction="both", combine="mean", **options)
 
 
 def through_autograd(inputs: dict[str, Tensor], rule: str, **options) -> Callable[[], object]:
@@ -186,31 +178,30 @@ PASSES = ("forward", "forward, saves", "backward", "backward, nothing saved")
 def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dtype, rule: str, rep: float,
               passes: tuple[str, ...] = PASSES) -> list[dict]:
     """A row for each pass of one scan."""
-    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     B, L, D = shape
     base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule)
     try:
         scan = make_scan(make_inputs(shape, N, rule, dtype, "cuda" if torch.cuda.is_available() else "cpu"), rule)
-        saved = triton_scan.forward(scan, True)[2]
+        saved = ops.forward(scan, True, "triton")[2]
         plans = {name: plan._asdict() | {"regime": "parallel" if plan.segments > 1 else "sequential"}
                  for name, plan in kernels.scan_plan(scan, "triton").items()}
     except Exception as error:  # as in `attempt`
         return [failed(base | {"pass": "all"}, error)]
     dy, empty = torch.randn_like(scan.z), saved.new_empty(0)
-    runs = {"forward": lambda: triton_scan.forward(scan, False),
-            "forward, saves": lambda: triton_scan.forward(scan, True),
-            "backward": lambda: triton_scan.backward(scan, dy, None, saved),
-            "backward, nothing saved": lambda: triton_scan.backward(scan, dy, None, empty)}
+    runs = {"forward": lambda: ops.forward(scan, False, "triton"),
+            "forward, saves": lambda: ops.forward(scan, True, "triton"),
+            "backward": lambda: ops.backward(scan, dy, None, saved, "triton"),
+            "backward, nothing saved": lambda: ops.backward(scan, dy, None, empty, "triton")}
     inputs, output = sum(t.nbytes for t in scan.tensors().values()), scan.z.nbytes
     rows = []
     for name in passes:
         direction = name.split(",")[0]
-        fma, exp = OPERATIONS[direction, scan.state_rule]
+        fma, exp = scan.law.operations[direction]
         bytes_moved = inputs + output if direction == "forward" else 2 * inputs + output
         if name in ("forward, saves", "backward"):
             bytes_moved += saved.nbytes
         if name == "backward, nothing saved":
-            again = OPERATIONS["forward", scan.state_rule]
+            again = scan.law.operations["forward"]
             fma, exp = fma + again[0] - READ_OUT, exp + again[1]
         steps = 2 * B * L * D * N
         floor_ms, binds = floor(rates, bytes_moved, fma * steps, exp * steps)
@@ -271,16 +262,15 @@ def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
 
 def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
     """Each pass with each choice of the table; the kernels that only the parallel regime has, at one long sequence."""
-    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for shape in shapes or (IMAGES, SMALL_IMAGES, ONE):
         parallel = shape[0] == 1
-        for rule in RULES[::2] if parallel else RULES:
+        for rule in DECAYS if parallel else RULES:
             scan = make_scan(make_inputs(shape, 16, rule, torch.bfloat16, device), rule)
-            saved, dy = triton_scan.forward(scan, True)[2], torch.randn_like(scan.z)
-            runs = {"forward": lambda: triton_scan.forward(scan, False),
-                    "backward": lambda: triton_scan.backward(scan, dy, None, saved)}
+            saved, dy = ops.forward(scan, True, "triton")[2], torch.randn_like(scan.z)
+            runs = {"forward": lambda: ops.forward(scan, False, "triton"),
+                    "backward": lambda: ops.backward(scan, dy, None, saved, "triton")}
             runs |= {"summary": runs["forward"], "adjoint": runs["backward"]} if parallel else {}
             for kernel, run in runs.items():
                 with forced(kernel, None) as taken:
@@ -302,26 +292,24 @@ def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
 
 def once(rule: str) -> None:
     """A forward pass that saves and a backward pass, at the first of the shapes."""
-    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scan = make_scan(make_inputs(IMAGES, 16, rule, torch.bfloat16, device), rule)
-    y, _, saved = triton_scan.forward(scan, True)
-    triton_scan.backward(scan, torch.randn_like(y), None, saved)
+    y, _, saved = ops.forward(scan, True, "triton")
+    ops.backward(scan, torch.randn_like(y), None, saved, "triton")
 
 
 def first_use(rule: str) -> list[dict]:
     """Run in a process of its own with an empty cache: seconds of a first forward and backward pass, and the kernels
     compiled for them, then of another batch and length, and (where there is one) of the parallel regime."""
-    from vision_longhorn.kernels.backends.triton import scan as triton_scan
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     rows, before = [], 0
-    for shape in (IMAGES, (96, 256, 768), *(() if rule == "exact" else (ONE,))):
+    for shape in (IMAGES, (96, 256, 768), *((ONE,) if rule in DECAYS else ())):
         scan = make_scan(make_inputs(shape, 16, rule, torch.bfloat16, "cuda"), rule)
         dy = torch.randn_like(scan.z)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        saved = triton_scan.forward(scan, True)[2]
-        triton_scan.backward(scan, dy, None, saved)
+        saved = ops.forward(scan, True, "triton")[2]
+        ops.backward(scan, dy, None, saved, "triton")
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         compiled = sum(path.suffix in (".cubin", ".hsaco") for path in cache.rglob("*"))
@@ -489,7 +477,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
                         help="for scan.json and scan_over_length.png; scan_cpu.json without a GPU; choices.json")
     parser.add_argument("--quick", action="store_true", help="fewer shapes and shorter timings")
@@ -509,7 +497,7 @@ def main() -> None:
         return
     gpu = torch.cuda.is_available() and kernels.HAS_TRITON
     if (args.choices or args.only_first_use) and not gpu:
-        parser.error("--choices and --only-first-use time GPU kernels, and there is no GPU here")
+        raise UserError("--choices and --only-first-use time GPU kernels, and there is no GPU here")
     rep = args.rep or (10 if args.quick else 50)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / ("choices.json" if args.choices else "first_use.json" if args.only_first_use else
@@ -562,4 +550,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

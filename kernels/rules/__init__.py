@@ -4,6 +4,7 @@ A rule is all that distinguishes one scan from another: see `base.Rule`. Everyth
 gates, sums, dispatch, autograd) asks the rule. docs/scan.md has the mathematics, CONTRIBUTING.md how to add one.
 """
 
+from functools import cache
 from importlib import import_module
 
 from .base import Rule
@@ -15,6 +16,7 @@ NAMES = tuple(_FILES)
 __all__ = ["NAMES", "Rule", "get_rule"]
 
 
+@cache
 def get_rule(name: str) -> Rule:
     """The rule called `name`.
 
