@@ -1,0 +1,93 @@
+"""DeltaNet's rule (Yang et al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv
+2406.06484): with b = sigmoid(beta) and k^ = k / ||k||, for each channel d
+
+    S_t[d] = S_{t-1}[d] + b_t[d] (x_t[d] - S_{t-1}[d] . k^_t) k^_t
+
+Its b may be a number for each channel, as Longhorn's, or for the token, as in the paper. A zero key makes no step.
+"""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from .base import HAS_TRITON, Functions, Rule, Sizes
+
+
+class Delta(Rule):
+    name = "delta"
+    kind = "error"
+    tuned_as = "exact"
+    operations = {"forward": (3, 0), "backward": (8, 0)}
+    onnx_step = "S + b * (x - op.MatMul(op.Transpose(k, perm=[0, 2, 1]), S)) * k"
+
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        k = _unit(k).unsqueeze(1)  # (B, 1, N)
+        error = x - (state * k).sum(-1)
+        return state + (torch.sigmoid(step) * error).unsqueeze(-1) * k
+
+    def prepare(self, scan: Any) -> Any:
+        return scan._replace(k=_unit(scan.k.to(scan.accumulator)))
+
+    def restore(self, scan: Any, prepared: Any, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        unit, dk = prepared.k, grads["k"]
+        across = dk - unit * (unit * dk).sum(-1, keepdim=True)
+        return grads | {"k": (across * _inverse_norm(scan.k.to(scan.accumulator))).to(scan.k.dtype)}
+
+    def sizes(self, scan: Any, d: Any) -> Sizes:
+        return Sizes(torch.sigmoid(d.step))
+
+    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
+        return deps * s.eps * torch.sigmoid(-d.step)
+
+    def triton(self) -> Functions:
+        return _DELTA
+
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
+        energy = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
+        scale = op.Where(op.Greater(energy, 0.0), op.Reciprocal(op.Sqrt(energy)), 0.0)
+        return {"k": op.Mul(k, scale), "b": op.Sigmoid(step), "x": x}, {}
+
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        inverse = _inverse_norm(k).squeeze(-1)
+        b = torch.sigmoid(step).mean(-1)
+        # An input of 1 adds b k^, which is b / ||k|| times the key.
+        return b * (inverse > 0) / k.shape[-1], b * inverse
+
+
+def _unit(k: Tensor) -> Tensor:
+    return k.sign() * (_inverse_norm(k) > 0) if k.shape[-1] == 1 else k * _inverse_norm(k)
+
+
+def _inverse_norm(k: Tensor) -> Tensor:
+    """1 / ||k||, (.., 1), and 0 for a zero key: one whose square is below float32's smallest normal number."""
+    energy = k.square().sum(-1, keepdim=True)
+    zero = energy < torch.finfo(torch.float32).tiny
+    return torch.where(zero, 0.0, energy.masked_fill(zero, 1.0).rsqrt())
+
+
+RULES = (Delta(),)
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from ..backends.triton.lanes import LOG2E, reciprocal
+    from .longhorn import error_advance, error_step_back, scaled_bias
+
+    # 2^125 is far inside float32.
+    _MAX_EXPONENT = tl.constexpr(125.0)
+
+    @triton.jit
+    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
+        return reciprocal(1.0 + e, PTX) * keep, e
+
+    @triton.jit
+    def _step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
+                   NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        G, dx, dlog, dk = error_step_back(now, before, w, k, eps, NI, NS)
+        return G, dx, dlog * (eps * e), dk, (), ()
+
+    _DELTA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
+                       step_back=_step_back)
