@@ -10,7 +10,7 @@ from importlib import import_module
 from .base import Rule
 
 # Name: file. A file is imported, and with it Triton where there is one, when its rule is first asked for.
-_FILES = {"diagonal": "longhorn", "exact": "longhorn", "mamba": "mamba", "delta": "delta"}
+_FILES = {"diagonal": "longhorn", "exact": "longhorn", "mamba": "mamba", "delta": "delta", "gla": "gla"}
 NAMES = tuple(_FILES)
 
 __all__ = ["NAMES", "Rule", "get_rule"]

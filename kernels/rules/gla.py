@@ -1,0 +1,110 @@
+"""Gated linear attention's rule (Yang et al., "Gated Linear Attention Transformers with Hardware-Efficient Training",
+arXiv 2312.06635): with a decay for each of the N states, the same for all channels, a_t = sigmoid(u_t)^(1/16),
+
+    S_t = S_{t-1} diag(a_t) + x_t k_t^T
+
+The logits u travel as `step`, (B, L, N). There is no step size: each token is written as it is.
+"""
+
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import HAS_TRITON, Functions, Rule, Sizes, over_channels
+
+TEMPERATURE = 16.0
+
+
+class GatedLinearAttention(Rule):
+    name = "gla"
+    kind = "decay"
+    step_per = "state"
+    needs_A = True  # log(a), of the token
+    names = {"step": "gate", "bias": "gate_bias"}
+    tuned_as = "mamba"
+    operations = {"forward": (3, 1), "backward": (10, 1)}
+    onnx_step = "a * S + x * k"
+
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        a = torch.exp(F.logsigmoid(step) / TEMPERATURE)  # (B, N)
+        return state * a.unsqueeze(1) + x.unsqueeze(-1) * k.unsqueeze(1)
+
+    def prepare(self, scan: Any) -> Any:
+        return scan._replace(A=F.logsigmoid(_logit(scan)) / TEMPERATURE, A_per_token=True, step=None, bias=None)
+
+    def restore(self, scan: Any, prepared: Any, grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        # The gradient of log(a) is that of A; shared values and the bias sum over what they serve.
+        dlogit = grads["A"] * torch.sigmoid(-_logit(scan)) / TEMPERATURE
+        found = {name: grad for name, grad in grads.items() if name != "A"}
+        found["step"] = dlogit.sum_to_size(scan.step.shape).to(scan.step.dtype)
+        if scan.bias is not None:
+            over = (1, 2) if scan.bias.ndim == 2 else tuple(range(dlogit.ndim - 1))
+            found["bias"] = dlogit.sum(over).to(scan.bias.dtype)
+        return found
+
+    def sizes(self, scan: Any, d: Any) -> Sizes:
+        return Sizes(torch.ones_like(d.x))
+
+    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> None:
+        return None
+
+    def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
+        return out.copy_(d.A.unsqueeze(3).expand_as(out)).exp_()
+
+    def through_decays(self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
+                       dk: Tensor) -> Tensor:
+        return over_channels(flow.mul_(a), s.eps)
+
+    def triton(self) -> Functions:
+        return _GLA
+
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
+        # log(sigmoid(u)) = -softplus(-u)
+        a = op.Exp(op.Div(op.Neg(op.Softplus(op.Neg(step))), TEMPERATURE))
+        return {"a": op.Unsqueeze(a, op.Constant(value_ints=[3])), "x": x}, {}
+
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        forgetting = -torch.expm1(F.logsigmoid(step) / TEMPERATURE)
+        return forgetting.mean(-1), torch.ones_like(k[..., 0])
+
+
+def _logit(scan: Any) -> Tensor:
+    """([2,] B, L, N), its bias added, in the dtype of sums."""
+    logit = scan.step.to(scan.accumulator).contiguous()  # so that the last bits do not depend on strides
+    if scan.bias is None:
+        return logit
+    bias = scan.bias.to(scan.accumulator)
+    return logit + (bias[:, None, None] if bias.ndim == 2 else bias)
+
+
+RULES = (GatedLinearAttention(),)
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+
+    from ..backends.triton.lanes import dot
+    from .mamba import advance, decay, end_total, scaled_bias, start_total, summarize
+
+    # Mamba's walk with a step size of 1, and of 0 beyond the end.
+
+    @triton.jit
+    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        return keep, keep
+
+    @triton.jit
+    def _step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
+                   NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        dk = ()
+        G = ()
+        dA = ()
+        for n in tl.static_range(NI):
+            dk = dk + (now[n] * w,)
+            G = G + (now[n] * decay(k[n], A[n], eps, e, N),)
+            dA = dA + (G[n] * before[n] * eps,)
+        return G, eps * dot(now, k, NI, NS), w, dk, dA, ()
+
+    _GLA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
+                     decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)
