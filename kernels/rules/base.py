@@ -30,8 +30,9 @@ class Functions:
     - `advance(S, x, k, A, eps, e, N, NI, NS)`: the new state, and w, what is written along k.
     - `step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N, NI, NS, SOFTPLUS, PTX)`: from the adjoint `now` of
       the state after the token, its read-out included: the adjoint of the state before, and the gradients of x (without
-      the skip), of the logit, of k, of A (where the rule takes it, else an empty tuple), and a factor whose product with
-      k, summed over the channels, belongs to the gradient of k, too (in a tuple; empty unless the rule `takes_norm`).
+      the skip), of the logit, of k, of A (where the rule takes it, else an empty tuple), and a factor whose product
+      with k, summed over the channels, belongs to the gradient of k, too (in a tuple; empty unless the rule
+      `takes_norm`).
 
     And if its transition is one number for each state (`kind` "decay"), so that time can be cut:
 
@@ -81,7 +82,7 @@ class Rule:
     takes_norm: ClassVar[bool] = False        # whether ||k|| enters the step size
     halves_key_sums: ClassVar[bool] = False   # whether `step_back` gives half of k's gradient, with more than one state
     names: ClassVar[dict[str, str]] = {"step": "beta", "bias": "beta_bias"}  # of fields of `Scan`, for messages
-    tuned_as: ClassVar[Optional[str]] = None  # the rule whose launch choices it takes, where the table has none of its own
+    tuned_as: ClassVar[Optional[str]] = None  # the rule whose launch choices it takes, if the table has none of its own
     # (multiply-adds, exponentials) for each state of each channel and step: the arithmetic that any walk through time
     # must do, whatever its instructions.
     operations: ClassVar[dict[str, tuple[int, int]]]
@@ -155,9 +156,11 @@ class Rule:
     onnx_step: ClassVar[str]
 
     def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        """By name, what each step of the walk takes: of each token, and (such as an A for all tokens) besides. Given are
-        x (L, B, D), step (L, B, D, 1 or N) with its bias, k (L, B, N), A (N, D) or (L, B, N), and `op`, which makes nodes
-        of the standard."""
+        """By name, what each step of the walk takes: of each token, and (such as an A for all tokens) besides.
+
+        Given are x (L, B, D), step (L, B, D, 1 or N) with its bias, k (L, B, N), A (N, D) or (L, B, N), and `op`, which
+        makes nodes of the standard.
+        """
         raise NotImplementedError
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
