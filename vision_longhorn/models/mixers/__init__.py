@@ -17,9 +17,10 @@ from typing import Any
 from torch import nn
 
 from vision_longhorn.kernels.contract import check_option
+from vision_longhorn.models.mixers.attention import GatedAttention
 from vision_longhorn.models.mixers.state_space import BidirectionalMixer, mamba
 
-MIXERS: dict[str, Callable[..., nn.Module]] = {"longhorn": BidirectionalMixer, "mamba": mamba}
+MIXERS: dict[str, Callable[..., nn.Module]] = {"longhorn": BidirectionalMixer, "mamba": mamba, "attention": GatedAttention}
 
 
 def create_mixer(name: str, dim: int, **options: Any) -> nn.Module:

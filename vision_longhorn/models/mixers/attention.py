@@ -1,0 +1,67 @@
+"""Softmax attention in the place of a scan: what a state-space block is compared with, at its size."""
+
+import math
+from typing import Any, Optional
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _inner_width(dim: int, heads: int) -> int:
+    """Width of queries, keys, values and gate, in whole heads of a multiple of 8, with which the mixer has about as many
+    parameters as `BidirectionalMixer` with its default arguments."""
+    inner, rank, d_state, taps = 2 * dim, math.ceil(dim / 16), 16, 4
+    ours = 3 * dim * inner + 2 * inner * (taps + rank + 2 * d_state + rank + 3)
+    return heads * max(1, round(ours / (5 * dim * heads * 8))) * 8
+
+
+class GatedAttention(nn.Module):
+    """Multi-head attention (arXiv 1706.03762) by torch's `scaled_dot_product_attention`, its output gated by silu(z)
+    as a scan's is: (B, L, dim) to (B, L, dim).
+
+    It has no position of its own: the model's position embedding is all that tells tokens apart.
+
+    Args:
+        dim: width of the tokens.
+        num_heads: heads; dim / 64, at least 1, if None.
+        causal: whether a token sees itself and those before it only.
+        residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
+        eps: not used; attention has no norm.
+
+    Raises:
+        ValueError: `num_heads` is less than 1.
+    """
+
+    NO_WEIGHT_DECAY: tuple[str, ...] = ()
+
+    def __init__(self, dim: int, num_heads: Optional[int] = None, causal: bool = False, residual_layers: int = 1,
+                 eps: float = 1e-5, device: Any = None, dtype: Any = None):
+        super().__init__()
+        self.num_heads = max(1, dim // 64) if num_heads is None else num_heads
+        if self.num_heads < 1:
+            raise ValueError(f"num_heads={num_heads} is none; give 1 or more")
+        self.causal = causal
+        self.residual_layers = residual_layers
+        inner = _inner_width(dim, self.num_heads)
+        self.in_proj = nn.Linear(dim, 4 * inner, bias=False, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(inner, dim, bias=False, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the projections of `BidirectionalMixer`."""
+        self.in_proj.reset_parameters()
+        nn.init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        self.out_proj.weight.data.div_(math.sqrt(self.residual_layers))
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v, z = self.in_proj(h).chunk(4, -1)  # (B, L, inner)
+        q, k, v = (value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for value in (q, k, v))  # (B, heads, L, ..)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.out_proj(y.transpose(1, 2).flatten(2) * F.silu(z))
+
+    def describe(self) -> str:
+        """For a model card."""
+        return f"{'causal ' if self.causal else ''}attention, {self.num_heads} heads"
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, causal={self.causal}"
