@@ -4,8 +4,8 @@
     accelerate launch train_imagenet.py --config configs/vlonghorn_tiny.yaml --data DIR # ImageNet shards in DIR
     accelerate launch train_imagenet.py --resume runs/NAME                              # go on where it stopped
 
-One process or many, CPU or GPU: `accelerate launch` decides. `--help` lists every value, vision_longhorn/training/config.py
-defines them, vision_longhorn/training/trainer.py is the loop. The run's folder gets config.yaml, env.json, TensorBoard events,
+One process or many, CPU or GPU: `accelerate launch` decides. `--help` lists every value. In vision_longhorn/training/,
+config.py defines them, and trainer.py is the loop. The run's folder gets config.yaml, env.json, TensorBoard events,
 checkpoints (update-NUMBER.pt, last.pt, best.pt), metrics.json, summary.csv and curves.png.
 """
 

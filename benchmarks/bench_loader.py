@@ -10,23 +10,23 @@ the turns are given. On a GPU the batches are brought there and finished there; 
 out, so that the rates are the cores' in both cases. Images per CPU second, of main process and workers together, suffer
 least from others on the machine; the ratio to timm's is one of these.
 
-Augmentation: random resized crop to 224 pixels, bicubic; flip; RandAugment rand-m9-mstd0.5-inc1; normalisation; random
-erasing 0.25 by pixels. A view is what a network sees; with three views of each decoded image (repeated augmentation)
-rates count views.
+Augmentation: random resized crop to 224 pixels (or --size), bicubic; flip; RandAugment rand-m9-mstd0.5-inc1;
+normalisation; random erasing 0.25 by pixels. A view is what a network sees; with three views of each decoded image
+(repeated augmentation) rates count views.
 
-Stages are timed in one process on one core. On a GPU: milliseconds per image of its part, and of decoding JPEGs there.
+Stages are timed in one process on one core; shards are read by webdataset's parser as well. On a GPU: milliseconds per
+image of its part, and of decoding JPEGs there.
 """
 
-import argparse
 import functools
 import io
 import json
 import multiprocessing
 import os
 import random
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
@@ -46,13 +46,16 @@ from timm.data.loader import PrefetchLoader
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torch.utils.data import default_collate
 from webdataset import TarWriter
+from webdataset.tariterators import group_by_keys, tar_file_expander
 
+from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.data import ShardSet, decode_image, device_batches, split_transform, train_loader
 from vision_longhorn.data.images import decode_tensor
-from vision_longhorn.data.index import read_shard
+from vision_longhorn.data.sharding import stored_form
 from vision_longhorn.data.sources import Sample
-from vision_longhorn.data.transforms import _posterize
-from vision_longhorn.data.sharding import _read_checked
+from vision_longhorn.data.tars import read_shard
+from vision_longhorn.data.transforms import mend_posterize
+from vision_longhorn.errors import UserError
 
 SIZE = 224
 RECIPE = dict(interpolation="bicubic", auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25, re_mode="pixel", hflip=0.5)
@@ -77,7 +80,7 @@ def write_shard(path: Path, files: list[bytes]) -> ShardSet:
 
 def shrunk(files: list[bytes], max_side: int) -> list[bytes]:
     """The files as the shard maker stores them with --max-side."""
-    return [_read_checked(Sample("0.jpg", 0, size=len(data), data=data), max_side)[0] for data in files]
+    return [stored_form(Sample("0.jpg", 0, size=len(data), data=data), max_side)[0] for data in files]
 
 
 def image_folder(root: Path, files: list[bytes]) -> str:
@@ -88,7 +91,7 @@ def image_folder(root: Path, files: list[bytes]) -> str:
     return str(root)
 
 
-def timms(root: str, workers: int, batch: int, prefetcher: bool):
+def timms(root: str, workers: int, batch: int, prefetcher: bool) -> Iterable:
     """timm's loader of an image folder; without a GPU only the workers' part of the one with a prefetcher."""
     dataset = create_dataset("", root)
     dataset.reader.samples *= MANY // len(dataset.reader.samples)
@@ -99,7 +102,7 @@ def timms(root: str, workers: int, batch: int, prefetcher: bool):
     return device_batches(loader, DEVICE)
 
 
-def ours(shards: ShardSet, workers: int, batch: int, split: bool, repeats: int = 1):
+def ours(shards: ShardSet, workers: int, batch: int, split: bool, repeats: int = 1) -> Iterable:
     transform, finish = create_transform(SIZE, is_training=True, **RECIPE), None
     if split:
         transform, finish = split_transform(transform)
@@ -120,7 +123,7 @@ def cpu_seconds() -> float:
     return used
 
 
-def rate(batches, workers: int, batch: int, seconds: float) -> tuple[float, float]:
+def rate(batches: Iterator, workers: int, batch: int, seconds: float) -> tuple[float, float]:
     """Views per second and per CPU second of a loader, after the batches that it has ready."""
     for _ in range(3 * workers + 2):
         next(batches)
@@ -162,13 +165,13 @@ def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float
     for row in rows:
         found = [turn[row["loader"]] for turn in rounds if row["loader"] in turn]
         if found:
-            row["images_per_s"], row["per_cpu_second"] = (median(values) for values in zip(*found))
+            row["images_per_s"], row["per_cpu_second"] = (median(values) for values in zip(*found, strict=True))
             row["per_core"] = row["images_per_s"] / workers
             row["times_timm"] = median(turn[row["loader"]][1] / turn["timm"][1] for turn in rounds)
     return rows
 
 
-def stage(name: str, work, items: list) -> dict:
+def stage(name: str, work: Callable, items: list) -> dict:
     """CPU milliseconds per item, the best of five rounds."""
     def once() -> float:
         start = time.process_time()
@@ -235,29 +238,35 @@ def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
     pictures, tensors = [decode_image(data) for data in files], [decode_tensor(data) for data in files]
     cropped = [crop(picture) for picture in pictures]
 
-    def crop_tensor(image):
+    def crop_tensor(image: torch.Tensor) -> torch.Tensor:
         top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
         image = image[None, :, top:top + height, left:left + width]
         return F.interpolate(image, crop.size, mode="bicubic", antialias=True)
 
-    def crop_reduced(gap):
-        def work(data):
+    def crop_reduced(gap: float) -> Callable[[bytes], Image.Image]:
+        def work(data: bytes) -> Image.Image:
             size = Image.open(io.BytesIO(data)).size
             return reduced(data, crop.get_params(Image.new("1", size), crop.scale, crop.ratio), gap)
         return work
 
-    def read(path):
+    def read(path: str) -> int:
         return sum(1 for _ in read_shard(path))
+
+    def read_by_webdataset(path: str) -> int:
+        with open(path, "rb") as file:
+            return sum(1 for _ in group_by_keys(tar_file_expander([{"url": path, "stream": file}])))
 
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "0.tar")
         with TarWriter(path, encoder=False, mtime=0) as tar:
             for number, data in enumerate(files):
                 tar.write({"__key__": f"{number:06d}", "jpg": data, "cls": b"0", "json": b"{}"})
-        reading = stage("read from a shard", read, [path])
-    reading["ms"] /= len(files)
+        reading = [stage("read from a shard", read, [path] * 20),
+                   stage("read from a shard, webdataset's parser", read_by_webdataset, [path] * 20)]
+    for row in reading:
+        row["ms"] /= len(files)
     rows = [
-        reading,
+        *reading,
         stage("decode, PIL", decode_image, files),
         stage("decode, torchvision to tensor", decode_tensor, files),
         stage("crop, PIL", crop, pictures * 5),
@@ -272,7 +281,7 @@ def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
     return rows, [reduced_effect(files, gap) for gap in (1, 2)]
 
 
-def on_gpu(name: str, work, images: int) -> dict:
+def on_gpu(name: str, work: Callable, images: int) -> dict:
     """GPU and host milliseconds per image of `work`, called again and again without waiting."""
     for _ in range(3):
         work()
@@ -306,10 +315,10 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in islice(cycle(files), batch)]
     crop = crops.crop
 
-    def decode():
+    def decode() -> list[torch.Tensor]:
         return torchvision.io.decode_jpeg(encoded, mode="RGB", device=DEVICE)
 
-    def decode_and_crop():
+    def decode_and_crop() -> torch.Tensor:
         crops = []
         for image in decode():
             top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
@@ -323,7 +332,7 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
         except Exception as error:
             rows.append(dict(stage=name, images=batch, error=describe(error)))
     try:
-        pairs = [(image.cpu(), decode_tensor(data)[0]) for image, data in zip(decode(), files)]
+        pairs = [(image.cpu(), decode_tensor(data)[0]) for image, data in zip(decode(), files, strict=False)]
         rows[-2]["difference"] = float(np.mean([(one.float() - other).abs().mean().item() for one, other in pairs
                                                 if one.shape == other.shape]))  # files may ask to be turned
     except Exception:
@@ -332,23 +341,26 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    global SIZE
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="original JPEG files, in folders or not")
     parser.add_argument("--workers", type=int, nargs="*", default=[1], metavar="N",
                         help="workers, and cores to run on [1]; no number: stages and GPU alone")
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=15, help="of each loader, after its warm-up [15]")
     parser.add_argument("--min-side", type=int, default=200, help="leave out pictures whose longer side is below [200]")
+    parser.add_argument("--size", type=int, default=SIZE, help=f"pixels of the network's input [{SIZE}]")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the JSON file")
     args = parser.parse_args(argv)
+    SIZE = args.size
     files = files_of(args.folder, args.min_side) if args.folder.is_dir() else []
     if not files:
-        parser.error(f"{args.folder} holds no JPEG file with a side of at least {args.min_side} pixels")
+        raise UserError(f"{args.folder} holds no JPEG file with a side of at least {args.min_side} pixels")
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
     for workers in args.workers:
         if not 1 <= workers <= len(cores):
-            parser.error(f"--workers {workers}: give 1 to {len(cores)}, the number of cores")
-    timm.data.auto_augment.NAME_TO_OP["PosterizeIncreasing"] = _posterize  # as the trainer does, for Pillow 13
+            raise UserError(f"--workers {workers}: give 1 to {len(cores)}, the number of cores")
+    mend_posterize()
     torch.set_num_threads(1)
     sides = [decode_image(data).size for data in files]
     results = {
@@ -356,7 +368,7 @@ def main(argv: list[str] | None = None) -> None:
                                             pillow=PIL.__version__),
         "images": dict(files=len(files), mean_bytes=float(np.mean([len(data) for data in files])),
                        mean_pixels=float(np.mean([width * height for width, height in sides]))),
-        "batch_size": args.batch_size, "loaders": [],
+        "batch_size": args.batch_size, "size": SIZE, "loaders": [],
     }
     print_environment(results["environment"])
     print("{files} files, on average {mean_bytes:,.0f} bytes and {mean_pixels:,.0f} pixels".format(**results["images"]))
@@ -392,4 +404,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_cli(main)

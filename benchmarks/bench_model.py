@@ -37,8 +37,9 @@ from torch import Tensor, nn
 from common import RESULTS, describe, environment, print_environment, table
 
 import vision_longhorn  # noqa: F401  (registers the models)
-from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
+from vision_longhorn.training.config import parse_pairs
 
 MODELS = [name.format(size) for size in ("tiny", "small") for name in (
     "vlonghorn_{}", "vlonghorn_{}_exact", "vlonghorn_{}_shared", "vim_{}", "deit_{}_patch16_224")]
@@ -307,7 +308,7 @@ def plot(best: list[dict], path: Path, title: str) -> None:
 
 
 def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME[,KEY=VALUE]",
                         help="timm models, each with arguments of its own (default: the standard comparison)")
     parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="BATCHxRESOLUTION", help="(256x224 8x1248)")
@@ -326,17 +327,14 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
                         help="for model.json; with --sweep model_sweep.json and model_over_resolution.png")
     args = parser.parse_args(argv)
-    try:
-        own = set(timm.list_models(module="vlonghorn"))
-        shared = parse_pairs(args.arg)
-        models = [parse_model(word) for word in args.models]
-        args.models = [model._replace(args=shared | model.args) if model.name in own else model for model in models]
-    except UserError as error:
-        parser.error(str(error))
+    own = set(timm.list_models(module="vlonghorn"))
+    shared = parse_pairs(args.arg)
+    models = [parse_model(word) for word in args.models]
+    args.models = [model._replace(args=shared | model.args) if model.name in own else model for model in models]
     if args.graphs and "graphs" not in args.modes:
         args.modes = [*args.modes, "graphs"]
     if args.steps < 1:
-        parser.error(f"--steps {args.steps}: give at least 1")
+        raise UserError(f"--steps {args.steps}: give at least 1")
     args.sizes = args.sizes or (sweep_sizes() if args.sweep else SIZES)
     return args
 
@@ -394,4 +392,4 @@ def main(argv: Optional[list[str]] = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -26,7 +26,9 @@ from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKw
 from common import RESULTS, ROOT, environment, print_environment, table
 
 import vision_longhorn  # noqa: F401  (registers the models)
+from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.devices import make_accelerator
+from vision_longhorn.errors import UserError
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
 
 
@@ -81,7 +83,7 @@ def work(args: argparse.Namespace) -> None:
 
 def main() -> None:
     count = torch.cuda.device_count()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, nargs="+", metavar="N",
                         default=[2 ** i for i in range(max(1, count).bit_length())], help="(1, 2, 4, ... all GPUs)")
     parser.add_argument("--model", default="vlonghorn_small", help="(vlonghorn_small)")
@@ -99,7 +101,7 @@ def main() -> None:
         work(args)
         return
     if count and max(args.processes) > count:
-        parser.error(f"--processes {max(args.processes)}: there are {count} GPUs here, and each takes one process")
+        raise UserError(f"--processes {max(args.processes)}: there are {count} GPUs here, and each takes one process")
     found = environment() | {"timm": timm.__version__}
     print_environment(found)
     rows = []
@@ -110,7 +112,7 @@ def main() -> None:
         run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
                              env={"OMP_NUM_THREADS": "1"} | os.environ)
         if run.returncode:
-            sys.exit(f"with {processes} processes it ended with {run.returncode}; its own message stands above")
+            raise UserError(f"with {processes} processes it ended with {run.returncode}; its own message stands above")
         rows.append(json.loads(run.stdout.splitlines()[-1]))
     fewest = min(rows, key=lambda row: row["processes"])
     for row in rows:
@@ -125,4 +127,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_cli(main)

@@ -26,6 +26,8 @@ from common import describe, table
 from torch import Tensor, nn
 
 import vision_longhorn  # noqa: F401  (registers the models)
+from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.errors import UserError
 
 BAR = 1e-4
 WIDTHS = {"tiny": 192, "small": 384, "base": 768}
@@ -121,14 +123,14 @@ def compare(official: types.ModuleType, name: str, size: int, depth: int) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a checkout of hustvl/Vim")
     parser.add_argument("--depth", type=int, default=24, help="blocks (24)")
     args = parser.parse_args()
     try:
         official = official_models(args.checkout)
     except (ImportError, OSError) as error:
-        parser.error(f"the official code cannot be read from {args.checkout}: {describe(error)}")
+        raise UserError(f"the official code cannot be read from {args.checkout}: {describe(error)}") from error
     rows = [compare(official, name, size, args.depth) for name, size in CASES]
     table("official Vision Mamba and ours, same weights", rows, model=("model", ""), size=("px", "d"),
           depth=("blocks", "d"), parameters=("parameters", ",d"), difference=("difference", ".1e"),
@@ -137,4 +139,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_cli(lambda: sys.exit(main()))

@@ -40,6 +40,8 @@ import torch
 from common import environment, print_environment, table
 
 from vision_longhorn import kernels
+from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.errors import UserError
 from vision_longhorn.kernels import Scan
 from vision_longhorn.kernels.rules import NAMES, Rule, get_rule
 
@@ -323,7 +325,7 @@ def show(name: str, rows: list[dict]) -> None:
 
 
 def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="TARGET",
                         help=f"({' '.join(TARGETS)})")
     words = [*FAMILIES, *DTYPES, *VARIANTS]
@@ -336,7 +338,7 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.cases = selected(args.only, args.every)
     if not args.cases:
-        parser.error(f"no kernels go by all of {' '.join(args.only)}")
+        raise UserError(f"no kernels go by all of {' '.join(args.only)}")
     return args
 
 
@@ -391,4 +393,4 @@ def report(rows: list[dict], failed: list[dict], whole: bool) -> int:
 
 if __name__ == "__main__":
     os.environ.pop("TRITON_INTERPRET", None)  # or there would be nothing to compile
-    sys.exit(main())
+    run_cli(lambda: sys.exit(main()))

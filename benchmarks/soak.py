@@ -18,7 +18,7 @@ from statistics import median
 from common import RESULTS, environment, print_environment, table
 
 import train_imagenet
-from vision_longhorn.command_line.parser import run_cli
+from vision_longhorn.command_line.parser import Parser, run_cli
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 CURVES = {"images_per_s": "images/s", "host_gib": "host, GiB", "device_gib": "device, GiB", "data_wait": "data wait"}
@@ -58,7 +58,7 @@ def plot(curves: dict[str, list[tuple[int, float]]], path: Path, title: str) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=10_000, help="at least so many, in whole epochs (10000)")
     parser.add_argument("--batch-size", type=int, default=64, help="(64)")
     parser.add_argument("--workers", type=int, default=4, help="processes that load data (4)")

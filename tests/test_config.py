@@ -8,8 +8,8 @@ import timm
 import yaml
 
 import vision_longhorn  # noqa: F401, registers the models
-from vision_longhorn.training.config import CONFIGS, Config, load_config
 from vision_longhorn.errors import UserError
+from vision_longhorn.training.config import CONFIGS, Config, load_config
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -6,7 +6,15 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_train import PLAIN, QUICK, fresh_process_state, scalars, shards, write_digits  # noqa: F401  (fixtures)
+from test_train import (  # noqa: F401  (three are fixtures)
+    PLAIN,
+    QUICK,
+    fresh_process_state,
+    no_picture,
+    scalars,
+    shards,
+    write_digits,
+)
 
 import train_imagenet
 from vision_longhorn.checkpoint import create_model, model_from_weights, save_checkpoint

@@ -46,8 +46,7 @@ def test_splits_counts_and_classes_are_known_without_an_index(root):
         open_shards(root, num_samples=51, samples_option="--train-samples")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 1, 3, 7])
+@pytest.mark.parametrize("ranks, workers", [(1, 0), (1, 3), (2, 7), (3, 1)])
 def test_evaluation_sees_every_file_once(root, ranks, workers):
     shards = open_shards(root, "train")
     def loader_of(rank):
@@ -82,8 +81,7 @@ def test_going_on_within_an_epoch_gives_the_same_batches(root, workers, repeats)
     whole = [images for images, _ in loader]
     for start in (1, 6):
         loader.set_epoch(0, start)
-        rest = [images for images, _ in loader]
-        assert len(rest) == 10 - start and all(torch.equal(*pair) for pair in zip(whole[start:], rest))
+        assert all(torch.equal(*pair) for pair in zip(whole[start:], (images for images, _ in loader), strict=True))
 
 
 def test_only_the_images_that_a_worker_decodes_are_read(root):

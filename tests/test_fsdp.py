@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
-from test_resume import Run, arguments, fresh_process_state, same, same_run, server  # noqa: F401  (three are fixtures)
+from test_resume import (  # noqa: F401  (four are fixtures)
+    Run,
+    arguments,
+    fresh_process_state,
+    no_picture,
+    same,
+    same_run,
+    server,
+)
 from test_train import scalars, write_digits
 
 import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
@@ -51,7 +59,7 @@ def close(one, other, where="checkpoint"):
             close(one[key], other[key], f"{where} {key}")
     elif isinstance(one, (list, tuple)):
         assert len(one) == len(other), where
-        for i, pair in enumerate(zip(one, other)):
+        for i, pair in enumerate(zip(one, other, strict=True)):
             close(*pair, f"{where} {i}")
     elif torch.is_tensor(one):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6, msg=lambda text: f"{where}: {text}")

@@ -10,24 +10,17 @@ import sys
 import pytest
 import timm
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from PIL import Image
 from sklearn.datasets import load_digits
-from test_train import REPOSITORY, fails_with_one_line
+from test_train import REPOSITORY, fails_with_one_line, fresh_process_state  # noqa: F401  (a fixture)
 from timm.data import create_transform
 
 from vision_longhorn import hub, predict
 from vision_longhorn.checkpoint import save_checkpoint
-from vision_longhorn.training.config import load_config
 from vision_longhorn.data.transforms import input_settings
+from vision_longhorn.training.config import load_config
 
 NAMES = [f"digit {i}" for i in range(10)]
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,8 @@
 """Runs that are killed, told to stop, or meet faults: they go on bit for bit, lose nothing, and say what was wrong."""
 
 import errno
+import functools
+import importlib
 import itertools
 import json
 import math
@@ -22,19 +24,30 @@ import psutil
 import pytest
 import torch
 import torchvision
-from accelerate.state import AcceleratorState, GradientState
 from test_loader import members, write_tar
-from test_train import QUICK, REPOSITORY, fails_with_one_line, launch, scalars, write_digits
+from test_train import (  # noqa: F401  (two are fixtures)
+    QUICK,
+    REPOSITORY,
+    fails_with_one_line,
+    fresh_process_state,
+    launch,
+    no_picture,
+    scalars,
+    write_digits,
+)
 from timm.optim import create_optimizer_v2
 
 import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
 import train_imagenet
-from vision_longhorn.training import lock, trainer as training
-from vision_longhorn.checkpoint import load_checkpoint, save_run, write_summary
-from vision_longhorn.data import open_shards, train_loader
+from vision_longhorn.checkpoint import load_checkpoint, save_run
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.command_line.signals import StopSignals
-from vision_longhorn.training.updates import step_if_finite
+from vision_longhorn.data import open_shards, train_loader
+from vision_longhorn.training import lock, trainer
+from vision_longhorn.training.folder import write_summary
+from vision_longhorn.training.setup import SoftTargetCrossEntropy
+from vision_longhorn.training.state import RunState, load_optimizer
+from vision_longhorn.training.updates import UpdateMonitor, step_if_finite
 
 PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -42,16 +55,10 @@ PROCESSES = multiprocessing.get_context("forkserver")
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """Forks the processes of all runs: it has imported everything, so that they start at once."""
-    PROCESSES.set_forkserver_preload(["train_imagenet", "test_resume"])
+    PROCESSES.set_forkserver_preload(["train_imagenet", "eval", "test_resume"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
         forkserver.ensure_running()
-
-
-@pytest.fixture(autouse=True)
-def fresh_process_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")
@@ -65,16 +72,15 @@ def arguments(tmp_path_factory):
             "--drop-path", "0.2", "--log-interval", "2", "--checkpoint-interval", "3"]
 
 
-class Run:
-    """A training run of several processes, as a launcher would start them; what they print is in `text`."""
+class Processes:
+    """A command in several processes, as a launcher would start them; what they print is in `text`, a file `log`."""
 
-    def __init__(self, folder, arguments, processes=2, **fault):
-        self.log = folder.parent / f"{folder.name}-{time.time_ns()}.log"
+    def __init__(self, script, log, arguments, processes=2, **fault):
+        self.log = log
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        arguments = [*arguments, "--run-dir", str(folder), "--resume"]
-        self.processes = [PROCESSES.Process(target=train, args=(rank, processes, port, self.log, arguments, fault))
+        self.processes = [PROCESSES.Process(target=work, args=(script, rank, processes, port, log, arguments, fault))
                           for rank in range(processes)]
         for process in self.processes:
             process.start()
@@ -99,8 +105,16 @@ class Run:
         return self.log.read_text()
 
 
-def train(rank, processes, port, log, arguments, fault):
-    """One process of a run. A `fault` is {"rank", "at", "kind"}: what happens to whom, at which update or write."""
+class Run(Processes):
+    """A training run, begun or gone on with."""
+
+    def __init__(self, folder, arguments, processes=2, **fault):
+        super().__init__("train_imagenet", folder.parent / f"{folder.name}-{time.time_ns()}.log",
+                         [*arguments, "--run-dir", str(folder), "--resume"], processes, **fault)
+
+
+def work(script, rank, processes, port, log, arguments, fault):
+    """One process of a command. A `fault` is {"rank", "at", "kind"}: what happens to whom, at which update or write."""
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -113,7 +127,8 @@ def train(rank, processes, port, log, arguments, fault):
         mark(fault["mark"], rank)
     elif fault and rank == fault["rank"]:
         inflict(**fault)
-    run_cli(lambda: train_imagenet.main(arguments))
+    trainer.plot_runs = lambda *_: None  # as in `no_picture`
+    run_cli(lambda: importlib.import_module(script).main(arguments))
 
 
 def inflict(rank, at, kind):
@@ -134,7 +149,7 @@ def inflict(rank, at, kind):
     act = {"kill": kill, "kill in write": kill, "fail": fail, "limit files": limit_files,
            **{name: lambda name=name: signal_all(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGINT")},
            }[kind]
-    owner, name = (os, "fsync") if kind == "kill in write" else (training.Watch, "update")
+    owner, name = (os, "fsync") if kind == "kill in write" else (UpdateMonitor, "update")
     real, count = getattr(owner, name), itertools.count(1)
 
     def replacement(*args):
@@ -146,14 +161,14 @@ def inflict(rank, at, kind):
 
 def mark(folder, rank):
     """The sample of class 50 makes a loss not a number. The classes of each batch are written down."""
-    real = training.device_batches
+    real = trainer.device_batches
 
     def marked(*given):
-        for images, targets in real(*given):
+        for images, targets, *others in real(*given):
             with open(folder / f"classes-{rank}", "a") as file:
                 file.write(f"{json.dumps(targets.tolist())}\n")
-            yield images * (math.nan if 50 in targets else 1), targets
-    training.device_batches = marked
+            yield images * (math.nan if 50 in targets else 1), targets, *others
+    trainer.device_batches = marked
 
 
 def same(one, other, where="checkpoint"):
@@ -164,7 +179,7 @@ def same(one, other, where="checkpoint"):
             same(one[key], other[key], f"{where} {key}")
     elif isinstance(one, list):
         assert len(one) == len(other), where
-        for i, (a, b) in enumerate(zip(one, other)):
+        for i, (a, b) in enumerate(zip(one, other, strict=True)):
             same(a, b, f"{where} {i}")
     elif torch.is_tensor(one):
         assert torch.equal(one, other), where
@@ -187,13 +202,15 @@ def same_run(one, other):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, arguments):
-    """Folders of whole runs: by number of workers on 2 processes, and by "three" on 3."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    runs = {0: Run(folder / "0", [*arguments, "--workers", "0"]), 2: Run(folder / "2", [*arguments, "--workers", "2"]),
-            "three": Run(folder / "three", [*arguments, "--workers", "1"], processes=3)}
-    for name, run in runs.items():
+    """Function from numbers of processes and of workers to the folder of a whole run."""
+
+    @functools.cache
+    def whole(processes, workers):
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        run = Run(folder, [*arguments, "--workers", str(workers)], processes)
         assert not any(run.wait()), run.text
-    return {name: folder / str(name) for name in runs}
+        return folder
+    return whole
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -208,7 +225,7 @@ def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(t
         Run(tmp_path / "run", arguments, **fault).die_with(fault["rank"])
     last = Run(tmp_path / "run", arguments)
     assert last.wait() == [0, 0], last.text
-    same_run(undisturbed[workers], tmp_path / "run")
+    same_run(undisturbed(2, workers), tmp_path / "run")
     assert not list((tmp_path / "run").glob("*.tmp"))
 
 
@@ -226,7 +243,7 @@ def test_gpu_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arg
     same_run(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.parametrize("name, at", [("SIGTERM", 4), ("SIGUSR1", 4), ("SIGINT", 5)])  # of 6 updates in an epoch
+@pytest.mark.parametrize("name, at", [("SIGTERM", 4), ("SIGINT", 5)])  # of 6 updates in an epoch
 def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(tmp_path, arguments, undisturbed,
                                                                                 name, at):
     """Three processes: only then does the order of the sum over them show."""
@@ -237,7 +254,15 @@ def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(
     assert load_checkpoint(tmp_path / "run" / "last.pt")["updates"] == at + 1  # one later, to agree upon it
     resumed = Run(tmp_path / "run", arguments, processes=3)
     assert resumed.wait() == [0] * 3, resumed.text
-    same_run(undisturbed["three"], tmp_path / "run")
+    same_run(undisturbed(3, 1), tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
+def test_a_signal_is_noted_and_ends_nothing(name):
+    with StopSignals() as signals:
+        assert signals.received == 0
+        os.kill(os.getpid(), getattr(signal, name))
+        assert signals.received == getattr(signal, name)
 
 
 def test_a_second_ctrl_c_stops_at_once():
@@ -259,22 +284,30 @@ def test_what_was_started_not_to_hear_ctrl_c_does_not():
         signal.signal(signal.SIGINT, before)
 
 
+def hold(folder, connection):
+    """Holds a run's folder until it is killed."""
+    held = lock.RunLock(folder)
+    connection.send("held")
+    time.sleep(600)
+    held.release()
+
+
 def test_two_processes_do_not_write_one_run(tmp_path, undisturbed, capsys):
     """A launcher that a signal ends leaves its training alive, and what starts the run anew would write beside it."""
     run = tmp_path / "run"
-    shutil.copytree(undisturbed["three"], run)
-    holder = subprocess.Popen([sys.executable, "-c", "import sys, time; from vision_longhorn.training.lock import RunLock\n"
-                               "lock = RunLock(sys.argv[1]); print('held', flush=True); time.sleep(600)", str(run)],
-                              stdout=subprocess.PIPE, cwd=REPOSITORY)
+    shutil.copytree(undisturbed(3, 1), run)
+    here, there = PROCESSES.Pipe()
+    holder = PROCESSES.Process(target=hold, args=(run, there))
+    holder.start()
     try:
-        assert holder.stdout.readline() == b"held\n"
+        assert here.poll(60) and here.recv() == "held"
         before = (run / "last.pt").read_bytes()
         for words in ["--resume", run, "--epochs", "3"], ["--run-dir", run, "--resume", "--epochs", "3"]:
             fails_with_one_line(train_imagenet.main, words, capsys, str(run), str(holder.pid), socket.gethostname())
         assert (run / "last.pt").read_bytes() == before
     finally:
         holder.kill()
-        holder.wait()
+        holder.join()
     train_imagenet.main(["--resume", str(run), "--epochs", "3"])  # the system has freed it
     assert len(load_checkpoint(run / "last.pt")["history"]) == 3
 
@@ -307,7 +340,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
 
 def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_path, undisturbed, capsys, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)  # of which the sums' last bits depend
-    shutil.copytree(undisturbed["three"], tmp_path / "run")
+    shutil.copytree(undisturbed(3, 1), tmp_path / "run")
     middle = max((tmp_path / "run").glob("update-*.pt"), key=lambda file: -int(file.stem[7:]))
     state = load_checkpoint(middle)
     assert (state["epoch"], state["updates"]) == (1, 9)  # half of the second epoch
@@ -325,7 +358,7 @@ def test_a_process_that_fails_ends_all_with_its_traceback_first(tmp_path, argume
     script = tmp_path / "fails.py"
     script.write_text(f"import sys; sys.path[:0] = {[str(REPOSITORY), str(REPOSITORY / 'tests')]}\n"
                       "import os, train_imagenet, test_resume\n"
-                      "from vision_longhorn.errors import run_cli\n"
+                      "from vision_longhorn.command_line.parser import run_cli\n"
                       "if os.environ['RANK'] == '1': test_resume.inflict(1, 2, 'fail')\n"
                       "run_cli(train_imagenet.main)\n")
     failed = launch(script, *arguments, "--run-dir", "run", cwd=tmp_path, processes=2, timeout=120)
@@ -348,12 +381,11 @@ def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_
     parts = 2 if "--grad-accum" in more else 1
     calls = itertools.count()
 
-    class Sometimes(torch.nn.Module):
-        def forward(self, scores, targets):
-            loss = (-targets * scores.log_softmax(1)).sum(1).mean()
-            return loss * {0: math.nan, 2 * parts: math.inf}.get(next(calls), 1)
+    def sometimes(self, scores, targets):
+        loss = (-targets * scores.log_softmax(1)).sum(1).mean()
+        return loss * {0: math.nan, 2 * parts: math.inf}.get(next(calls), 1)
 
-    monkeypatch.setattr(training, "SoftTargetCrossEntropy", Sometimes)
+    monkeypatch.setattr(SoftTargetCrossEntropy, "forward", sometimes)
     torch.manual_seed(0)
     run = quick(tmp_path / "run", arguments, *more)
     states = [load_checkpoint(run / f"update-{number:07d}.pt") for number in (1, 2, 3, 4)]
@@ -371,8 +403,8 @@ def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_
 
 
 def test_too_many_updates_that_are_not_finite_stop_the_run_with_evidence(tmp_path, arguments, monkeypatch, capsys):
-    real, calls = training.SoftTargetCrossEntropy.forward, itertools.count()
-    monkeypatch.setattr(training.SoftTargetCrossEntropy, "forward",
+    real, calls = SoftTargetCrossEntropy.forward, itertools.count()
+    monkeypatch.setattr(SoftTargetCrossEntropy, "forward",
                         lambda self, *given: real(self, *given) * (1 if next(calls) == 0 else math.nan))
     fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
                         "2 updates in a row, 2 to 3", "loss nan", "--clip-grad", "bad_steps.json")
@@ -384,7 +416,7 @@ def test_too_many_updates_that_are_not_finite_stop_the_run_with_evidence(tmp_pat
     assert all(value.isfinite().all() for value in good["state_dict"].values())
 
 
-@pytest.mark.parametrize("workers, repeats, parts", [(0, 1, 1), (2, 3, 1), (0, 3, 2), (2, 1, 2)])
+@pytest.mark.parametrize("workers, repeats, parts", [(0, 1, 1), (2, 3, 2)])
 def test_the_evidence_names_the_samples_of_every_process(tmp_path, workers, repeats, parts):
     """Each sample is of a class of its own. One cannot be read, and each process may skip it."""
     for shard in range(2):
@@ -410,7 +442,7 @@ def test_the_evidence_names_the_samples_of_every_process(tmp_path, workers, repe
 
 @pytest.mark.parametrize("resumed", [False, True])
 def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, capsys, resumed):
-    """The shards are gone, or an update was another run's."""
+    """The shards may be gone; an update from before a run was resumed has none."""
     folder = shutil.copytree(arguments[arguments.index("--data") + 1], tmp_path / "data")
     arguments = [*arguments, "--data", str(folder)]
 
@@ -418,13 +450,13 @@ def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, cap
         if not resumed:
             shutil.rmtree(folder, ignore_errors=True)
         return given[0].sum() * math.nan
-    monkeypatch.setattr(training.SoftTargetCrossEntropy, "forward", spoil)
+    monkeypatch.setattr(SoftTargetCrossEntropy, "forward", spoil)
     fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
                         "2 updates in a row, 1 to 2", "bad_steps.json")
     evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
     if not resumed:
-        assert [bad["samples"] for bad in evidence["updates"]] == [[None], [None]]
-        assert "DataError" in evidence["samples_unknown"]["0"]
+        assert [len(bad["samples"][0]) for bad in evidence["updates"]] == [32, 32]
+        assert evidence["samples_unknown"] == {}
         return
     assert [len(bad["samples"][0]) for bad in evidence["updates"]] == [32, 32]
     fails_with_one_line(train_imagenet.main, ["--resume", tmp_path / "run", "--max-bad-steps", "2"], capsys, "1 to 2")
@@ -452,7 +484,7 @@ def test_the_summary_is_a_table_also_where_epochs_were_not_evaluated(tmp_path):
 def test_gradients_sent_in_bfloat16_are_nearly_those_sent_whole(tmp_path, arguments, undisturbed):
     run = Run(tmp_path / "run", [*arguments, "--workers", "0", "--compress-gradients", "--epochs", "1"])
     assert run.wait() == [0, 0], run.text
-    norms = [scalars(folder)["train/grad_norm"][2] for folder in (undisturbed[0], tmp_path / "run")]
+    norms = [scalars(folder)["train/grad_norm"][2] for folder in (undisturbed(2, 0), tmp_path / "run")]
     assert norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
@@ -464,11 +496,21 @@ def test_without_hard_links_checkpoints_are_copied(tmp_path, monkeypatch):
     assert load_checkpoint(tmp_path / "best.pt") == load_checkpoint(tmp_path / "last.pt")
 
 
+def test_what_a_killed_process_of_the_same_number_left_harms_no_checkpoint(tmp_path):
+    """It was killed between giving a checkpoint its second name and moving that into place: both are one file."""
+    states = [{"updates": updates, "state_dict": {"a": torch.zeros(1)}} for updates in (1, 2)]
+    save_run(tmp_path, states[0], keep=2)
+    os.link(tmp_path / "update-0000001.pt", tmp_path / f"last.pt.{os.getpid()}.tmp")
+    save_run(tmp_path, states[1], keep=2)
+    assert [load_checkpoint(tmp_path / f"{name}.pt")["updates"] for name in ("update-0000001", "last")] == [1, 2]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, arguments, monkeypatch, capsys):
     real, calls = os.fsync, itertools.count(1)
 
     def full(handle):
-        if next(calls) > 6:  # a checkpoint is three: the file, and its two names in the folder
+        if next(calls) > 8:  # a checkpoint is four: the file, and its name in the folder, by two names
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
     with monkeypatch.context() as patch:
@@ -563,9 +605,27 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
     model.load_state_dict(saved["model"])
     second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
     settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1)
-    training.load_optimizer(model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}}, settings)
+    load_optimizer(model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}}, settings)
     step(second, inputs[4])
     assert torch.equal(model.weight, wanted)
+
+
+def test_the_best_epoch_is_known_after_a_stop():
+    def new():
+        model = torch.nn.Linear(2, 2)
+        monitor = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+        return RunState(model, None, torch.optim.SGD(model.parameters(), lr=0.1), None, monitor, updates_per_epoch=4)
+
+    def ends(state, *top1):
+        return state.end_epoch({}, {"val": {"top1": top1[0]}} if top1 else {})
+
+    state = new()
+    assert ends(state, 50.0) and not ends(state, 50.0) and not ends(state)  # as good is no better
+    saved = {**state.state_dict(), "facts": {"updates_per_epoch": 4}, "config": {"opt": "sgd"}}
+    other = new()
+    other.load_state_dict(saved, SimpleNamespace(resume="last.pt", opt="sgd", weight_decay=0.0))
+    assert (other.epoch, other.best, len(other.history)) == (3, 50.0, 3)
+    assert not ends(other, 49.0) and ends(other, 51.0)
 
 
 def test_a_loader_outlives_a_schedulers_signals_but_not_its_parent(arguments):

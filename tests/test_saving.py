@@ -19,9 +19,9 @@ from timm.models import save_for_hf
 
 from vision_longhorn import VisionLonghorn, hub
 from vision_longhorn.checkpoint import save_checkpoint
-from vision_longhorn.training.config import load_config
 from vision_longhorn.errors import UserError
 from vision_longhorn.models.vlonghorn import checkpoint_filter_fn
+from vision_longhorn.training.config import load_config
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=16, depth=2, d_state=4)
 
@@ -347,4 +347,4 @@ def test_pushing_sends_weights_configuration_and_card(run, tmp_path, monkeypatch
 def test_card_of_a_model_without_a_run():
     card = hub.model_card(timm.create_model("vim_test"), "hf-hub:someone/vim")
     assert card["details"]["ImageNet-1k top-1"] == "not yet run" and "Top-1" not in card["details"]
-    assert "mamba" in card["details"]["Scan"]
+    assert "mamba" in card["details"]["Mixer"]

@@ -1,6 +1,7 @@
 """Making shards: what is stored, that it can be stopped and run again, and what is said about bad input."""
 
 import contextlib
+import functools
 import io
 import json
 import multiprocessing
@@ -14,12 +15,13 @@ import pytest
 from PIL import Image
 from timm.data.readers.reader_wds import ReaderWds
 
-from vision_longhorn.data import sharding
 from vision_longhorn import shards as maker
-from vision_longhorn.data import DataError, decode_image, open_shards
-from vision_longhorn.data.index import image_of, read_index, read_shard
-from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
 from vision_longhorn.command_line.parser import run_cli
+from vision_longhorn.data import DataError, decode_image, open_shards, sharding
+from vision_longhorn.data.index import read_index
+from vision_longhorn.data.samples import image_of
+from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
+from vision_longhorn.data.tars import read_shard
 from vision_longhorn.errors import UserError
 from vision_longhorn.shards import make_digits
 
@@ -27,6 +29,7 @@ WNIDS = ["n00000003", "n00000005", "n00000009", "n00000012"]
 ILSVRC_ORDER = ["n00000012", "n00000003", "n00000009", "n00000005"]  # WordNet id of ILSVRC id 1, 2, ...
 
 
+@functools.cache
 def picture(number, size=(12, 10)):
     """Bytes of a JPEG that no other number has."""
     pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
@@ -189,7 +192,7 @@ def test_killed_and_run_again(folder, tmp_path):
     assert process.exitcode == -signal.SIGKILL
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names[0] == ".train.journal" and names[1:3] == ["train-000000.tar", "train-000001.tar"]
-    assert len(names) == 4 and names[3].endswith(".partial")
+    assert len(names) == 4 and names[3].endswith(".tmp")
     kept = {name: (tmp_path / "out" / name).stat().st_mtime_ns for name in names[1:3]}
     with pytest.raises(DataError, match="number of samples"):  # nobody takes a part for the whole
         open_shards(tmp_path / "out")
@@ -211,7 +214,7 @@ def test_image_that_cannot_be_decoded(folder, tmp_path):
     bad.write_bytes(bad.read_bytes()[:300])
     with pytest.raises(DataError, match=r"class1/image\.05\.JPEG: not a readable image .*--on-bad skip"):
         make(folder, tmp_path / "out")
-    assert not list((tmp_path / "out").glob("*.partial"))
+    assert not list((tmp_path / "out").glob("*.tmp"))
     assert make(folder, tmp_path / "out", on_bad="skip") == ["class1/image.05.JPEG"]
     names = {json.loads(sample["json"])["filename"] for sample in stored(tmp_path / "out")}
     assert len(names) == open_shards(tmp_path / "out").num_samples == 39 and "class1/image.05.JPEG" not in names
@@ -360,11 +363,17 @@ def test_train_tar_that_is_cut_short(ilsvrc, tmp_path):
         ilsvrc_train(ilsvrc / "val.tar", tmp_path / "journal")
 
 
-def test_digits_are_those_of_scikit_learn(tmp_path):
+def test_two_processes_make_the_digits_at_once_and_they_are_those_of_scikit_learn(tmp_path):
     from sklearn.datasets import load_digits
 
     out = tmp_path / "new" / "digits"
-    assert make_digits(out) == out
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=make_digits, args=(out,)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0] and len(list(out.iterdir())) == 7
     data = load_digits()
     seen = []
     for split, count, num_shards in (("train", 1437, 4), ("val", 360, 2)):
@@ -382,23 +391,11 @@ def test_digits_are_those_of_scikit_learn(tmp_path):
     assert sorted(seen) == list(range(1797))
 
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
-    make_digits(out)
+    assert make_digits(out) == out
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     (out / "val-000001.tar").unlink()
     make_digits(out)
     assert maker.verify(out, full=True, progress=False) == []
-
-
-def test_two_processes_make_the_digits_at_once(tmp_path):
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=make_digits, args=(tmp_path / "digits",)) for _ in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0]
-    assert maker.verify(tmp_path / "digits", full=True, progress=False) == []
-    assert len(list((tmp_path / "digits").iterdir())) == 7
 
 
 def test_digits_do_not_overwrite_other_data(folder, tmp_path):
@@ -523,10 +520,10 @@ def test_a_link_that_leads_nowhere(folder, tmp_path, on_bad, capsys):
 
 
 @pytest.mark.parametrize("option", ["--threads", "--shard-size", "--max-side"])
-@pytest.mark.parametrize("value", ["0", "-2", "1.5", "many"])
-def test_numbers_that_options_cannot_be(folder, tmp_path, option, value):
-    with pytest.raises(UserError, match=f"^argument {option}: [^\n]*{value}[^\n]*1 or more[^\n]*$"):
-        maker.main(["imagefolder", str(folder), str(tmp_path / "out"), option, value])
+def test_numbers_that_options_cannot_be(folder, tmp_path, option):
+    for value in "0", "-2", "1.5", "many":
+        with pytest.raises(UserError, match=f"^argument {option}: [^\n]*{value}[^\n]*1 or more[^\n]*$"):
+            maker.main(["imagefolder", str(folder), str(tmp_path / "out"), option, value])
     assert not (tmp_path / "out").exists()
 
 

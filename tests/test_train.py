@@ -1,5 +1,6 @@
 """Training runs, short ones: one process and two, what they leave on disk, going on after a stop, and mistakes."""
 
+import importlib
 import io
 import json
 import os
@@ -24,9 +25,11 @@ sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
 from vision_longhorn import devices  # noqa: E402
-from vision_longhorn.training import runlog, trainer as training  # noqa: E402
-from vision_longhorn.command_line.parser import run_cli# noqa: E402
+from vision_longhorn.checkpoint import create_model  # noqa: E402
+from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
+from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
+from vision_longhorn.training import folder, runlog, setup, trainer  # noqa: E402
 
 SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
 QUICK = [*SMALL, "--num-classes", "10", "--workers", "0", "--device", "cpu", "--batch-size", "16", "--repeats", "1",
@@ -39,6 +42,12 @@ def fresh_process_state():
     """Accelerate keeps its state for the life of the process; every run here is to be the first."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@pytest.fixture(autouse=True)
+def no_picture(monkeypatch):
+    """Drawing its curves would be two thirds of a small run's time. Runs that are started as processes draw theirs."""
+    monkeypatch.setattr(trainer, "plot_runs", lambda *_: None)
 
 
 def write_digits(folder, split, count, shards=2):
@@ -93,8 +102,8 @@ def fails_with_one_line(main, arguments, capsys, *words):
 
 
 def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
-    done = launch("train_imagenet.py", "--epochs", 1, "--model-kwargs", "depth=1", "--run-dir", "run", cwd=tmp_path,
-                  processes=2)
+    done = launch("train_imagenet.py", "--epochs", 1, "--model-kwargs", "depth=1", "embed_dim=32", "patch_size=8",
+                  "--run-dir", "run", cwd=tmp_path, processes=2)
     assert done.returncode == 0, done.stderr
     assert "this is the demo" in done.stdout and "2 process(es)" in done.stdout
     assert done.stdout.count("count 360 of 360") == 2  # raw and averaged weights
@@ -153,9 +162,9 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
         raise KeyboardInterrupt
     stopped = tmp_path / "stopped"
     with monkeypatch.context() as patch:
-        write = training.write_text
-        patch.setattr(training, "write_text", lambda path, text: stop_after_second_epoch()
-                      if len(json.loads(text)) == 2 else write(path, text))
+        write = folder.write_summary
+        patch.setattr(folder, "write_summary", lambda path, history: stop_after_second_epoch()
+                      if len(history) == 2 else write(path, history))
         with pytest.raises(KeyboardInterrupt):
             train_imagenet.main([*arguments, "--run-dir", str(stopped)])
     train_imagenet.main(["--resume", str(stopped)])
@@ -210,6 +219,12 @@ def test_a_finished_run_is_neither_overwritten_nor_resumed_as_another_model(tmp_
     fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2", "--model", "vim_test"], capsys,
                         "another model", "vlonghorn_test")
     assert (run / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "hub"])
+def test_every_command_says_a_mistake_in_one_line(command, capsys):
+    main = importlib.import_module(f"vision_longhorn.{command}").main
+    fails_with_one_line(main, ["--no-such-option"], capsys, "--help lists all")
 
 
 def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
@@ -277,7 +292,7 @@ def test_averages_that_could_not_leave_their_start_warm_up(tmp_path, shards, cap
     assert "averages over 25,000 updates and this run has 8" in capsys.readouterr().out
     state = torch.load(run / "last.pt", weights_only=True)
     assert state["config"]["ema_warmup"] is True
-    start = training.create_model("vlonghorn_test", num_classes=10, **state["config"]["model_kwargs"])
+    start = create_model("vlonghorn_test", num_classes=10, **state["config"]["model_kwargs"])
     set_seed(0)
     start.init_weights()
 
@@ -323,21 +338,21 @@ def test_a_scaled_loss_gives_the_same_weights_and_its_scale_is_kept(tmp_path, sh
     """What fp16 on a GPU needs, here in fp32, where a power of two changes nothing."""
     arguments = [*QUICK, *PLAIN, *shards, "--clip-grad", "0.5"]
     plain = train_imagenet.main([*arguments, "--epochs", "2", "--run-dir", str(tmp_path / "plain")])
-    make = training.make_accelerator
+    make = setup.make_accelerator
 
     def scaled(*words, **options):
         accelerator = make(*words, **options)
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=training.SCALE, growth_interval=3)
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=setup.SCALE, growth_interval=3)
         return accelerator
-    monkeypatch.setattr(training, "make_accelerator", scaled)
+    monkeypatch.setattr(setup, "make_accelerator", scaled)
     run = train_imagenet.main([*arguments, "--epochs", "1", "--run-dir", str(tmp_path / "scaled"), "--min-lr", "1e-3"])
-    assert torch.load(run / "last.pt", weights_only=True)["scaler"]["scale"] == 2 * training.SCALE  # after 4 updates
+    assert torch.load(run / "last.pt", weights_only=True)["scaler"]["scale"] == 2 * setup.SCALE  # after 4 updates
     AcceleratorState._reset_state(reset_partial_state=True)
     run = train_imagenet.main([*arguments, "--epochs", "2", "--run-dir", str(tmp_path / "whole")])
     ends = [torch.load(folder / "last.pt", weights_only=True) for folder in (plain, run)]
     for name, value in ends[0]["state_dict"].items():
         torch.testing.assert_close(ends[1]["state_dict"][name], value, rtol=1e-5, atol=1e-7)
-    assert ends[1]["scaler"]["scale"] == 4 * training.SCALE  # after 8
+    assert ends[1]["scaler"]["scale"] == 4 * setup.SCALE  # after 8
     AcceleratorState._reset_state(reset_partial_state=True)
     train_imagenet.main(["--resume", str(tmp_path / "scaled"), "--epochs", "2"])
     assert torch.load(tmp_path / "scaled" / "last.pt", weights_only=True)["scaler"] == ends[1]["scaler"]
@@ -349,16 +364,16 @@ def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: hardware)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr(evaluate, "Accelerator", lambda **options: SimpleNamespace(print=print, **options))
+    monkeypatch.setattr(devices, "Accelerator", lambda **options: SimpleNamespace(print=print, **options))
     assert devices.make_accelerator("auto", precision).mixed_precision == expected
     assert ("Tesla T4 has no bf16" in capsys.readouterr().out) == (expected == "fp16")
 
 
-def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path):
+def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path, shards):
     with open(tmp_path / "log", "w") as log:
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-        running = subprocess.Popen([sys.executable, str(REPOSITORY / "train_imagenet.py"), "--epochs", "1", "--device",
-                                    "cpu", "--model-kwargs", "depth=1", "--run-dir", "run"],
+        running = subprocess.Popen([sys.executable, str(REPOSITORY / "train_imagenet.py"), *QUICK, *shards, "--epochs",
+                                    "6", "--run-dir", "run"],
                                    cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, env=environment)
     while "folder  run" not in (tmp_path / "log").read_text() and running.poll() is None:
         time.sleep(0.02)
@@ -366,14 +381,18 @@ def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path):
     code, text = running.wait(), (tmp_path / "log").read_text()
     assert code == 0 and "\r" not in text, text
     assert any(line.startswith("epoch   1  loss ") for line in text.splitlines()), text
+    assert (tmp_path / "run" / "curves.png").exists()
 
 
 def test_a_script_of_a_strangers_own_gets_the_models_whatever_it_is_called(tmp_path):
-    script = tmp_path / "eval.py"
-    script.write_text("import vision_longhorn, timm\nprint(timm.is_model('vlonghorn_test'))\n")
-    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True,
+    """A stand-in, for speed: whether the module that registers the models is imported along with the package."""
+    (tmp_path / "eval.py").write_text("import sys, types\n"
+                                      "name = 'vision_longhorn.models.vlonghorn'\n"
+                                      "sys.modules[name] = types.SimpleNamespace(VisionLonghorn='the model')\n"
+                                      "import vision_longhorn\nprint(vars(vision_longhorn).get('VisionLonghorn'))\n")
+    done = subprocess.run([sys.executable, str(tmp_path / "eval.py")], cwd=tmp_path, capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
-    assert done.stdout == "True\n", done.stderr
+    assert done.stdout == "the model\n", done.stderr
 
 
 def test_files_of_ones_own_in_a_runs_folder_stay(tmp_path, shards, capsys):
@@ -389,7 +408,7 @@ def test_files_of_ones_own_in_a_runs_folder_stay(tmp_path, shards, capsys):
     assert (run / "notes.tmp").read_text() == "mine"
 
 
-@pytest.mark.parametrize("command", [["train_imagenet.py"], ["-m", "vision_longhorn", "eval"]])
+@pytest.mark.parametrize("command", [["train_imagenet.py"], ["eval.py"], ["-m", "vision_longhorn", "eval"]])
 def test_help_does_not_wait_for_torch(command):
     """Importing torch and timm takes seconds; the stand-ins here fail where they are imported."""
     code = ("import runpy, sys\nsys.modules.update(torch=None, timm=None)\n"

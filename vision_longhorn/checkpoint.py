@@ -1,4 +1,4 @@
-"""Models by timm name, and what a run leaves on disk: checkpoints, its config, its environment.
+"""Models by timm name, and the checkpoints of their weights.
 
 A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "num_classes",
 "state_dict", "state_dict_ema" (where weights are averaged), "optimizer", "epoch" and "updates" (finished ones),
@@ -9,31 +9,28 @@ The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes t
 averaged ones.
 """
 
-import csv
 import difflib
-import io
-import json
 import os
-import platform
 import re
 import shutil
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import timm
 import torch
-import yaml
 from safetensors.torch import load_file
 from timm.models import clean_state_dict
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.files import written_aside
+
+TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, pretrained_cfg and num_classes among them
 
 
-def create_model(name, **kwargs):
+def create_model(name: str, **kwargs: Any) -> TimmModel:
     """`timm.create_model` that explains a wrong name, argument or size in one line.
 
     Args:
@@ -54,7 +51,8 @@ def create_model(name, **kwargs):
         raise UserError(f"model {name} cannot be made with {given}: {one_line(error)}") from error
 
 
-def model_from_weights(name, path, num_classes, **kwargs):
+def model_from_weights(name: str, path: str | os.PathLike[str], num_classes: int, **kwargs: Any
+                       ) -> tuple[TimmModel, str]:
     """A model that starts from the weights in a file.
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of another number of classes
@@ -77,7 +75,7 @@ def model_from_weights(name, path, num_classes, **kwargs):
     averaged = next((key for key in ("state_dict_ema", "model_ema") if isinstance(checkpoint.get(key), dict)), None)
     weights = clean_state_dict(checkpoint[averaged or "state_dict"])
     create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
-    cfg = timm.get_pretrained_cfg(name)
+    cfg: Any = timm.get_pretrained_cfg(name)
     classifier = cfg.classifier[0] if isinstance(cfg.classifier, (list, tuple)) else cfg.classifier
     head = weights.get(f"{classifier}.weight")
     # With the classifier of the file, timm insists on every tensor.
@@ -108,7 +106,7 @@ def model_from_weights(name, path, num_classes, **kwargs):
     return model, text
 
 
-def _mismatch(error):
+def _mismatch(error: BaseException | None) -> str:
     """What torch says of tensors that do not fit, without the list of them all."""
     parts = []
     for what, text in re.findall(r"(Missing|Unexpected) key\(s\) in state_dict: (.*?)\.(?:\s|$)", str(error)):
@@ -120,24 +118,19 @@ def _mismatch(error):
     if sizes:
         name, theirs, ours = sizes[0]
         parts.append(f"{len(sizes)} of another size, such as {name}, {theirs} in the file, {ours} in the model")
-    return "; ".join(parts) or one_line(error)
+    return "; ".join(parts) or (one_line(error) if error else "")
 
 
-def save_checkpoint(path, state):
-    """Writes the dict `state` to `path`: aside first, down to the disk, then renamed, so that `path` is always whole.
+def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Writes the dict `state` to `path`, down to the disk, so that `path` is always whole.
 
     Raises:
         UserError: Where the file cannot be written, on a full disk for instance. What stood at `path` still does.
     """
-    path = Path(path)
-    aside = path.with_name(f"{path.name}.tmp")
     try:
-        with open(aside, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-        _sync_folder(path.parent)
+        with written_aside(path, lasting=True) as aside:
+            with open(aside, "wb") as file:
+                torch.save(state, file)
     except (OSError, RuntimeError) as error:
         # torch reports the failed write that it has met as a RuntimeError about file positions.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -145,11 +138,9 @@ def save_checkpoint(path, state):
             raise
         raise UserError(f"{path} cannot be written ({cause.strerror or cause}); checkpoints from before are untouched, "
                         "--resume goes on with the last one") from error
-    finally:
-        aside.unlink(missing_ok=True)
 
 
-def save_run(run_dir, state, keep, is_best=False):
+def save_run(run_dir: str | os.PathLike[str], state: dict[str, Any], keep: int, is_best: bool = False) -> None:
     """Saves a run's state as update-NUMBER.pt, under the second name last.pt, and best.pt where it is the best.
 
     The latest `keep` checkpoints stay; best.pt does so beside them.
@@ -160,38 +151,17 @@ def save_run(run_dir, state, keep, is_best=False):
     newest = Path(run_dir, f"update-{state['updates']:07d}.pt")
     save_checkpoint(newest, state)
     for name in ("best.pt", "last.pt") if is_best else ("last.pt",):  # last.pt never promises a best.pt that is not
-        _name_also(newest, newest.with_name(name))
+        with written_aside(newest.with_name(name), lasting=True) as aside:
+            try:
+                os.link(newest, aside)  # costs no space
+            except OSError:  # the file system knows no links
+                shutil.copyfile(newest, aside)
     # By time, not by number: a run may have gone back to an earlier one.
     for old in sorted(newest.parent.glob("update-*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-keep]:
         old.unlink()
 
 
-def _name_also(path, name):
-    """Gives the file a second name, at no cost of space where the file system can do that."""
-    aside = name.with_name(f"{name.name}.tmp")
-    try:
-        aside.unlink(missing_ok=True)
-        try:
-            os.link(path, aside)
-        except OSError:  # the file system knows no links
-            shutil.copyfile(path, aside)
-        os.replace(aside, name)
-        _sync_folder(name.parent)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def _sync_folder(folder):
-    """Brings a rename to the disk."""
-    if os.name == "posix":
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def load_checkpoint(path):
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint, or a bare state dict, onto the CPU; code inside the file is never run.
 
     Returns:
@@ -219,7 +189,7 @@ def load_checkpoint(path):
     return checkpoint
 
 
-def _why_unreadable(path, error):
+def _why_unreadable(path: Path, error: Exception) -> str:
     """torch's reason without its advice, which is to run the code in the file."""
     if not path.stat().st_size:
         return "it is empty"
@@ -231,7 +201,7 @@ def _why_unreadable(path, error):
     return "it is none of torch's files, or damaged"
 
 
-def load_weights(model, checkpoint, path, ema=False):
+def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.PathLike[str], ema: bool = False) -> None:
     """Loads the raw or the averaged weights of `checkpoint` into `model`; every tensor must fit.
 
     Args:
@@ -260,70 +230,3 @@ def load_weights(model, checkpoint, path, ema=False):
             "trained with"
         )
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
-
-
-def describe_environment():
-    """What a run depended on beside its config: command, commit, versions, machine. A dict fit for JSON."""
-
-    def git(*arguments):
-        try:
-            here = Path(__file__).resolve().parent
-            answer = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True)
-        except FileNotFoundError:  # no git on this machine
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    versions = {}
-    for name in ("torch", "torchvision", "triton", "timm", "accelerate", "webdataset", "numpy", "pillow"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    changed = git("status", "--porcelain")
-    return {
-        "command": sys.argv,
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes": None if changed is None else bool(changed),
-        "python": platform.python_version(),
-        "versions": versions,
-        "platform": platform.platform(),
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpus": os.cpu_count(),
-    }
-
-
-def write_text(path, text):
-    """Writes `text` aside and renames it, so that no reader ever sees half a file."""
-    aside = Path(f"{path}.tmp")
-    try:
-        aside.write_text(text)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-
-
-def write_summary(path, history):
-    """Writes the results of all epochs as a CSV table, a row per epoch.
-
-    Args:
-        path: The file.
-        history: List of dicts, one per epoch; a nested dict's keys get its own key before them, as in "val_top1". An
-            epoch may lack what others have, such as an evaluation.
-    """
-    rows = []
-    for entry in history:
-        nested = [({f"{key}_{inner}": number for inner, number in value.items()} if isinstance(value, dict)
-                   else {key: value}) for key, value in entry.items()]
-        rows.append({key: value for part in nested for key, value in part.items()})
-    table = io.StringIO()
-    writer = csv.DictWriter(table, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, table.getvalue())
-
-
-def write_run_files(run_dir, config, extra):
-    """Saves config.yaml and env.json (the environment and the dict `extra`) in a run's folder."""
-    write_text(Path(run_dir, "config.yaml"), yaml.safe_dump(config.values(), sort_keys=False))
-    write_text(Path(run_dir, "env.json"), json.dumps({**describe_environment(), **extra}, indent=2) + "\n")

@@ -3,16 +3,24 @@
     python -m vision_longhorn.curves runs/A runs/B --out curves.png
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.files import written_aside
 
 # What takes long to import is imported where it is used: the command line is read before.
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
 
 
-def read_scalars(run):
+def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Scalars of a run's TensorBoard events, over epochs.
 
     Args:
@@ -37,7 +45,7 @@ def read_scalars(run):
     return {tag: (np.interp(steps, *raw["train/epoch"]), values) for tag, (steps, values) in raw.items()}
 
 
-def new_figure(width, height):
+def new_figure(width: float, height: float) -> Figure:
     """A matplotlib figure of this size in inches: without pyplot, so no display and no state that outlives it."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -47,33 +55,28 @@ def new_figure(width, height):
     return figure
 
 
-def save_png(figure, out, dpi):
-    """Writes a figure as PNG: aside first, then renamed. Its folder is made if it is missing.
+def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float) -> None:
+    """Writes a figure as PNG. Its folder is made if it is missing.
 
     Raises:
         UserError: Where the file cannot be written. What stood at `out` still does.
     """
-    aside = Path(f"{out}.tmp")
     try:
-        aside.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with written_aside(out) as aside:
             figure.savefig(aside, format="png", dpi=dpi)
-            os.replace(aside, out)
-        finally:
-            aside.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
                         "that you may write to") from error
 
 
-def _names(runs):
+def _names(runs: Sequence[str | os.PathLike[str]]) -> dict[str | os.PathLike[str], str]:
     """A name for each run: its folder's, or the path as it was given where two folders are called alike."""
     paths = {Path(run).resolve(): run for run in runs}
     names = [path.name for path in paths]
     return {run: path.name if names.count(path.name) == 1 else str(run) for path, run in paths.items()}
 
 
-def plot_runs(runs, out):
+def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
     """Plots the runs into one PNG, each in its own colour.
 
     Args:
@@ -90,7 +93,7 @@ def plot_runs(runs, out):
         "learning rate": {"train/lr": "-"},
     }
     figure = new_figure(15, 4.5)
-    for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items()):
+    for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for number, (name, scalars) in enumerate(curves.items()):
             both = any(tag.startswith("val_ema/") for tag in scalars)
             kinds = {"val": ", raw weights" if both else "", "val_ema": ", EMA weights", "train": ", training"}
@@ -104,7 +107,7 @@ def plot_runs(runs, out):
     save_png(figure, out, dpi=110)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")

@@ -1,11 +1,17 @@
 """The built-in demo set, scikit-learn's handwritten digits, as a place of data."""
 
+from __future__ import annotations
+
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 DIGITS = "digits"  # what a user gives as --data
 
 
-def locate_data(spec, accelerator):
+def locate_data(spec: str, accelerator: Accelerator) -> str:
     """`spec` itself, or the folder of the built-in digits, which are made in ./data/digits where they are missing."""
     if spec != DIGITS:
         return spec

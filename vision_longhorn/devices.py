@@ -1,5 +1,7 @@
 """The device that a command runs on, and the precision that it computes in."""
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import parse_flag_from_env
@@ -7,7 +9,7 @@ from accelerate.utils import parse_flag_from_env
 from vision_longhorn.errors import UserError
 
 
-def make_accelerator(device="auto", precision="auto", **kwargs):
+def make_accelerator(device: str = "auto", precision: str = "auto", **kwargs: Any) -> Accelerator:
     """Accelerator for `device` (auto, cuda, cpu) and `precision` (auto, bf16, fp16, fp32).
 
     Args:
@@ -34,3 +36,9 @@ def make_accelerator(device="auto", precision="auto", **kwargs):
     if precision == "auto" and not plain:
         accelerator.print(f"Note: {torch.cuda.get_device_name()} has no bf16 in hardware: it runs in fp16.")
     return accelerator
+
+
+def leave(accelerator: Accelerator) -> None:
+    """Leaves the group of processes, where that does more good than harm."""
+    if accelerator.device.type == "cuda":
+        accelerator.end_training()  # NCCL wants it; with gloo, torch 2.7 can wait in it for itself, for ever

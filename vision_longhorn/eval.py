@@ -4,46 +4,62 @@ The command of eval.py. Samples of data with other classes than the model's are 
 classes are compared by number and name, and `--map-classes` pairs them by name.
 """
 
+from __future__ import annotations
+
+import argparse
 import itertools
 import json
 import os
 import re
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.demo import DIGITS
-from vision_longhorn.training.config import parse_pairs
 from vision_longhorn.command_line.parser import Parser, Range
+from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
+from vision_longhorn.files import write_text
+from vision_longhorn.runs import is_model_folder, model_of_checkpoint, run_file
+from vision_longhorn.training.config import parse_pairs
+
+# What takes long to import is imported where it is used: the command line is read before.
+if TYPE_CHECKING:
+    import torch
+
+    from vision_longhorn.evaluation.report import Predictions
 
 # What makes two results those of the same evaluation. Processes, batch size and speed do not.
 SAME = ("model", "model_kwargs", "weights", "checkpoint", "data", "split", "input_size", "precision", "map_classes")
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Evaluates as the command line `argv` says (default: the process's own) and returns the result, a dict."""
     args = parse(argv)
-    # Here, so that --help and mistakes in the command line do not wait for torch.
     import torch
     from timm.data import create_transform
 
-    from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
+    from vision_longhorn.checkpoint import create_model, load_checkpoint
     from vision_longhorn.data import eval_loader, open_shards
     from vision_longhorn.data.transforms import input_settings
     from vision_longhorn.demo import locate_data
-    from vision_longhorn.devices import make_accelerator
+    from vision_longhorn.devices import leave, make_accelerator
+    from vision_longhorn.evaluation.class_names import (
+        checkpoint_names,
+        imagenet_names,
+        match_classes,
+        model_names,
+        readable_names,
+    )
     from vision_longhorn.evaluation.evaluate import describe, evaluate
-    from vision_longhorn.data.class_names import checkpoint_names, imagenet_names, match_classes, model_names, readable_names
     from vision_longhorn.evaluation.report import Predictions
 
     accelerator = make_accelerator(args.device, args.precision)
     say = accelerator.print
 
     # What the checkpoint says of itself stands in for what the command line leaves open.
-    checkpoint, path = {}, None
-    if args.checkpoint:
-        path = Path(args.checkpoint, "best.pt") if Path(args.checkpoint).is_dir() else Path(args.checkpoint)
-        checkpoint = load_checkpoint(path)
+    path = run_file(args.checkpoint) if args.checkpoint else None
+    checkpoint = load_checkpoint(path) if path else {}
     values = checkpoint.get("config", {})
     name = args.model or checkpoint.get("arch")
     if name is None:
@@ -62,17 +78,16 @@ def main(argv=None):
     values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **parse_pairs(args.model_kwargs)}}
 
     # Model and weights
-    num_classes = checkpoint.get("num_classes") if args.num_classes is None else args.num_classes
-    model = create_model(name, pretrained=args.pretrained, num_classes=num_classes, **values["model_kwargs"])
+    if path:
+        model, weights = model_of_checkpoint(checkpoint, path, arch=args.model, num_classes=args.num_classes,
+                                             ema=args.ema, **values["model_kwargs"])
+    else:
+        model = create_model(name, pretrained=args.pretrained, num_classes=args.num_classes, **values["model_kwargs"])
+        weights = "pretrained" if args.pretrained else "random"
+        if args.pretrained and model.pretrained_cfg.get("num_classes") != model.num_classes:
+            weights = "pretrained, random classifier"
     if not model.num_classes:
         raise UserError(f"{name} has no classifier: give a model with classes, or --num-classes for a random one")
-    weights = "pretrained" if args.pretrained else "random"
-    if checkpoint:
-        ema = "state_dict_ema" in checkpoint if args.ema is None else args.ema
-        load_weights(model, checkpoint, path, ema)
-        weights = "EMA" if ema else "raw"
-    elif args.pretrained and model.pretrained_cfg.get("num_classes") != model.num_classes:
-        weights = "pretrained, random classifier"
     model.to(accelerator.device)
 
     # Data, and whether its classes are the model's
@@ -106,7 +121,7 @@ def main(argv=None):
     batches = Clock(eval_loader(
         shards, create_transform(**settings), keys=args.predictions is not None, batch_size=args.batch_size,
         num_workers=args.workers, rank=accelerator.process_index, world_size=accelerator.num_processes,
-        num_classes=model.num_classes if class_map is None else len(shards.class_names),
+        num_classes=model.num_classes if class_map is None else len(shards.class_names or ()),
         pin_memory=accelerator.device.type == "cuda",
     ), accelerator.device, shards.num_samples // accelerator.num_processes if accelerator.is_main_process else None)
 
@@ -122,7 +137,7 @@ def main(argv=None):
     # Result
     predictions = Predictions(used, class_map) if args.report or args.predictions else None
     result = evaluate({"model": model}, batches, accelerator, shards.num_samples, args.batch_size, class_map,
-                      predictions and predictions.add)["model"]
+                      predictions.add if predictions else None)["model"]
     images, seconds = batches.read()
     rates = accelerator.gather(torch.tensor([[images, seconds]], dtype=torch.float64, device=accelerator.device))
     images, seconds = rates[:, 0].sum().item(), rates[:, 1].max().item()
@@ -136,7 +151,7 @@ def main(argv=None):
     say(f"{name}, {weights} weights, {split} split of {data}")
     if class_map is not None:
         say(f"{used} classes, those of one name of the model's {model.num_classes} and the data's "
-            f"{len(shards.class_names)}")
+            f"{len(shards.class_names or ())}")
     say(f"{describe(result)} of {shards.num_samples}")
     say(f"{images / seconds:.1f} images/s without the first batch" if images
         else "images/s not measured: all was one batch")
@@ -145,12 +160,11 @@ def main(argv=None):
         words = readable_names(shards.class_names or names, next(filter(None, own_names), None), model.num_classes)
         _save(args, result, predictions, shards.class_names or names, words,
               _default_name(result, path, data, is_own, checkpoint))
-    if accelerator.device.type == "cuda":
-        accelerator.end_training()  # NCCL wants it; with gloo, torch 2.7 can wait in it for itself, for ever
+    leave(accelerator)
     return result
 
 
-def parse(argv):
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
     count = Range(1, kind=int)
     parser = Parser(description=__doc__.splitlines()[0])
@@ -183,9 +197,8 @@ def parse(argv):
                         "into a new folder")
     parser.add_argument("--predictions", metavar="FILE", help="every sample's prediction, as a new CSV file")
     args = parser.parse_args(argv)
-    if args.checkpoint and not args.model and Path(args.checkpoint, "config.json").is_file():
-        if not Path(args.checkpoint, "best.pt").is_file():
-            args.model, args.pretrained, args.checkpoint = f"local-dir:{args.checkpoint}", True, None
+    if args.checkpoint and not args.model and is_model_folder(args.checkpoint):
+        args.model, args.pretrained, args.checkpoint = f"local-dir:{args.checkpoint}", True, None
     if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
         raise UserError("say what to evaluate: --checkpoint FILE, or --model NAME --pretrained")
     # Before the work, not after it.
@@ -203,14 +216,14 @@ class Clock:
     """Batches of a loader, with the time that passes from the end of the first one's evaluation to the end of all. It
     shows a bar of `total` images, None: it does not."""
 
-    def __init__(self, loader, device, total=None):
+    def __init__(self, loader: Iterable[Any], device: torch.device, total: int | None = None) -> None:
         self.loader = loader
         self.device = device
         self.total = total
-        self.start = None
+        self.start: float | None = None
         self.images = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Any]:
         from tqdm import tqdm
 
         hidden = True if self.total is None else None  # None: where there is no terminal
@@ -223,11 +236,11 @@ class Clock:
                 if self.start is None:
                     self.start = self._now()
 
-    def read(self):
+    def read(self) -> tuple[int, float]:
         """(images after the first batch, seconds that they took)"""
-        return self.images, self._now() - self.start if self.images else 0.0
+        return self.images, 0.0 if self.start is None or not self.images else self._now() - self.start
 
-    def _now(self):
+    def _now(self) -> float:
         import torch
 
         if self.device.type == "cuda":
@@ -235,17 +248,18 @@ class Clock:
         return time.perf_counter()
 
 
-def _place(spec):
+def _place(spec: str) -> str:
     """A path as it is from anywhere; URLs and commands as they are."""
     if spec == DIGITS:
         spec = os.path.join("data", DIGITS)
     return spec if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", spec) and not os.path.exists(spec) else os.path.abspath(spec)
 
 
-def _default_name(result, path, data, is_own, checkpoint):
+def _default_name(result: dict[str, Any], path: Path | None, data: str, is_own: bool, checkpoint: dict[str, Any]
+                  ) -> Path:
     """The file for a result. It tells what was evaluated, but for what a run's own evaluation has as well."""
     words = ["eval"]
-    if not checkpoint:
+    if not path:
         words.append(result["model"])
     elif path.stem != "best":
         words.append(path.stem)
@@ -257,13 +271,12 @@ def _default_name(result, path, data, is_own, checkpoint):
     if result["map_classes"]:
         words.append("mapped")
     name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", word).strip("_.")[-60:] for word in words)
-    return (path.parent if checkpoint else Path()) / f"{name}.json"
+    return (path.parent if path else Path()) / f"{name}.json"
 
 
-def _save(args, result, predictions, class_names, names, default):
+def _save(args: argparse.Namespace, result: dict[str, Any], predictions: Predictions | None,
+          class_names: Sequence[str] | None, names: Sequence[str], default: Path) -> None:
     """Saves what was asked for. A result's own file is taken, or else a free one's name: no other is written over."""
-    from vision_longhorn.checkpoint import write_text
-
     out = Path(args.out or default)
     if not args.out:
         for number in itertools.count(2):
@@ -275,11 +288,11 @@ def _save(args, result, predictions, class_names, names, default):
         write_text(out, json.dumps(result, indent=2) + "\n")
         other = "" if args.out or out == default else f"; {default.name} is another evaluation's"
         print(f"saved as {out}{other}")
-        if args.predictions:
+        if predictions and args.predictions:
             out = Path(args.predictions)
             predictions.write_predictions(out, class_names, names)
             print(f"predictions in {out}")
-        if args.report:
+        if predictions and args.report:
             out = Path(args.report)
             predictions.write_report(out, class_names, names)
             print(f"accuracy by class and confusion matrix in {out}")
@@ -288,7 +301,7 @@ def _save(args, result, predictions, class_names, names, default):
                         "place that can by --out, --predictions or --report") from error
 
 
-def _is_free(path, result):
+def _is_free(path: str | Path, result: dict[str, Any]) -> bool:
     """Whether nothing is at `path`, or what the same evaluation has left there."""
     if not os.path.lexists(path):
         return True
@@ -296,7 +309,7 @@ def _is_free(path, result):
     return before is not None and all(before.get(key) == result[key] for key in SAME)
 
 
-def _read_result(path):
+def _read_result(path: str | Path) -> dict[str, Any] | None:
     """The result that a file holds, a dict; None where it holds anything else."""
     try:
         result = json.loads(Path(path).read_text())

@@ -9,16 +9,19 @@ docs/export.md says what each of them needs where it is loaded.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import importlib.util
 import os
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.training.config import parse_pairs
 from vision_longhorn.command_line.parser import Parser, Range, run_cli
 from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.files import written_aside
+from vision_longhorn.training.config import parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
@@ -54,12 +57,13 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int
     size = patches.img_size
     if backbone.dynamic_img_size:
         size = [side + more * step
-                for side, step, more in zip(patches.patch_size, patches.patch_stride, (rows, columns))]
+                for side, step, more in zip(patches.patch_size, patches.patch_stride, (rows, columns),
+                                            strict=True)]
     weight = patches.proj.weight
     return torch.randn(batch, backbone.in_chans, *size, device=weight.device, dtype=weight.dtype)
 
 
-def export_program(model: nn.Module, batch: Optional[int] = None) -> torch.export.ExportedProgram:
+def export_program(model: nn.Module, batch: int | None = None) -> torch.export.ExportedProgram:
     """`torch.export` of a model for any number of images, or just `batch`, and, with `dynamic_img_size=True`, of any
     size.
 
@@ -85,7 +89,7 @@ def export_program(model: nn.Module, batch: Optional[int] = None) -> torch.expor
         return torch.export.export(model, (example_images(model, batch or 2),), dynamic_shapes=(dynamic,))
 
 
-def to_package(model: nn.Module, path: str | os.PathLike, batch: Optional[int] = None) -> None:
+def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
     """Compile a model ahead of time with AOTInductor, for the device that it is on.
 
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
@@ -102,22 +106,18 @@ def to_package(model: nn.Module, path: str | os.PathLike, batch: Optional[int] =
 
     if Path(path).suffix != ".pt2":
         raise UserError(f"{path} is no name of a package: let it end in .pt2")
-    aside = f"{path}.tmp.pt2"
     try:
-        with torch.no_grad():
-            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=aside)
-        os.replace(aside, path)
+        with torch.no_grad(), written_aside(path, ending=".pt2") as aside:
+            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(aside))
     except RuntimeError as error:  # torch wraps its own in one of its own
         if not re.search("InvalidCxxCompiler|CppCompileError", f"{type(error)} {error}"):
             raise
         raise UserError(f"a .pt2 is compiled with {os.environ.get('CXX', 'g++')}, which does not work here: "
                         "install a C++ compiler and Python's headers, or name a compiler by the environment variable "
                         "CXX") from error
-    finally:
-        Path(aside).unlink(missing_ok=True)
 
 
-def to_onnx(model: nn.Module, path: str | os.PathLike, batch: Optional[int] = None) -> None:
+def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
     """Write a model as an ONNX file of standard operators, computing in float32; its scans are `Scan` nodes.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
@@ -138,8 +138,9 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: Optional[int] = No
         raise _missing(error.name) from error
     import torch
 
-    from vision_longhorn.models.mixer import BidirectionalMixer
+    from vision_longhorn.models.mixers import BidirectionalMixer
 
+    translations: dict[Any, Any] = {**TRANSLATIONS}
     model = copy.deepcopy(model).float().cpu()
     for module in model.modules():
         if isinstance(module, BidirectionalMixer):
@@ -149,27 +150,23 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: Optional[int] = No
     if _backbone(model).dynamic_img_size:
         names |= {2: "height", 3: "width"}
     count = len(program.graph_signature.user_outputs)
-    written = torch.onnx.export(
-        program, dynamo=True, custom_translation_table=TRANSLATIONS, opset_version=OPSET, verbose=False,
+    written: Any = torch.onnx.export(
+        program, dynamo=True, custom_translation_table=translations, opset_version=OPSET, verbose=False,
         input_names=["images"], output_names=["output"] if count == 1 else [f"output_{i}" for i in range(count)],
         dynamic_shapes=(names,))
     for node in written.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose files each node came from
-    aside = f"{path}.tmp"
-    try:
+    with written_aside(path) as aside:
         written.save(aside, external_data=False)
-        onnx.checker.check_model(aside, full_check=True)
-        os.replace(aside, path)
-    finally:
-        Path(aside).unlink(missing_ok=True)
+        onnx.checker.check_model(str(aside), full_check=True)
 
 
-def _missing(package: str) -> UserError:
+def _missing(package: str | None) -> UserError:
     return UserError(f"ONNX needs the Python package {package}, which is not installed: "
                      "pip install 'vision-longhorn[onnx]'")
 
 
-def load_onnx(path: str | os.PathLike):
+def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
     """A function from images (a tensor) to the outputs (a list of tensors) of an ONNX file, run by onnxruntime on the
     CPU.
 
@@ -187,7 +184,7 @@ def load_onnx(path: str | os.PathLike):
     return lambda images: [torch.from_numpy(value) for value in session.run(None, {name: images.numpy()})]
 
 
-def largest_error(model: nn.Module, run, batches=(1, 3)) -> float:
+def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Sequence[int] = (1, 3)) -> float:
     """How far the outputs of `run` lie from those of `model` on noise: the largest difference over the largest value.
 
     Tried are `batches` of images, of another size each where the model takes any size.
@@ -204,7 +201,7 @@ def largest_error(model: nn.Module, run, batches=(1, 3)) -> float:
     return torch.stack(errors).max().item()  # not a number where one of them is none
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, or a name of timm")
@@ -240,7 +237,7 @@ def main(argv=None):
 
     model, trained = _load(args, is_run, dict(dynamic_img_size=True) if size == "any" else {})
     if size not in (None, "any"):
-        backbone = _backbone(model)
+        backbone: Any = _backbone(model)
         smallest = backbone.patch_embed.patch_size
         if size[0] < smallest[0] or size[1] < smallest[1]:
             raise UserError(f"--img-size is {size[0]} x {size[1]}, and a patch of {args.model} {smallest[0]} x "
@@ -251,27 +248,24 @@ def main(argv=None):
         model.eval().to(args.device or "cpu")
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
-    # Under another name until it has been compared.
-    aside = f"{args.target.removesuffix(kind)}.{os.getpid()}.tmp{kind}"
     try:
-        if kind == ".onnx":
-            to_onnx(model, aside, args.batch)
-            run = load_onnx(aside)
-        else:
-            to_package(model, aside, args.batch)
-            run = torch._inductor.aoti_load_package(aside)
-        error = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
-        if not error < MAX_ERROR:
-            raise UserError(f"{args.target} was not written: the outputs of the exported model differ from the model's "
-                            f"by {error:.1e} of the largest value; please report that, with the command")
-        os.replace(aside, args.target)
+        with written_aside(args.target, ending=kind) as aside:  # until it has been compared
+            if kind == ".onnx":
+                to_onnx(model, aside, args.batch)
+                run = load_onnx(aside)
+            else:
+                to_package(model, aside, args.batch)
+                run = torch._inductor.aoti_load_package(str(aside))
+            difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
+            if not difference < MAX_ERROR:
+                raise UserError(f"{args.target} was not written: the outputs of the exported model differ from the "
+                                f"model's by {difference:.1e} of the largest value; please report that, with the "
+                                "command")
     except OSError as error:
         raise UserError(f"{args.target} cannot be written ({error.strerror or one_line(error)})") from error
-    finally:
-        Path(aside).unlink(missing_ok=True)
     size = Path(args.target).stat().st_size / 1e6
     print(f"wrote {args.target}, {size:.1f} MB{'' if trained else ', random weights'}; its outputs differ from the "
-          f"model's by {error:.1e} of the largest value")
+          f"model's by {difference:.1e} of the largest value")
 
 
 def _kind(target: str) -> str:
@@ -284,7 +278,7 @@ def _kind(target: str) -> str:
     return suffix
 
 
-def _check_options(args, kind: str, is_run: bool) -> None:
+def _check_options(args: argparse.Namespace, kind: str, is_run: bool) -> None:
     """Raises UserError for an option that would change nothing."""
     shape = ("img_size", "batch", "device", "pretrained", "model_kwargs")
     idle = {
@@ -303,7 +297,7 @@ def _check_options(args, kind: str, is_run: bool) -> None:
                         "run's folder or checkpoint, or a file name that ends in .onnx or .pt2")
 
 
-def _img_size(words):
+def _img_size(words: list[str] | None) -> Any:
     """What follows --img-size: (height, width), "any" or None."""
     if words is None or words == ["any"]:
         return words and "any"
@@ -312,10 +306,10 @@ def _img_size(words):
     return int(words[0]), int(words[-1])
 
 
-def _load(args, is_run: bool, extra: dict):
+def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tuple[nn.Module, bool]:
     """The model of the command line, and whether its weights are trained."""
     from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.hub import load_run
+    from vision_longhorn.runs import load_run
 
     if is_run:
         return load_run(args.model, **extra)[0], True

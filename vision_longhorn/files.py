@@ -1,26 +1,65 @@
-"""Files that are written as they come, and are whole or not there."""
+"""Files and folders that are written aside: whole under their name, or not there."""
 
 import contextlib
 import csv
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, TextIO
 
 
 @contextlib.contextmanager
-def written_aside(path):
-    """The path of a file beside `path`, which is renamed to it in the end, or removed where writing fails. Folders that
-    are missing are made."""
-    aside = Path(f"{path}.{os.getpid()}.tmp")
+def written_aside(path: str | os.PathLike[str], ending: str = "", lasting: bool = False) -> Iterator[Path]:
+    """The path of a file or folder beside `path`, for the caller to make.
+
+    It is renamed to `path` in the end, and removed where writing fails. Folders above it that are missing are made.
+
+    Args:
+        path: What it is called when it is whole. A folder takes the place of none but an empty one.
+        ending: What its name has to end in until then.
+        lasting: Bring the file and its name to the disk, so that they outlive a power cut.
+
+    Raises:
+        OSError: Where it cannot be written. What stood at `path` still does.
+    """
+    aside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp{ending}")
     aside.parent.mkdir(parents=True, exist_ok=True)
+    _remove(aside)  # of a process of this number that was killed
     try:
         yield aside
+        if lasting:
+            _sync(aside, os.O_RDWR)
         os.replace(aside, path)
+        if lasting and os.name == "posix":
+            _sync(aside.parent, os.O_RDONLY)
     finally:
-        aside.unlink(missing_ok=True)
+        _remove(aside)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def left_aside(path: Path) -> Iterator[Path]:
+    """What processes that were killed left of writing `path`, whose name may be a pattern."""
+    for pattern in f"{path.name}.tmp", f"{path.name}.[0-9]*.tmp":  # the first is of runs of the first version
+        yield from path.parent.glob(pattern)
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager
-def text_file(path):
+def text_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
     """A text file to write to, UTF-8, that gets its name `path` when it is whole."""
     with written_aside(path) as aside:
         # Names of files need not be UTF-8.
@@ -28,8 +67,14 @@ def text_file(path):
             yield file
 
 
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes `text` to a file that no reader ever sees half of."""
+    with text_file(path) as file:
+        file.write(text)
+
+
 @contextlib.contextmanager
-def csv_file(path):
+def csv_file(path: str | os.PathLike[str]) -> Iterator[Any]:
     """A csv.writer whose file gets its name `path` when it is whole."""
     with text_file(path) as file:
         yield csv.writer(file, lineterminator="\n")

@@ -7,16 +7,26 @@ timm's `save_for_hf` and `push_to_hf_hub` do the work. What is added: the run's 
 weights as safetensors only, and the card.
 """
 
+from __future__ import annotations
+
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.data.class_names import checkpoint_names
+from vision_longhorn.evaluation.class_names import checkpoint_names
+from vision_longhorn.files import written_aside
+from vision_longhorn.runs import load_run
 
 # What takes long to import is imported where it is used: the command line is read before.
+if TYPE_CHECKING:
+    from vision_longhorn.checkpoint import TimmModel
+
+__all__ = ["load_run", "main", "model_card", "save_run_for_hub"]
 
 CITATIONS = ["""@inproceedings{liu2025longhorn,
   title={Longhorn: State Space Models are Amortized Online Learners},
@@ -31,40 +41,7 @@ CITATIONS = ["""@inproceedings{liu2025longhorn,
 }"""]
 
 
-def load_run(path, **model_kwargs):
-    """The model of a training run, with its averaged weights if it has any, and the checkpoint.
-
-    Its `pretrained_cfg` gets the run's input size, normalisation, resampling and crop, so that
-    `timm.data.resolve_data_config(model=model)` gives the run's evaluation transform. It names no licence.
-
-    Args:
-        path: a run's folder (then its best.pt), or a checkpoint of train_imagenet.py.
-        **model_kwargs: arguments of the model beside the run's own, and before them.
-
-    Returns:
-        (model, checkpoint): the model in training mode on the CPU, the dict as `load_checkpoint` reads it.
-
-    Raises:
-        UserError: where `path` holds no such checkpoint.
-    """
-    from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
-    from vision_longhorn.data.transforms import input_settings
-
-    path = Path(path, "best.pt") if Path(path).is_dir() else Path(path)
-    checkpoint = load_checkpoint(path)
-    if not {"arch", "num_classes", "config"} <= checkpoint.keys():
-        raise UserError(f"{path} does not say which model it holds: give a checkpoint of train_imagenet.py")
-    values = checkpoint["config"]
-    model = create_model(checkpoint["arch"], num_classes=checkpoint["num_classes"],
-                         **{**values["model_kwargs"], **model_kwargs})
-    load_weights(model, checkpoint, path, ema="state_dict_ema" in checkpoint)
-    # What timm knows of other weights of this architecture holds for none that a run has made.
-    model.pretrained_cfg.update(input_settings(model, values), num_classes=model.num_classes, tag=None, license=None,
-                                origin_url=None)
-    return model, checkpoint
-
-
-def model_card(model, source, checkpoint=None):
+def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
     """What is known of a model, as `push_to_hf_hub` takes it in `model_card`.
 
     Args:
@@ -84,9 +61,7 @@ def model_card(model, source, checkpoint=None):
         "Classes": model.num_classes,
     }
     if ours:
-        mixer = model.blocks[0].mixer
-        details["Scan"] = f"{mixer.rule if mixer.is_mamba else 'longhorn, ' + mixer.rule + ' rule'}, state size " \
-            f"{mixer.d_state}, {'shared' if mixer.shared else 'vim'} wiring, {len(model.blocks)} blocks"
+        details["Mixer"] = f"{model.blocks[0].mixer.describe()}, {len(model.blocks)} blocks"
     if checkpoint is not None:
         values = checkpoint["config"]
         details["Training data"] = str(values["data"])
@@ -120,16 +95,16 @@ with torch.no_grad():
     }
 
 
-def _labels(checkpoint):
+def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Names of a run's classes as timm's config.json has them: those of the data, and for each what people say."""
     names, shown = (known if known and len(known) == checkpoint["num_classes"] else None
                     for known in checkpoint_names(checkpoint))
     if names and shown:
-        return dict(label_names=names, label_descriptions=dict(zip(names, shown)))
+        return dict(label_names=names, label_descriptions=dict(zip(names, shown, strict=True)))
     return dict(label_names=names or shown) if names or shown else {}
 
 
-def save_run_for_hub(path, folder, license=None):
+def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
     """A training run as a new folder in the hub's layout: model.safetensors, config.json, README.md.
 
     Args:
@@ -150,29 +125,25 @@ def save_run_for_hub(path, folder, license=None):
     model, checkpoint = load_run(path)
     model.pretrained_cfg["license"] = license
     card = model_card(model, f"local-dir:{folder}", checkpoint)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
     try:
-        aside.mkdir(parents=True)
-        try:
+        with written_aside(folder) as aside:
+            aside.mkdir()
             save_for_hf(model, str(aside), **_contents(checkpoint))
             # safetensors lets nobody but the owner read what it writes.
             shutil.copymode(aside / "config.json", aside / "model.safetensors")
             (aside / "README.md").write_text(generate_readme(card, folder.name), encoding="utf-8")
-            os.replace(aside, folder)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     except (OSError, SafetensorError) as error:  # the second of a full disk, for one
         raise UserError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or one_line(error)}): name a "
                         "folder where you may write, with room for it") from error
 
 
-def _contents(checkpoint):
+def _contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What timm's functions are to write of a run beside the weights and the card."""
     return dict(model_config=_labels(checkpoint), model_args=checkpoint["config"]["model_kwargs"],
                 safe_serialization=True)
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")

@@ -7,30 +7,41 @@
 Images go through the transform by which the model is evaluated.
 """
 
+from __future__ import annotations
+
+import argparse
 import contextlib
 import csv
 import json
 import os
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 from vision_longhorn.command_line.parser import Parser, Range, run_cli
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import text_file
 
+# What takes long to import is imported where it is used: the command line is read before.
+if TYPE_CHECKING:
+    import torch
+    from torch.utils.data import DataLoader
+
+    from vision_longhorn.checkpoint import TimmModel
+
 FORMATS = ("text", "csv", "json")
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Command line of this module. Returns the number of images that were told."""
     args = parse(argv)
-    # Here, so that --help and mistakes in the command line do not wait for torch.
     import torch
     from timm.data import create_transform, resolve_data_config
     from tqdm import tqdm
 
     from vision_longhorn.devices import make_accelerator
-    from vision_longhorn.data.class_names import readable_names
+    from vision_longhorn.evaluation.class_names import readable_names
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
     paths = find_images(args.images)
@@ -48,7 +59,7 @@ def main(argv=None):
                            accelerator.device.type == "cuda")
     k = min(args.top_k, model.num_classes)
 
-    told, bad = 0, []
+    told, bad = 0, list[str]()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
     # Where the lines themselves are watched, they tell the progress.
@@ -69,10 +80,10 @@ def main(argv=None):
                     logits = model(images)
                 # Sorted, as topk's order of ties is not defined
                 scores, classes = logits.float().softmax(1).sort(dim=1, descending=True, stable=True)
-                for number, row, which in zip(numbers, scores[:, :k].tolist(), classes[:, :k].tolist()):
+                for number, row, which in zip(numbers, scores[:, :k].tolist(), classes[:, :k].tolist(), strict=True):
                     writer.write(paths[number], [
                         {"index": i, "class": class_names[i] if class_names and i < len(class_names) else None,
-                         "name": names[i], "probability": score} for i, score in zip(which, row)])
+                         "name": names[i], "probability": score} for i, score in zip(which, row, strict=True)])
                 if args.maps:
                     with accelerator.autocast():
                         _draw_maps(args.maps, model, images, settings, [(n, paths[n]) for n in numbers], len(paths))
@@ -90,7 +101,7 @@ def main(argv=None):
     return told
 
 
-def parse(argv):
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
     parser = _Parser(description=__doc__.splitlines()[0],
                      usage="%(prog)s [options] MODEL IMAGES... | --model NAME --pretrained [options] IMAGES...")
@@ -131,14 +142,14 @@ def parse(argv):
 class _Parser(Parser):
     """Lets options stand between images."""
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
         if self.__dict__.setdefault("within", False):
             return super().parse_known_args(args, namespace)
         self.within = True
         return self.parse_known_intermixed_args(args, namespace)
 
 
-def find_images(places):
+def find_images(places: Sequence[str]) -> list[str]:
     """Paths of images, in the order given.
 
     Args:
@@ -150,7 +161,7 @@ def find_images(places):
     """
     from vision_longhorn.data.images import EXTENSIONS
 
-    found = []
+    found: list[str] = []
     for place in places:
         if place == "-":
             found += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
@@ -172,7 +183,8 @@ def find_images(places):
     return found
 
 
-def load_classifier(source=None, name=None):
+def load_classifier(source: str | os.PathLike[str] | None = None, name: str | None = None
+                    ) -> tuple[TimmModel, list[str] | None, list[str] | None]:
     """A classifier and the names of its classes.
 
     Args:
@@ -187,17 +199,19 @@ def load_classifier(source=None, name=None):
         UserError: where there is no such model, or it has no classes.
     """
     from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.hub import load_run
-    from vision_longhorn.data.class_names import checkpoint_names, model_names
+    from vision_longhorn.evaluation.class_names import checkpoint_names, model_names
+    from vision_longhorn.runs import is_model_folder, load_run
 
-    if name is None and Path(source, "config.json").is_file() and not Path(source, "best.pt").is_file():
+    if name is None and source is not None and is_model_folder(source):
         name = f"local-dir:{source}"
-    if name is None:
+    if name is not None:
+        model = create_model(name, pretrained=True)
+        names = model_names(model, name)
+    elif source is not None:
         model, checkpoint = load_run(source)
         names = checkpoint_names(checkpoint)
     else:
-        model = create_model(name, pretrained=True)
-        names = model_names(model, name)
+        raise UserError("no model: give a run's folder or a checkpoint, or the name of a model")
     if not model.num_classes:
         raise UserError(f"{name or source} has no classifier: give a model with classes")
     return model, *names
@@ -206,14 +220,14 @@ def load_classifier(source=None, name=None):
 class _Images:
     """Dataset of (number, image (3, H, W) or what is wrong with it)."""
 
-    def __init__(self, paths, transform):
+    def __init__(self, paths: Sequence[str], transform: Callable[[Any], torch.Tensor]) -> None:
         self.paths = paths
         self.transform = transform
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, number):
+    def __getitem__(self, number: int) -> tuple[int, torch.Tensor | str]:
         from vision_longhorn.data import DataError, decode_image
 
         try:
@@ -224,21 +238,23 @@ class _Images:
             return number, str(error)
 
 
-def image_loader(paths, transform, batch_size=64, num_workers=0, pin_memory=False):
+def image_loader(paths: Sequence[str], transform: Callable[[Any], torch.Tensor], batch_size: int = 64,
+                 num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
     """Batches of images in the order of `paths`; upright and in sRGB, as `data.decode_image` reads them.
 
     Returns:
-        torch DataLoader of (numbers: list of B places in `paths`, images (B, 3, H, W), errors: list of (place, text) of
-        what could not be read); images is None where there is none.
+        Batches of (numbers: list of B places in `paths`, images (B, 3, H, W), errors: list of (place, text) of what
+        could not be read); images is None where there is none.
     """
     from torch.utils.data import DataLoader
 
     batches = -(-len(paths) // batch_size)
-    return DataLoader(_Images(paths, transform), batch_size, num_workers=min(num_workers, batches - 1),
+    dataset: Any = _Images(paths, transform)  # a dataset by its methods
+    return DataLoader(dataset, batch_size, num_workers=min(num_workers, batches - 1),
                       collate_fn=_collate, pin_memory=pin_memory)
 
 
-def _collate(samples):
+def _collate(samples: list[tuple[int, Any]]) -> tuple[list[int], torch.Tensor | None, list[tuple[int, str]]]:
     import torch
 
     good = [sample for sample in samples if not isinstance(sample[1], str)]
@@ -249,22 +265,22 @@ def _collate(samples):
 class _Writer:
     """Writes the results of one image after the other as text, CSV or JSON."""
 
-    def __init__(self, file, kind):
+    def __init__(self, file: TextIO, kind: str) -> None:
         self.file = file
         self.kind = kind
         self.count = 0
 
-    def __enter__(self):
+    def __enter__(self) -> _Writer:
         if self.kind == "csv":
             self.table = csv.writer(self.file, lineterminator="\n")
             self.table.writerow(["image", "rank", "index", "class", "name", "probability"])
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
         if self.kind == "json" and kind is None:
             self.file.write("\n]\n" if self.count else "[]\n")
 
-    def write(self, path, found):
+    def write(self, path: str, found: list[dict[str, Any]]) -> None:
         if self.kind == "text":
             told = ", ".join(f"{one['name']} {100 * one['probability']:.1f} %" for one in found)
             self.file.write(f"{path}: {told}\n")
@@ -278,7 +294,8 @@ class _Writer:
         self.file.flush()
 
 
-def _draw_maps(folder, model, images, settings, chosen, total):
+def _draw_maps(folder: str, model: Any, images: torch.Tensor, settings: dict[str, Any], chosen: list[tuple[int, str]],
+               total: int) -> None:
     """Draws the maps of a batch, each into NUMBER-NAME.png of `folder`; `chosen` has (number from 0, path) of each."""
     import torch
 
@@ -286,7 +303,7 @@ def _draw_maps(folder, model, images, settings, chosen, total):
 
     mean, std = (torch.tensor(settings[key])[:, None, None] for key in ("mean", "std"))
     maps = token_maps(model, images)
-    for sample, ((number, path), image) in enumerate(zip(chosen, images.cpu())):
+    for sample, ((number, path), image) in enumerate(zip(chosen, images.cpu(), strict=True)):
         shown = (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()  # (H, W, 3)
         plot_maps(maps, shown, Path(folder, f"{number + 1:0{len(str(total))}d}-{Path(path).stem}.png"), sample=sample)
 

@@ -6,11 +6,13 @@ In Python, the functions are those of `vision_longhorn.data.sharding`, which thi
 import argparse
 import signal
 import threading
+from collections.abc import Sequence
+from typing import Any
 
 from vision_longhorn.command_line.parser import Parser, Range, run_cli
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
     from vision_longhorn.data import sharding  # which imports torch; the command line need not wait for it
@@ -18,9 +20,9 @@ def __getattr__(name):
     return getattr(sharding, name)
 
 
-def _parser():
+def _parser() -> Parser:
     parser = Parser(description=__doc__.split(":")[0] + ".")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     making = argparse.ArgumentParser(add_help=False)
     making.add_argument("--shard-size", type=Range(1, kind=int), default=1000, help="images per shard at most (1000)")
     making.add_argument("--seed", type=Range(0, kind=int), default=0, help="of the order (0)")
@@ -62,7 +64,7 @@ def _parser():
     return parser
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line.
 
     Raises:
@@ -71,7 +73,7 @@ def main(argv=None):
     args = _parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # which leaves no half shard
-    from vision_longhorn.data.sharding import carry_out
+    from vision_longhorn.data.shard_commands import carry_out
 
     carry_out(args)
 

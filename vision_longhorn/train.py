@@ -1,11 +1,16 @@
 """`vision-longhorn train`, which is train_imagenet.py."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from vision_longhorn.training.config import load_config
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> Path:
     """Trains as the command line `argv` says (default: the process's own) and returns the run's folder."""
     cfg, name = load_config(argv)
-    from vision_longhorn.training.trainer import train  # seconds of imports, which --help and a mistake need not wait for
+    from vision_longhorn.training.trainer import (
+        train,  # seconds of imports, which --help and mistakes need not wait for
+    )
 
     return train(cfg, name)

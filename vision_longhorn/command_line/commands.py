@@ -1,6 +1,7 @@
 """The command `vision-longhorn`, one word for each tool: `vision-longhorn train --help`."""
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from vision_longhorn.command_line.parser import Parser, run_cli
@@ -17,19 +18,19 @@ COMMANDS = {
 }
 
 
-def run(command, argv=None):
+def run(command: str, argv: Sequence[str] | None = None) -> None:
     """Runs one of the commands with the words `argv` (default: the process's own), and ends the process on an error."""
     module, _, stopped = COMMANDS[command]
     run_cli(lambda: import_module(f"vision_longhorn.{module}").main(argv), stopped=stopped)
 
 
-def main():
+def main() -> None:
     """`vision-longhorn COMMAND ...` and `python -m vision_longhorn COMMAND ...`."""
     word = sys.argv[1] if len(sys.argv) > 1 else None
     if word in COMMANDS:
         sys.argv[:2] = [f"vision-longhorn {word}"]  # as --help shows it
         return run(word)
-    parser = Parser(prog="vision-longhorn", description=__doc__.splitlines()[0])
+    parser = Parser(prog="vision-longhorn", description=str(__doc__).splitlines()[0])
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, (_, about, _) in COMMANDS.items():
         commands.add_parser(name, help=about)

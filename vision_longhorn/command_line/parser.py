@@ -8,7 +8,9 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
 import vision_longhorn
 from vision_longhorn.command_line.signals import end_commands, note_launcher
@@ -31,20 +33,20 @@ class Range:
     below: float = math.inf
     kind: type = float
 
-    def __contains__(self, value):
+    def __contains__(self, value: float) -> bool:
         return math.isfinite(value) and self.low <= value <= self.high and self.above < value < self.below
 
-    def __str__(self):
+    def __str__(self) -> str:
         bounds = {"{} or more": self.low, "above {}": self.above, "{} at most": self.high, "below {}": self.below}
         text = ", ".join(text.format(bound) for text, bound in bounds.items() if math.isfinite(bound))
         return ("a whole number" if self.kind is int else "a number") + (f" ({text})" if text else "")
 
-    def check(self, name, value):
+    def check(self, name: str, value: float) -> None:
         """Raises UserError that calls the setting `name` where `value` is none of these."""
         if value not in self:
             raise UserError(f"{name} is {value}: give {self}")
 
-    def __call__(self, text):
+    def __call__(self, text: str) -> float:
         try:
             value = self.kind(text)
         except ValueError:
@@ -54,7 +56,7 @@ class Range:
         return value
 
 
-def run_cli(main, stopped="stopped"):
+def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """Runs `main()`. A `UserError` or a failure of the system (a full disk, say) prints one line to stderr and exits
     with code 1; Ctrl-C prints `stopped`, or what the KeyboardInterrupt says, and exits with code 130.
 
@@ -71,7 +73,7 @@ def run_cli(main, stopped="stopped"):
     except (UserError, OSError) as error:
         code, message = 1, f"error: {one_line(error)}"
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
-            code, message = 141, None  # as a shell has it for a process that SIGPIPE ended
+            code, message = 141, ""  # as a shell has it for a process that SIGPIPE ended
     except KeyboardInterrupt as interrupt:
         code, message = 130, str(interrupt) or stopped
     except Exception:
@@ -88,7 +90,7 @@ def run_cli(main, stopped="stopped"):
     sys.exit(code)
 
 
-def _has_lost_its_reader(stream):
+def _has_lost_its_reader(stream: TextIO) -> bool:
     """Whether whoever read a stream, `head` say, has enough. Then what is left goes nowhere."""
     try:
         stream.flush()
@@ -104,18 +106,19 @@ class Parser(argparse.ArgumentParser):
     Its `synonyms` maps what others call an option, without dashes at the front, to the option.
     """
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any) -> None:
         started = Path(sys.argv[0])
         if started.parent == Path(vision_longhorn.__file__).parent:
             kwargs.setdefault("prog", f"python -m vision_longhorn.{started.stem}")
         super().__init__(allow_abbrev=False, **kwargs)
-        self.synonyms = {}
+        self.synonyms: dict[str, str] = {}
         self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists all options")
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
+                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         found, unknown = self.parse_known_args(words, namespace)
         if unknown and unknown[0].startswith("--"):
@@ -130,6 +133,6 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
-def _with_dashes(word):
+def _with_dashes(word: str) -> str:
     key, equals, value = word.partition("=")
     return f"{key.replace('_', '-')}{equals}{value}" if key.startswith("--") else word

@@ -8,18 +8,21 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import psutil
 
 # What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
-LAUNCHER = None  # number of the process that started this one, where that is `accelerate launch`
+LAUNCHER: int | None = None  # number of the process that started this one, where that is `accelerate launch`
 
-COMMANDS = {}  # number of a group of processes that runs a shell command, and of the process that started it
+# Number of a group of processes that runs a shell command, and of the process that started it
+COMMANDS: dict[int, int] = {}
 
 
-def end_command(group):
+def end_command(group: int) -> None:
     """Ends all processes of a group in COMMANDS. The first has not been waited for, so the number is not another's."""
     # Not those of a process that this one was forked from, nor one that another thread has just seen end.
     if COMMANDS.get(group) == os.getpid():
@@ -28,13 +31,13 @@ def end_command(group):
 
 
 @atexit.register
-def end_commands():
+def end_commands() -> None:
     """Ends the shell commands that this process has started and not seen end."""
     for group in list(COMMANDS):
         end_command(group)
 
 
-def note_launcher():
+def note_launcher() -> None:
     """Notes who started this process, while that is alive for certain."""
     global LAUNCHER
     with contextlib.suppress(psutil.Error):
@@ -55,26 +58,26 @@ class StopSignals:
         run_dir: What to call the run in messages.
     """
 
-    def __init__(self, run_dir="RUN"):
+    def __init__(self, run_dir: str | Path = "RUN") -> None:
         self.run_dir, self._received = run_dir, 0
 
     @property
-    def received(self):
+    def received(self) -> int:
         if not self._received and LAUNCHER and os.getppid() != LAUNCHER:
             self._received = signal.SIGTERM
         return self._received
 
-    def __enter__(self):
+    def __enter__(self) -> "StopSignals":
         # What is started in the background of a script is not to hear Ctrl-C.
         self._before = {number: signal.signal(number, self._note) for number in SIGNALS
                         if signal.getsignal(number) != signal.SIG_IGN}
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number, _):
+    def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._received:
                 raise KeyboardInterrupt(f"stopped at once; --resume {self.run_dir} goes on from the last checkpoint")
@@ -83,7 +86,7 @@ class StopSignals:
         self._received = number
 
 
-def outlive_signals(_=None):
+def outlive_signals(_: Any = None) -> None:
     """For a loader's workers: they go on when a scheduler signals all processes of a job, until their parent is done.
 
     Launchers and terminals, too, signal a training process together with its workers. SIGTERM ends a worker if its
@@ -92,10 +95,11 @@ def outlive_signals(_=None):
     if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
-    parent = multiprocessing.parent_process().pid  # not getppid(): that may be a server which forked the worker
+    trainer = multiprocessing.parent_process()  # not getppid(): that may be a server which forked the worker
+    parent = trainer.pid if trainer else os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
-    def wait():
+    def wait() -> None:
         while True:
             news = signal.sigwaitinfo(SIGNALS)
             if news.si_signo == signal.SIGTERM and news.si_pid == parent:

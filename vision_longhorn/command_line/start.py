@@ -4,7 +4,7 @@ import sys
 from pathlib import PurePath
 
 
-def is_own_command():
+def is_own_command() -> bool:
     """Whether this process was started as one of this package's commands: by `vision-longhorn`, by `python -m
     vision_longhorn...`, or as a script that says so by a global OWN_COMMAND."""
     if getattr(sys.modules.get("__main__"), "OWN_COMMAND", False):

@@ -4,14 +4,15 @@ All that is random is drawn in the worker by timm's own code, which is handed a 
 notes travel with the batch as a table of numbers, so they follow the worker's seed and not the device's.
 
 A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; 1 for a picture to be turned
-left to right, 2 for top to bottom, 3 for both; then for each operation its number in `_KINDS`, its argument, and 1 for
+left to right, 2 for top to bottom, 3 for both; then for each operation its number in `KINDS`, its argument, and 1 for
 bilinear in the place of bicubic resampling. An operation 0 is none.
 """
 
 import copy
 import functools
-import math
 import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +23,16 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from vision_longhorn.errors import UserError
+
 from .images import decode_tensor
+from .operations import KINDS, OPERATIONS, groups
 
 _RESAMPLING = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
 _HEAD = 6
 _BITS = {"PosterizeIncreasing": "Posterize", "PosterizeOriginal": "Posterize", "SolarizeIncreasing": "Solarize"}
 
 
-def split_transform(transform):
+def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     """Split a training transform of `timm.data.create_transform`.
 
     Args:
@@ -41,7 +44,10 @@ def split_transform(transform):
     Raises:
         UserError: for a step that has no form for a batch, such as AugMix; use `transform` as it is then.
     """
-    crop, flips, policies, finish = None, [], [], {"eraser": None}
+    crop: RandomResizedCropAndInterpolation | None = None
+    flips: list[tuple[int, float]] = []
+    policies: list[Any] = []
+    finish: dict[str, Any] = {"eraser": None}
     for step in transform.transforms:
         if isinstance(step, RandomResizedCropAndInterpolation) and crop is None:
             crop = step
@@ -65,34 +71,35 @@ def split_transform(transform):
     return Crops(crop, flips, policies, finish["eraser"]), Finish(fill=fill, **finish)
 
 
-def _check(step, fine):
+def _check(step: Any, fine: bool) -> None:
     if not fine:
         raise UserError(f"{step} has no form for batches on a device; use the transform unsplit")
 
 
-def _as_list(value):
+def _as_list(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _noting(policy):
+def _noting(policy: Any) -> Any:
     """A copy of a policy of timm whose operations write down what they would do."""
     policy = copy.deepcopy(policy)
     policy.all_ops = list(getattr(policy, "ops", None) or [op for ops in policy.policy for op in ops])
     for op in policy.all_ops:
         name = _BITS.get(op.name, op.name.removesuffix("Increasing"))
-        if name not in _KINDS:
+        if name not in KINDS:
             raise UserError(f"{op.name} has no form for batches on a device; use the transform unsplit")
         op.aug_fn = functools.partial(_note, name)
     return policy
 
 
-def _note(name, notes, argument=0.0, *, fillcolor=None, resample=None):
+def _note(name: str, notes: list[float], argument: float = 0.0, *, fillcolor: Any = None, resample: Any = None
+          ) -> list[float]:
     resample = random.choice(resample) if isinstance(resample, (list, tuple)) else resample
     bilinear = resample is not None and resample == auto_augment.Image.Resampling.BILINEAR
-    return notes + [_KINDS.index(name), float(argument), float(bilinear)]
+    return notes + [KINDS.index(name), float(argument), float(bilinear)]
 
 
-def _jitter(step, notes):
+def _jitter(step: transforms.ColorJitter, notes: list[float]) -> list[float]:
     order, *factors, _ = step.get_params(step.brightness, step.contrast, step.saturation, step.hue)
     for number in order.tolist():
         if number < 3 and factors[number] is not None:
@@ -105,13 +112,13 @@ class _Box:
 
     dtype = torch.float32
 
-    def __init__(self, height, width):
+    def __init__(self, height: int, width: int) -> None:
         self.shape, self.box = (3, height, width), [0, 0, 0, 0]
 
-    def size(self):
+    def size(self) -> tuple[int, int, int]:
         return self.shape
 
-    def __setitem__(self, place, value):
+    def __setitem__(self, place: tuple[slice, slice, slice], value: Any) -> None:
         _, rows, columns = place
         self.box = [rows.start, columns.start, rows.stop, columns.stop]
 
@@ -121,14 +128,16 @@ class Crops:
 
     decode = staticmethod(decode_tensor)
 
-    def __init__(self, crop, flips, policies, eraser):
+    def __init__(self, crop: RandomResizedCropAndInterpolation, flips: list[tuple[int, float]], policies: list[Any],
+                 eraser: RandomErasing | None) -> None:
         self.crop, self.flips, self.policies = crop, flips, policies
         self.length = sum(_longest(policy) for policy in policies)
         self.eraser = copy.copy(eraser)
-        if eraser is not None:
+        if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the place is wanted
 
-    def __call__(self, decoded):
+    def __call__(self, decoded: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             decoded: what `decode` gave.
@@ -142,20 +151,20 @@ class Crops:
         top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
         image = image[:, top:top + height, left:left + width]
         # Colours are corrected pixel by pixel: before or after resampling, where there are fewer pixels.
-        late = correct and height * width > self.crop.size[0] * self.crop.size[1]
+        late = height * width > self.crop.size[0] * self.crop.size[1]
         if correct and not late:
             image = correct(image)
         mode = random.choice(_as_list(self.crop.interpolation)).value
         # Decoders give the colours of a pixel side by side. Resampling is faster with these than with planes.
         image = image[None].contiguous(memory_format=torch.channels_last)
         image = F.interpolate(image, self.crop.size, mode=mode, antialias=True)[0]
-        if late:
+        if correct and late:
             image = correct(image)
         turned = 0
         for bit, probability in self.flips:
             if torch.rand(1).item() < probability:  # as torchvision draws it
                 turned ^= bit
-        notes = []
+        notes: list[float] = []
         for policy in self.policies:
             notes = policy(notes)
         box = _Box(*image.shape[1:])
@@ -165,7 +174,7 @@ class Crops:
         return image.permute(1, 2, 0).contiguous(), torch.tensor(row, dtype=torch.float64)
 
 
-def _longest(policy):
+def _longest(policy: Any) -> int:
     if isinstance(policy, auto_augment.RandAugment):
         return policy.num_layers
     return max(map(len, policy.policy)) if isinstance(policy, auto_augment.AutoAugment) else 3
@@ -177,11 +186,11 @@ class Finish:
     The operations give PIL's results (most to the bit, see tests/test_augment.py). Made by `split_transform`.
     """
 
-    def __init__(self, mean, std, eraser, fill):
+    def __init__(self, mean: Any, std: Any, eraser: RandomErasing | None, fill: tuple[int, ...]) -> None:
         self.mean, self.std, self.eraser = torch.as_tensor(mean), torch.as_tensor(std), eraser
         self.fill = torch.tensor(fill, dtype=torch.float32)
 
-    def __call__(self, batch, device):
+    def __call__(self, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> torch.Tensor:
         """
         Args:
             batch: images, uint8 (B, H, W, 3), and table, float64 (B, 6 + 3 * operations), on the CPU.
@@ -193,16 +202,16 @@ class Finish:
         images, table = batch
         rows = table.tolist()
         height, width = images.shape[1:3]
-        plan = [group for first in range(_HEAD, table.shape[1], 3) for group in _groups(rows, first, height, width)]
+        plan = [group for first in range(_HEAD, table.shape[1], 3) for group in groups(rows, first, height, width)]
         # Flips come first, in the order of the whole transform: they are drawn and done before the policy.
         plan[:0] = [(kind, chosen, [[0] * 6] * len(chosen)) for kind, bit in (("horizontal", 1), ("vertical", 2))
                     if (chosen := [n for n, row in enumerate(rows) if int(row[5]) & bit])]
         erased = [n for n, row in enumerate(rows) if row[4] > row[2]]
-        numbers = [n for _, chosen, _ in plan for n in chosen] + erased
-        values = [value for _, _, arguments in plan for value in arguments] + [rows[n][1:5] + [0, 0] for n in erased]
+        all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
+        all_values = [value for _, _, some in plan for value in some] + [rows[n][1:5] + [0, 0] for n in erased]
         # Two copies for everything, from pinned memory: many small ones would wait for the device each.
-        numbers = _send(torch.tensor(numbers, dtype=torch.int64), device)
-        values = _send(torch.tensor(values, dtype=torch.float32).view(-1, 6), device)
+        numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
+        values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
         mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
         images = images.to(device, non_blocking=True).permute(0, 3, 1, 2)  # (B, 3, H, W)
         images = images.clone(memory_format=torch.contiguous_format)
@@ -210,197 +219,55 @@ class Finish:
         for kind, chosen, _ in plan:
             stop = start + len(chosen)
             arguments = values[start:stop]
-            result = _OPERATIONS[kind](images[numbers[start:stop]], arguments, fill)
+            result = OPERATIONS[kind](images[numbers[start:stop]], arguments, fill)
             images.index_copy_(0, numbers[start:stop], result)
             start = stop
         images = images.float().div_(255).sub_(mean).div_(std)
-        if erased:
-            self._erase(images, numbers[start:], values[start:, :4], int(rows[0][0]))
+        if self.eraser is not None and erased:
+            self._erase(images, numbers[start:], values[start:, :4], int(rows[0][0]), self.eraser)
         return images
 
-    def _erase(self, images, numbers, boxes, seed):
+    def _erase(self, images: torch.Tensor, numbers: torch.Tensor, boxes: torch.Tensor, seed: int,
+               eraser: RandomErasing) -> None:
         _, _, height, width = images.shape
         top, left, bottom, right = boxes.view(-1, 4, 1, 1).unbind(1)
         y = torch.arange(height, device=images.device)[:, None]
         x = torch.arange(width, device=images.device)
         inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (n, H, W)
-        shape = (height, width) if self.eraser.per_pixel else (1, 1)
+        shape = (height, width) if eraser.per_pixel else (1, 1)
         noise = torch.zeros(len(numbers), 3, *shape, device=images.device)
-        if self.eraser.per_pixel or self.eraser.rand_color:
+        if eraser.per_pixel or eraser.rand_color:
             noise.normal_(generator=torch.Generator(images.device).manual_seed(seed))
         images.index_copy_(0, numbers, torch.where(inside[:, None], noise, images[numbers]))
 
 
-def _send(tensor, device):
+def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if torch.device(device).type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
-def _groups(rows, first, height, width):
-    """(kind, image numbers, six arguments of each) of the operation that stands at `first` in the rows."""
-    groups = {}
-    for number, row in enumerate(rows):
-        index, argument, bilinear = row[first:first + 3]
-        if index:
-            kind, arguments = _KINDS[int(index)], [argument, 0, 0, 0, 0, 0]
-            if kind in _AFFINE:
-                arguments = _AFFINE[kind](argument, height, width)
-                kind = "bilinear" if bilinear else "bicubic"
-            numbers, values = groups.setdefault(kind, ([], []))
-            numbers.append(number)
-            values.append(arguments)
-    return [(kind, *group) for kind, group in groups.items()]
-
-
-def _rotation(degrees, height, width):
-    angle = math.radians(degrees)
-    cos, sin = math.cos(angle), math.sin(angle)
-    x, y = width / 2, height / 2
-    return [cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y]
-
-
-# Where a point (x, y) of the result lies in the source: (a x + b y + c, d x + e y + f), as PIL's AFFINE has it.
-_AFFINE = {
-    "Rotate": _rotation,
-    "ShearX": lambda factor, height, width: [1, factor, 0, 0, 1, 0],
-    "ShearY": lambda factor, height, width: [1, 0, 0, factor, 1, 0],
-    "TranslateX": lambda pixels, height, width: [1, 0, pixels, 0, 1, 0],
-    "TranslateY": lambda pixels, height, width: [1, 0, 0, 0, 1, pixels],
-    "TranslateXRel": lambda part, height, width: [1, 0, part * width, 0, 1, 0],
-    "TranslateYRel": lambda part, height, width: [1, 0, 0, 0, 1, part * height],
-}
-
-
-def _transform(images, matrix, fill, bilinear):
-    """Resample uint8 images (n, 3, H, W) by matrices (n, 6) with PIL's kernels; the bicubic one has a = -1."""
-    n, _, height, width = images.shape
-    a, b, c, d, e, f = matrix.view(n, 6, 1, 1).unbind(1)
-    x = torch.arange(width, device=images.device) + 0.5
-    y = torch.arange(height, device=images.device)[:, None] + 0.5
-    x, y = a * x + b * y + c, d * x + e * y + f  # (n, H, W)
-    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
-    left, top = (x - 0.5).floor(), (y - 0.5).floor()
-    dx, dy = ((x - 0.5) - left)[:, None], ((y - 0.5) - top)[:, None]
-    taps, blend = ((0, 1), _linear) if bilinear else ((-1, 0, 1, 2), _cubic)
-    flat = images.flatten(2)
-
-    def pixel(row, column):
-        index = (top + row).clamp(0, height - 1) * width + (left + column).clamp(0, width - 1)
-        return flat.gather(2, index.long().view(n, 1, -1).expand(-1, 3, -1)).view_as(images).float()
-
-    result = blend(*(blend(*(pixel(row, column) for column in taps), dx) for row in taps), dy)
-    return torch.where(inside[:, None], result.clamp(0, 255), fill).to(torch.uint8)
-
-
-def _linear(v0, v1, d):
-    return v0 + (v1 - v0) * d
-
-
-def _cubic(v0, v1, v2, v3, d):
-    # Written in differences, so that even areas stay even to the bit.
-    return v1 + d * (v2 - v0 + d * (2 * (v0 - v1) + v2 - v3 + d * (v1 - v0 + v3 - v2)))
-
-
-def _factor(arguments):
-    return arguments[:, 0].view(-1, 1, 1, 1)
-
-
-def _blend(images, other, arguments):
-    """From `other` at factor 0 over the image at 1 to its opposite, cut to whole numbers as PIL does."""
-    images, other = images.float(), other.float()
-    return (other + _factor(arguments) * (images - other)).clamp(0, 255).to(torch.uint8)
-
-
-def _gray(images):
-    red, green, blue = images.int().split(1, dim=1)
-    return (red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16  # (n, 1, H, W)
-
-
-def _contrast(images, arguments, fill):
-    gray = _gray(images)
-    mean = (gray.sum((1, 2, 3), keepdim=True).double() / gray[0].numel() + 0.5).floor()
-    return _blend(images, mean, arguments)
-
-
-def _sharpness(images, arguments, fill):
-    kernel = torch.ones(3, 1, 3, 3, device=images.device)
-    kernel[:, :, 1, 1] = 5
-    smooth = images.float()
-    sums = F.conv2d(smooth, kernel, groups=3)  # whole numbers: exact
-    smooth[:, :, 1:-1, 1:-1] = (sums / 13 + 0.5).floor()
-    return _blend(images, smooth, arguments)
-
-
-def _auto_contrast(images, arguments, fill):
-    low, high = images.amin((2, 3), keepdim=True).double(), images.amax((2, 3), keepdim=True).double()
-    scale = torch.full_like(high, 255) / (high - low)  # 255 / tensor multiplies by the rounded reciprocal
-    spread = (images * scale - low * scale).clamp(0, 255)
-    return torch.where(high > low, spread, images.double()).to(torch.uint8)
-
-
-def _equalize(images, arguments, fill):
-    flat = images.flatten(2).long()
-    counts = torch.zeros(*flat.shape[:2], 256, dtype=torch.int64, device=images.device)
-    counts.scatter_add_(2, flat, torch.ones_like(flat))
-    last = 255 - (counts > 0).int().flip(2).argmax(2, keepdim=True)
-    step = (flat.shape[2] - counts.gather(2, last)) // 255
-    table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)
-    table = torch.where(step > 0, table.clamp(max=255), torch.arange(256, device=images.device))
-    return table.to(torch.uint8).gather(2, flat).view_as(images)
-
-
-def _posterize(images, arguments, fill):
-    lost = 8 - _factor(arguments).int().clamp(1, 8)  # PIL wants one bit at least
-    return ((images.int() >> lost) << lost).to(torch.uint8)
-
-
-def _solarize(images, arguments, fill):
-    return torch.where(images < _factor(arguments), images, 255 - images)
-
-
-def _solarize_add(images, arguments, fill):
-    return torch.where(images < 128, (images + _factor(arguments)).clamp(max=255).to(torch.uint8), images)
-
-
-_OPERATIONS = {
-    "horizontal": lambda images, arguments, fill: images.flip(3),
-    "vertical": lambda images, arguments, fill: images.flip(2),
-    "bicubic": functools.partial(_transform, bilinear=False),
-    "bilinear": functools.partial(_transform, bilinear=True),
-    "AutoContrast": _auto_contrast,
-    "Equalize": _equalize,
-    "Invert": lambda images, arguments, fill: 255 - images,
-    "Posterize": _posterize,
-    "Solarize": _solarize,
-    "SolarizeAdd": _solarize_add,
-    "Brightness": lambda images, arguments, fill: _blend(images, torch.zeros_like(images), arguments),
-    "Color": lambda images, arguments, fill: _blend(images, _gray(images), arguments),
-    "Contrast": _contrast,
-    "Sharpness": _sharpness,
-}
-_KINDS = ("", *_AFFINE, *(name for name in _OPERATIONS if name[0].isupper()))
-
-
-def device_batches(loader, device, finish=None):
+def device_batches(loader: Iterable[tuple[Any, ...]], device: str | torch.device, finish: Finish | None = None
+                   ) -> Iterator[tuple[Any, ...]]:
     """Batches on a device, each sent there while the one before is worked on.
 
     On a GPU the copy and `finish` run on a stream of their own, one batch ahead; pinned memory (`pin_memory` of the
     loader) makes the copy run beside the network. On a CPU nothing is fetched ahead.
 
     Args:
-        loader: iterable of (inputs, targets).
-        device: torch device.
+        loader: gives (inputs, targets, ...).
+        device: where to.
         finish: the device's half of `split_transform`; without it inputs are images, ready as they are.
 
     Yields:
-        images float32 (B, 3, H, W), targets int64 (B,), to be used on the stream that is current when they come.
+        images float32 (B, 3, H, W), targets int64 (B,), to be used on the stream that is current when they come; and
+        what else is in the loader's batches, as it is.
     """
     device = torch.device(device)
 
-    def send(inputs, targets):
+    def send(inputs: Any, targets: torch.Tensor, *others: Any) -> tuple[Any, ...]:
         inputs = finish(inputs, device) if finish else inputs.to(device, non_blocking=True)
-        return inputs, targets.to(device, non_blocking=True)
+        return inputs, targets.to(device, non_blocking=True), *others
 
     if device.type != "cuda":
         for batch in loader:
@@ -421,6 +288,6 @@ def device_batches(loader, device, finish=None):
 
 
 @functools.lru_cache
-def _side_stream(device):
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     # One for all epochs: memory freed on a stream serves that stream only.
     return torch.cuda.Stream(device)

@@ -3,19 +3,21 @@
 import dataclasses
 import os
 import random
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 from torchvision.datasets.folder import find_classes, make_dataset
 
 from .images import EXTENSIONS, DataError
+from .samples import RawSample
 
 SPLITS = ("train", "val", "validation", "test")
 NAMES_FILE = "names.txt"
 _RUN = 16  # files that keep together when a new order is drawn; a worker's buffer mixes many times as many
 
 
-def find_splits(root, names=SPLITS):
+def find_splits(root: str | os.PathLike[str], names: Collection[str] = SPLITS) -> dict[str, str]:
     """The splits of a folder ROOT/SPLIT/CLASS/IMAGE.
 
     Args:
@@ -23,7 +25,7 @@ def find_splits(root, names=SPLITS):
         names: what splits may be called.
 
     Returns:
-        dict of split name -> path, empty where the folders in `root` are classes themselves
+        split name -> path, empty where the folders in `root` are classes themselves
 
     Raises:
         DataError: if there is no such folder, or some in it look like splits and others like classes.
@@ -41,21 +43,21 @@ def find_splits(root, names=SPLITS):
     return splits
 
 
-def _has(root, name, kind):
+def _has(root: str | os.PathLike[str], name: str, kind: Callable[[os.DirEntry[str]], bool]) -> bool:
     with os.scandir(os.path.join(root, name)) as entries:
         return any(kind(entry) for entry in entries if not entry.name.startswith("."))
 
 
-def _is_image(entry):
+def _is_image(entry: os.DirEntry[str]) -> bool:
     return extension(entry.name) in EXTENSIONS
 
 
-def extension(name):
+def extension(name: str) -> str:
     """Extension of a file name in lower case, without its dot."""
     return os.path.splitext(name)[1][1:].lower()
 
 
-def class_folders(folder):
+def class_folders(folder: str) -> list[str]:
     """Names of the class folders in `folder`, sorted; hidden ones are none."""
     try:
         return [name for name in find_classes(folder)[0] if not name.startswith(".")]
@@ -63,7 +65,9 @@ def class_folders(folder):
         return []
 
 
-def list_images(folder, class_names=None):
+def list_images(
+    folder: str | os.PathLike[str], class_names: Sequence[str] | None = None
+) -> tuple[list[tuple[str, int]], list[str], list[str]]:
     """List a folder of one folder per class, as torchvision's ImageFolder does: classes are sorted by name.
 
     Args:
@@ -71,8 +75,8 @@ def list_images(folder, class_names=None):
         class_names: the classes by index, where another split has fixed them already; some may be without images.
 
     Returns:
-        list of (file name relative to `folder`, class index), empty where there are no images at all; class_names; and
-        names of the files left out: hidden ones and those that are not images by name
+        (file name relative to `folder`, class index) of each, none where there are no images at all; class_names;
+        and names of the files left out: hidden ones and those that are not images by name
 
     Raises:
         DataError: if there is no such folder, a class without images, or one that is not in `class_names`.
@@ -89,12 +93,13 @@ def list_images(folder, class_names=None):
         if name not in labels:
             raise DataError(f"class {name!r} of {folder} is not among the {len(known)} classes of the other splits; "
                             "the first of them, as a rule train, has to have every class")
-    others, start = [], len(os.path.join(folder, ""))
+    others: list[str] = []
+    start = len(os.path.join(folder, ""))
 
-    def relative(path):
+    def relative(path: str) -> str:
         return path[start:].replace(os.sep, "/")
 
-    def is_image(path):
+    def is_image(path: str) -> bool:
         if extension(path) in EXTENSIONS and not os.path.basename(path).startswith("."):
             return True
         others.append(relative(path))
@@ -110,7 +115,7 @@ def list_images(folder, class_names=None):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """Labelled image files, in runs that serve as shards. Nothing is read before `index.image_of` wants it.
+    """Labelled image files, in runs that serve as shards. Nothing is read before `samples.image_of` wants it.
 
     Arrays, and no lists: each worker has its own copy of lists as soon as it goes through them.
 
@@ -125,26 +130,26 @@ class ImageFiles:
     labels: np.ndarray
 
     @classmethod
-    def mixed(cls, folder, listed):
+    def mixed(cls, folder: str, listed: list[tuple[str, int]]) -> "ImageFiles":
         """Those of `list_images`, in an order that mixes the classes and is always the same."""
         listed = random.Random(0).sample(listed, len(listed))
-        names, labels = zip(*listed)
+        names, labels = zip(*listed, strict=True)
         return cls(folder, np.array([os.fsencode(name) for name in names]), np.array(labels, np.int32))
 
     @property
-    def lengths(self):
+    def lengths(self) -> list[int]:
         """Number of files in each run."""
         return [len(self.names[start:start + _RUN]) for start in range(0, len(self.names), _RUN)]
 
-    def samples(self, run):
-        """Yields the samples of one run, as `index.read_shard` does, but with the Path of the image for its bytes."""
+    def samples(self, run: int) -> Iterator[RawSample]:
+        """Yields the samples of one run, as `tars.read_shard` does, but with the Path of the image for its bytes."""
         for number in range(run * _RUN, min((run + 1) * _RUN, len(self.names))):
             name = os.fsdecode(self.names[number])
             yield {"__key__": name, "__url__": self.folder, extension(name): Path(self.folder, name),
                    "cls": b"%d" % self.labels[number]}
 
 
-def read_names(path, class_names=None):
+def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None = None) -> list[str]:
     """Read what people call the classes.
 
     Args:
@@ -153,7 +158,7 @@ def read_names(path, class_names=None):
         class_names: the classes by index, None if only their number is known.
 
     Returns:
-        list of readable names by class index
+        readable names by class index
 
     Raises:
         DataError: if it cannot be read, or does not name every class.
@@ -180,7 +185,7 @@ def read_names(path, class_names=None):
     return [names[name] for name in class_names]
 
 
-def read_lines(path):
+def read_lines(path: str | os.PathLike[str]) -> list[str]:
     """Lines of a text file (UTF-8) without the space around them, and without empty ones. Raises DataError."""
     try:
         with open(path, encoding="utf-8-sig") as file:

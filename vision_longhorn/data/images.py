@@ -2,6 +2,7 @@
 
 import functools
 import io
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -28,14 +29,14 @@ class DataError(UserError):
     """Data that cannot be used. The message is one line that names the thing at fault and the remedy."""
 
 
-def decode_image(data):
+def decode_image(data: bytes) -> Image.Image:
     """Decode an image as people see it.
 
     EXIF orientation is applied, an embedded colour profile is converted to sRGB (one that cannot be applied is
     ignored), 16-bit gray is scaled to 8 bits, alpha is dropped. The content decides the format, not the file's name.
 
     Args:
-        data: bytes of a JPEG, PNG, WebP or PPM file.
+        data: a JPEG, PNG, WebP or PPM file.
 
     Returns:
         PIL image, mode RGB.
@@ -44,7 +45,7 @@ def decode_image(data):
         DataError: if the bytes are not such an image, or end too early.
     """
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         image.load()
     except Exception as error:  # PIL's decoders raise anything from SyntaxError to struct.error on broken files
         raise DataError(f"not a readable image ({_reason(error)})") from None
@@ -59,13 +60,13 @@ def decode_image(data):
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def decode_tensor(data):
+def decode_tensor(data: bytes) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
     """`decode_image` as a tensor, to the bit, and faster for ordinary JPEGs.
 
     Its colours may be left to be corrected, pixel by pixel, so that this can be done to a part of the picture.
 
     Args:
-        data: bytes of a JPEG, PNG, WebP or PPM file.
+        data: a JPEG, PNG, WebP or PPM file.
 
     Returns:
         uint8 tensor (3, H, W); a function from a part of it to the same in sRGB, None where it is so already.
@@ -81,21 +82,21 @@ def decode_tensor(data):
             transform = _srgb_transform(profile, header.mode) if profile else None
             if header.mode == "RGB" or transform is None:
                 image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
-                return image, transform and functools.partial(_transformed, transform)
+                return image, functools.partial(_transformed, transform) if transform else None
     except Exception:  # what is wrong, PIL says better
         pass
     return _tensor(decode_image(data)), None
 
 
-def _transformed(transform, image):
+def _transformed(transform: ImageCms.ImageCmsTransform, image: torch.Tensor) -> torch.Tensor:
     return _tensor(transform.apply(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())))
 
 
-def _tensor(image):
+def _tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def check_image(data):
+def check_image(data: bytes) -> None:
     """Parse an image's header without decoding its pixels.
 
     Raises:
@@ -107,13 +108,13 @@ def check_image(data):
         raise DataError(f"not a readable image ({_reason(error)})") from None
 
 
-def _reason(error):
+def _reason(error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         return "none of " + ", ".join(FORMATS)
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _upright(image):
+def _upright(image: Image.Image) -> Image.Image:
     try:
         ImageOps.exif_transpose(image, in_place=True)
     except Exception:  # broken EXIF data in a picture that is fine
@@ -121,7 +122,7 @@ def _upright(image):
     return image
 
 
-def _to_srgb(image, profile):
+def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
     # A profile describes the channels as stored, so only these modes can go through it unchanged.
     source = image if image.mode in ("RGB", "CMYK", "L") else image.convert("RGB")
     try:
@@ -132,8 +133,8 @@ def _to_srgb(image, profile):
 
 
 @functools.lru_cache(maxsize=64)
-def _srgb_transform(profile, mode):
-    """The transform from `profile` (bytes) to sRGB; None if it is sRGB already, as most are."""
+def _srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """The transform from `profile` to sRGB; None if it is sRGB already, as most are."""
     source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     if "sRGB" in ImageCms.getProfileDescription(source):
         return None

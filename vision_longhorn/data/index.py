@@ -1,4 +1,4 @@
-"""Finding shards, reading what is in them, and the index file that says how much it is.
+"""Finding shards, and the index file that says how much is in them.
 
 A shard is a tar file (plain or gzip) whose samples are runs of members with one name: `KEY.jpg`, `KEY.cls` (the class
 index in ASCII) and perhaps `KEY.json`. The index, `_info.json`, is the one that timm's `ReaderWds` reads, with
@@ -8,25 +8,21 @@ index in ASCII) and perhaps `KEY.json`. The index, `_info.json`, is the one that
 import contextlib
 import dataclasses
 import glob
-import gzip
 import json
 import os
 import re
 import shlex
-import subprocess
-import tarfile
-import urllib.request
-import zlib
-from http.client import HTTPException
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import braceexpand
-from webdataset.gopen import Pipe
-from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from vision_longhorn.command_line.signals import COMMANDS, end_command
+from vision_longhorn.files import written_aside
+
 from .folders import NAMES_FILE, SPLITS, ImageFiles, class_folders, find_splits, list_images, read_names
-from .images import EXTENSIONS, DataError
+from .images import DataError
+from .samples import RawSample
+from .tars import read_shard
 
 INDEX_NAMES = ("_info.json", "info.json")
 _SHARD = re.compile(r"\.tar(\.gz)?$|\.tgz$")
@@ -52,25 +48,26 @@ class ShardSet:
         samples_option: what the caller calls `num_samples`, for messages.
     """
 
-    urls: list
+    urls: list[str]
     num_samples: int
     num_classes: int | None = None
-    class_names: list | None = None
+    class_names: list[str] | None = None
     split: str = ""
-    samples_per_shard: list | None = None
+    samples_per_shard: list[int] | None = None
     pipes: bool = False
-    display_names: list | None = None
+    display_names: list[str] | None = None
     files: ImageFiles | None = None
     hint: str = ""
     samples_option: str = "num_samples"
 
-    def read(self, number):
+    def read(self, number: int) -> Iterator[RawSample]:
         """The samples of shard `number`, as `read_shard` yields them. Raises DataError as it does."""
         return self.files.samples(number) if self.files else read_shard(self.urls[number], self.pipes)
 
 
-def open_shards(spec, split="train", num_samples=None, num_classes=None, allow_pipe=False, *, train=None,
-                class_names=None, samples_option="num_samples"):
+def open_shards(spec: str | os.PathLike[str], split: str = "train", num_samples: int | None = None,
+                num_classes: int | None = None, allow_pipe: bool = False, *, train: ShardSet | None = None,
+                class_names: list[str] | None = None, samples_option: str = "num_samples") -> ShardSet:
     """Find the shards of a split, or the images of a folder, and learn how many samples and classes they hold.
 
     A folder without shards is read as it is: `spec/SPLIT/CLASS/IMAGE`, or `spec/CLASS/IMAGE` for whatever split.
@@ -89,27 +86,26 @@ def open_shards(spec, split="train", num_samples=None, num_classes=None, allow_p
             an image folder are its folders by name: of `spec/train`, where there is one.
         samples_option: what the user calls `num_samples`, for messages.
 
-    Returns:
-        ShardSet
-
     Raises:
         DataError: if shards are missing, the count is unknown, the classes are not those that they should be, or the
             URL is of a kind that could run commands.
     """
     spec = os.fspath(spec)
-    class_names = class_names or (train and train.class_names)
+    class_names = class_names or (train.class_names if train else None)
     if num_classes is not None and num_classes < 1:
         raise DataError(f"num_classes={num_classes}; it must be at least 1")
     pipes = allow_pipe and _is_pipe(spec)
+    index: dict[str, Any] | None = None
+    counts: list[int] | None = None
     if pipes:
-        urls, index, counts = _expand_command(spec), None, None
+        urls = _expand_command(spec)
     elif "://" not in spec and os.path.isdir(spec):
         index = read_index(spec)
         if index is None:
             splits = find_shards(spec)
             if not splits:
                 return _open_folder(spec, split, num_samples, num_classes, train, class_names, samples_option)
-            urls, counts = splits[_pick(split, splits, spec)], None
+            urls = splits[_pick(split, splits, spec)]
         else:
             split = _pick(split, index["splits"], spec)
             entry = index["splits"][split]
@@ -141,7 +137,7 @@ def open_shards(spec, split="train", num_samples=None, num_classes=None, allow_p
                     pipes, index.get("display_names"), samples_option=samples_option)
 
 
-def _compare_classes(spec, names, wanted):
+def _compare_classes(spec: str, names: list[str] | None, wanted: list[str] | None) -> None:
     """Raises DataError where a class of `wanted` has another index in `names`. Other names may be other words only."""
     for number, name in enumerate(names or ()):
         if wanted and name in wanted and wanted[number:number + 1] != [name]:
@@ -149,7 +145,8 @@ def _compare_classes(spec, names, wanted):
                             "data; make the shards of both in one folder, so that their classes agree")
 
 
-def _open_folder(spec, split, num_samples, num_classes, train, class_names, samples_option):
+def _open_folder(spec: str, split: str, num_samples: int | None, num_classes: int | None, train: ShardSet | None,
+                 class_names: list[str] | None, samples_option: str) -> ShardSet:
     """The ShardSet of an image folder."""
     home, folder, splits = spec, spec, find_splits(spec, (*SPLITS, split))
     if splits:
@@ -161,11 +158,11 @@ def _open_folder(spec, split, num_samples, num_classes, train, class_names, samp
             with contextlib.suppress(DataError, OSError):
                 splits = find_splits(above)
                 home = above
-        if train is not None and train.files and os.path.samefile(train.files.folder, folder):
+        if train and train.files and os.path.samefile(train.files.folder, folder):
             remedy = f"{above}, which has {', '.join(splits)}" if len(splits) > 1 else (
                 f"--val-data, or part its images into {os.path.join(spec, 'train')} and {os.path.join(spec, 'val')}")
-            raise DataError(f"{spec} has no splits but classes ({', '.join(train.class_names[:2])}, ...), and all of "
-                            f"it is trained on; give {remedy}")
+            raise DataError(f"{spec} has no splits but classes ({', '.join((train.class_names or [])[:2])}, ...), and "
+                            f"all of it is trained on; give {remedy}")
     if class_names is None and "train" in splits and not os.path.samefile(splits["train"], folder):
         class_names = class_folders(splits["train"])
     listed, names, others = list_images(folder, class_names)
@@ -192,19 +189,19 @@ def _open_folder(spec, split, num_samples, num_classes, train, class_names, samp
                     display_names=display_names, files=files, hint=hint, samples_option=samples_option)
 
 
-def _is_pipe(spec):
+def _is_pipe(spec: str) -> bool:
     return spec[:5].lower() == "pipe:"
 
 
-def _pick(split, splits, spec):
-    for name in (split, _ALIASES.get(split)):
+def _pick(split: str, splits: Mapping[str, Any], spec: str) -> str:
+    for name in (split, _ALIASES.get(split, split)):
         if name in splits:
             return name
     have = ", ".join(sorted(splits)) or "no shards"
     raise DataError(f"{spec!r} has no split {split!r}; it has {have}; name one of these, or other data for {split!r}")
 
 
-def _expand(spec):
+def _expand(spec: str) -> list[str]:
     """Local paths and http(s) URLs that a pattern stands for, in order."""
     if _is_pipe(spec) and not os.path.exists(spec):
         raise DataError(f"{spec!r} is not read, as pipe: runs a command; where that is meant, --allow-pipe (in Python "
@@ -226,7 +223,7 @@ def _expand(spec):
     return found
 
 
-def _expand_command(spec):
+def _expand_command(spec: str) -> list[str]:
     """The `pipe:` commands that a pattern stands for, in order. Backslashes, and braces without a pattern in them, are
     left to the shell."""
     if not spec[5:].strip():
@@ -234,26 +231,26 @@ def _expand_command(spec):
     return _expand_braces(spec, escape=False)
 
 
-def _expand_braces(spec, **options):
+def _expand_braces(spec: str, **options: bool) -> list[str]:
     for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
         if int(low) > int(high):
             raise DataError(f"{spec!r}: the range {low}..{high} is empty; write the smaller number first")
     try:
         return list(braceexpand.braceexpand(spec, **options))
-    except braceexpand.UnbalancedBracesError:
+    except braceexpand.UnbalancedBracesError:  # type: ignore[attr-defined]  # its stub lacks it
         raise DataError(f"{spec!r} has unbalanced braces; write train-{{000000..000015}}.tar") from None
 
 
-def _look_up(urls, index):
+def _look_up(urls: list[str], index: dict[str, Any] | None) -> list[int] | None:
     """The counts of `urls` from the index in their folder, None unless it has every one."""
-    counts = {}
+    counts: dict[str, int] = {}
     for entry in (index or {"splits": {}})["splits"].values():
-        counts.update(zip(entry["filenames"], entry["shard_lengths"]))
+        counts.update(zip(entry["filenames"], entry["shard_lengths"], strict=True))
     names = [os.path.basename(url) for url in urls]
     return [counts[name] for name in names] if all(name in counts for name in names) else None
 
 
-def find_shards(directory):
+def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
     """Shards of a directory by split name, read from their file names.
 
     `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val.
@@ -266,7 +263,7 @@ def find_shards(directory):
     """
     if not os.path.isdir(directory):
         raise DataError(f"{directory} is not a folder; check the path")
-    splits = {}
+    splits: dict[str, list[str]] = {}
     for name in sorted(os.listdir(directory)):
         if not _SHARD.search(name) or name.startswith("."):
             continue
@@ -277,7 +274,7 @@ def find_shards(directory):
     return splits
 
 
-def read_index(directory):
+def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The index of a directory of shards.
 
     Returns:
@@ -312,7 +309,10 @@ def read_index(directory):
     return None
 
 
-def write_index(directory, splits, class_names=None, num_classes=None, display_names=None):
+def write_index(directory: str | os.PathLike[str],
+                splits: Mapping[str, tuple[Sequence[str], Sequence[int], Mapping[str, Any]]],
+                class_names: Sequence[str] | None = None, num_classes: int | None = None,
+                display_names: Sequence[str] | None = None) -> None:
     """Write the index of a directory, replacing the splits named and keeping the others.
 
     Args:
@@ -340,186 +340,5 @@ def write_index(directory, splits, class_names=None, num_classes=None, display_n
         index["num_classes"] = num_classes
     if display_names is not None:
         index["display_names"] = list(display_names)
-    write_aside(os.path.join(directory, INDEX_NAMES[0]), json.dumps(index, indent=1).encode())
-
-
-def write_aside(path, data):
-    """Write bytes to a file so that it is either absent or whole."""
-    aside = f"{path}.{os.getpid()}.partial"
-    try:
-        with open(aside, "wb") as file:
-            file.write(data)
-        os.replace(aside, path)
-    finally:
-        if os.path.exists(aside):
-            os.remove(aside)
-
-
-def read_shard(url, pipe=False):
-    """Read the samples of one shard as they are: nothing in it is decoded, and nothing in it is run.
-
-    Args:
-        url: path or http(s) URL of a tar or tar.gz file.
-        pipe: whether `url` is `pipe:COMMAND` instead, whose command prints such a file.
-
-    Yields:
-        dict with "__key__", "__url__" and the bytes of each member by its extension in lower case.
-
-    Raises:
-        DataError: if the shard cannot be read to its end.
-    """
-    last = key = None
-    try:
-        # webdataset's own opener would run curl, or for other kinds of URL whatever they say.
-        with (_output_of(url[5:]) if pipe else urllib.request.urlopen(url, timeout=60) if "://" in url
-              else open(url, "rb")) as file:
-            stream = _Tail(gzip.open(file) if file.peek(2)[:2] == b"\x1f\x8b" else file)
-            for sample in group_by_keys(_members(stream, url)):
-                if last is not None:
-                    key = last["__key__"]
-                    yield last
-                last = sample
-            while stream.read(1 << 20):
-                pass
-            # tarfile takes a cut before or in a header for the end; the sample before it may then be a half one.
-            if stream.tail != bytes(tarfile.BLOCKSIZE):
-                raise EOFError("unexpected end of data")
-        if last is not None:
-            yield last
-    except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error) as error:
-        where = f"after sample {key}" if key else "from its start"
-        reason = str(error.args[0] if error.args else error) or type(error).__name__
-        raise DataError(f"shard {url} cannot be read {where} ({reason}); make or fetch it again") from None
-
-
-@contextlib.contextmanager
-def _output_of(command):
-    """What a shell command prints, as a stream. Where it fails, that is an OSError at the end; where the stream is left
-    before its end, all processes of the command are ended."""
-    # They form a group of their own, to be ended together. ssh and its like would take the terminal's input.
-    pipe = Pipe(command, mode="rb", ignore_errors=True, shell=True, stdin=subprocess.DEVNULL, start_new_session=True)
-    group = pipe.proc.pid
-    COMMANDS[group] = os.getpid()
-    ended = False  # by itself, so that its exit code says something
-    try:
-        yield pipe.stream
-        ended = True
-    except Exception:
-        ended = not pipe.stream.peek(1)
-        raise
-    finally:
-        if not ended:
-            end_command(group)
-        try:
-            pipe.close()  # waits for it, for two hours at most, which leaves the code in `status`
-        except subprocess.TimeoutExpired:
-            end_command(group)
-            raise OSError("its command goes on after its output has ended") from None
-        finally:
-            COMMANDS.pop(group, None)
-        if ended and pipe.status:
-            how = f"exit code {pipe.status}" if pipe.status > 0 else f"signal {-pipe.status}"
-            raise OSError(f"its command ended with {how}")
-
-
-def _members(stream, url):
-    """What webdataset's `tar_file_expander` yields of a sound tar; damage between members is an error here.
-
-    Ordinary members, which are all in most shards, do without tarfile, which takes as long for the three of a sample as
-    the crop does. From the first other one on (long names, folders, extended headers), all is webdataset's. Of an
-    ordinary header only the name, the size and the checksum are looked at.
-    """
-    count = 0
-    while True:
-        header = stream.read(tarfile.BLOCKSIZE)
-        if header == bytes(tarfile.BLOCKSIZE):
-            return
-        name, size = header[:100].rstrip(b"\0"), header[124:135]
-        checksum = b"%06o" % (sum(header) - sum(header[148:156]) + 8 * ord(" "))
-        ordinary = (header[148:154] == checksum and header[257:262] == b"ustar" and header[156:157] == b"0"
-                    and header[345:346] == b"\0" and b"\0" not in name and not name.startswith(b"__")
-                    and size.isdigit() and header[135:136] in (b"\0", b" ") and int(size, 8) < 1 << 30)
-        if not ordinary:
-            break
-        size = int(size, 8)
-        data = stream.read(size)
-        if len(data) < size or len(stream.read(-size % tarfile.BLOCKSIZE)) < -size % tarfile.BLOCKSIZE:
-            raise EOFError("unexpected end of data")
-        yield {"fname": name.decode("utf-8", "surrogateescape"), "data": data, "__url__": url}
-        count += 1
-    if count and len(header) < tarfile.BLOCKSIZE:
-        raise EOFError("unexpected end of data")
-    if count and header[257:262] != b"ustar":  # which tarfile might take for the start of a compressed tar
-        raise tarfile.ReadError("invalid header")
-    yield from tar_file_expander([{"url": url, "stream": _Again(header, stream)}])
-
-
-class _Again:
-    """A stream that gives once more what was read from it last."""
-
-    def __init__(self, data, stream):
-        self.data = data
-        self.stream = stream
-
-    def read(self, size):
-        data, self.data = self.data[:size], self.data[size:]
-        return data + self.stream.read(size - len(data)) if len(data) < size else data
-
-
-class _Tail:
-    """A stream that remembers the last block read from it: a whole tar file ends with zeros."""
-
-    def __init__(self, stream):
-        self.stream = stream
-        self.tail = b""
-
-    def read(self, size):
-        data = self.stream.read(size)
-        self.tail = (self.tail + data[-tarfile.BLOCKSIZE :])[-tarfile.BLOCKSIZE :]
-        return data
-
-
-def image_of(sample):
-    """Bytes of a sample's image.
-
-    Raises:
-        DataError: if it has none, or its file cannot be read.
-    """
-    for extension in EXTENSIONS:
-        if extension in sample:
-            image = sample[extension]
-            # Members of a shard are bytes, whatever they hold: only `ImageFiles` can name a file.
-            if not isinstance(image, Path):
-                return image
-            try:
-                return image.read_bytes()
-            except OSError as error:
-                raise DataError(f"{place(sample)} cannot be read ({error.strerror}); mend or remove it") from None
-    has = ", ".join(name for name in sample if not name.startswith("__")) or "nothing"
-    raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}), only {has}")
-
-
-def label_of(sample, num_classes=None):
-    """Class index of a sample.
-
-    Raises:
-        DataError: if it has none, or one outside 0 <= label < num_classes.
-    """
-    text = sample.get("cls")
-    if text is None:
-        raise DataError(f"{place(sample)}: no label; a .cls member with the class index is needed")
-    try:
-        label = int(text)
-    except ValueError:
-        raise DataError(f"{place(sample)}: label {text[:20]!r} is not a number") from None
-    if label < 0 or (num_classes is not None and label >= num_classes):
-        known = "; labels start at 0" if num_classes is None else f" for {num_classes} classes; check both"
-        raise DataError(f"{place(sample)}: label {label} is out of range{known}")
-    return label
-
-
-def place(sample):
-    """Where a sample lies, for messages: its "__url__" and "__key__" are enough."""
-    if os.path.isdir(sample["__url__"]):  # an image folder
-        return f"image {os.path.join(sample['__url__'], sample['__key__'])}"
-    return f"shard {sample['__url__']}, sample {sample['__key__']}"
+    with written_aside(os.path.join(directory, INDEX_NAMES[0])) as aside:
+        aside.write_bytes(json.dumps(index, indent=1).encode())

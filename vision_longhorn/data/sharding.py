@@ -1,8 +1,7 @@
-"""Making, checking and indexing shards, behind the command `vision_longhorn.shards`."""
+"""Making, checking and indexing shards."""
 
 import concurrent.futures
 import functools
-import glob
 import hashlib
 import io
 import json
@@ -10,34 +9,40 @@ import os
 import random
 import re
 import shutil
-import sys
 import tempfile
 import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import webdataset as wds
 from PIL import Image
 from tqdm import tqdm
 
-from vision_longhorn.data import sources
-from vision_longhorn.data.folders import NAMES_FILE, find_splits, read_lines, read_names
-from vision_longhorn.data.images import DataError, check_image, decode_image
-from vision_longhorn.data.index import INDEX_NAMES, find_shards, image_of, label_of, place, read_index, read_shard, write_index
+from vision_longhorn.files import left_aside, written_aside
+
+from . import sources
+from .folders import read_names
+from .images import DataError, check_image, decode_image
+from .index import INDEX_NAMES, find_shards, read_index, write_index
+from .samples import RawSample, image_of, label_of, place
+from .tars import read_shard
 
 
 def make_shards(
-    out,
-    split,
-    samples,
-    class_names,
+    out: str | os.PathLike[str],
+    split: str,
+    samples: Sequence[sources.Sample],
+    class_names: list[str],
     *,
-    shard_size=1000,
-    seed=0,
-    on_bad="stop",
-    source="",
-    threads=None,
-    progress=True,
-    max_side=None,
-):
+    shard_size: int = 1000,
+    seed: int = 0,
+    on_bad: str = "stop",
+    source: str = "",
+    threads: int | None = None,
+    progress: bool = True,
+    max_side: int | None = None,
+) -> list[str]:
     """Write samples into shards in an order shuffled over all classes, and the index when all are done.
 
     It may be stopped at any time and run again: shards that are done are kept. Every image is decoded once and stored
@@ -47,7 +52,7 @@ def make_shards(
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
         split: name of the split.
-        samples: list of `sources.Sample`.
+        samples: what to store.
         class_names: name of each class by its index.
         shard_size: samples per shard at most; they are filled evenly.
         seed: of the order.
@@ -78,8 +83,8 @@ def make_shards(
     os.makedirs(out, exist_ok=True)
     journal = sources.Journal(os.path.join(out, f".{split}.journal"))
     done = _resume(out, split, plan, class_names, journal)
-    if done is None:
-        return read_index(out)["splits"][split]["skipped"]
+    if isinstance(done, list):
+        return done
 
     order = list(range(len(samples)))
     random.Random(seed).shuffle(order)
@@ -107,7 +112,7 @@ def make_shards(
     return skipped
 
 
-def make_digits(out_dir):
+def make_digits(out_dir: Path | str) -> Path | str:
     """Make the shards of the built-in demo set, unless they are there. Several processes may do so at once.
 
     Args:
@@ -136,8 +141,9 @@ def make_digits(out_dir):
     return out_dir
 
 
-def _resume(out, split, plan, class_names, journal):
-    """Journal entries of the shards that are done, by name; None if the whole split is."""
+def _resume(out: str | os.PathLike[str], split: str, plan: dict[str, Any], class_names: list[str],
+            journal: sources.Journal) -> dict[str, dict[str, Any]] | list[str]:
+    """Journal entries of the shards that are done, by name; where the whole split is, names of what was skipped."""
     index = read_index(out) or {"splits": {}}
     if index["splits"] and index.get("class_names") not in (None, class_names):
         raise DataError(f"{out} holds splits with other classes; name another folder")
@@ -149,14 +155,14 @@ def _resume(out, split, plan, class_names, journal):
         changed = ", ".join(f"{key} {begun.get(key)} (now {plan.get(key)})" for key in {**begun, **plan}
                             if begun.get(key) != plan.get(key))
         raise DataError(f"{out} has {split} shards made with {changed}; use the old values, or name another folder")
-    for partial in glob.glob(os.path.join(glob.escape(out), f"{split}-*.partial")):
-        os.remove(partial)
+    for partial in left_aside(Path(out, f"{split}-*.tar")):
+        partial.unlink()
     if entry and all(os.path.exists(os.path.join(out, name)) for name in entry["filenames"]):
         journal.remove()
-        return None
+        return entry["skipped"]
     if not journal.entries:
         journal.add(plan)
-    done = {}
+    done: dict[str, dict[str, Any]] = {}
     for note in journal.entries[1:]:
         path = os.path.join(out, note["shard"])
         if os.path.exists(path) and os.path.getsize(path) == note["bytes"]:
@@ -164,14 +170,14 @@ def _resume(out, split, plan, class_names, journal):
     return done
 
 
-def _fingerprint(samples, class_names):
+def _fingerprint(samples: Sequence[sources.Sample], class_names: list[str]) -> str:
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for sample in samples:
         digest.update(f"{sample.name}\0{sample.label}\0{sample.size}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]
 
 
-def _check_space(out, samples):
+def _check_space(out: str | os.PathLike[str], samples: Sequence[sources.Sample]) -> None:
     needed = sum(sample.size + 4096 for sample in samples)  # tar headers and padding of three members
     free = shutil.disk_usage(out).free
     if needed > free:
@@ -179,48 +185,52 @@ def _check_space(out, samples):
         raise DataError(f"{out} needs {needed} more, but has {free} free; make room")
 
 
-def _write_shard(path, samples, class_names, on_bad, max_side, pool, bar):
+def _write_shard(path: str, samples: Sequence[tuple[int, sources.Sample]], class_names: list[str], on_bad: str,
+                 max_side: int | None, pool: concurrent.futures.Executor, bar: tqdm) -> dict[str, Any]:
     """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
-    aside = f"{path}.{os.getpid()}.partial"
-    skipped, written = [], {}
-    futures = [pool.submit(_read_checked, sample, max_side) for _, sample in samples]
+    skipped: list[str] = []
+    written: dict[str, tuple[int, bytes]] = {}
+    futures = [pool.submit(stored_form, sample, max_side) for _, sample in samples]
     try:
-        # Without owners and times the same samples make the same bytes.
-        anonymous = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
-        with open(aside, "wb") as file, wds.TarWriter(file, encoder=False, **anonymous) as tar:
-            for (position, sample), future in zip(samples, futures):
-                try:
-                    data, extension, resized_from = future.result()
-                except DataError as error:
-                    if on_bad != "skip":
-                        remedy = "leave such files out with --on-bad skip, or mend it and start anew"
-                        raise DataError(f"{error}; {remedy}") from None
-                    skipped.append(sample.name)
+        with written_aside(path) as aside:
+            # Without owners and times the same samples make the same bytes.
+            anonymous = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
+            with open(aside, "wb") as file, wds.TarWriter(file, encoder=False, **anonymous) as tar:
+                for (position, sample), future in zip(samples, futures, strict=True):
+                    try:
+                        data, extension, resized_from = future.result()
+                    except DataError as error:
+                        if on_bad != "skip":
+                            remedy = "leave such files out with --on-bad skip, or mend it and start anew"
+                            raise DataError(f"{error}; {remedy}") from None
+                        skipped.append(sample.name)
+                        bar.update()
+                        continue
+                    key = _key(position, sample.name)
+                    label = str(sample.label).encode()
+                    about: dict[str, Any] = {"filename": sample.name, "label": sample.label,
+                                             "class_name": class_names[sample.label]}
+                    if resized_from:
+                        about["resized_from"] = resized_from
+                    tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
+                    written[key] = (zlib.crc32(data), label)
                     bar.update()
-                    continue
-                key = _key(position, sample.name)
-                label = str(sample.label).encode()
-                about = {"filename": sample.name, "label": sample.label, "class_name": class_names[sample.label]}
-                if resized_from:
-                    about["resized_from"] = resized_from
-                tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
-                written[key] = (zlib.crc32(data), label)
-                bar.update()
-        back = {s["__key__"]: (zlib.crc32(image_of(s)), s["cls"]) for s in read_shard(aside)}
-        if back != written:
-            raise DataError(f"{path} did not come back from the disk as it was written; check the disk")
-        entry = {"shard": os.path.basename(path), "samples": len(written), "bytes": os.path.getsize(aside)}
-        os.replace(aside, path)
+            back = {s["__key__"]: (zlib.crc32(image_of(s)), s["cls"]) for s in read_shard(str(aside))}
+            if back != written:
+                raise DataError(f"{path} did not come back from the disk as it was written; check the disk")
+            entry = {"shard": os.path.basename(path), "samples": len(written), "bytes": os.path.getsize(aside)}
     finally:
         for future in futures:
             future.cancel()
-        if os.path.exists(aside):
-            os.remove(aside)
     return {**entry, "skipped": skipped}
 
 
-def _read_checked(sample, max_side):
-    """Bytes to store, the extension by which readers find them, and [width, height] of an image that is now smaller."""
+def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str, list[int] | None]:
+    """Bytes to store, the extension by which readers find them, and [width, height] of an image that is now smaller.
+
+    Raises:
+        DataError: if the image cannot be read or decoded.
+    """
     data = sample.read()
     try:
         image = decode_image(data)
@@ -235,14 +245,14 @@ def _read_checked(sample, max_side):
     return file.getvalue(), "jpg", list(image.size)
 
 
-def _key(position, name):
+def _key(position: int, name: str) -> str:
     """Key that is unique in the split."""
     # A reader takes everything after the first dot for the extension.
     stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(name))[0])[:64]
     return f"{position:07d}_{stem}"
 
 
-def verify(directory, full=False, progress=True):
+def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool = True) -> list[str]:
     """Read all shards of an index again.
 
     Args:
@@ -251,7 +261,7 @@ def verify(directory, full=False, progress=True):
         progress: show a bar.
 
     Returns:
-        list of what is wrong, a line each; empty if nothing is
+        what is wrong, a line each
 
     Raises:
         DataError: if there is no index.
@@ -265,7 +275,7 @@ def verify(directory, full=False, progress=True):
     shards = [
         (os.path.join(directory, name), length)
         for entry in index["splits"].values()
-        for name, length in zip(entry["filenames"], entry["shard_lengths"])
+        for name, length in zip(entry["filenames"], entry["shard_lengths"], strict=True)
     ]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for path, expected in tqdm(shards, unit="shard", disable=not progress):
@@ -280,7 +290,7 @@ def verify(directory, full=False, progress=True):
     return problems
 
 
-def _problems(sample, num_classes, check):
+def _problems(sample: RawSample, num_classes: int | None, check: Any) -> list[str]:
     try:
         label = label_of(sample, num_classes)
         data = image_of(sample)
@@ -296,7 +306,8 @@ def _problems(sample, num_classes, check):
     return []
 
 
-def index_shards(directory, class_names=None, progress=True, names=None):
+def index_shards(directory: str | os.PathLike[str], class_names: list[str] | None = None, progress: bool = True,
+                 names: str | os.PathLike[str] | None = None) -> dict[str, Any]:
     """Count what is in shards that were made by others, and write their index.
 
     Args:
@@ -315,7 +326,8 @@ def index_shards(directory, class_names=None, progress=True, names=None):
     class_names = class_names or before.get("class_names")
     same = class_names == before.get("class_names")
     display_names = read_names(names, class_names) if names else before.get("display_names") if same else None
-    splits, most = {}, -1
+    splits: dict[str, tuple[list[str], list[int], Mapping[str, Any]]] = {}
+    most = -1
     for split, paths in find_shards(directory).items():
         lengths = []
         for path in tqdm(paths, unit="shard", desc=split, disable=not progress):
@@ -332,96 +344,4 @@ def index_shards(directory, class_names=None, progress=True, names=None):
         write_index(directory, splits, class_names, len(named or range(most + 1)), display_names)
     except OSError as error:
         raise DataError(f"the index cannot be written to {directory} ({error.strerror})") from None
-    return read_index(directory)
-
-
-def _imagefolder(args):
-    splits = find_splits(args.src)
-    if splits and args.split:
-        one = splits.get(args.split, next(iter(splits.values())))
-        raise DataError(f"{args.src} has splits ({', '.join(splits)}), which all become shards: leave out --split, or "
-                        f"give {one}")
-    splits = splits or {args.split or "train": args.src}
-    class_names = (read_index(args.out) or {}).get("class_names")
-    listed = {}
-    # All are listed before anything is written, the one whose classes hold for the others first.
-    for split in sorted(splits, key=lambda split: split != "train"):
-        listed[split], class_names, others = sources.image_folder(splits[split], class_names)
-        if others:
-            print(f"left out {len(others)} files of {splits[split]} that are not images by name: "
-                  f"{', '.join(others[:5])}", file=sys.stderr)
-    names = args.names or os.path.join(args.src, NAMES_FILE)
-    display_names = read_names(names, class_names) if args.names or os.path.isfile(names) else None
-    for split, samples in listed.items():
-        _make(args, split, samples, class_names, "imagefolder")
-    if display_names:
-        write_index(args.out, {}, display_names=display_names)
-    _report(args.out)
-
-
-def _imagenet(args):
-    if args.train_tar == "-" and args.val_tar == "-":
-        raise DataError("both tars are left out; name at least one")
-    truth = None if args.val_tar == "-" else sources.ground_truth(args.truth, args.synsets)
-    os.makedirs(args.out, exist_ok=True)
-    listing = os.path.join(args.out, ".listing.journal")
-    train = None
-    if args.train_tar == "-":
-        class_names = (read_index(args.out) or {}).get("class_names") or sorted(set(truth))
-    else:
-        show = lambda names: tqdm(names, unit="class", desc="listing")  # noqa: E731
-        train, class_names = sources.ilsvrc_train(args.train_tar, listing, show)
-    # Listed before anything is written, so that a val tar that does not fit is told at once.
-    val = None if truth is None else sources.ilsvrc_val(args.val_tar, truth, class_names)
-    if val is not None:
-        _make(args, "val", val, class_names, "ILSVRC-2012")
-    if train is not None:
-        _make(args, "train", train, class_names, "ILSVRC-2012")
-        sources.Journal(listing).remove()
-    _report(args.out)
-
-
-def _make(args, split, samples, class_names, source):
-    skipped = make_shards(
-        args.out,
-        split,
-        samples,
-        class_names,
-        shard_size=args.shard_size,
-        seed=args.seed,
-        on_bad=args.on_bad,
-        source=source,
-        threads=args.threads,
-        max_side=args.max_side,
-    )
-    for name in skipped:
-        print(f"skipped, as it cannot be read: {name}", file=sys.stderr)
-
-
-def _report(directory):
-    index = read_index(directory)
-    for name, entry in index["splits"].items():
-        print(
-            f"{directory}: {name}, {entry['num_samples']} images in {len(entry['filenames'])} shards, "
-            f"{index['num_classes']} classes"
-        )
-
-
-def carry_out(args):
-    """Does what the command line `args` of `vision_longhorn.shards` says. Raises UserError, of one line."""
-    if args.command == "imagefolder":
-        _imagefolder(args)
-    elif args.command == "imagenet":
-        _imagenet(args)
-    elif args.command == "digits":
-        _report(make_digits(args.out))
-    elif args.command == "verify":
-        problems = verify(args.directory, args.full)
-        for problem in problems:
-            print(problem, file=sys.stderr)
-        if problems:
-            raise DataError(f"{args.directory} has {len(problems)} problems; fetch or make these shards again")
-        print(f"{args.directory}: no problems")
-    elif args.command == "index":
-        index_shards(args.directory, read_lines(args.classes) if args.classes else None, names=args.names)
-        _report(args.directory)
+    return read_index(directory) or {}

@@ -6,12 +6,15 @@ import json
 import os
 import re
 import tarfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, Any
 
 from PIL import Image
 
+from vision_longhorn.files import written_aside
+
 from .folders import list_images
 from .images import EXTENSIONS, DataError
-from .index import write_aside
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _WNID = re.compile(r"n\d{8}")
@@ -35,8 +38,8 @@ class Sample:
     size: int = 0
     data: bytes | None = None
 
-    def read(self):
-        """Bytes of the file. Raises DataError if they are not all there."""
+    def read(self) -> bytes:
+        """The file. Raises DataError if they are not all there."""
         if self.data is not None:
             return self.data
         try:
@@ -53,7 +56,7 @@ class Sample:
 class Journal:
     """Notes of what is done, one JSON value a line, by which a run that was stopped can go on."""
 
-    def __init__(self, path):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = path
         text = b""
         if os.path.exists(path):
@@ -61,21 +64,24 @@ class Journal:
                 text = file.read()
         whole = text[: text.rfind(b"\n") + 1]
         if whole != text:  # stopped in the middle of a line
-            write_aside(path, whole)
-        self.entries = [json.loads(line) for line in whole.splitlines()]
+            with written_aside(path) as aside:
+                aside.write_bytes(whole)
+        self.entries: list[Any] = [json.loads(line) for line in whole.splitlines()]
 
-    def add(self, entry):
+    def add(self, entry: Any) -> None:
         with open(self.path, "ab") as file:
             file.write(json.dumps(entry).encode() + b"\n")
         self.entries.append(entry)
 
-    def remove(self):
+    def remove(self) -> None:
         if os.path.exists(self.path):
             os.remove(self.path)
         self.entries = []
 
 
-def image_folder(root, class_names=None):
+def image_folder(
+    root: str | os.PathLike[str], class_names: Sequence[str] | None = None
+) -> tuple[list[Sample], list[str], list[str]]:
     """List a folder of one folder per class, as torchvision's and timm's ImageFolder do: classes are sorted by name.
 
     Args:
@@ -103,7 +109,10 @@ def image_folder(root, class_names=None):
     return samples, class_names, others
 
 
-def ilsvrc_train(path, journal_path, progress=None):
+def ilsvrc_train(
+    path: str | os.PathLike[str], journal_path: str | os.PathLike[str],
+    progress: Callable[[list[str]], Iterable[str]] | None = None
+) -> tuple[list[Sample], list[str]]:
     """List the tar of ILSVRC-2012's training images, a tar of one tar per class.
 
     Only headers are read. What is found is noted class by class, so that a second run goes on where the first stopped.
@@ -111,7 +120,7 @@ def ilsvrc_train(path, journal_path, progress=None):
     Args:
         path: ILSVRC2012_img_train.tar.
         journal_path: where to keep the notes.
-        progress: called with an iterable of classes, returns it (tqdm).
+        progress: called with the classes, returns them (tqdm).
 
     Returns:
         samples, class_names (WordNet ids, sorted)
@@ -142,23 +151,20 @@ def ilsvrc_train(path, journal_path, progress=None):
             listed[name] = files
     class_names = sorted(members)
     samples = [
-        Sample(f"{name}/{file}", label, path, offset, size)
+        Sample(f"{name}/{file}", label, os.fspath(path), offset, size)
         for label, name in enumerate(class_names)
         for file, offset, size in sorted(listed[name])
     ]
     return samples, class_names
 
 
-def ilsvrc_val(path, truth, class_names):
+def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: Sequence[str]) -> list[Sample]:
     """List the tar of ILSVRC-2012's validation images.
 
     Args:
         path: ILSVRC2012_img_val.tar.
         truth: WordNet id of each image, in the order of their numbers (see `ground_truth`).
         class_names: WordNet ids by class index.
-
-    Returns:
-        samples
 
     Raises:
         DataError: if images and labels do not fit together.
@@ -180,12 +186,12 @@ def ilsvrc_val(path, truth, class_names):
             "check that both files are those of ILSVRC-2012 and complete"
         )
     return [
-        Sample(os.path.basename(m.name), labels[truth[number - 1]], path, m.offset_data, m.size)
+        Sample(os.path.basename(m.name), labels[truth[number - 1]], os.fspath(path), m.offset_data, m.size)
         for number, m in sorted(members.items())
     ]
 
 
-def ground_truth(path, synsets=None):
+def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] | None = None) -> list[str]:
     """WordNet id of each validation image, in the order of the images' numbers.
 
     The devkit's own file holds ILSVRC ids from 1 to 1000, which are in no order that a class index follows; only the
@@ -197,13 +203,9 @@ def ground_truth(path, synsets=None):
         synsets: for a file of ILSVRC ids without its meta.mat beside it: a meta.mat, or a text file whose n-th line
             starts with the WordNet id of ILSVRC id n.
 
-    Returns:
-        list of WordNet ids
-
     Raises:
         DataError: if the ids cannot be told for certain.
     """
-    meta = None
     if os.path.isdir(path):
         found = {file: os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files}
         if GROUND_TRUTH not in found:
@@ -211,10 +213,11 @@ def ground_truth(path, synsets=None):
         text, meta = _read(found[GROUND_TRUTH]), _read(found["meta.mat"]) if "meta.mat" in found else None
     elif os.path.isfile(path) and tarfile.is_tarfile(path):
         with tarfile.open(path) as tar:
-            found = {os.path.basename(m.name): m for m in tar if m.isreg()}
-            if GROUND_TRUTH not in found or "meta.mat" not in found:
-                raise DataError(f"{path} holds no {GROUND_TRUTH} with a meta.mat; give ILSVRC2012_devkit_t12.tar.gz")
-            text, meta = (tar.extractfile(found[name]).read() for name in (GROUND_TRUTH, "meta.mat"))
+            data = {os.path.basename(m.name): file.read() for m in tar if m.isreg() and (file := tar.extractfile(m))
+                    and os.path.basename(m.name) in (GROUND_TRUTH, "meta.mat")}
+        if len(data) < 2:
+            raise DataError(f"{path} holds no {GROUND_TRUTH} with a meta.mat; give ILSVRC2012_devkit_t12.tar.gz")
+        text, meta = data[GROUND_TRUTH], data["meta.mat"]
     else:
         text = _read(path)
         beside = os.path.join(os.path.dirname(path), "meta.mat")
@@ -240,8 +243,8 @@ def ground_truth(path, synsets=None):
     return [names[int(line)] for line in lines]
 
 
-def _synset_order(data, path):
-    """dict of ILSVRC id -> WordNet id, from a meta.mat or a text file."""
+def _synset_order(data: bytes, path: str | os.PathLike[str]) -> dict[int, str]:
+    """ILSVRC id -> WordNet id, from a meta.mat or a text file."""
     if data.startswith(b"MATLAB"):
         from scipy.io import loadmat
 
@@ -254,21 +257,21 @@ def _synset_order(data, path):
     return {number: line[0] for number, line in enumerate(lines, 1)}
 
 
-def digits():
+def digits() -> tuple[dict[str, list[Sample]], list[str]]:
     """scikit-learn's handwritten digits: 1797 scans of 8 x 8 pixels, 360 of them held out, stratified by class.
 
     Source: UCI "Optical Recognition of Handwritten Digits", as shipped inside scikit-learn. The 17 gray levels are
     spread over 0 to 255, stored as PNG without loss.
 
     Returns:
-        dict of split name -> samples, class_names
+        split name -> samples, class_names
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
     data = load_digits()
     samples = []
-    for number, (image, label) in enumerate(zip(data.images, data.target)):
+    for number, (image, label) in enumerate(zip(data.images, data.target, strict=True)):
         file = io.BytesIO()
         Image.fromarray((image * (255 / 16)).round().astype("uint8")).save(file, "PNG")
         samples.append(Sample(f"digit_{number:04d}.png", int(label), size=file.tell(), data=file.getvalue()))
@@ -277,7 +280,7 @@ def digits():
     return {"train": [samples[i] for i in sorted(train)], "val": [samples[i] for i in sorted(val)]}, names
 
 
-def _read(path):
+def _read(path: str | os.PathLike[str]) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -285,21 +288,21 @@ def _read(path):
         raise DataError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def _size(path):
+def _size(path: str | os.PathLike[str]) -> int:
     try:
         return os.path.getsize(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror})") from None
 
 
-def _open_tar(path, fileobj=None):
+def _open_tar(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> tarfile.TarFile:
     try:
         return tarfile.open(path, "r:", fileobj)
     except (OSError, tarfile.TarError) as error:
         raise DataError(f"{path} cannot be opened as an uncompressed tar ({error})") from None
 
 
-def _files(tar, path):
+def _files(tar: tarfile.TarFile, path: str | os.PathLike[str]) -> list[tarfile.TarInfo]:
     try:
         return [member for member in tar if member.isreg()]
     except (OSError, tarfile.TarError) as error:

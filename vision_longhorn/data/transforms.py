@@ -1,19 +1,27 @@
 """From an image to what the model sees: timm's settings and transforms."""
 
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 from timm.data import auto_augment, create_transform, resolve_data_config
+from torch import nn
 
 from vision_longhorn.errors import UserError, bad_input
 
+if TYPE_CHECKING:
+    from vision_longhorn.training.config import Config
 
-def input_settings(model, values):
+
+def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Input size, normalisation, resampling and crop, as `timm.data.create_transform` takes them for evaluation.
 
     Args:
         model: The timm model; its default_cfg fills in what `values` leaves open.
-        values: Dict, such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
+        values: Such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
 
     Returns:
-        Dict of keyword arguments, with input_size (3, height, width).
+        Keyword arguments, with input_size (3, height, width).
 
     Raises:
         UserError: For a model of another number of channels.
@@ -28,17 +36,17 @@ def input_settings(model, values):
     return resolve_data_config(wanted, model=model)
 
 
-def train_transform(settings, config):
+def train_transform(settings: Mapping[str, Any], config: "Config") -> Callable[[Any], Any]:
     """timm's training transform: from a PIL image to a tensor (3, height, width).
 
     Args:
-        settings: Dict of `input_settings`; the crop is for evaluation and not used.
-        config: The `Config`.
+        settings: Those of `input_settings`; the crop is for evaluation and not used.
+        config: Its settings of augmentation are read.
     """
-    for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
-        auto_augment.NAME_TO_OP[name] = _posterize
+    mend_posterize()
+    create: Callable[..., Any] = create_transform  # whose types are narrower than what it takes
     with bad_input(f"auto_augment={config.auto_augment}"):
-        return create_transform(
+        return create(
             settings["input_size"], is_training=True, interpolation=settings["interpolation"], mean=settings["mean"],
             std=settings["std"], scale=config.scale, ratio=config.ratio, hflip=config.hflip,
             color_jitter=config.color_jitter, auto_augment=config.auto_augment, re_prob=config.re_prob,
@@ -46,6 +54,12 @@ def train_transform(settings, config):
         )
 
 
-def _posterize(image, bits, **_):
-    # At full magnitude timm keeps 0 bits. That is an error since Pillow 13, and was a black image before.
+def mend_posterize() -> None:
+    """Lets timm's posterize keep a bit: at full magnitude it keeps none, which Pillow 13 refuses and older ones turned
+    into a black image."""
+    for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
+        auto_augment.NAME_TO_OP[name] = _posterize
+
+
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     return auto_augment.posterize(image, max(1, bits))

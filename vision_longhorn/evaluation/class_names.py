@@ -1,8 +1,9 @@
 """Names of classes: what a model and data call them, which are the same, and how a person reads them."""
 
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
@@ -13,19 +14,19 @@ _SYNSET = re.compile(r"n\d{8}")  # WordNet's number of a noun, by which ImageNet
 class ClassMap(NamedTuple):
     """The classes that a model and data both have, in the data's order."""
 
-    columns: list  # the model's index of each
-    classes: list  # the data's index of each
-    targets: list  # for each class of the data its place among these, -1 for one that the model lacks
+    columns: list[int]  # the model's index of each
+    classes: list[int]  # the data's index of each
+    targets: list[int]  # for each class of the data its place among these, -1 for one that the model lacks
 
 
-def checkpoint_names(checkpoint):
+Names = tuple[list[str] | None, list[str] | None]  # class names, names for people; None: unknown
+
+
+def checkpoint_names(checkpoint: Mapping[str, Any]) -> Names:
     """Names of a run's classes, as its checkpoint has them; of an older one, as the index of the run's data has them.
 
     Args:
-        checkpoint: dict of `load_checkpoint`.
-
-    Returns:
-        (class names, names for people): lists by index, None where unknown.
+        checkpoint: what `load_checkpoint` gives.
     """
     from vision_longhorn.data.index import read_index
 
@@ -42,16 +43,13 @@ def checkpoint_names(checkpoint):
     return (names, index.get("display_names")) if names and len(names) <= checkpoint["num_classes"] else (None, None)
 
 
-def model_names(model, name, pretrained=True):
+def model_names(model: Any, name: str, pretrained: bool = True) -> Names:
     """Names of the classes of a timm model: those that came with its weights, or ImageNet's.
 
     Args:
         model: the model.
         name: what it was made by: a name in timm's registry, "hf-hub:..." or "local-dir:...".
         pretrained: whether it has pretrained weights; without them its classes have no meaning.
-
-    Returns:
-        (class names, names for people): lists by index, None where unknown.
     """
     cfg = model.pretrained_cfg
     if not pretrained or cfg.get("num_classes") != model.num_classes:  # then the classifier is new
@@ -66,7 +64,7 @@ def model_names(model, name, pretrained=True):
     return (imagenet_names(model.num_classes) if ":" not in name or "hf-hub:timm/" in name else None), None
 
 
-def imagenet_names(num_classes):
+def imagenet_names(num_classes: int) -> list[str] | None:
     """Synsets of ImageNet's classes by index (1,000, or one of the larger sets that timm knows); None for no such
     number of classes."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
@@ -76,17 +74,15 @@ def imagenet_names(num_classes):
     return list(names) if names and len(names) == num_classes else None
 
 
-def readable_names(class_names, display_names=None, num_classes=None):
+def readable_names(class_names: Sequence[str] | None, display_names: Sequence[str] | None = None,
+                   num_classes: int | None = None) -> list[str]:
     """Names of classes for people: `display_names` if there are any, for ImageNet's synsets the first of their words
     (with the synset where two have the same one, as both cranes), else the names.
 
     Args:
-        class_names: names by index, or None.
-        display_names: names for people by index, or None.
+        class_names: names by index.
+        display_names: names for people by index.
         num_classes: how many names to return, at least; those that are missing are "class 7" and so on.
-
-    Returns:
-        list of names by index.
     """
     names = list(display_names or class_names or [])
     if not display_names and any(map(_SYNSET.fullmatch, names)):
@@ -99,15 +95,18 @@ def readable_names(class_names, display_names=None, num_classes=None):
                 words.append(table.label_name_to_description(name).partition(", ")[0])
             except KeyError:  # no synset, or one that timm does not know
                 words.append(name)
-        names = [word if words.count(word) == 1 else f"{word} ({name})" for name, word in zip(names, words)]
+        names = [word if words.count(word) == 1 else f"{word} ({name})"
+                 for name, word in zip(names, words, strict=True)]
     return names + [f"class {i}" for i in range(len(names), num_classes or 0)]
 
 
-def match_classes(names, num_classes, data_names, data_classes, *, by_name, model, data, remedy=""):
+def match_classes(names: Sequence[str] | None, num_classes: int, data_names: Sequence[str] | None,
+                  data_classes: int | None, *, by_name: bool, model: str, data: str,
+                  remedy: str = "") -> tuple[ClassMap | None, str]:
     """Find out whether a model's classes are those of the data, in the same order.
 
     Args:
-        names: the model's class names by index, or None.
+        names: the model's class names by index, None if unknown.
         num_classes: the model's number of classes.
         data_names, data_classes: the same of the data, each None if unknown.
         by_name: where they differ, pair those of one name.
@@ -124,7 +123,7 @@ def match_classes(names, num_classes, data_names, data_classes, *, by_name, mode
         if list(names) == list(data_names):
             return None, ""
         shared = set(names) & set(data_names)
-        first = next((i for i, (own, other) in enumerate(zip(names, data_names)) if own != other),
+        first = next((i for i, (own, other) in enumerate(zip(names, data_names, strict=False)) if own != other),
                      min(len(names), len(data_names)))
         own, other = (repr(known[first]) if first < len(known) else "none" for known in (names, data_names))
         differ = (f"class {first} is {own} in {model} and {other} in {data} ({len(names)} and {len(data_names)} "

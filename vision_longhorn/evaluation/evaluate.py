@@ -1,14 +1,22 @@
 """Exact evaluation: each sample counts once, over any number of processes."""
 
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
 
 from vision_longhorn.errors import UserError
+from vision_longhorn.evaluation.class_names import ClassMap
 from vision_longhorn.training.fsdp import is_sharded
 
 
 @torch.no_grad()
-def evaluate(models, loader, accelerator, num_samples, batch_size, class_map=None, on_batch=None):
+def evaluate(models: dict[str, nn.Module], loader: Iterable[Any], accelerator: Accelerator, num_samples: int,
+             batch_size: int, class_map: ClassMap | None = None, on_batch: Callable[..., Any] | None = None
+             ) -> dict[str, dict[str, Any]]:
     """Evaluates several models in one pass over the data, each sample counted once over all processes.
 
     A sample's rank is the number of classes that score higher than its own, or as high with a smaller index. So
@@ -23,7 +31,7 @@ def evaluate(models, loader, accelerator, num_samples, batch_size, class_map=Non
         num_samples: Size of the split, in samples.
         batch_size: Largest batch of the loader. Shorter ones are filled up to it: in low precision a sample's scores
             can depend on the shape of its batch, and the counts would depend on how samples fall to the processes.
-        class_map: `names.ClassMap`: only these classes take part, and samples of others are left out.
+        class_map: Only these classes take part, and samples of others are left out.
         on_batch: Called as `on_batch(name, logits, targets, rank, places)` for each model and batch, with float32
             (B, C) and int64 (B,), (B,) on the accelerator's device, and the places or None. With `class_map`, classes
             are numbered as they stand there.
@@ -52,11 +60,11 @@ def evaluate(models, loader, accelerator, num_samples, batch_size, class_map=Non
             targets = place_of_class[targets]
             kept = targets >= 0
             images, targets = images[kept], targets[kept]
-            places = places and [place for place, keep in zip(places, kept.tolist()) if keep]
+            places = places and [place for place, keep in zip(places, kept.tolist(), strict=True) if keep]
         images = images.to(accelerator.device, non_blocking=True)
         targets = targets.to(accelerator.device, non_blocking=True)
         images = F.pad(images, (0, 0) * (images.ndim - 1) + (0, batch_size - len(targets)))  # (batch_size, 3, H, W)
-        for row, (name, model) in zip(sums, models.items()):
+        for row, (name, model) in zip(sums, models.items(), strict=True):
             with accelerator.autocast():
                 logits = model(images)
             logits = logits[:len(targets)].float()  # (B, C)
@@ -72,7 +80,7 @@ def evaluate(models, loader, accelerator, num_samples, batch_size, class_map=Non
                 on_batch(name, logits, targets, rank, places)
 
     results = {}
-    for name, (top1, top5, loss, count, seen) in zip(models, accelerator.reduce(sums).tolist()):
+    for name, (top1, top5, loss, count, seen) in zip(models, accelerator.reduce(sums).tolist(), strict=True):
         if seen != num_samples:
             raise UserError(f"evaluation saw {seen:.0f} samples, but the split should hold {num_samples}: "
                             "index the shards anew, or give their true number")
@@ -85,7 +93,7 @@ def evaluate(models, loader, accelerator, num_samples, batch_size, class_map=Non
     return results
 
 
-def _in_step(loader, accelerator):
+def _in_step(loader: Iterable[Any], accelerator: Accelerator) -> Iterator[Any]:
     """Batches of `loader`, then empty ones as long as another process has some: all have to run a sharded model."""
     batches = iter(loader)
     while True:
@@ -97,7 +105,7 @@ def _in_step(loader, accelerator):
         yield batch or (torch.empty(0, *shape[1:]), torch.empty(0, dtype=torch.int64))
 
 
-def describe(result):
+def describe(result: dict[str, Any]) -> str:
     """One line for a person, of one of `evaluate`'s results."""
     return (f"top-1 {result['top1']:.2f} % ({result['top1_count']})  top-5 {result['top5']:.2f} % "
             f"({result['top5_count']})  loss {result['loss']:.4f}  count {result['count']}")

@@ -1,13 +1,17 @@
 """What an evaluation says beside its totals: every sample's prediction, accuracy by class, the confusion matrix."""
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import gather_object
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import PowerNorm
-from matplotlib.figure import Figure
 
+from vision_longhorn.curves import new_figure
+from vision_longhorn.evaluation.class_names import ClassMap
 from vision_longhorn.files import csv_file, written_aside
 
 SHOWN = 1000  # cells of the drawn matrix at most, by side
@@ -19,12 +23,13 @@ class Predictions:
     Classes are numbered as in the data. A sample whose scores are not all numbers has the prediction -1.
     """
 
-    def __init__(self, num_classes, class_map=None):
+    def __init__(self, num_classes: int, class_map: ClassMap | None = None) -> None:
         """`num_classes` of the model's; `class_map`: that of `evaluate`, or None."""
         self.classes = np.arange(num_classes) if class_map is None else np.array(class_map.classes)
-        self.batches = []
+        self.batches: list[tuple[Any, ...]] = []
 
-    def add(self, name, logits, targets, rank, places):
+    def add(self, name: str, logits: torch.Tensor, targets: torch.Tensor, rank: torch.Tensor,
+            places: Sequence[tuple[str, str]] | None) -> None:
         order = logits.argsort(dim=1, descending=True, stable=True)[:, :5]  # (B, 5)
         scores = logits.softmax(1).gather(1, order)
         broken = logits.isnan().any(1)
@@ -33,7 +38,7 @@ class Predictions:
         self.batches.append((places, targets.cpu().numpy(), rank.cpu().numpy(), order.cpu().numpy(),
                              scores.cpu().numpy()))
 
-    def gather(self):
+    def gather(self) -> "Predictions":
         """Takes together what all processes have; every one of them has to call it. Samples are sorted by shard and
         key, so that the number of processes does not show."""
         parts = [part for part in gather_object(self.batches) if len(part[1])]
@@ -45,22 +50,24 @@ class Predictions:
         self.top = np.where(top < 0, -1, self.classes[top])  # (samples, 5)
         return self
 
-    def write_predictions(self, path, class_names, names):
+    def write_predictions(self, path: str | os.PathLike[str], class_names: Sequence[str] | None,
+                          names: Sequence[str]) -> None:
         """Writes a CSV, a row for each sample.
 
         Args:
-            path: the file; written aside and renamed.
+            path: the file.
             class_names: the data's class names by index, or None.
             names: names for people, by index.
         """
-        def words(i):
+        def words(i: int) -> list[Any]:
             return [i, class_names[i] if class_names else "", names[i]] if i >= 0 else ["", "", ""]
 
         with csv_file(path) as writer:
             writer.writerow(["shard", "key", "target", "target_class", "target_name", "predicted", "predicted_class",
                              "predicted_name", "probability", "hit", "top5", "top5_names", "top5_probabilities"])
-            for (shard, key), target, rank, top, scores in zip(self.places, self.targets.tolist(), self.rank.tolist(),
-                                                               self.top.tolist(), self.scores.tolist()):
+            rows = zip(self.places, self.targets.tolist(), self.rank.tolist(), self.top.tolist(), self.scores.tolist(),
+                       strict=True)
+            for (shard, key), target, rank, top, scores in rows:
                 five = [i for i in top if i >= 0]
                 writer.writerow([
                     shard, key, *words(target), *words(top[0]), f"{scores[0]:.6f}", int(rank == 0),
@@ -68,7 +75,8 @@ class Predictions:
                     " ".join(f"{score:.6f}" for score in scores),
                 ])
 
-    def write_report(self, folder, class_names, names):
+    def write_report(self, folder: str | os.PathLike[str], class_names: Sequence[str] | None,
+                     names: Sequence[str]) -> None:
         """Writes classes.csv, confusion.csv (rows: true classes, columns: predicted ones) and confusion.png.
 
         Args:
@@ -81,13 +89,13 @@ class Predictions:
                               for chosen in (slice(None), self.rank == 0, self.rank < min(5, k)))
         with csv_file(folder / "classes.csv") as writer:
             writer.writerow(["index", "class", "name", "count", "top1", "top5", "top1_count", "top5_count"])
-            for i, n, one, five in zip(self.classes.tolist(), counts.tolist(), top1.tolist(), top5.tolist()):
+            for i, n, one, five in np.stack([self.classes, counts, top1, top5], axis=1).tolist():
                 rates = [f"{100 * hits / n:.4f}" if n else "" for hits in (one, five)]
                 writer.writerow([i, class_names[i] if class_names else "", names[i], n, *rates, one, five])
 
         known = self.top[:, 0] >= 0
         rows, columns = (np.searchsorted(self.classes, values[known]) for values in (self.targets, self.top[:, 0]))
-        labels = [class_names[i] if class_names else i for i in self.classes]
+        labels = [class_names[i] if class_names else i for i in self.classes.tolist()]
         by_row = np.argsort(rows, kind="stable")
         edges = np.searchsorted(rows[by_row], np.arange(k + 1))
         with csv_file(folder / "confusion.csv") as writer:
@@ -95,17 +103,18 @@ class Predictions:
             for i, label in enumerate(labels):
                 found = columns[by_row[edges[i]:edges[i + 1]]]
                 writer.writerow([label, *np.bincount(found, minlength=k).tolist()])
-        draw_confusion(folder / "confusion.png", rows, columns, [names[i] for i in self.classes])
+        draw_confusion(folder / "confusion.png", rows, columns, [names[i] for i in self.classes.tolist()])
 
 
-def draw_confusion(path, targets, predicted, names):
+def draw_confusion(path: str | os.PathLike[str], targets: np.ndarray, predicted: np.ndarray,
+                   names: Sequence[str]) -> None:
     """Draws a confusion matrix into a PNG, each row as shares of its class's samples.
 
     Up to 40 classes are named, and up to 20 have their counts written in; of more than 1,000, neighbouring ones share
     a cell.
 
     Args:
-        path: the file; written aside and renamed.
+        path: the file.
         targets, predicted: int arrays (samples,), places in `names`.
         names: name of each class.
     """
@@ -115,8 +124,7 @@ def draw_confusion(path, targets, predicted, names):
     matrix = matrix.reshape(side, side)
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     inches = 4.5 + 0.3 * min(k, 20)
-    figure = Figure(figsize=(inches + 1, inches), layout="constrained")  # without pyplot: no display is needed
-    FigureCanvasAgg(figure)
+    figure = new_figure(inches + 1, inches)
     axes = figure.subplots()
     # In a linear scale rare confusions, which is most of them among many classes, would be as white as none.
     drawn = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.4, 0, 1), interpolation="nearest",
@@ -129,7 +137,7 @@ def draw_confusion(path, targets, predicted, names):
         axes.set_xticks(range(k), short, rotation=90, fontsize=8)
         axes.set_yticks(range(k), short, fontsize=8)
     if k <= 20:
-        for i, j in zip(*matrix.nonzero()):
+        for i, j in zip(*matrix.nonzero(), strict=True):
             axes.text(j, i, matrix[i, j], ha="center", va="center", fontsize=7,
                       color="white" if shares[i, j] > 0.3 else "black")
     with written_aside(path) as aside:

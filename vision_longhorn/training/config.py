@@ -11,7 +11,9 @@ import difflib
 import json
 import types
 import typing
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -33,7 +35,8 @@ SHARE = Range(0, 1)
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
 
 
-def _value(default, doc, allowed=None, also=(), lengths=None):
+def _value(default: Any, doc: str, allowed: Range | tuple[str, ...] | None = None, also: tuple[str, ...] = (),
+           lengths: tuple[int, ...] | None = None) -> Any:
     """Field of `Config`.
 
     Args:
@@ -154,14 +157,14 @@ class Config:
     keep_checkpoints: int = _value(2, "checkpoints to keep, beside the best", COUNT, also=("checkpoint_hist",))
     max_bad_steps: int = _value(10, "stop after so many updates in a row whose loss or gradients are not finite", COUNT)
 
-    notes = ()  # what to say at the start of the run
+    notes = list[str]()  # what to say at the start of the run
 
-    def values(self):
+    def values(self) -> dict[str, Any]:
         """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
         return {key: value for key, value in dataclasses.asdict(self).items()
                 if key not in ("run_dir", "resume", "allow_pipe")}
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = _coerce(field.name, getattr(self, field.name), field.type)
             _check(field, value)
@@ -175,8 +178,7 @@ class Config:
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
 
-
-    def faults_of_schedule(self):
+    def faults_of_schedule(self) -> list[str]:
         """What a new run is refused for, and one that goes on was begun with: a list of lines."""
         faults = []
         if self.warmup_epochs >= self.epochs:
@@ -187,7 +189,7 @@ class Config:
         return faults
 
 
-def _check(field, value):
+def _check(field: dataclasses.Field, value: Any) -> None:
     """Raises UserError where a value of the right type is none that the field allows."""
     allowed, lengths = field.metadata["allowed"], field.metadata["lengths"]
     if value is None or allowed is None:
@@ -201,7 +203,7 @@ def _check(field, value):
             raise UserError(f"{field.name} is {item!r}: give one of {', '.join(allowed)}")
 
 
-def load_config(argv=None):
+def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     """Reads the command line and the config that it names.
 
     With neither a config nor data, the demo's config is taken. In a resumed run `resume` is the path of the checkpoint,
@@ -256,7 +258,7 @@ def load_config(argv=None):
     return config, Path(path).stem if path else config.model
 
 
-def _shorten_warmup(values):
+def _shorten_warmup(values: dict[str, Any]) -> list[str]:
     """Makes a warm-up that `values` leave to a file or the default fit into their epochs; what to say of that."""
     fields = Config.__dataclass_fields__
     epochs, warmup = (_coerce(key, values.get(key, fields[key].default), fields[key].type)
@@ -268,7 +270,7 @@ def _shorten_warmup(values):
             "--warmup-epochs gives another"]
 
 
-def read_config_file(path):
+def read_config_file(path: str | Path) -> dict[str, Any]:
     """Values of a YAML config, given by path or by its bare name in configs/.
 
     Raises:
@@ -296,7 +298,7 @@ def read_config_file(path):
 class _OnceLoader(yaml.SafeLoader):
     """YAML in which a key that stands twice is an error, not a value that is lost."""
 
-    def construct_mapping(self, node, deep=False):
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
@@ -311,7 +313,7 @@ GROUPS = {"model": "model", "data": "data", "mean": "image transforms, timm's", 
           "opt": "optimiser and schedule", "run_dir": "run"}
 
 
-def _parser():
+def _parser() -> Parser:
     parser = Parser(
         description="Trains a model on image shards or a folder of images. Each value below may stand in the config "
                     "file, too; in brackets its default.",
@@ -323,8 +325,8 @@ def _parser():
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
         kind, option = _without_none(field.type), f"--{field.name.replace('_', '-')}"
-        many = {"nargs": "+"} if kind is dict or typing.get_origin(kind) is list else {}
-        flag = {"nargs": "?", "const": True} if kind is bool or field.name == "resume" else {}
+        many: dict[str, Any] = {"nargs": "+"} if kind is dict or typing.get_origin(kind) is list else {}
+        flag: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool or field.name == "resume" else {}
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = " ".join(map(str, default)) if isinstance(default, list) else default
         words = field.metadata["allowed"]
@@ -336,13 +338,13 @@ def _parser():
     return parser
 
 
-def _without_none(kind):
+def _without_none(kind: Any) -> Any:
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return next(option for option in typing.get_args(kind) if option is not type(None))
     return kind
 
 
-def _coerce(key, value, kind):
+def _coerce(key: str, value: Any, kind: Any) -> Any:
     """`value`, from YAML or as typed, as the type `kind`. Strings are parsed in both: YAML 1.1 takes 1e-3 for one."""
     inner = _without_none(kind)
     word = value.strip().lower() if isinstance(value, str) else value
@@ -364,7 +366,7 @@ def _coerce(key, value, kind):
     raise UserError(f"{key} is {value!r}: give {TYPES[inner]}{'' if inner is kind else ', or none'}")
 
 
-def parse_pairs(words):
+def parse_pairs(words: Sequence[str]) -> dict[str, Any]:
     """Dict of KEY=VALUE words; a value is a number, true, false, none, a [list], or else a string. `class_token=none`
     is a string, too: the model without a class token.
 
@@ -378,7 +380,7 @@ def parse_pairs(words):
     return {key: value if (key, value) == ("class_token", "none") else _parse_word(value) for key, _, value in pairs}
 
 
-def _parse_word(word):
+def _parse_word(word: str) -> Any:
     if word.lower() in WORDS:
         return WORDS[word.lower()]
     for parse in (int, float, json.loads):

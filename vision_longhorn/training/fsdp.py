@@ -1,8 +1,15 @@
 """A model's weights shared out over the processes by torch's FSDP2, and put together again in checkpoints."""
 
+from typing import Any
+
 import torch
+from accelerate import Accelerator
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict,
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -12,7 +19,7 @@ from vision_longhorn.errors import UserError
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process; on the others nothing
 
 
-def shard(accelerator, *models, compress_gradients=False):
+def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = False) -> None:
     """Shares out the parameters of models over all processes, in place: each block by itself, then what is left.
 
     An optimiser made afterwards has its state shared out, too. Every process has to hold the same weights before.
@@ -41,7 +48,7 @@ def shard(accelerator, *models, compress_gradients=False):
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def compile_blocks(model):
+def compile_blocks(model: Any) -> None:
     """`torch.compile` for a sharded model, in place: block by block, since between them torch gathers weights."""
     config = torch._dynamo.config  # each rate of drop path is another program for it, and after 8 it would give up
     config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
@@ -49,21 +56,21 @@ def compile_blocks(model):
         block.forward = torch.compile(block.forward)
 
 
-def is_sharded(model):
+def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has been at `model`."""
     return isinstance(model, FSDPModule)
 
 
-def whole_weights(model):
+def whole_weights(model: nn.Module) -> dict[str, Any]:
     """Names and whole tensors of a model, sharded or not. All processes take part, the first one gets them."""
     return get_model_state_dict(model, options=WHOLE)
 
 
-def whole_optimizer_state(model, optimizer):
+def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`optimizer.state_dict()` as it is without shards. All processes take part, the first one gets it."""
     if not is_sharded(model) or not optimizer.state:  # torch would fill an empty one by a step of its own
         return optimizer.state_dict()
-    state = get_optimizer_state_dict(model, optimizer, options=WHOLE)
+    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=WHOLE)
     if not state:
         return state
     # torch goes by the parameters' names here, optimisers count them.
@@ -74,7 +81,7 @@ def whole_optimizer_state(model, optimizer):
                              for group in state["param_groups"]]}
 
 
-def load_optimizer_state(model, optimizer, state):
+def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads what `whole_optimizer_state` gave, or an unsharded optimiser, on every process."""
     if not is_sharded(model) or not state["state"]:
         optimizer.load_state_dict(state)
@@ -85,5 +92,5 @@ def load_optimizer_state(model, optimizer, state):
              "param_groups": [{**group, "params": [names[i] for i in group["params"]]}
                               for group in state["param_groups"]]}
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
-    for own, group in zip(optimizer.param_groups, state["param_groups"]):
+    for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
         own.update({**group, "params": own["params"]})  # torch makes lists of what were tuples

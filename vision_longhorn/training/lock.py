@@ -3,15 +3,15 @@
 import errno
 import os
 import socket
+import sys
 from pathlib import Path
 
 from vision_longhorn.errors import UserError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+if sys.platform == "win32":
     import msvcrt
+else:
+    import fcntl
 
 NAME = "run.lock"
 
@@ -33,16 +33,16 @@ class RunLock:
         UserError: Where another process holds it.
     """
 
-    def __init__(self, folder):
-        self.note = None
+    def __init__(self, folder: str | Path) -> None:
+        self.note: str | None = None
         path = Path(folder, NAME)
         self._file = open(path, "a+", encoding="utf-8")
         try:
-            if fcntl:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            else:
+            if sys.platform == "win32":
                 self._file.seek(1 << 30)  # beyond the text, which others may read
                 msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 self.note = f"{path} cannot be locked ({error.strerror}): see to it that no other process writes there"
@@ -55,6 +55,6 @@ class RunLock:
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
 
-    def release(self):
+    def release(self) -> None:
         """Lets others have the folder."""
         self._file.close()

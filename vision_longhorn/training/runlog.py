@@ -1,15 +1,19 @@
 """Where the curves of a run go: TensorBoard, and a tracker of accelerate's where the user asks for one."""
 
+from pathlib import Path
+
 import yaml
+from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from torch.utils.tensorboard import SummaryWriter
 
 from vision_longhorn.errors import UserError
+from vision_longhorn.training.config import Config
 
 PROJECT = "vision-longhorn"
 
 
-def check_tracker(name):
+def check_tracker(name: str | None) -> None:
     """Raises UserError where accelerate would leave the tracker out without a word, as its package is missing."""
     if name and name not in map(str, get_available_trackers()):
         raise UserError(f"track is {name!r}, and its package is not installed: install it, or leave track out")
@@ -26,7 +30,8 @@ class RunLog:
         purge_step: Entries from this step on that stand there already are hidden.
     """
 
-    def __init__(self, accelerator, run_dir, cfg, started, purge_step=None):
+    def __init__(self, accelerator: Accelerator, run_dir: Path, cfg: Config, started: str,
+                 purge_step: int | None = None) -> None:
         self.accelerator, self.tracked = accelerator, cfg.track is not None
         self.writer = SummaryWriter(run_dir, purge_step=purge_step)
         self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(cfg.values(), sort_keys=False) + "```")
@@ -35,24 +40,24 @@ class RunLog:
             options = dict(name=run_dir.name, id=f"{run_dir.name}-{started}", dir=str(run_dir), resume="allow")
             accelerator.init_trackers(PROJECT, config=settings_of(cfg), init_kwargs={"wandb": options})
 
-    def add(self, scalars, step):
+    def add(self, scalars: dict[str, float], step: int) -> None:
         """Writes a dict of tag to number, at the update `step`."""
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if self.tracked:
             self.accelerator.log(scalars, step=step)
 
-    def flush(self):
+    def flush(self) -> None:
         """Brings what was written so far to the file."""
         self.writer.flush()
 
-    def finish(self, cfg, results, best):
+    def finish(self, cfg: Config, results: dict[str, dict[str, float]], best: float) -> None:
         """Writes the settings of a finished run with its results, by which TensorBoard's HPARAMS page compares runs."""
         metrics = {f"final/{tag}_{key}": result[key] for tag, result in results.items() for key in ("top1", "loss")}
         self.writer.add_hparams(settings_of(cfg), {**metrics, "final/best_top1": best}, run_name=".")
         self.writer.flush()
 
-    def close(self):
+    def close(self) -> None:
         """Closes the files, and ends the tracker's run."""
         self.writer.close()
         if self.tracked:
@@ -60,7 +65,7 @@ class RunLog:
                 tracker.finish()
 
 
-def settings_of(cfg):
+def settings_of(cfg: Config) -> dict[str, bool | int | float | str]:
     """Dict of the run's values that are words or numbers; what is neither becomes its text."""
     values = cfg.values()
     flat = {key: value for key, value in values.items() if key != "model_kwargs"}

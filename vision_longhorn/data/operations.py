@@ -1,0 +1,163 @@
+"""Operations of timm's policies on whole batches, on any device; they give PIL's results, most of them to the bit.
+
+Each takes images, uint8 (n, 3, H, W), six arguments for each, float32 (n, 6), of which most use the first, and the fill
+for what comes from outside, float32 (3, 1, 1), and gives images of the same shape.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Group = tuple[str, list[int], list[list[float]]]  # kind, numbers of images, six arguments of each
+
+
+
+def groups(rows: list[list[float]], first: int, height: int, width: int) -> list[Group]:
+    """The operation that stands at `first` in the rows (see `augment`), by its kinds."""
+    found: dict[str, tuple[list[int], list[list[float]]]] = {}
+    for number, row in enumerate(rows):
+        index, argument, bilinear = row[first:first + 3]
+        if index:
+            kind, arguments = KINDS[int(index)], [argument, 0.0, 0.0, 0.0, 0.0, 0.0]
+            if kind in AFFINE:
+                arguments = AFFINE[kind](argument, height, width)
+                kind = "bilinear" if bilinear else "bicubic"
+            numbers, values = found.setdefault(kind, ([], []))
+            numbers.append(number)
+            values.append(arguments)
+    return [(kind, *group) for kind, group in found.items()]
+
+
+def _rotation(degrees: float, height: int, width: int) -> list[float]:
+    angle = math.radians(degrees)
+    cos, sin = math.cos(angle), math.sin(angle)
+    x, y = width / 2, height / 2
+    return [cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y]
+
+
+# Where a point (x, y) of the result lies in the source: (a x + b y + c, d x + e y + f), as PIL's AFFINE has it.
+AFFINE: dict[str, Callable[[float, int, int], list[float]]] = {
+    "Rotate": _rotation,
+    "ShearX": lambda factor, height, width: [1, factor, 0, 0, 1, 0],
+    "ShearY": lambda factor, height, width: [1, 0, 0, factor, 1, 0],
+    "TranslateX": lambda pixels, height, width: [1, 0, pixels, 0, 1, 0],
+    "TranslateY": lambda pixels, height, width: [1, 0, 0, 0, 1, pixels],
+    "TranslateXRel": lambda part, height, width: [1, 0, part * width, 0, 1, 0],
+    "TranslateYRel": lambda part, height, width: [1, 0, 0, 0, 1, part * height],
+}
+
+
+def _transform(images: Tensor, matrix: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
+    """Resample uint8 images (n, 3, H, W) by matrices (n, 6) with PIL's kernels; the bicubic one has a = -1."""
+    n, _, height, width = images.shape
+    a, b, c, d, e, f = matrix.view(n, 6, 1, 1).unbind(1)
+    x = torch.arange(width, device=images.device) + 0.5
+    y = torch.arange(height, device=images.device)[:, None] + 0.5
+    x, y = a * x + b * y + c, d * x + e * y + f  # (n, H, W)
+    inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    left, top = (x - 0.5).floor(), (y - 0.5).floor()
+    dx, dy = ((x - 0.5) - left)[:, None], ((y - 0.5) - top)[:, None]
+    taps: tuple[int, ...] = (0, 1) if bilinear else (-1, 0, 1, 2)
+    blend: Callable[..., Tensor] = _linear if bilinear else _cubic
+    flat = images.flatten(2)
+
+    def pixel(row: int, column: int) -> Tensor:
+        index = (top + row).clamp(0, height - 1) * width + (left + column).clamp(0, width - 1)
+        return flat.gather(2, index.long().view(n, 1, -1).expand(-1, 3, -1)).view_as(images).float()
+
+    result = blend(*(blend(*(pixel(row, column) for column in taps), dx) for row in taps), dy)
+    return torch.where(inside[:, None], result.clamp(0, 255), fill).to(torch.uint8)
+
+
+def _linear(v0: Tensor, v1: Tensor, d: Tensor) -> Tensor:
+    return v0 + (v1 - v0) * d
+
+
+def _cubic(v0: Tensor, v1: Tensor, v2: Tensor, v3: Tensor, d: Tensor) -> Tensor:
+    # Written in differences, so that even areas stay even to the bit.
+    return v1 + d * (v2 - v0 + d * (2 * (v0 - v1) + v2 - v3 + d * (v1 - v0 + v3 - v2)))
+
+
+def _factor(arguments: Tensor) -> Tensor:
+    return arguments[:, 0].view(-1, 1, 1, 1)
+
+
+def _blend(images: Tensor, other: Tensor, arguments: Tensor) -> Tensor:
+    """From `other` at factor 0 over the image at 1 to its opposite, cut to whole numbers as PIL does."""
+    images, other = images.float(), other.float()
+    return (other + _factor(arguments) * (images - other)).clamp(0, 255).to(torch.uint8)
+
+
+def _gray(images: Tensor) -> Tensor:
+    red, green, blue = images.int().split(1, dim=1)
+    return (red * 19595 + green * 38470 + blue * 7471 + 32768) >> 16  # (n, 1, H, W)
+
+
+def _contrast(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    gray = _gray(images)
+    mean = (gray.sum((1, 2, 3), keepdim=True).double() / gray[0].numel() + 0.5).floor()
+    return _blend(images, mean, arguments)
+
+
+def _sharpness(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    kernel = torch.ones(3, 1, 3, 3, device=images.device)
+    kernel[:, :, 1, 1] = 5
+    smooth = images.float()
+    sums = F.conv2d(smooth, kernel, groups=3)  # whole numbers: exact
+    smooth[:, :, 1:-1, 1:-1] = (sums / 13 + 0.5).floor()
+    return _blend(images, smooth, arguments)
+
+
+def _auto_contrast(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    low, high = images.amin((2, 3), keepdim=True).double(), images.amax((2, 3), keepdim=True).double()
+    scale = torch.full_like(high, 255) / (high - low)  # 255 / tensor multiplies by the rounded reciprocal
+    spread = (images * scale - low * scale).clamp(0, 255)
+    return torch.where(high > low, spread, images.double()).to(torch.uint8)
+
+
+def _equalize(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    flat = images.flatten(2).long()
+    counts = torch.zeros(*flat.shape[:2], 256, dtype=torch.int64, device=images.device)
+    counts.scatter_add_(2, flat, torch.ones_like(flat))
+    last = 255 - (counts > 0).int().flip(2).argmax(2, keepdim=True)
+    step = (flat.shape[2] - counts.gather(2, last)) // 255
+    table = (step // 2 + counts.cumsum(2) - counts) // step.clamp(min=1)
+    table = torch.where(step > 0, table.clamp(max=255), torch.arange(256, device=images.device))
+    return table.to(torch.uint8).gather(2, flat).view_as(images)
+
+
+def _posterize(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    lost = 8 - _factor(arguments).int().clamp(1, 8)  # PIL wants one bit at least
+    return ((images.int() >> lost) << lost).to(torch.uint8)
+
+
+def _solarize(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    return torch.where(images < _factor(arguments), images, 255 - images)
+
+
+def _solarize_add(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    return torch.where(images < 128, (images + _factor(arguments)).clamp(max=255).to(torch.uint8), images)
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "horizontal": lambda images, arguments, fill: images.flip(3),
+    "vertical": lambda images, arguments, fill: images.flip(2),
+    "bicubic": functools.partial(_transform, bilinear=False),
+    "bilinear": functools.partial(_transform, bilinear=True),
+    "AutoContrast": _auto_contrast,
+    "Equalize": _equalize,
+    "Invert": lambda images, arguments, fill: 255 - images,
+    "Posterize": _posterize,
+    "Solarize": _solarize,
+    "SolarizeAdd": _solarize_add,
+    "Brightness": lambda images, arguments, fill: _blend(images, torch.zeros_like(images), arguments),
+    "Color": lambda images, arguments, fill: _blend(images, _gray(images), arguments),
+    "Contrast": _contrast,
+    "Sharpness": _sharpness,
+}
+# By the number that stands for each in a row; 0 is none.
+KINDS = ("", *AFFINE, *(name for name in OPERATIONS if name[0].isupper()))

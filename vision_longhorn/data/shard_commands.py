@@ -1,0 +1,99 @@
+"""What the commands of `python -m vision_longhorn.shards` do."""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+
+from tqdm import tqdm
+
+from . import sources
+from .folders import NAMES_FILE, find_splits, read_lines, read_names
+from .images import DataError
+from .index import read_index, write_index
+from .sharding import index_shards, make_digits, make_shards, verify
+
+
+def _imagefolder(args: Namespace) -> None:
+    splits = find_splits(args.src)
+    if splits and args.split:
+        one = splits.get(args.split, next(iter(splits.values())))
+        raise DataError(f"{args.src} has splits ({', '.join(splits)}), which all become shards: leave out --split, or "
+                        f"give {one}")
+    splits = splits or {args.split or "train": args.src}
+    class_names: list[str] | None = (read_index(args.out) or {}).get("class_names")
+    listed = {}
+    # All are listed before anything is written, the one whose classes hold for the others first.
+    for split in sorted(splits, key=lambda split: split != "train"):
+        listed[split], class_names, others = sources.image_folder(splits[split], class_names)
+        if others:
+            print(f"left out {len(others)} files of {splits[split]} that are not images by name: "
+                  f"{', '.join(others[:5])}", file=sys.stderr)
+    names = args.names or os.path.join(args.src, NAMES_FILE)
+    display_names = read_names(names, class_names) if args.names or os.path.isfile(names) else None
+    for split, samples in listed.items():
+        _make(args, split, samples, class_names or [], "imagefolder")
+    if display_names:
+        write_index(args.out, {}, display_names=display_names)
+    _report(args.out)
+
+
+def _imagenet(args: Namespace) -> None:
+    if args.train_tar == "-" and args.val_tar == "-":
+        raise DataError("both tars are left out; name at least one")
+    truth = None if args.val_tar == "-" else sources.ground_truth(args.truth, args.synsets)
+    os.makedirs(args.out, exist_ok=True)
+    listing = os.path.join(args.out, ".listing.journal")
+    train = None
+    if args.train_tar == "-":
+        class_names = (read_index(args.out) or {}).get("class_names") or sorted(set(truth or ()))
+    else:
+        def show(names: list[str]) -> Iterable[str]:
+            return tqdm(names, unit="class", desc="listing")
+
+        train, class_names = sources.ilsvrc_train(args.train_tar, listing, show)
+    # Listed before anything is written, so that a val tar that does not fit is told at once.
+    val = None if truth is None else sources.ilsvrc_val(args.val_tar, truth, class_names)
+    if val is not None:
+        _make(args, "val", val, class_names, "ILSVRC-2012")
+    if train is not None:
+        _make(args, "train", train, class_names, "ILSVRC-2012")
+        sources.Journal(listing).remove()
+    _report(args.out)
+
+
+def _make(args: Namespace, split: str, samples: list[sources.Sample], class_names: list[str], source: str) -> None:
+    skipped = make_shards(args.out, split, samples, class_names, shard_size=args.shard_size, seed=args.seed,
+                          on_bad=args.on_bad, source=source, threads=args.threads, max_side=args.max_side)
+    for name in skipped:
+        print(f"skipped, as it cannot be read: {name}", file=sys.stderr)
+
+
+def _report(directory: str) -> None:
+    index = read_index(directory) or {"splits": {}}
+    for name, entry in index["splits"].items():
+        print(
+            f"{directory}: {name}, {entry['num_samples']} images in {len(entry['filenames'])} shards, "
+            f"{index['num_classes']} classes"
+        )
+
+
+def carry_out(args: Namespace) -> None:
+    """Does what the command line `args` of `vision_longhorn.shards` says. Raises UserError, of one line."""
+    if args.command == "imagefolder":
+        _imagefolder(args)
+    elif args.command == "imagenet":
+        _imagenet(args)
+    elif args.command == "digits":
+        make_digits(args.out)
+        _report(args.out)
+    elif args.command == "verify":
+        problems = verify(args.directory, args.full)
+        for problem in problems:
+            print(problem, file=sys.stderr)
+        if problems:
+            raise DataError(f"{args.directory} has {len(problems)} problems; fetch or make these shards again")
+        print(f"{args.directory}: no problems")
+    elif args.command == "index":
+        index_shards(args.directory, read_lines(args.classes) if args.classes else None, names=args.names)
+        _report(args.directory)

@@ -1,0 +1,154 @@
+"""Reading the samples of a shard: of a file, of a URL, or of what a command prints.
+
+Ordinary members, which are all in most shards, are parsed here; webdataset's parser, which uses tarfile, reads all
+others. For a sample of three members of ImageNet, that takes 0.086 ms of a core and this one 0.023. A view of 224
+pixels takes 2.4 ms in all, one of Tiny-ImageNet's 64 pixels 0.34: without this parser, cores would make 3 % and 15 %
+less. (`python benchmarks/bench_loader.py IMAGES`, and with `--size 64 --min-side 1`; AMD EPYC, Python 3.11)
+"""
+
+import contextlib
+import gzip
+import os
+import subprocess
+import tarfile
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from http.client import HTTPException
+from typing import IO, Any
+
+from webdataset.gopen import Pipe
+from webdataset.tariterators import group_by_keys, tar_file_expander
+
+from vision_longhorn.command_line.signals import COMMANDS, end_command
+
+from .images import DataError
+from .samples import RawSample
+
+
+def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
+    """Read the samples of one shard as they are: nothing in it is decoded, and nothing in it is run.
+
+    Args:
+        url: path or http(s) URL of a tar or tar.gz file.
+        pipe: whether `url` is `pipe:COMMAND` instead, whose command prints such a file.
+
+    Yields:
+        dict with "__key__", "__url__" and the bytes of each member by its extension in lower case.
+
+    Raises:
+        DataError: if the shard cannot be read to its end.
+    """
+    last = key = None
+    try:
+        with _opened(url, pipe) as file:
+            stream = _Tail(gzip.open(file) if file.peek(2)[:2] == b"\x1f\x8b" else file)
+            for sample in group_by_keys(_members(stream, url)):
+                if last is not None:
+                    key = last["__key__"]
+                    yield last
+                last = sample
+            while stream.read(1 << 20):
+                pass
+            # tarfile takes a cut before or in a header for the end; the sample before it may then be a half one.
+            if stream.tail != bytes(tarfile.BLOCKSIZE):
+                raise EOFError("unexpected end of data")
+        if last is not None:
+            yield last
+    except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error) as error:
+        where = f"after sample {key}" if key else "from its start"
+        reason = str(error.args[0] if error.args else error) or type(error).__name__
+        raise DataError(f"shard {url} cannot be read {where} ({reason}); make or fetch it again") from None
+
+
+def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
+    """A buffered stream of bytes. webdataset's own opener would run curl, or for other URLs whatever they say."""
+    if pipe:
+        return _output_of(url[5:])
+    return urllib.request.urlopen(url, timeout=60) if "://" in url else open(url, "rb")
+
+
+@contextlib.contextmanager
+def _output_of(command: str) -> Iterator[IO[bytes]]:
+    """What a shell command prints, as a stream. Where it fails, that is an OSError at the end; where the stream is left
+    before its end, all processes of the command are ended."""
+    # They form a group of their own, to be ended together. ssh and its like would take the terminal's input.
+    pipe = Pipe(command, mode="rb", ignore_errors=True, shell=True, stdin=subprocess.DEVNULL, start_new_session=True)
+    group = pipe.proc.pid
+    COMMANDS[group] = os.getpid()
+    ended = False  # by itself, so that its exit code says something
+    try:
+        yield pipe.stream
+        ended = True
+    except Exception:
+        ended = not pipe.stream.peek(1)
+        raise
+    finally:
+        if not ended:
+            end_command(group)
+        try:
+            pipe.close()  # waits for it, for two hours at most, which leaves the code in `status`
+        except subprocess.TimeoutExpired:
+            end_command(group)
+            raise OSError("its command goes on after its output has ended") from None
+        finally:
+            COMMANDS.pop(group, None)
+        if ended and pipe.status:
+            how = f"exit code {pipe.status}" if pipe.status > 0 else f"signal {-pipe.status}"
+            raise OSError(f"its command ended with {how}")
+
+
+def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
+    """What webdataset's `tar_file_expander` yields of a sound tar; damage between members is an error here.
+
+    From the first member on that is not ordinary (a long name, a folder, an extended header), all is webdataset's. Of
+    an ordinary header only the name, the size and the checksum are looked at.
+    """
+    count = 0
+    while True:
+        header = stream.read(tarfile.BLOCKSIZE)
+        if header == bytes(tarfile.BLOCKSIZE):
+            return
+        name, digits = header[:100].rstrip(b"\0"), header[124:135]
+        checksum = b"%06o" % (sum(header) - sum(header[148:156]) + 8 * ord(" "))
+        ordinary = (header[148:154] == checksum and header[257:262] == b"ustar" and header[156:157] == b"0"
+                    and header[345:346] == b"\0" and b"\0" not in name and not name.startswith(b"__")
+                    and digits.isdigit() and header[135:136] in (b"\0", b" ") and int(digits, 8) < 1 << 30)
+        if not ordinary:
+            break
+        size = int(digits, 8)
+        data = stream.read(size)
+        if len(data) < size or len(stream.read(-size % tarfile.BLOCKSIZE)) < -size % tarfile.BLOCKSIZE:
+            raise EOFError("unexpected end of data")
+        yield {"fname": name.decode("utf-8", "surrogateescape"), "data": data, "__url__": url}
+        count += 1
+    if count and len(header) < tarfile.BLOCKSIZE:
+        raise EOFError("unexpected end of data")
+    if count and header[257:262] != b"ustar":  # which tarfile might take for the start of a compressed tar
+        raise tarfile.ReadError("invalid header")
+    yield from tar_file_expander([{"url": url, "stream": _Again(header, stream)}])
+
+
+class _Again:
+    """A stream that gives once more what was read from it last."""
+
+    def __init__(self, data: bytes, stream: "_Tail") -> None:
+        self.data = data
+        self.stream = stream
+
+    def read(self, size: int) -> bytes:
+        data, self.data = self.data[:size], self.data[size:]
+        return data + self.stream.read(size - len(data)) if len(data) < size else data
+
+
+class _Tail:
+    """A stream that remembers the last block read from it: a whole tar file ends with zeros."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.tail = b""
+
+    def read(self, size: int) -> bytes:
+        data = self.stream.read(size)
+        self.tail = (self.tail + data[-tarfile.BLOCKSIZE:])[-tarfile.BLOCKSIZE:]
+        return data
