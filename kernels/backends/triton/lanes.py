@@ -19,6 +19,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 def kernel(runtime: list[str], unaligned: list[str]):
     """`triton.jit` that compiles nothing anew for other values of the arguments in `runtime`, nor for pointers in
     `unaligned` that lie at other addresses."""
+    # A pointer and its strides would read better as one NamedTuple, but Triton 3.3 specialises the members of a tuple
+    # whatever `do_not_specialize` says, so that another stride would be another kernel.
     def decorate(function):
         names = inspect.signature(function).parameters
         return triton.jit(do_not_specialize=[name for name in runtime if name in names],
