@@ -28,11 +28,14 @@ class Functions:
     - `step_size(u, bias, norm, keep, SOFTPLUS, PTX)`: eps and e from the logit u. `norm` is ||k||^2 where the rule
       `takes_norm`, infinite beyond the end; `keep` is 0 beyond the end, where eps has to be 0.
     - `advance(S, x, k, A, eps, e, N, NI, NS)`: the new state, and w, what is written along k.
-    - `step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N, NI, NS, SOFTPLUS, PTX)`: from the adjoint `now` of
-      the state after the token, its read-out included: the adjoint of the state before, and the gradients of x (without
-      the skip), of the logit, of k, of A (where the rule takes it, else an empty tuple), and a factor whose product
-      with k, summed over the channels, belongs to the gradient of k, too (in a tuple; empty unless the rule
-      `takes_norm`).
+    - `step_back(now, before, x, w, k, A, eps, e, N, NI, NS)`: from the adjoint `now` of the state after the token, its
+      read-out included: the adjoint of the state before, the gradients of x (without the skip), of eps or its log
+      (dlog), of k, and of A (where the walk takes one, else an empty tuple).
+    - `logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS, PTX)`: the gradient of the logit.
+
+And if the norm of k enters the step size:
+
+    - `through_norm(dlog, eps)`: the factor whose product with k, summed over the channels, belongs to k's gradient too.
 
     And if its transition is one number for each state (`kind` "decay"), so that time can be cut:
 

@@ -73,7 +73,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from ..backends.triton.lanes import LOG2E, reciprocal
-    from .longhorn import error_advance, error_step_back, scaled_bias
+    from .longhorn import error_advance, error_step_back, logit_back, scaled_bias
 
     # 2^125 is far inside float32.
     _MAX_EXPONENT = tl.constexpr(125.0)
@@ -83,11 +83,5 @@ if HAS_TRITON:
         e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
         return reciprocal(1.0 + e, PTX) * keep, e
 
-    @triton.jit
-    def _step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
-                   NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-        G, dx, dlog, dk = error_step_back(now, before, w, k, eps, NI, NS)
-        return G, dx, dlog * (eps * e), dk, (), ()
-
     _DELTA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
-                       step_back=_step_back)
+                       step_back=error_step_back, logit_back=logit_back)

@@ -95,8 +95,7 @@ if HAS_TRITON:
         return keep, keep
 
     @triton.jit
-    def _step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
-                   NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def _step_back(now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
         dk = ()
         G = ()
         dA = ()
@@ -104,7 +103,11 @@ if HAS_TRITON:
             dk = dk + (now[n] * w,)
             G = G + (now[n] * decay(k[n], A[n], eps, e, N),)
             dA = dA + (G[n] * before[n] * eps,)
-        return G, eps * dot(now, k, NI, NS), w, dk, dA, ()
+        return G, eps * dot(now, k, NI, NS), w, dk, dA
+
+    @triton.jit
+    def _logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        return dlog  # of no use: the logits' gradient is that of A
 
     _GLA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
-                     decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)
+                     logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)

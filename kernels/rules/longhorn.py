@@ -174,9 +174,12 @@ if HAS_TRITON:
         return total
 
     @triton.jit
-    def _diagonal_step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
-                            NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-        # dlog is d loss / d log(eps).
+    def logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+        return dlog * (eps * e)
+
+    @triton.jit
+    def _diagonal_step_back(now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+        # dlog is d loss / d log(eps), here and below.
         dk = ()
         G = ()
         if N == 1:
@@ -188,7 +191,7 @@ if HAS_TRITON:
             # Two terms of dk, without their cancellation for a large key.
             dk = (now[0] * w - 2.0 * k[0] * eps * (flow * a + w * reads),)
             G = (now[0] * a,)
-            return G, dx, dlog * (eps * e), dk, (), ()
+            return G, dx, dlog, dk, ()
         else:
             # With H = eps G: dk / 2 = H (x/2 - k S), and two sums of what is there already give dx and dlog.
             heads = ()
@@ -200,7 +203,11 @@ if HAS_TRITON:
                 G = G + (now[n] - k[n] * head,)
             dx = sum_states(heads, NI, NS)
             dlog = dot(dk, k, NI, NS) + (0.5 * x) * dx
-            return G, dx, dlog * (eps * e), dk, (), (-1.0 * eps * dlog,)
+            return G, dx, dlog, dk, ()
+
+    @triton.jit
+    def _diagonal_through_norm(dlog, eps):
+        return -1.0 * eps * dlog  # half of it, as of dk
 
     @triton.jit
     def error_advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
@@ -211,26 +218,24 @@ if HAS_TRITON:
         return new, w
 
     @triton.jit
-    def error_step_back(now, before, w, k, eps, NI: tl.constexpr, NS: tl.constexpr):
-        """(adjoint before, dx, d loss / d log(eps), dk)."""
+    def error_step_back(now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
         dk = ()
         G = ()
         reads = dot(now, k, NI, NS)
         dx = eps * reads
+        dlog = w * reads
         for n in tl.static_range(NI):
             dk = dk + (w * now[n] - dx * before[n],)
             G = G + (now[n] - k[n] * dx,)
-        return G, dx, w * reads, dk
+        return G, dx, dlog, dk, ()
 
     @triton.jit
-    def _exact_step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
-                         NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-        G, dx, dlog, dk = error_step_back(now, before, w, k, eps, NI, NS)
-        return G, dx, dlog * (eps * e), dk, (), (-2.0 * eps * dlog,)
+    def _exact_through_norm(dlog, eps):
+        return -2.0 * eps * dlog
 
     _DIAGONAL = Functions(
         RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=_diagonal_advance,
-        step_back=_diagonal_step_back, decay=_diagonal_decay, start_total=_start_total, summarize=_summarize,
+        step_back=_diagonal_step_back, logit_back=logit_back, through_norm=_diagonal_through_norm, decay=_diagonal_decay, start_total=_start_total, summarize=_summarize,
         end_total=_end_total)
     _EXACT = Functions(RULES[1], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
-                       step_back=_exact_step_back)
+                       step_back=error_step_back, logit_back=logit_back, through_norm=_exact_through_norm)

@@ -141,9 +141,9 @@ if HAS_TRITON:
         return product
 
     @triton.jit
-    def _step_back(now, before, x, w, k, A, u, bias, eps, e, inside, N: tl.constexpr, NI: tl.constexpr,
-                   NS: tl.constexpr, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def _step_back(now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
         reads = dot(now, k, NI, NS)
+        dx = eps * reads
         dk = ()
         G = ()
         flows = ()  # d loss / d (dt A)
@@ -154,10 +154,13 @@ if HAS_TRITON:
             G = G + (now[n] * a,)
             flows = flows + (G[n] * before[n],)
             dA = dA + (flows[n] * eps,)
-        dstep = x * reads + dot(flows, A, NI, NS) * _LN2
+        return G, dx, x * reads + dot(flows, A, NI, NS) * _LN2, dk, dA
+
+    @triton.jit
+    def _logit_back(dstep, u, bias, eps, e, inside, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
         if SOFTPLUS:
             dstep = dstep * reciprocal(1.0 + tl.exp2((u.to(tl.float32) + bias) * -LOG2E), PTX)
-        return G, eps * reads, tl.where(inside, dstep, 0.0), dk, dA, ()
+        return tl.where(inside, dstep, 0.0)
 
     _MAMBA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
-                       decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)
+                       logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)

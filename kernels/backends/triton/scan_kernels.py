@@ -474,8 +474,8 @@ def _backward_kernel(
                     before = before + (states[j * NI + n],)
                 dq = dq + (channels_of_a_lane(S[n] * dy, NS, W, BC),)
                 now = now + (G[n] + q[n] * dy,)
-            G, dx, dstep, dk, dA_t, through = RULE.value.step_back(
-                now, before, x, w, k, A_t, us[j], bias, eps, e, inside, N, NI, NS, SOFTPLUS, PTX)
+            G, dx, dlog, dk, dA_t = RULE.value.step_back(now, before, x, w, k, A_t, eps, e, N, NI, NS)
+            dstep = RULE.value.logit_back(dlog, us[j], bias, eps, e, inside, SOFTPLUS, PTX)
             if TAKES_A:
                 if A_PER_TOKEN:
                     of_lanes = ()
@@ -495,7 +495,7 @@ def _backward_kernel(
                 tl.store(dstep_row + at, dstep.to(dstep_ptr.dtype.element_ty), mask=ok)
             sums = ()
             if THROUGH:
-                through_eps = channels_of_a_lane(through[0], 1, W, BC)
+                through_eps = channels_of_a_lane(RULE.value.through_norm(dlog, eps), 1, W, BC)
                 for n in tl.static_range(NI):
                     sums = sums + (channels_of_a_lane(dk[n], NS, W, BC) + k[n] * through_eps,)
             else:
