@@ -72,7 +72,7 @@ def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0):
     _, x = half(x, dtype, shift)
     whole, dx = half(torch.full_like(x, float("nan")), dtype, shift)
     weight, bias = weight.to(weights), bias.to(weights)
-    short_conv = load_backend(backend).conv
+    short_conv = load_backend(backend, "conv")
     y = short_conv.forward(x, weight, bias)
     dweight, dbias = short_conv.backward(dy.to(dtype), x, weight, bias, dx)
     assert y.is_contiguous() and y.dtype == dtype
@@ -145,7 +145,7 @@ def test_strides_in_any_order(backend, B):
     turned = x.float().transpose(0, 1).contiguous().transpose(0, 1)
     dx = torch.empty_like(turned)
     assert B == 0 or not dx.is_contiguous()
-    short_conv = load_backend(backend).conv
+    short_conv = load_backend(backend, "conv")
     y = short_conv.forward(turned, weight.float(), bias.float())
     dweight, dbias = short_conv.backward(dy.float(), turned, weight.float(), bias.float(), dx)
     compare({"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}, x, weight, bias, dy, torch.float32)
