@@ -95,8 +95,17 @@ def timms(root: str, workers: int, batch: int, prefetcher: bool) -> Iterable:
     """timm's loader of an image folder; without a GPU only the workers' part of the one with a prefetcher."""
     dataset = create_dataset("", root)
     dataset.reader.samples *= MANY // len(dataset.reader.samples)
-    loader = create_loader(dataset, (3, SIZE, SIZE), batch, is_training=True, use_prefetcher=prefetcher,
-                           num_workers=workers, pin_memory=DEVICE.type == "cuda", device=DEVICE, **RECIPE)
+    loader = create_loader(
+        dataset,
+        (3, SIZE, SIZE),
+        batch,
+        is_training=True,
+        use_prefetcher=prefetcher,
+        num_workers=workers,
+        pin_memory=DEVICE.type == "cuda",
+        device=DEVICE,
+        **RECIPE,
+    )
     if isinstance(loader, PrefetchLoader):
         return loader if DEVICE.type == "cuda" else loader.loader
     return device_batches(loader, DEVICE)
@@ -106,8 +115,9 @@ def ours(shards: ShardSet, workers: int, batch: int, split: bool, repeats: int =
     transform, finish = create_transform(SIZE, is_training=True, **RECIPE), None
     if split:
         transform, finish = split_transform(transform)
-    loader = train_loader(shards, transform, batch_size=batch, num_workers=workers, repeats=repeats,
-                          pin_memory=DEVICE.type == "cuda")
+    loader = train_loader(
+        shards, transform, batch_size=batch, num_workers=workers, repeats=repeats, pin_memory=DEVICE.type == "cuda"
+    )
     return loader if split and DEVICE.type == "cpu" else device_batches(loader, DEVICE, finish)
 
 
@@ -150,8 +160,10 @@ def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float
             "ours, all in workers": lambda: ours(shards, workers, batch, False),
             "ours, split": lambda: ours(shards, workers, batch, True),
             "ours, split, 3 views": lambda: ours(shards, workers, batch, True, 3),
-            **{f"ours, split, --max-side {side}": functools.partial(ours, small[side], workers, batch, True)
-               for side in MAX_SIDES},
+            **{
+                f"ours, split, --max-side {side}": functools.partial(ours, small[side], workers, batch, True)
+                for side in MAX_SIDES
+            },
         }.items():
             rows.append(dict(loader=name, workers=workers))
             try:
@@ -173,6 +185,7 @@ def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float
 
 def stage(name: str, work: Callable, items: list) -> dict:
     """CPU milliseconds per item, the best of five rounds."""
+
     def once() -> float:
         start = time.process_time()
         for item in items:
@@ -192,8 +205,9 @@ def reduced(data: bytes, box: tuple, gap: float) -> Image.Image:
         image.draft("RGB", tuple(int(side / allowed) for side in full))
     x, y = image.width / full[0], image.height / full[1]
     image = image if image.mode == "RGB" else image.convert("RGB")
-    return image.resize((SIZE, SIZE), Image.Resampling.BICUBIC,
-                        (left * x, top * y, (left + width) * x, (top + height) * y))
+    return image.resize(
+        (SIZE, SIZE), Image.Resampling.BICUBIC, (left * x, top * y, (left + width) * x, (top + height) * y)
+    )
 
 
 def reduced_effect(files: list[bytes], gap: float) -> dict:
@@ -210,9 +224,13 @@ def reduced_effect(files: list[bytes], gap: float) -> dict:
         one, other = (np.asarray(reduced(data, box, g), np.float32) for g in (1e9, gap))
         differences.append(np.abs(one - other).mean())
         deviations.append(other.std() / one.std())
-    return dict(gap=gap, crops=draws, touched=touched / draws,
-                difference=float(np.mean(differences)) if touched else None,
-                deviation=float(np.mean(deviations)) if touched else None)
+    return dict(
+        gap=gap,
+        crops=draws,
+        touched=touched / draws,
+        difference=float(np.mean(differences)) if touched else None,
+        deviation=float(np.mean(deviations)) if touched else None,
+    )
 
 
 def crop_difference(files: list[bytes]) -> dict:
@@ -223,11 +241,15 @@ def crop_difference(files: list[bytes]) -> dict:
         picture = decode_image(data)
         top, left, height, width = crop.get_params(picture, crop.scale, crop.ratio)
         one = np.asarray(picture.crop((left, top, left + width, top + height)).resize((SIZE, SIZE), Image.BICUBIC))
-        tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, top:top + height, left:left + width]
+        tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None, :, top : top + height, left : left + width]
         other = F.interpolate(tensor, crop.size, mode="bicubic", antialias=True)[0].permute(1, 2, 0)
         off.append(np.abs(one.astype(int) - other.numpy()))
-    return dict(crops=len(off), mean=float(np.mean(off)), max=int(np.max(off)),
-                above_1=float(np.mean([(value > 1).mean() for value in off])))
+    return dict(
+        crops=len(off),
+        mean=float(np.mean(off)),
+        max=int(np.max(off)),
+        above_1=float(np.mean([(value > 1).mean() for value in off])),
+    )
 
 
 def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
@@ -240,13 +262,14 @@ def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
 
     def crop_tensor(image: torch.Tensor) -> torch.Tensor:
         top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
-        image = image[None, :, top:top + height, left:left + width]
+        image = image[None, :, top : top + height, left : left + width]
         return F.interpolate(image, crop.size, mode="bicubic", antialias=True)
 
     def crop_reduced(gap: float) -> Callable[[bytes], Image.Image]:
         def work(data: bytes) -> Image.Image:
             size = Image.open(io.BytesIO(data)).size
             return reduced(data, crop.get_params(Image.new("1", size), crop.scale, crop.ratio), gap)
+
         return work
 
     def read(path: str) -> int:
@@ -261,8 +284,10 @@ def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
         with TarWriter(path, encoder=False, mtime=0) as tar:
             for number, data in enumerate(files):
                 tar.write({"__key__": f"{number:06d}", "jpg": data, "cls": b"0", "json": b"{}"})
-        reading = [stage("read from a shard", read, [path] * 20),
-                   stage("read from a shard, webdataset's parser", read_by_webdataset, [path] * 20)]
+        reading = [
+            stage("read from a shard", read, [path] * 20),
+            stage("read from a shard, webdataset's parser", read_by_webdataset, [path] * 20),
+        ]
     for row in reading:
         row["ms"] /= len(files)
     rows = [
@@ -294,8 +319,12 @@ def on_gpu(name: str, work: Callable, images: int) -> dict:
     end.record()
     host = time.perf_counter() - start
     torch.cuda.synchronize()
-    return dict(stage=name, images=images, gpu_ms=begin.elapsed_time(end) / rounds / images,
-                host_ms=host / rounds / images * 1e3)
+    return dict(
+        stage=name,
+        images=images,
+        gpu_ms=begin.elapsed_time(end) / rounds / images,
+        host_ms=host / rounds / images * 1e3,
+    )
 
 
 def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
@@ -305,12 +334,15 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     inputs = [value.pin_memory() for value in inputs]
     mean, std, erase = finish.mean.tolist(), finish.std.tolist(), finish.eraser
     planes = inputs[0].permute(0, 3, 1, 2).contiguous().pin_memory()  # (B, 3, H, W)
-    prefetch = PrefetchLoader([(planes, targets.pin_memory())], mean, std, device=DEVICE, re_prob=erase.probability,
-                              re_mode="pixel")
+    prefetch = PrefetchLoader(
+        [(planes, targets.pin_memory())], mean, std, device=DEVICE, re_prob=erase.probability, re_mode="pixel"
+    )
     mixup, images, targets = Mixup(0.8, 1.0, num_classes=10), finish(inputs, DEVICE), targets.to(DEVICE)
-    rows = [on_gpu("copy, RandAugment, normalise, erase", lambda: finish(inputs, DEVICE), batch),
-            on_gpu("timm's prefetcher: copy, normalise, erase", lambda: list(prefetch), batch),
-            on_gpu("mixup and cutmix, timm's", lambda: mixup(images, targets), batch)]
+    rows = [
+        on_gpu("copy, RandAugment, normalise, erase", lambda: finish(inputs, DEVICE), batch),
+        on_gpu("timm's prefetcher: copy, normalise, erase", lambda: list(prefetch), batch),
+        on_gpu("mixup and cutmix, timm's", lambda: mixup(images, targets), batch),
+    ]
     # Gray and progressive files are among them, which hardware may leave to the cores.
     encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in islice(cycle(files), batch)]
     crop = crops.crop
@@ -322,7 +354,7 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
         crops = []
         for image in decode():
             top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
-            image = image[None, :, top:top + height, left:left + width].float()
+            image = image[None, :, top : top + height, left : left + width].float()
             crops.append(F.interpolate(image, crop.size, mode="bicubic", antialias=True))
         return torch.cat(crops).clamp_(0, 255).round_()
 
@@ -333,8 +365,9 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
             rows.append(dict(stage=name, images=batch, error=describe(error)))
     try:
         pairs = [(image.cpu(), decode_tensor(data)[0]) for image, data in zip(decode(), files, strict=False)]
-        rows[-2]["difference"] = float(np.mean([(one.float() - other).abs().mean().item() for one, other in pairs
-                                                if one.shape == other.shape]))  # files may ask to be turned
+        rows[-2]["difference"] = float(
+            np.mean([(one.float() - other).abs().mean().item() for one, other in pairs if one.shape == other.shape])
+        )  # files may ask to be turned
     except Exception:
         pass  # the row says already why
     return rows
@@ -344,8 +377,14 @@ def main(argv: list[str] | None = None) -> None:
     global SIZE
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="original JPEG files, in folders or not")
-    parser.add_argument("--workers", type=int, nargs="*", default=[1], metavar="N",
-                        help="workers, and cores to run on [1]; no number: stages and GPU alone")
+    parser.add_argument(
+        "--workers",
+        type=int,
+        nargs="*",
+        default=[1],
+        metavar="N",
+        help="workers, and cores to run on [1]; no number: stages and GPU alone",
+    )
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=15, help="of each loader, after its warm-up [15]")
     parser.add_argument("--min-side", type=int, default=200, help="leave out pictures whose longer side is below [200]")
@@ -364,11 +403,16 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     sides = [decode_image(data).size for data in files]
     results = {
-        "environment": environment() | dict(timm=timm.__version__, torchvision=torchvision.__version__,
-                                            pillow=PIL.__version__),
-        "images": dict(files=len(files), mean_bytes=float(np.mean([len(data) for data in files])),
-                       mean_pixels=float(np.mean([width * height for width, height in sides]))),
-        "batch_size": args.batch_size, "size": SIZE, "loaders": [],
+        "environment": environment()
+        | dict(timm=timm.__version__, torchvision=torchvision.__version__, pillow=PIL.__version__),
+        "images": dict(
+            files=len(files),
+            mean_bytes=float(np.mean([len(data) for data in files])),
+            mean_pixels=float(np.mean([width * height for width, height in sides])),
+        ),
+        "batch_size": args.batch_size,
+        "size": SIZE,
+        "loaders": [],
     }
     print_environment(results["environment"])
     print("{files} files, on average {mean_bytes:,.0f} bytes and {mean_pixels:,.0f} pixels".format(**results["images"]))
@@ -378,27 +422,49 @@ def main(argv: list[str] | None = None) -> None:
         os.sched_setaffinity(0, cores[:1])
     results["stages"], results["reduced"] = measure_stages(files)
     table("one core", results["stages"], stage=("stage", ""), ms=("ms per image", ".3f"))
-    table("decoding at reduced scale, where a crop stays `gap` times the network's input", results["reduced"],
-          gap=("gap", ".0f"), touched=("crops it touches", ".0%"), difference=("mean difference of 255", ".2f"),
-          deviation=("standard deviation, relative", ".3f"))
+    table(
+        "decoding at reduced scale, where a crop stays `gap` times the network's input",
+        results["reduced"],
+        gap=("gap", ".0f"),
+        touched=("crops it touches", ".0%"),
+        difference=("mean difference of 255", ".2f"),
+        deviation=("standard deviation, relative", ".3f"),
+    )
     results["crop"] = crop_difference(files)
-    print("\ncrops of uint8 tensors differ from PIL's by {mean:.3f} of 255 on average, by more than 1 in {above_1:.1%} "
-          "of the pixels, by {max} at most".format(**results["crop"]))
+    print(
+        "\ncrops of uint8 tensors differ from PIL's by {mean:.3f} of 255 on average, by more than 1 in {above_1:.1%} "
+        "of the pixels, by {max} at most".format(**results["crop"])
+    )
     for workers in args.workers:
         if hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, cores[:workers])
         results["loaders"] += measure_loaders(files, workers, args.batch_size, args.seconds)
         path.write_text(json.dumps(results, indent=1) + "\n")
     if args.workers:
-        table("loaders", results["loaders"], loader=("loader", ""), workers=("workers", "d"),
-              images_per_s=("images/s", ".0f"), per_core=("per core", ".0f"), per_cpu_second=("per CPU second", ".0f"),
-              times_timm=("times timm's", ".2f"), error=("", ""))
+        table(
+            "loaders",
+            results["loaders"],
+            loader=("loader", ""),
+            workers=("workers", "d"),
+            images_per_s=("images/s", ".0f"),
+            per_core=("per core", ".0f"),
+            per_cpu_second=("per CPU second", ".0f"),
+            times_timm=("times timm's", ".2f"),
+            error=("", ""),
+        )
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores)
     if DEVICE.type == "cuda":
         results["gpu"] = measure_gpu(files, args.batch_size)
-        table("on the GPU, ms per image", results["gpu"], stage=("stage", ""), gpu_ms=("GPU", ".4f"),
-              host_ms=("host", ".4f"), difference=("mean difference of 255", ".2f"), error=("", ""))
+        table(
+            "on the GPU, ms per image",
+            results["gpu"],
+            stage=("stage", ""),
+            gpu_ms=("GPU", ".4f"),
+            host_ms=("host", ".4f"),
+            difference=("mean difference of 255", ".2f"),
+            error=("", ""),
+        )
     path.write_text(json.dumps(results, indent=1) + "\n")
     print(f"\nwritten to {path}")
 

@@ -24,34 +24,40 @@ import math
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import timm
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 # First, since it lets a checkout do without installation.
 from common import RESULTS, describe, environment, print_environment, table
+from torch import Tensor, nn
 
 import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
 from vision_longhorn.training.config import parse_pairs
 
-MODELS = [name.format(size) for size in ("tiny", "small") for name in (
-    "vlonghorn_{}", "vlonghorn_{}_exact", "vlonghorn_{}_shared", "vim_{}", "deit_{}_patch16_224")]
-OFFICIAL = {size: f"vim_{size}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
-            for size in ("tiny", "small")}
+MODELS = [
+    name.format(size)
+    for size in ("tiny", "small")
+    for name in ("vlonghorn_{}", "vlonghorn_{}_exact", "vlonghorn_{}_shared", "vim_{}", "deit_{}_patch16_224")
+]
+OFFICIAL = {
+    size: f"vim_{size}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
+    for size in ("tiny", "small")
+}
 SIZES = [(256, 224), (8, 1248)]
 SWEEP_RESOLUTIONS, SWEEP_PATCHES, PATCH = (224, 448, 640, 896, 1248, 1760, 2496), 256 * 196, 16
 COMPILE = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 PASSES = ("train", "infer")
 WARM_UP = 5  # steps, of which the last two tell how many fill the time of a measurement
 BLOCKS = 3
-GIB = 2 ** 30
+GIB = 2**30
 
 
 class Model(NamedTuple):
@@ -76,8 +82,7 @@ def parse_size(word: str) -> tuple[int, int]:
 
 
 def sweep_sizes() -> list[tuple[int, int]]:
-    return [(max(1, round(SWEEP_PATCHES / (resolution // PATCH) ** 2)), resolution)
-            for resolution in SWEEP_RESOLUTIONS]
+    return [(max(1, round(SWEEP_PATCHES / (resolution // PATCH) ** 2)), resolution) for resolution in SWEEP_RESOLUTIONS]
 
 
 def register_official(checkout: Path) -> Optional[str]:
@@ -114,9 +119,11 @@ def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolutio
         return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
     if not training:
+
         def infer() -> None:
             with torch.inference_mode(), autocast():
                 forward()
+
         return infer
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
 
@@ -126,6 +133,7 @@ def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolutio
             loss = F.cross_entropy(forward(), labels)
         loss.backward()
         optimizer.step()
+
     return train
 
 
@@ -236,7 +244,7 @@ def overtakes(ratios: dict[int, float]) -> str:
         return f"from {resolutions[0]} px or less"
     if below[-1] == len(resolutions) - 1:
         return f"not up to {resolutions[-1]} px"
-    left, right = resolutions[below[-1]:][:2]
+    left, right = resolutions[below[-1] :][:2]
     part = (1 - ratios[left]) / (ratios[right] - ratios[left])
     return f"from {left * (right / left) ** part:.0f} px"
 
@@ -247,8 +255,11 @@ def crossings(best: list[dict]) -> list[dict]:
     for label in dict.fromkeys(row["model"] for row in best if row["model"].startswith("vlonghorn")):
         row = dict(model=label, over=reference_of(label, [other["model"] for other in best]))
         for name in PASSES:
-            ratios = {other["resolution"]: other[f"{name} ratio"] for other in best
-                      if other["model"] == label and f"{name} ratio" in other}
+            ratios = {
+                other["resolution"]: other[f"{name} ratio"]
+                for other in best
+                if other["model"] == label and f"{name} ratio" in other
+            }
             if ratios:
                 row[name] = overtakes(ratios)
         if row["over"]:
@@ -262,18 +273,20 @@ def print_results(rows: list[dict], best: list[dict]) -> None:
         "train images_per_s": ("train img/s", ".1f"), "train ms": ("ms/step", ".2f"), "train GiB": ("GiB", ".2f"),
         "train first_step_s": ("first s", ".1f"), "infer images_per_s": ("infer img/s", ".1f"),
         "infer ms": ("ms/step", ".2f"), "infer GiB": ("GiB", ".2f"), "infer first_step_s": ("first s", ".1f")},
-        error=("", ""))
+        error=("", ""))  # fmt: skip
     table("best of modes (x DeiT: over the DeiT of the same size)", best, model=("model", ""), **size, **{
         "train images_per_s": ("train img/s", ".1f"), "train mode": ("mode", ""), "train ratio": ("x DeiT", ".2f"),
         "train GiB": ("GiB", ".2f"), "infer images_per_s": ("infer img/s", ".1f"), "infer mode": ("mode", ""),
-        "infer ratio": ("x DeiT", ".2f"), "infer GiB": ("GiB", ".2f")})
+        "infer ratio": ("x DeiT", ".2f"), "infer GiB": ("GiB", ".2f")})  # fmt: skip
 
 
 def plot(best: list[dict], path: Path, title: str) -> None:
     """Images per second and, where it is known, peak memory over the resolution; training above, inference below."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     labels = list(dict.fromkeys(row["model"] for row in best))
     # A colour for each kind of model, a line style for each size.
     kinds = list(dict.fromkeys(label.replace(size_of(label) or "", "") for label in labels))
@@ -281,16 +294,25 @@ def plot(best: list[dict], path: Path, title: str) -> None:
     columns = [("images_per_s", "images/s"), ("GiB", "peak memory, GiB")]
     columns = [column for column in columns if any(row.get(f"{name} {column[0]}") for row in best for name in PASSES)]
     resolutions = sorted({row["resolution"] for row in best})
-    figure, axes = plt.subplots(2, len(columns), figsize=(3 + 5 * len(columns), 9), sharex=True, squeeze=False,
-                                layout="constrained")
+    figure, axes = plt.subplots(
+        2, len(columns), figsize=(3 + 5 * len(columns), 9), sharex=True, squeeze=False, layout="constrained"
+    )
     for name, row_axes in zip(PASSES, axes):
         for axis, (key, heading) in zip(row_axes, columns):
             for label in labels:
-                points = sorted((row["resolution"], row[f"{name} {key}"]) for row in best
-                                if row["model"] == label and row.get(f"{name} {key}"))
-                axis.plot(*zip(*points) if points else ([], []), marker="o", markersize=4, label=label,
-                          color=f"C{kinds.index(label.replace(size_of(label) or '', ''))}",
-                          linestyle=("-", "--", ":", "-.")[sizes.index(size_of(label)) % 4])
+                points = sorted(
+                    (row["resolution"], row[f"{name} {key}"])
+                    for row in best
+                    if row["model"] == label and row.get(f"{name} {key}")
+                )
+                axis.plot(
+                    *zip(*points) if points else ([], []),
+                    marker="o",
+                    markersize=4,
+                    label=label,
+                    color=f"C{kinds.index(label.replace(size_of(label) or '', ''))}",
+                    linestyle=("-", "--", ":", "-.")[sizes.index(size_of(label)) % 4],
+                )
             axis.set(title={"train": "training", "infer": "inference"}[name], ylabel=heading, xscale="log")
             if key == "GiB":
                 axis.set_ylim(bottom=0)
@@ -309,23 +331,49 @@ def plot(best: list[dict], path: Path, title: str) -> None:
 
 def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=MODELS, metavar="NAME[,KEY=VALUE]",
-                        help="timm models, each with arguments of its own (default: the standard comparison)")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        default=MODELS,
+        metavar="NAME[,KEY=VALUE]",
+        help="timm models, each with arguments of its own (default: the standard comparison)",
+    )
     parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="BATCHxRESOLUTION", help="(256x224 8x1248)")
     parser.add_argument("--sweep", action="store_true", help="over the resolution, with a plot and where lines cross")
-    parser.add_argument("--modes", nargs="+", choices=list(COMPILE), default=["eager", "compiled"], metavar="MODE",
-                        help="eager, compiled, graphs (eager compiled)")
+    parser.add_argument(
+        "--modes",
+        nargs="+",
+        choices=list(COMPILE),
+        default=["eager", "compiled"],
+        metavar="MODE",
+        help="eager, compiled, graphs (eager compiled)",
+    )
     parser.add_argument("--graphs", action="store_true", help="the same as one more mode, graphs")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="(both)")
-    parser.add_argument("--arg", nargs="+", action="extend", default=[], metavar="KEY=VALUE",
-                        help="arguments for the models of this package; a model of another has them after its name")
-    parser.add_argument("--official", type=Path, metavar="CHECKOUT",
-                        help="a checkout of hustvl/Vim, whose tiny and small models are measured too")
+    parser.add_argument(
+        "--arg",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="arguments for the models of this package; a model of another has them after its name",
+    )
+    parser.add_argument(
+        "--official",
+        type=Path,
+        metavar="CHECKOUT",
+        help="a checkout of hustvl/Vim, whose tiny and small models are measured too",
+    )
     parser.add_argument("--steps", type=int, default=10, help="least number of steps of a measurement (10)")
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long a measurement lasts (2)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no measurement after that time")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
-                        help="for model.json; with --sweep model_sweep.json and model_over_resolution.png")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="for model.json; with --sweep model_sweep.json and model_over_resolution.png",
+    )
     args = parser.parse_args(argv)
     own = set(timm.list_models(module="vlonghorn"))
     shared = parse_pairs(args.arg)
@@ -354,14 +402,21 @@ def main(argv: Optional[list[str]] = None) -> None:
             models = [*models, *(Model(f"vim_{size} (official)", name, {}) for size, name in OFFICIAL.items())]
         else:
             print(f"the official models cannot be imported: {error}")
-    plan = [(dict(model=model.label, args=model.args, mode=mode, batch=batch, resolution=resolution) | {"pass": name},
-             model) for batch, resolution in args.sizes for model in models for mode in args.modes
-            for name in args.passes]
+    plan = [
+        (
+            dict(model=model.label, args=model.args, mode=mode, batch=batch, resolution=resolution) | {"pass": name},
+            model,
+        )
+        for batch, resolution in args.sizes
+        for model in models
+        for mode in args.modes
+        for name in args.passes
+    ]
     rows = results["models"] = []
 
     def keep() -> None:
         # After each measurement, so that a run that is cut short leaves what it had.
-        results["missing"] = [row for row, _ in plan[len(rows):]]
+        results["missing"] = [row for row, _ in plan[len(rows) :]]
         results["best"] = best_of_modes(rows)
         path.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -372,18 +427,25 @@ def main(argv: Optional[list[str]] = None) -> None:
         rows.append(attempt(row, model, args.steps, args.seconds))
         keep()
         found = f"{row['images_per_s']:.1f} images/s" if "ms" in row else row["error"]
-        print(f"{row['model']}, {row['mode']}, {row['batch']} x {row['resolution']} px, {row['pass']}: {found}",
-              flush=True)
+        print(
+            f"{row['model']}, {row['mode']}, {row['batch']} x {row['resolution']} px, {row['pass']}: {found}",
+            flush=True,
+        )
         free()
     print_results(rows, results["best"])
     if args.sweep:
         results["crossings"] = crossings(results["best"])
         keep()
-        table("faster than DeiT", results["crossings"], model=("model", ""), over=("than", ""),
-              train=("training", ""), infer=("inference", ""))
+        table(
+            "faster than DeiT",
+            results["crossings"],
+            model=("model", ""),
+            over=("than", ""),
+            train=("training", ""),
+            infer=("inference", ""),
+        )
         if results["best"]:
-            plot(results["best"], args.out / "model_over_resolution.png",
-                 results["environment"].get("gpu") or "CPU")
+            plot(results["best"], args.out / "model_over_resolution.png", results["environment"].get("gpu") or "CPU")
     if results["missing"]:
         print(f"\nnot measured within {args.budget:g} s:")
         for row in results["missing"]:

@@ -70,8 +70,16 @@ def work(args: argparse.Namespace) -> None:
     ms = sorted(run(args.steps) for _ in range(3))[1]
     if accelerator.is_main_process:
         count = accelerator.num_processes
-        print(json.dumps(dict(processes=count, ms=ms, images_per_s=count * args.batch / ms * 1e3,
-                              GiB=torch.cuda.max_memory_allocated() / 2 ** 30 if gpu else None)))
+        print(
+            json.dumps(
+                dict(
+                    processes=count,
+                    ms=ms,
+                    images_per_s=count * args.batch / ms * 1e3,
+                    GiB=torch.cuda.max_memory_allocated() / 2**30 if gpu else None,
+                )
+            )
+        )
     if gpu:
         accelerator.end_training()
         return
@@ -84,8 +92,14 @@ def work(args: argparse.Namespace) -> None:
 def main() -> None:
     count = torch.cuda.device_count()
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, nargs="+", metavar="N",
-                        default=[2 ** i for i in range(max(1, count).bit_length())], help="(1, 2, 4, ... all GPUs)")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[2**i for i in range(max(1, count).bit_length())],
+        help="(1, 2, 4, ... all GPUs)",
+    )
     parser.add_argument("--model", default="vlonghorn_small", help="(vlonghorn_small)")
     parser.add_argument("--resolution", type=int, default=224, help="(224)")
     parser.add_argument("--batch", type=int, default=256, help="images of each process (256)")
@@ -106,19 +120,35 @@ def main() -> None:
     print_environment(found)
     rows = []
     for processes in args.processes:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
-                   __file__, "--worker", *sys.argv[1:]]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={processes}",
+            __file__,
+            "--worker",
+            *sys.argv[1:],
+        ]
         # One process alone would get as many threads as there are cores.
-        run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True,
-                             env={"OMP_NUM_THREADS": "1"} | os.environ)
+        run = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={"OMP_NUM_THREADS": "1"} | os.environ
+        )
         if run.returncode:
             raise UserError(f"with {processes} processes it ended with {run.returncode}; its own message stands above")
         rows.append(json.loads(run.stdout.splitlines()[-1]))
     fewest = min(rows, key=lambda row: row["processes"])
     for row in rows:
         row["efficiency"] = row["images_per_s"] / row["processes"] / (fewest["images_per_s"] / fewest["processes"])
-    table(f"{args.model}, {args.batch} x {args.resolution} px on each, training", rows, processes=("processes", "d"),
-          images_per_s=("images/s", ".0f"), ms=("ms/step", ".2f"), efficiency=("efficiency", ".3f"), GiB=("GiB", ".1f"))
+    table(
+        f"{args.model}, {args.batch} x {args.resolution} px on each, training",
+        rows,
+        processes=("processes", "d"),
+        images_per_s=("images/s", ".0f"),
+        ms=("ms/step", ".2f"),
+        efficiency=("efficiency", ".3f"),
+        GiB=("GiB", ".1f"),
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     options = {key: value for key, value in vars(args).items() if key not in ("out", "worker", "processes")}
     path = args.out / "scaling.json"

@@ -2,7 +2,7 @@
 
     python benchmarks/bench_scan.py             # everything that this machine's GPU can show; without one, the CPU
     python benchmarks/bench_scan.py --quick     # the same in about a minute
-    python benchmarks/bench_scan.py --choices   # every entry of kernels/backends/triton/tuning.py's table, to justify the table
+    python benchmarks/bench_scan.py --choices   # every entry of kernels/backends/triton/tuning.py's table, to prove it
     python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler to watch
 
 Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
@@ -24,28 +24,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Callable, Iterator, NamedTuple, Optional
+from typing import NamedTuple, Optional
 from unittest import mock
 
 import torch
-from torch import Tensor
 
 # First, since it lets a checkout do without installation.
 from common import RESULTS, describe, environment, print_environment, table
+from torch import Tensor
+from vision_longhorn.kernels import Scan, ops
+from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn import kernels
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
-from vision_longhorn.kernels import Scan, ops
-from vision_longhorn.kernels.rules import NAMES, get_rule
 
 if kernels.HAS_TRITON:
     import triton
     import triton.language as tl
-
     from vision_longhorn.kernels.backends.triton import tuning
 
 RULES = NAMES
@@ -70,9 +70,11 @@ class Rates(NamedTuple):
 
 
 if kernels.HAS_TRITON:
+
     @triton.jit
-    def _arithmetic_kernel(out_ptr, factor, summand, steps, EXP: tl.constexpr, BLOCK: tl.constexpr,
-                           UNROLL: tl.constexpr):
+    def _arithmetic_kernel(
+        out_ptr, factor, summand, steps, EXP: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr
+    ):
         # Each lane has BLOCK / 128 chains that do not wait for one another, and touches memory only at its end.
         value = tl.arange(0, BLOCK).to(tl.float32)
         factors, summands = tl.zeros_like(value) + factor, tl.zeros_like(value) + summand
@@ -96,7 +98,7 @@ def measure_eager(fn: Callable[[], object], rep: float) -> float:
     return triton.testing.do_bench(fn, rep=rep, return_mode="median")
 
 
-def measure_rates(rep: float, size: int = 2 ** 28, steps: int = 64) -> Rates:
+def measure_rates(rep: float, size: int = 2**28, steps: int = 64) -> Rates:
     """The rates that floors are made of: a copy of `size` float32 numbers, and arithmetic in registers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = torch.randn(size, device=device)
@@ -108,8 +110,16 @@ def measure_rates(rep: float, size: int = 2 ** 28, steps: int = 64) -> Rates:
     count = programs * block * steps * unroll
 
     def rate(exp: bool) -> float:
-        return count * 1e3 / measure(lambda: _arithmetic_kernel[(programs,)](
-            out, 0.999, 0.001, steps, EXP=exp, BLOCK=block, UNROLL=unroll, num_warps=4), rep)
+        return (
+            count
+            * 1e3
+            / measure(
+                lambda: _arithmetic_kernel[(programs,)](
+                    out, 0.999, 0.001, steps, EXP=exp, BLOCK=block, UNROLL=unroll, num_warps=4
+                ),
+                rep,
+            )
+        )
 
     return Rates(bandwidth, rate(False), rate(True))
 
@@ -123,8 +133,15 @@ def make_inputs(shape: tuple[int, int, int], N: int, rule: str, dtype: torch.dty
         return torch.randn(*sizes, generator=generator, dtype=dtype, device=device)
 
     logits = N if get_rule(rule).step_per == "state" else D
-    inputs = dict(x=draw(2, B, L, D), step=draw(2, B, L, logits), k=draw(2, B, L, N) / N ** 0.5, q=draw(2, B, L, N),
-                  z=draw(B, L, D), D=draw(2, D, dtype=torch.float32), bias=draw(2, logits, dtype=torch.float32))
+    inputs = dict(
+        x=draw(2, B, L, D),
+        step=draw(2, B, L, logits),
+        k=draw(2, B, L, N) / N**0.5,
+        q=draw(2, B, L, N),
+        z=draw(B, L, D),
+        D=draw(2, D, dtype=torch.float32),
+        bias=draw(2, logits, dtype=torch.float32),
+    )
     if get_rule(rule).takes_A:
         inputs["A"] = -torch.arange(1.0, N + 1, device=device).expand(2, D, N).contiguous()
         inputs["bias"] -= 4  # step sizes of a few hundredths, as Mamba's are
@@ -175,23 +192,34 @@ def attempt(row: dict, fn: Callable[[], float]) -> dict:
 PASSES = ("forward", "forward, saves", "backward", "backward, nothing saved")
 
 
-def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dtype, rule: str, rep: float,
-              passes: tuple[str, ...] = PASSES) -> list[dict]:
+def time_scan(
+    rates: Rates,
+    shape: tuple[int, int, int],
+    N: int,
+    dtype: torch.dtype,
+    rule: str,
+    rep: float,
+    passes: tuple[str, ...] = PASSES,
+) -> list[dict]:
     """A row for each pass of one scan."""
     B, L, D = shape
     base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule)
     try:
         scan = make_scan(make_inputs(shape, N, rule, dtype, "cuda" if torch.cuda.is_available() else "cpu"), rule)
         saved = ops.forward(scan, True, "triton")[2]
-        plans = {name: plan._asdict() | {"regime": "parallel" if plan.segments > 1 else "sequential"}
-                 for name, plan in kernels.scan_plan(scan, "triton").items()}
+        plans = {
+            name: plan._asdict() | {"regime": "parallel" if plan.segments > 1 else "sequential"}
+            for name, plan in kernels.scan_plan(scan, "triton").items()
+        }
     except Exception as error:  # as in `attempt`
         return [failed(base | {"pass": "all"}, error)]
     dy, empty = torch.randn_like(scan.z), saved.new_empty(0)
-    runs = {"forward": lambda: ops.forward(scan, False, "triton"),
-            "forward, saves": lambda: ops.forward(scan, True, "triton"),
-            "backward": lambda: ops.backward(scan, dy, None, saved, "triton"),
-            "backward, nothing saved": lambda: ops.backward(scan, dy, None, empty, "triton")}
+    runs = {
+        "forward": lambda: ops.forward(scan, False, "triton"),
+        "forward, saves": lambda: ops.forward(scan, True, "triton"),
+        "backward": lambda: ops.backward(scan, dy, None, saved, "triton"),
+        "backward, nothing saved": lambda: ops.backward(scan, dy, None, empty, "triton"),
+    }
     inputs, output = sum(t.nbytes for t in scan.tensors().values()), scan.z.nbytes
     rows = []
     for name in passes:
@@ -205,8 +233,15 @@ def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dt
             fma, exp = fma + again[0] - READ_OUT, exp + again[1]
         steps = 2 * B * L * D * N
         floor_ms, binds = floor(rates, bytes_moved, fma * steps, exp * steps)
-        row = base | {"pass": name, "floor_ms": floor_ms, "binds": binds, "bytes_moved": bytes_moved,
-                      "saved_MB": None, "saved_bytes_per_token": None, "plan": plans[direction]}
+        row = base | {
+            "pass": name,
+            "floor_ms": floor_ms,
+            "binds": binds,
+            "bytes_moved": bytes_moved,
+            "saved_MB": None,
+            "saved_bytes_per_token": None,
+            "plan": plans[direction],
+        }
         if name in ("forward, saves", "backward"):
             row |= dict(saved_MB=saved.nbytes / 1e6, saved_bytes_per_token=saved.nbytes / (B * L))
         rows.append(attempt(row, lambda: measure(runs[name], rep)))
@@ -215,8 +250,12 @@ def time_scan(rates: Rates, shape: tuple[int, int, int], N: int, dtype: torch.dt
 
 def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
     """All shapes and rules, other sizes of the state, float32, and the operator as it is called."""
-    cases = [(shape, 16, torch.bfloat16, rule) for rule in RULES for shape in SHAPES[rule]
-             if not quick or shape in QUICK_SHAPES]
+    cases = [
+        (shape, 16, torch.bfloat16, rule)
+        for rule in RULES
+        for shape in SHAPES[rule]
+        if not quick or shape in QUICK_SHAPES
+    ]
     if not quick:
         cases += [(SMALL_IMAGES, N, torch.bfloat16, "diagonal") for N in (8, 32, 64)]
         cases += [(SMALL_IMAGES, 16, torch.float32, "diagonal")]
@@ -226,15 +265,22 @@ def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
         torch.cuda.empty_cache()
     B, L, D = SMALL_IMAGES
     inputs = make_inputs(SMALL_IMAGES, 16, "diagonal", torch.bfloat16, "cuda")
-    row = {"B": B, "L": L, "D": D, "N": 16, "dtype": "bfloat16", "rule": "diagonal",
-           "pass": "operator, forward + backward"}
+    row = {
+        "B": B,
+        "L": L,
+        "D": D,
+        "N": 16,
+        "dtype": "bfloat16",
+        "rule": "diagonal",
+        "pass": "operator, forward + backward",
+    }
     rows.append(attempt(row, lambda: measure_eager(through_autograd(inputs, "diagonal"), rep)))
     return rows
 
 
 def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
     """The same number of tokens in ever fewer and longer sequences."""
-    lengths = (256, 2048, 16384) if quick else tuple(2 ** i for i in range(6, 15))
+    lengths = (256, 2048, 16384) if quick else tuple(2**i for i in range(6, 15))
     rows = []
     for rule in RULES:
         for L in lengths:
@@ -247,16 +293,19 @@ def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
 def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
     """Every launch of `kernel` with `choice`, or with None as the table has it; yields what was taken, by kernel."""
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
+
     taken = {}
 
     def replace(original: Callable) -> Callable:
         def chosen(name: str, *args, **options) -> tuning.Choice:
             taken[name] = choice if name == kernel and choice is not None else original(name, *args, **options)
             return taken[name]
+
         return chosen
 
-    with mock.patch.multiple(triton_scan, choose=replace(triton_scan.choose),
-                             first_choice=replace(triton_scan.first_choice)):
+    with mock.patch.multiple(
+        triton_scan, choose=replace(triton_scan.choose), first_choice=replace(triton_scan.first_choice)
+    ):
         yield taken
 
 
@@ -269,15 +318,22 @@ def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
         for rule in DECAYS if parallel else RULES:
             scan = make_scan(make_inputs(shape, 16, rule, torch.bfloat16, device), rule)
             saved, dy = ops.forward(scan, True, "triton")[2], torch.randn_like(scan.z)
-            runs = {"forward": lambda: ops.forward(scan, False, "triton"),
-                    "backward": lambda: ops.backward(scan, dy, None, saved, "triton")}
+            runs = {
+                "forward": lambda: ops.forward(scan, False, "triton"),
+                "backward": lambda: ops.backward(scan, dy, None, saved, "triton"),
+            }
             runs |= {"summary": runs["forward"], "adjoint": runs["backward"]} if parallel else {}
             for kernel, run in runs.items():
                 with forced(kernel, None) as taken:
                     run()
                 for choice in tuning._choices(kernel, scan):
-                    row = dict(zip("BLD", shape), rule=rule, kernel=kernel, chosen=choice == taken.get(kernel),
-                               **choice._asdict())
+                    row = dict(
+                        zip("BLD", shape),
+                        rule=rule,
+                        kernel=kernel,
+                        chosen=choice == taken.get(kernel),
+                        **choice._asdict(),
+                    )
                     with forced(kernel, choice):
                         rows.append(attempt(row, lambda: measure(run, rep)))
     best = {}
@@ -324,8 +380,14 @@ def first_use_rows(quick: bool) -> list[dict]:
         with tempfile.TemporaryDirectory() as folder:
             caches = dict(TRITON_CACHE_DIR=f"{folder}/triton", VISION_LONGHORN_CACHE=f"{folder}/tuning")
             try:
-                run = subprocess.run([sys.executable, __file__, "--first-use", rule], env=os.environ | caches,
-                                     text=True, capture_output=True, timeout=300, check=True)
+                run = subprocess.run(
+                    [sys.executable, __file__, "--first-use", rule],
+                    env=os.environ | caches,
+                    text=True,
+                    capture_output=True,
+                    timeout=300,
+                    check=True,
+                )
                 rows += json.loads(run.stdout.splitlines()[-1])
             except Exception as error:  # as in `attempt`; the child's last line says more than its exit status
                 lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
@@ -355,8 +417,12 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
     They are timed as they are called."""
     interface = "ops.selective_scan_interface"
     mamba = peer_function(((f"mamba_ssm.{interface}", "selective_scan_fn"),))
-    longhorn = peer_function(((f"longhorn.{interface}", "selective_scan_online7_fn"),
-                              (f"mamba_ssm.{interface}", "selective_scan_online7_fn")))
+    longhorn = peer_function(
+        (
+            (f"longhorn.{interface}", "selective_scan_online7_fn"),
+            (f"mamba_ssm.{interface}", "selective_scan_online7_fn"),
+        )
+    )
     delta = peer_function((("fla.ops.delta_rule", "chunk_delta_rule"),))
     conv = peer_function((("causal_conv1d", ""),))
 
@@ -364,8 +430,17 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
         return [values[name].transpose(1, 2).contiguous() for name in names]
 
     def mamba_call(v: dict[str, Tensor]) -> tuple[list[Tensor], Callable]:
-        return ([*channels_first(v, "x", "step"), v["A"], *channels_first(v, "k", "q"), v["D"],
-                 *channels_first(v, "z"), v["bias"]], lambda *leaves: mamba[0](*leaves, delta_softplus=True))
+        return (
+            [
+                *channels_first(v, "x", "step"),
+                v["A"],
+                *channels_first(v, "k", "q"),
+                v["D"],
+                *channels_first(v, "z"),
+                v["bias"],
+            ],
+            lambda *leaves: mamba[0](*leaves, delta_softplus=True),
+        )
 
     def longhorn_call(v: dict[str, Tensor]) -> tuple[list[Tensor], Callable]:
         x, q, k, step, z = channels_first(v, "x", "q", "k", "step", "z")
@@ -377,9 +452,11 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
         step = (step / (1 + step * v["k"].float().square().sum(-1, keepdim=True))).to(v["x"].dtype)
         return [*heads, step], lambda *leaves: delta[0](*leaves, scale=1.0)[0]
 
-    peers = (("mamba_ssm", "mamba", mamba, mamba_call, ""),
-             ("official Longhorn", "diagonal", longhorn, longhorn_call, ""),
-             ("flash-linear-attention", "exact", delta, delta_call, "delta rule: a step a token, no gate or skip"))
+    peers = (
+        ("mamba_ssm", "mamba", mamba, mamba_call, ""),
+        ("official Longhorn", "diagonal", longhorn, longhorn_call, ""),
+        ("flash-linear-attention", "exact", delta, delta_call, "delta rule: a step a token, no gate or skip"),
+    )
     rows = [{"peer": "causal_conv1d", "status": conv[1]}]
     for peer, rule, (function, status), prepare, note in peers:
         if function is None:
@@ -408,8 +485,10 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
                 for y, dy, (leaves, _) in zip(outputs, dys, calls):
                     torch.autograd.grad(y, leaves, dy, retain_graph=True)
 
-            rows += [attempt(base | {"pass": name}, lambda: measure_eager(run, rep))
-                     for name, run in (("forward", forward), ("backward", backward))]
+            rows += [
+                attempt(base | {"pass": name}, lambda: measure_eager(run, rep))
+                for name, run in (("forward", forward), ("backward", backward))
+            ]
     return rows
 
 
@@ -421,10 +500,20 @@ def cpu_rows(quick: bool) -> list[dict]:
     for shape, N in cases:
         for rule in RULES:
             inputs = make_inputs(shape, N, rule, torch.float32, "cpu")
-            times = {backend: _cpu_time(through_autograd(inputs, rule, backend=backend), 0.5 if quick else 2.0)
-                     for backend in ("torch", "reference")}
-            rows.append(dict(zip("BLD", shape), N=N, rule=rule, ms=times["torch"], reference_ms=times["reference"],
-                             ratio=times["reference"] / times["torch"]))
+            times = {
+                backend: _cpu_time(through_autograd(inputs, rule, backend=backend), 0.5 if quick else 2.0)
+                for backend in ("torch", "reference")
+            }
+            rows.append(
+                dict(
+                    zip("BLD", shape),
+                    N=N,
+                    rule=rule,
+                    ms=times["torch"],
+                    reference_ms=times["reference"],
+                    ratio=times["reference"] / times["torch"],
+                )
+            )
     return rows
 
 
@@ -446,27 +535,35 @@ def print_passes(title: str, rows: list[dict]) -> None:
     shown = []
     for row in rows:
         plan = row.get("plan")
-        words = "" if plan is None else f"walk, {plan['channels']} channels" if plan["segments"] == 1 else \
-            f"{plan['segments']} segments of {plan['span']}, {plan['channels']} channels"
+        words = (
+            ""
+            if plan is None
+            else f"walk, {plan['channels']} channels"
+            if plan["segments"] == 1
+            else f"{plan['segments']} segments of {plan['span']}, {plan['channels']} channels"
+        )
         shown.append(row | {"plan": words})
     table(title, shown, **SIZES, N=("N", "d"), dtype=("dtype", ""), rule=("rule", ""), **{"pass": ("pass", "")},
           ms=("ms", ".3f"), floor_ms=("floor", ".3f"), binds=("binds", ""), times_floor=("x floor", ".1f"),
-          saved_MB=("saved MB", ".0f"), saved_bytes_per_token=("B/token", ".0f"), plan=("plan", ""))
+          saved_MB=("saved MB", ".0f"), saved_bytes_per_token=("B/token", ".0f"), plan=("plan", ""))  # fmt: skip
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
     """Time and floor over the length, forward and backward."""
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     for axis, name in zip(axes, ("forward", "backward")):
         for i, rule in enumerate(RULES):
             points = [row for row in rows if row["pass"] == name and row["rule"] == rule and row["ms"]]
             lengths = [row["L"] for row in points]
             axis.loglog(lengths, [row["ms"] for row in points], "o-", color=f"C{i}", label=rule)
-            axis.loglog(lengths, [row["floor_ms"] for row in points], "--", color=f"C{i}", linewidth=1,
-                        label=f"{rule}, floor")
+            axis.loglog(
+                lengths, [row["floor_ms"] for row in points], "--", color=f"C{i}", linewidth=1, label=f"{rule}, floor"
+            )
         axis.set(title=name, xlabel=f"tokens in a sequence ({SWEEP_TOKENS:,} in all)")
         axis.grid(which="both", alpha=0.3)
     axes[0].set_ylabel("ms, both directions")
@@ -478,13 +575,21 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 
 def main() -> None:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
-                        help="for scan.json and scan_over_length.png; scan_cpu.json without a GPU; choices.json")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="for scan.json and scan_over_length.png; scan_cpu.json without a GPU; choices.json",
+    )
     parser.add_argument("--quick", action="store_true", help="fewer shapes and shorter timings")
     parser.add_argument("--cpu", action="store_true", help="time the CPU's implementation too (without a GPU, always)")
-    parser.add_argument("--choices", action="store_true", help="time the entries of kernels/backends/triton/tuning.py and nothing else")
-    parser.add_argument("--only-first-use", action="store_true",
-                        help="how long a first use takes and nothing else, to first_use.json")
+    parser.add_argument(
+        "--choices", action="store_true", help="time the entries of kernels/backends/triton/tuning.py and nothing else"
+    )
+    parser.add_argument(
+        "--only-first-use", action="store_true", help="how long a first use takes and nothing else, to first_use.json"
+    )
     parser.add_argument("--once", choices=RULES, help="run a rule once and time nothing, for a profiler")
     parser.add_argument("--rep", type=float, metavar="MS", help="length of one timing (50; with --quick 10)")
     parser.add_argument("--first-use", choices=RULES, help=argparse.SUPPRESS)  # for the process it starts itself
@@ -500,8 +605,15 @@ def main() -> None:
         raise UserError("--choices and --only-first-use time GPU kernels, and there is no GPU here")
     rep = args.rep or (10 if args.quick else 50)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / ("choices.json" if args.choices else "first_use.json" if args.only_first_use else
-                       "scan.json" if gpu else "scan_cpu.json")
+    path = args.out / (
+        "choices.json"
+        if args.choices
+        else "first_use.json"
+        if args.only_first_use
+        else "scan.json"
+        if gpu
+        else "scan_cpu.json"
+    )
     results = {"environment": environment()}
     print_environment(results["environment"])
 
@@ -512,40 +624,77 @@ def main() -> None:
 
     def show_first_use() -> None:
         keep("first_use", first_use_rows(args.quick))
-        table("first use: seconds of forward and backward, one shape after the other, from an empty cache",
-              results["first_use"], **SIZES, rule=("rule", ""), seconds=("seconds", ".3f"),
-              kernels_compiled=("kernels compiled", "d"))
+        table(
+            "first use: seconds of forward and backward, one shape after the other, from an empty cache",
+            results["first_use"],
+            **SIZES,
+            rule=("rule", ""),
+            seconds=("seconds", ".3f"),
+            kernels_compiled=("kernels compiled", "d"),
+        )
 
     if args.only_first_use:
         show_first_use()
         return
     if args.choices:
         keep("choices", choice_rows(rep))
-        table("choices (relative: to the fastest for the same work)", results["choices"], **SIZES, rule=("rule", ""),
-              kernel=("kernel", ""), channels=("channels", "d"), unroll=("unroll", "d"), registers=("registers", "d"),
-              deep=("deep", ""), ms=("ms", ".3f"), relative=("relative", ".2f"), speed=("speed", ".2f"),
-              chosen=("chosen", ""))
+        table(
+            "choices (relative: to the fastest for the same work)",
+            results["choices"],
+            **SIZES,
+            rule=("rule", ""),
+            kernel=("kernel", ""),
+            channels=("channels", "d"),
+            unroll=("unroll", "d"),
+            registers=("registers", "d"),
+            deep=("deep", ""),
+            ms=("ms", ".3f"),
+            relative=("relative", ".2f"),
+            speed=("speed", ".2f"),
+            chosen=("chosen", ""),
+        )
         return
     if gpu:
         rates = measure_rates(rep)
         keep("rates", rates._asdict())
-        print(f"copy {rates.bytes / 1e12:.2f} TB/s, {rates.fma / 1e12:.1f} T multiply-adds/s, "
-              f"{rates.exp / 1e12:.2f} T exponentials/s")
+        print(
+            f"copy {rates.bytes / 1e12:.2f} TB/s, {rates.fma / 1e12:.1f} T multiply-adds/s, "
+            f"{rates.exp / 1e12:.2f} T exponentials/s"
+        )
         keep("scans", gpu_rows(rates, args.quick, rep))
         print_passes("scans, both directions, gated", results["scans"])
         keep("peers", peer_rows(args.quick, rep))
-        table("peers, both directions", results["peers"], peer=("peer", ""), status=("status", ""), **SIZES,
-              rule=("rule", ""), **{"pass": ("pass", "")}, ms=("ms", ".3f"), note=("", ""))
+        table(
+            "peers, both directions",
+            results["peers"],
+            peer=("peer", ""),
+            status=("status", ""),
+            **SIZES,
+            rule=("rule", ""),
+            **{"pass": ("pass", "")},
+            ms=("ms", ".3f"),
+            note=("", ""),
+        )
         keep("over_length", length_rows(rates, args.quick, rep / 2))
         print_passes(f"{SWEEP_TOKENS:,} tokens in sequences of length L", results["over_length"])
-        plot(results["over_length"], args.out / "scan_over_length.png",
-             f"{results['environment']['gpu']}, bfloat16, D={SWEEP_CHANNELS}, N=16, gated")
+        plot(
+            results["over_length"],
+            args.out / "scan_over_length.png",
+            f"{results['environment']['gpu']}, bfloat16, D={SWEEP_CHANNELS}, N=16, gated",
+        )
         show_first_use()
     if args.cpu or not gpu:
         keep("cpu", cpu_rows(args.quick))
-        table(f"CPU, {torch.get_num_threads()} threads, float32, forward + backward, both directions", results["cpu"],
-              **SIZES, N=("N", "d"), rule=("rule", ""), ms=("ms", ".1f"), reference_ms=("plain loop", ".1f"),
-              ratio=("ratio", ".1f"))
+        table(
+            f"CPU, {torch.get_num_threads()} threads, float32, forward + backward, both directions",
+            results["cpu"],
+            **SIZES,
+            N=("N", "d"),
+            rule=("rule", ""),
+            ms=("ms", ".1f"),
+            reference_ms=("plain loop", ".1f"),
+            ratio=("ratio", ".1f"),
+        )
     print(f"\nwritten to {path}")
 
 

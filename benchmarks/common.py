@@ -36,16 +36,26 @@ def _output_of(*command: str) -> Optional[str]:
 def environment() -> dict:
     """On what, with what and of which commit a run's numbers are; COMMIT names it for a copy without git."""
     status = _output_of("git", "status", "--porcelain")
-    found = dict(date=datetime.now(timezone.utc).isoformat(timespec="seconds"), command=" ".join(sys.argv[1:]),
-                 python=platform.python_version(), torch=torch.__version__,
-                 triton=triton.__version__ if HAS_TRITON else None,
-                 commit=os.environ.get("COMMIT") or _output_of("git", "rev-parse", "HEAD"),
-                 dirty=None if status is None else bool(status),
-                 threads=torch.get_num_threads(), cores=os.cpu_count(), processor=platform.machine())
+    found = dict(
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        command=" ".join(sys.argv[1:]),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        triton=triton.__version__ if HAS_TRITON else None,
+        commit=os.environ.get("COMMIT") or _output_of("git", "rev-parse", "HEAD"),
+        dirty=None if status is None else bool(status),
+        threads=torch.get_num_threads(),
+        cores=os.cpu_count(),
+        processor=platform.machine(),
+    )
     if torch.cuda.is_available():
         driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        found |= dict(gpu=torch.cuda.get_device_name(), cuda=torch.version.cuda, hip=torch.version.hip,
-                      driver=driver.splitlines()[0] if driver else None)
+        found |= dict(
+            gpu=torch.cuda.get_device_name(),
+            cuda=torch.version.cuda,
+            hip=torch.version.hip,
+            driver=driver.splitlines()[0] if driver else None,
+        )
     return found
 
 
@@ -55,6 +65,7 @@ def print_environment(found: dict) -> None:
 
 def table(title: str, rows: list[dict], **columns: tuple[str, str]) -> None:
     """Print `rows`, aligned; `columns` maps a key to its heading and format."""
+
     def cell(row: dict, key: str, form: str) -> str:
         value = row.get(key)
         if value is None:
@@ -67,6 +78,9 @@ def table(title: str, rows: list[dict], **columns: tuple[str, str]) -> None:
     numeric = [form[-1:] in ("f", "d") for _, form in columns.values()]
     print(f"\n{title}")
     for line in lines:
-        print("  ".join(text.rjust(width) if right else text.ljust(width)
-                        for text, width, right in zip(line, widths, numeric)).rstrip())
+        print(
+            "  ".join(
+                text.rjust(width) if right else text.ljust(width) for text, width, right in zip(line, widths, numeric)
+            ).rstrip()
+        )
     sys.stdout.flush()

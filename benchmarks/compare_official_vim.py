@@ -70,15 +70,36 @@ def official_models(checkout: Path) -> types.ModuleType:
     _stub("selective_scan_cuda")
     scan = _run_file("mamba_ssm.ops.selective_scan_interface", packages / "ops" / "selective_scan_interface.py")
 
-    def inner(xz, conv_weight, conv_bias, x_proj, dt_proj, A, B=None, C=None, D=None, delta_bias=None,
-              delta_softplus=True, **_):
+    def inner(
+        xz,
+        conv_weight,
+        conv_bias,
+        x_proj,
+        dt_proj,
+        A,
+        B=None,
+        C=None,
+        D=None,
+        delta_bias=None,
+        delta_softplus=True,
+        **_,
+    ):
         L, R, N = xz.shape[-1], dt_proj.shape[1], A.shape[1]
         x, z = xz.chunk(2, 1)  # (B, D, L) each
         past = conv_weight.shape[-1] - 1
         x = F.silu(F.conv1d(x, conv_weight, conv_bias, padding=past, groups=len(conv_bias))[..., :L])
         low = x_proj @ x  # (B, R + 2 N, L)
-        return scan.selective_scan_ref(x, dt_proj @ low[:, :R], A, low[:, R:R + N], low[:, R + N:], D, z=z,
-                                       delta_bias=delta_bias, delta_softplus=delta_softplus)
+        return scan.selective_scan_ref(
+            x,
+            dt_proj @ low[:, :R],
+            A,
+            low[:, R : R + N],
+            low[:, R + N :],
+            D,
+            z=z,
+            delta_bias=delta_bias,
+            delta_softplus=delta_softplus,
+        )
 
     scan.mamba_inner_fn_no_out_proj = inner
     _stub("mamba_ssm.ops.triton.layer_norm", RMSNorm=RMSNorm, layer_norm_fn=None, rms_norm_fn=None)
@@ -89,8 +110,10 @@ def official_models(checkout: Path) -> types.ModuleType:
     _run_file("mamba_ssm.modules.mamba_simple", packages / "modules" / "mamba_simple.py")
     # Names that timm had when that code was written.
     _stub("timm.models.registry", register_model=lambda function: function)
-    _stub("timm.models.layers", **{name: getattr(timm.layers, name) for name in (
-        "DropPath", "lecun_normal_", "to_2tuple", "trunc_normal_")})
+    _stub(
+        "timm.models.layers",
+        **{name: getattr(timm.layers, name) for name in ("DropPath", "lecun_normal_", "to_2tuple", "trunc_normal_")},
+    )
     for name in ("_cfg", "_load_weights"):
         if not hasattr(timm.models.vision_transformer, name):
             setattr(timm.models.vision_transformer, name, lambda **_: {})
@@ -100,26 +123,43 @@ def official_models(checkout: Path) -> types.ModuleType:
 def compare(official: types.ModuleType, name: str, size: int, depth: int) -> dict:
     torch.manual_seed(0)
     theirs = official.VisionMamba(
-        img_size=size, patch_size=16, stride=8 if "stride8" in name else 16, embed_dim=WIDTHS[name.split("_")[1]],
-        depth=depth, rms_norm=True, residual_in_fp32=True, fused_add_norm=False, final_pool_type="mean",
-        if_abs_pos_embed=True, bimamba_type="v2", if_cls_token=True, if_divide_out=True,
-        use_middle_cls_token=True).eval()
+        img_size=size,
+        patch_size=16,
+        stride=8 if "stride8" in name else 16,
+        embed_dim=WIDTHS[name.split("_")[1]],
+        depth=depth,
+        rms_norm=True,
+        residual_in_fp32=True,
+        fused_add_norm=False,
+        final_pool_type="mean",
+        if_abs_pos_embed=True,
+        bimamba_type="v2",
+        if_cls_token=True,
+        if_divide_out=True,
+        use_middle_cls_token=True,
+    ).eval()
     with torch.no_grad():
         for key, value in theirs.named_parameters():  # off their initial values, so that no two could be mixed up
             value.add_(torch.randn_like(value), alpha=0.02 if key.startswith("layers") else 0.2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "weights.pth"
         torch.save({"model": theirs.state_dict(), "args": argparse.Namespace(lr=1)}, path)
-        ours = timm.create_model(name, img_size=size, depth=depth, pretrained=True,
-                                 pretrained_cfg_overlay=dict(file=str(path))).eval()
+        ours = timm.create_model(
+            name, img_size=size, depth=depth, pretrained=True, pretrained_cfg_overlay=dict(file=str(path))
+        ).eval()
     image = torch.randn(1, 3, size, size)
     with torch.no_grad():
         right, other = theirs(image), theirs(image.flip(-1))
         found = ours(image)
     scale = right.abs().max()
-    return dict(model=name, size=size, depth=depth, parameters=sum(value.numel() for value in ours.parameters()),
-                difference=((found - right).abs().max() / scale).item(),
-                other=((other - right).abs().max() / scale).item())
+    return dict(
+        model=name,
+        size=size,
+        depth=depth,
+        parameters=sum(value.numel() for value in ours.parameters()),
+        difference=((found - right).abs().max() / scale).item(),
+        other=((other - right).abs().max() / scale).item(),
+    )
 
 
 def main() -> int:
@@ -132,9 +172,16 @@ def main() -> int:
     except (ImportError, OSError) as error:
         raise UserError(f"the official code cannot be read from {args.checkout}: {describe(error)}") from error
     rows = [compare(official, name, size, args.depth) for name, size in CASES]
-    table("official Vision Mamba and ours, same weights", rows, model=("model", ""), size=("px", "d"),
-          depth=("blocks", "d"), parameters=("parameters", ",d"), difference=("difference", ".1e"),
-          other=("another image", ".2f"))
+    table(
+        "official Vision Mamba and ours, same weights",
+        rows,
+        model=("model", ""),
+        size=("px", "d"),
+        depth=("blocks", "d"),
+        parameters=("parameters", ",d"),
+        difference=("difference", ".1e"),
+        other=("another image", ".2f"),
+    )
     return int(max(row["difference"] for row in rows) > BAR)
 
 

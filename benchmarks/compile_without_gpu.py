@@ -30,20 +30,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
 # First, since it lets a checkout do without installation.
 from common import environment, print_environment, table
+from vision_longhorn.kernels import Scan
+from vision_longhorn.kernels.rules import NAMES, Rule, get_rule
 
 from vision_longhorn import kernels
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
-from vision_longhorn.kernels import Scan
-from vision_longhorn.kernels.rules import NAMES, Rule, get_rule
 
 if not kernels.HAS_TRITON:
     sys.exit("triton is not installed, and it is what compiles the kernels")
@@ -103,8 +104,11 @@ SCANS = {
 def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
     """Both passes: with states kept, without (inference), and with states found again."""
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
-    given = dict(tokens=TOKENS, regime="sequential", step=CHANNELS, states=16, gate=True, combine="mean",
-                 A_per_token=False) | SCANS[variant]
+
+    given = (
+        dict(tokens=TOKENS, regime="sequential", step=CHANNELS, states=16, gate=True, combine="mean", A_per_token=False)
+        | SCANS[variant]
+    )
     B, L, D, N, steps = BATCH, given["tokens"], CHANNELS, given["states"], given["step"]
 
     def both(*shape: int) -> torch.Tensor:
@@ -116,8 +120,8 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
         steps = N
     z = _tensor(B, L, D, dtype=dtype) if given["gate"] else None
     scan = law.prepare(Scan(
-        both(B, L, D), both(B, L, steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps), None, rule,
-        "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"]))
+        both(B, L, D), both(B, L, steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps), None,
+        rule, "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"]))  # fmt: skip
     saved = triton_scan.forward(scan, True)[2]
     dy, dz = _tensor(*scan.output_shape, dtype=dtype), None if z is None else torch.empty_like(z)
     triton_scan.backward(scan, dy, None, saved, dz)
@@ -128,6 +132,7 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
 
 def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import conv as triton_conv
+
     G = {"one_direction": 1, "both_directions": 2}[variant]
     x, weight, bias = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), _tensor(G, CHANNELS, 4), _tensor(G, CHANNELS)
     y = triton_conv.forward(x, weight, bias)
@@ -136,6 +141,7 @@ def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
 
 def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import norm as triton_norm
+
     z, weight = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), _tensor(2, CHANNELS)
     o = _tensor(2, *z.shape, dtype=dtype)
     y = triton_norm.forward(o, z, weight, 1e-5)
@@ -144,9 +150,13 @@ def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
 
 # What launches a family of kernels, and in which variants.
 def scan_variants(rule: Rule) -> tuple[str, ...]:
-    return ("sequential", *(("parallel",) if rule.kind == "decay" else ()),
-            *(("scalar_step",) if rule.step_per == "channel" else ()), "states_32",
-            *(("A_per_token",) if rule.takes_A else ()))
+    return (
+        "sequential",
+        *(("parallel",) if rule.kind == "decay" else ()),
+        *(("scalar_step",) if rule.step_per == "channel" else ()),
+        "states_32",
+        *(("A_per_token",) if rule.takes_A else ()),
+    )
 
 
 FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
@@ -178,7 +188,9 @@ class _Driver:
 def stand_in(target: GPUTarget, launch: Callable) -> None:
     """For the rest of this process the package takes itself to be on a GPU of this kind, and calls
     `launch(compile, kernel, options)` in place of every launch; `compile()` returns what Triton compiled."""
-    from vision_longhorn.kernels.backends.triton import lanes, scan as triton_scan, tuning
+    from vision_longhorn.kernels.backends.triton import lanes, tuning
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
+
     choices, run = tuning._choices, JITFunction.run
     triton.runtime.driver.set_active(_Driver(target))
     lanes.target_of = lambda device: target
@@ -209,8 +221,9 @@ def resources(compiled) -> tuple[int, int]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
-            text = subprocess.run([str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True,
-                                  check=True).stdout
+            text = subprocess.run(
+                [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
         patterns = r"\bREG:(\d+)", r"\bSTACK:(\d+)"
     else:
         text = compiled.asm["amdgcn"]
@@ -235,8 +248,12 @@ def too_much(row: dict, target: Target) -> Optional[str]:
     return None
 
 
-def run_cases(target: GPUTarget, cases: list[tuple[str, str, str]], note: Callable[[int, Optional[dict]], None],
-              compiling: bool = True) -> None:
+def run_cases(
+    target: GPUTarget,
+    cases: list[tuple[str, str, str]],
+    note: Callable[[int, Optional[dict]], None],
+    compiling: bool = True,
+) -> None:
     """Compile `cases` in this process, which is of no other use afterwards.
 
     `note` gets a number and a row when a launch begins, with an error lest the compiler end the process, and the same
@@ -275,6 +292,7 @@ def run_cases(target: GPUTarget, cases: list[tuple[str, str, str]], note: Callab
 def worker(target: str, folder: Path) -> None:
     """Compile what `folder`/cases names and leave what `run_cases` tells in `folder`/notes, a line at a time."""
     with (folder / "notes").open("w") as file:
+
         def note(*entry) -> None:
             file.write(json.dumps(entry) + "\n")
             file.flush()
@@ -290,8 +308,14 @@ def compile_apart(target: str, cases: list[tuple[str, str, str]]) -> list[dict]:
         (folder / "cases").write_text(json.dumps(cases))
         settings = os.environ | {"TRITON_CACHE_DIR": name, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
         # Triton prints whole programs that fail to assemble.
-        run = subprocess.run([sys.executable, __file__, "--worker", name, "--targets", target], env=settings,
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace")
+        run = subprocess.run(
+            [sys.executable, __file__, "--worker", name, "--targets", target],
+            env=settings,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
         notes = folder / "notes"
         rows = dict(map(json.loads, notes.read_text().splitlines())) if notes.exists() else {}
     rows = [row for row in rows.values() if row is not None]
@@ -303,14 +327,21 @@ def compile_apart(target: str, cases: list[tuple[str, str, str]]) -> list[dict]:
 def selected(only: list[str], every: bool) -> dict[str, list[tuple[str, str, str]]]:
     """For each family its cases, (family, dtype, variant): any of the families, of the dtypes and of the variants that
     are named. Where no dtype is, only a first variant has all of them, unless `every`."""
+
     def allowed(word: str, words: tuple[str, ...]) -> bool:
         return word in only or not set(only) & set(words)
 
     cases = {}
     for family, (_, variants) in FAMILIES.items():
-        found = [(family, dtype, variant) for dtype in DTYPES for variant in variants
-                 if allowed(family, tuple(FAMILIES)) and allowed(dtype, DTYPES) and allowed(variant, VARIANTS)
-                 and (every or dtype in only or dtype == DTYPES[0] or variant == variants[0])]
+        found = [
+            (family, dtype, variant)
+            for dtype in DTYPES
+            for variant in variants
+            if allowed(family, tuple(FAMILIES))
+            and allowed(dtype, DTYPES)
+            and allowed(variant, VARIANTS)
+            and (every or dtype in only or dtype == DTYPES[0] or variant == variants[0])
+        ]
         if found:
             cases[family] = found
     return cases
@@ -319,15 +350,31 @@ def selected(only: list[str], every: bool) -> dict[str, list[tuple[str, str, str
 def show(name: str, rows: list[dict]) -> None:
     target = TARGETS[name]
     rows = [row | {"limits": f"{target.registers}, {target.shared} KiB"} for row in rows]
-    table(f"{name} ({target.examples})", rows, family=("", "s"), dtype=("", "s"), variant=("", "s"), kernel=("", "s"),
-          seconds=("seconds", ".1f"), registers=("registers", "d"), spills=("spilled B", "d"),
-          shared=("shared B", "d"), limits=("registers and shared at most", "s"))
+    table(
+        f"{name} ({target.examples})",
+        rows,
+        family=("", "s"),
+        dtype=("", "s"),
+        variant=("", "s"),
+        kernel=("", "s"),
+        seconds=("seconds", ".1f"),
+        registers=("registers", "d"),
+        spills=("spilled B", "d"),
+        shared=("shared B", "d"),
+        limits=("registers and shared at most", "s"),
+    )
 
 
 def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="TARGET",
-                        help=f"({' '.join(TARGETS)})")
+    parser.add_argument(
+        "--targets",
+        nargs="+",
+        choices=list(TARGETS),
+        default=list(TARGETS),
+        metavar="TARGET",
+        help=f"({' '.join(TARGETS)})",
+    )
     words = [*FAMILIES, *DTYPES, *VARIANTS]
     parser.add_argument("--only", nargs="+", choices=words, default=[], metavar="WORD", help=f"({' '.join(words)})")
     parser.add_argument("--every", action="store_true", help="compile all variants in all dtypes")
@@ -349,8 +396,12 @@ def main(argv: Optional[list[str]] = None) -> int:
         return 0
     if args.list:
         launches = []
-        run_cases(TARGETS[args.targets[0]].gpu, sum(args.cases.values(), []),
-                  lambda number, row: launches.append(row), compiling=False)
+        run_cases(
+            TARGETS[args.targets[0]].gpu,
+            sum(args.cases.values(), []),
+            lambda number, row: launches.append(row),
+            compiling=False,
+        )
         for line in dict.fromkeys(" ".join(row.values()) for row in launches):
             print(line)
         return report(launches, [], whole=not args.only)
@@ -361,8 +412,10 @@ def main(argv: Optional[list[str]] = None) -> int:
     results = dict(environment=found, targets={}, kernels=[])
     rows = results["kernels"]
     with ThreadPoolExecutor(args.jobs) as pool:
-        pending = {target: [pool.submit(compile_apart, target, cases) for cases in args.cases.values()]
-                   for target in args.targets}
+        pending = {
+            target: [pool.submit(compile_apart, target, cases) for cases in args.cases.values()]
+            for target in args.targets
+        }
         for name, done in pending.items():
             target = TARGETS[name]
             of_target = [row for rows_of_family in done for row in rows_of_family.result()]
@@ -372,8 +425,9 @@ def main(argv: Optional[list[str]] = None) -> int:
                     row["error"] = excess
             show(name, of_target)
             rows += of_target
-            results["targets"][name] = dict(examples=target.examples, registers=target.registers,
-                                            shared_KiB=target.shared)
+            results["targets"][name] = dict(
+                examples=target.examples, registers=target.registers, shared_KiB=target.shared
+            )
             if args.out:
                 args.out.mkdir(parents=True, exist_ok=True)
                 (args.out / "compile_without_gpu.json").write_text(json.dumps(results, indent=1) + "\n")

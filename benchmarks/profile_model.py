@@ -22,18 +22,19 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
+import bench_scan
 import timm
 import torch
-from torch import nn
+from bench_model import COMPILE, Model, build, make_step, measure
 
 # First, since it lets a checkout do without installation.
 from common import RESULTS, environment, print_environment, table
+from torch import nn
 
-import bench_scan
-from bench_model import COMPILE, Model, build, make_step, measure
 from vision_longhorn import VisionLonghorn
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
@@ -43,21 +44,24 @@ FUSED, OTHER = "norm, residual and other fused by the compiler", "other"
 # The first pattern that is found in a kernel's name decides. This package's kernels and the compiler's are known by how
 # they begin. The compiler names its kernels after all that they fuse ("triton_red_fused_attention_..."), so they stand
 # before the patterns that look anywhere in a name.
-PARTS = tuple((part, re.compile(pattern, re.IGNORECASE)) for part, pattern in (
-    ("scan forward", r"^_forward_kernel"),
-    ("scan backward", r"^_backward_kernel"),
-    ("scan, other", r"^_(norm|carry|adjoint|add)_kernel"),
-    ("short convolution", r"^_conv.*_kernel|conv_depthwise|depthwise_conv"),
-    ("gated norm", r"^_gated_norm"),
-    ("matrix products", r"^triton_tem_"),
-    (FUSED, r"^triton_"),
-    ("attention", r"flash|fmha|attention|sdpa"),
-    ("matrix products", r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma"),
-    ("optimizer", r"multi_tensor|adam"),
-    ("norms", r"layer_?norm|rms_?norm|gammabeta"),
-    ("reductions", r"reduce"),
-    ("elementwise, copies and casts", r"elementwise|copy|catarray|memcpy|memset"),
-))
+PARTS = tuple(
+    (part, re.compile(pattern, re.IGNORECASE))
+    for part, pattern in (
+        ("scan forward", r"^_forward_kernel"),
+        ("scan backward", r"^_backward_kernel"),
+        ("scan, other", r"^_(norm|carry|adjoint|add)_kernel"),
+        ("short convolution", r"^_conv.*_kernel|conv_depthwise|depthwise_conv"),
+        ("gated norm", r"^_gated_norm"),
+        ("matrix products", r"^triton_tem_"),
+        (FUSED, r"^triton_"),
+        ("attention", r"flash|fmha|attention|sdpa"),
+        ("matrix products", r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma"),
+        ("optimizer", r"multi_tensor|adam"),
+        ("norms", r"layer_?norm|rms_?norm|gammabeta"),
+        ("reductions", r"reduce"),
+        ("elementwise, copies and casts", r"elementwise|copy|catarray|memcpy|memset"),
+    )
+)
 REP = 50  # milliseconds of one timing for the budget
 BF16, FLOAT32 = 2, 4  # bytes
 
@@ -82,8 +86,11 @@ def profile(step: Callable[[], None], steps: int) -> list[Kernel]:
             step()
         torch.cuda.synchronize()
     # Annotations span kernels that are counted themselves.
-    kernels = [Kernel(event.key, event.count, event.self_device_time_total / 1e3) for event in profiler.key_averages()
-               if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation]
+    kernels = [
+        Kernel(event.key, event.count, event.self_device_time_total / 1e3)
+        for event in profiler.key_averages()
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+    ]
     return sorted(kernels, key=lambda kernel: -kernel.ms)
 
 
@@ -95,15 +102,22 @@ def sum_parts(kernels: list[Kernel], steps: int, budget: dict[str, float]) -> li
         members = [kernel for kernel in kernels if part_of(kernel.name) == part]
         if members or part in budget:
             ms = sum(kernel.ms for kernel in members)
-            rows.append(dict(part=part, launches=sum(kernel.launches for kernel in members) / steps, ms=ms / steps,
-                             share=100 * ms / busy if busy else None, budget_ms=budget.get(part)))
+            rows.append(
+                dict(
+                    part=part,
+                    launches=sum(kernel.launches for kernel in members) / steps,
+                    ms=ms / steps,
+                    share=100 * ms / busy if busy else None,
+                    budget_ms=budget.get(part),
+                )
+            )
     return rows
 
 
 def matmul_rate(size: int = 8192) -> float:
     """Multiplications and additions per second of a large bf16 product."""
     a, b, out = torch.randn(3, size, size, device="cuda").to(torch.bfloat16)
-    return 2 * size ** 3 / bench_scan.measure(lambda: torch.mm(a, b, out=out), REP) * 1e3
+    return 2 * size**3 / bench_scan.measure(lambda: torch.mm(a, b, out=out), REP) * 1e3
 
 
 def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training: bool) -> dict[str, float]:
@@ -113,8 +127,15 @@ def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training
         names = {"forward, saves": "scan forward", "backward": "scan backward"}
     else:
         names = {"forward": "scan forward", "backward, nothing saved": "scan backward"}
-    rows = bench_scan.time_scan(rates, (batch, model.pos_embed.shape[1], mixer.d_inner), mixer.d_state, torch.bfloat16,
-                                mixer.rule, REP, tuple(names)[:2 if training else 1])
+    rows = bench_scan.time_scan(
+        rates,
+        (batch, model.pos_embed.shape[1], mixer.d_inner),
+        mixer.d_state,
+        torch.bfloat16,
+        mixer.rule,
+        REP,
+        tuple(names)[: 2 if training else 1],
+    )
     return {names[row["pass"]]: len(model.blocks) * row["ms"] for row in rows if row["ms"] is not None}
 
 
@@ -136,12 +157,14 @@ def passes_ms(model: VisionLonghorn, tokens: int, bandwidth: float, training: bo
     # Bytes a token, forward and backward. The convolution reads x and writes a result for each set of weights; back, it
     # reads x and the results' gradients and writes that of x. The norm takes the block's output and the residual and
     # leaves the residual and the normalised; back, it takes the gradients of both and the residual, and leaves two.
-    moved = {"short convolution": (BF16 * (1 + sets) * D, BF16 * (2 + sets) * D),
-             FUSED: ((2 * BF16 + 2 * FLOAT32) * dim, (2 * BF16 + 3 * FLOAT32) * dim)}
+    moved = {
+        "short convolution": (BF16 * (1 + sets) * D, BF16 * (2 + sets) * D),
+        FUSED: ((2 * BF16 + 2 * FLOAT32) * dim, (2 * BF16 + 3 * FLOAT32) * dim),
+    }
     if mixer.wiring == "shared":
         # Both directions and the gate to one result; back, also the result's gradient, and three gradients are left.
         moved["gated norm"] = BF16 * 4 * D, BF16 * 7 * D
-    found = {part: tokens * len(model.blocks) * sum(both[:2 if training else 1]) for part, both in moved.items()}
+    found = {part: tokens * len(model.blocks) * sum(both[: 2 if training else 1]) for part, both in moved.items()}
     if training:
         found["optimizer"] = 7 * FLOAT32 * sum(value.numel() for value in model.parameters())
     return {part: total / bandwidth * 1e3 for part, total in found.items()}
@@ -166,8 +189,9 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument("--infer", action="store_true", help="an inference step instead of a training step")
     parser.add_argument("--steps", type=int, default=5, help="steps that are profiled (5)")
     parser.add_argument("--top", type=int, default=0, metavar="N", help="print the N longest kernels by name")
-    parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER",
-                        help="for profile_MODEL_BATCHxRESOLUTION_PASS.json")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, metavar="FOLDER", help="for profile_MODEL_BATCHxRESOLUTION_PASS.json"
+    )
     args = parser.parse_args(argv)
     args.arg = parse_pairs(args.arg)
     if not (torch.cuda.is_available() and bench_scan.kernels.HAS_TRITON):
@@ -193,27 +217,53 @@ def main(argv: Optional[list[str]] = None) -> None:
     rows = sum_parts(kernels, args.steps, budget)
     busy = sum(row["ms"] for row in rows)
     whole = dict(busy_ms=busy, step_ms=measured["ms"], idle_ms=measured["ms"] - busy)
-    total = dict(part="all", launches=sum(row["launches"] for row in rows), ms=busy,
-                 budget_ms=sum(budget.values()) if budget else None)
+    total = dict(
+        part="all",
+        launches=sum(row["launches"] for row in rows),
+        ms=busy,
+        budget_ms=sum(budget.values()) if budget else None,
+    )
     columns = dict(launches=("launches", ".0f"), ms=("ms", ".3f"), share=("%", ".1f"))
-    table(f"{args.model}, {args.batch} x {args.resolution} px, {name}, {args.mode}: a step", [*rows, total],
-          part=("part", ""), **columns, **{"budget_ms": ("budget ms", ".3f")} if budget else {})
-    print(f"\nGPU busy {whole['busy_ms']:.3f} ms, step {whole['step_ms']:.3f} ms, idle {whole['idle_ms']:.3f} ms; "
-          f"{measured['images_per_s']:.1f} images/s")
+    table(
+        f"{args.model}, {args.batch} x {args.resolution} px, {name}, {args.mode}: a step",
+        [*rows, total],
+        part=("part", ""),
+        **columns,
+        **{"budget_ms": ("budget ms", ".3f")} if budget else {},
+    )
+    print(
+        f"\nGPU busy {whole['busy_ms']:.3f} ms, step {whole['step_ms']:.3f} ms, idle {whole['idle_ms']:.3f} ms; "
+        f"{measured['images_per_s']:.1f} images/s"
+    )
     if rates:
-        print(f"rates of the budget: copy {rates['bytes'] / 1e12:.2f} TB/s, "
-              f"bf16 product {rates['matmul_flops'] / 1e12:.0f} TFLOP/s")
-    shown = [dict(name=kernel.name, part=part_of(kernel.name), launches=kernel.launches / args.steps,
-                  ms=kernel.ms / args.steps) for kernel in kernels]
+        print(
+            f"rates of the budget: copy {rates['bytes'] / 1e12:.2f} TB/s, "
+            f"bf16 product {rates['matmul_flops'] / 1e12:.0f} TFLOP/s"
+        )
+    shown = [
+        dict(
+            name=kernel.name,
+            part=part_of(kernel.name),
+            launches=kernel.launches / args.steps,
+            ms=kernel.ms / args.steps,
+        )
+        for kernel in kernels
+    ]
     if args.top:
-        table(f"the {args.top} longest kernels", [row | {"name": row["name"][:120]} for row in shown[:args.top]],
-              launches=columns["launches"], ms=columns["ms"], part=("part", ""), name=("kernel", ""))
+        table(
+            f"the {args.top} longest kernels",
+            [row | {"name": row["name"][:120]} for row in shown[: args.top]],
+            launches=columns["launches"],
+            ms=columns["ms"],
+            part=("part", ""),
+            name=("kernel", ""),
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"profile_{args.model}_{args.batch}x{args.resolution}_{name}.json"
     path.write_text(json.dumps(dict(
         environment=found, model=args.model, args=args.arg, mode=args.mode, batch=args.batch,
         resolution=args.resolution, **{"pass": name}, **whole, measured=measured, rates=rates, parts=rows,
-        kernels=shown), indent=1) + "\n")
+        kernels=shown), indent=1) + "\n")  # fmt: skip
     print(f"\nwritten to {path}")
 
 

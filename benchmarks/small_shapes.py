@@ -1,13 +1,13 @@
 """Every kernel once at small, awkward sizes, for a memory checker:
 
-    compute-sanitizer --tool memcheck python benchmarks/small_shapes.py
-    compute-sanitizer --tool racecheck python benchmarks/small_shapes.py
+compute-sanitizer --tool memcheck python benchmarks/small_shapes.py
+compute-sanitizer --tool racecheck python benchmarks/small_shapes.py
 """
 
 import bench_scan  # first, since it lets a checkout do without installation
 import torch
-
 from vision_longhorn.kernels.rules import NAMES, get_rule
+
 from vision_longhorn.models.mixers import BidirectionalMixer
 
 

@@ -16,10 +16,10 @@ from statistics import median
 
 # First, since it lets a checkout do without installation.
 from common import RESULTS, environment, print_environment, table
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train_imagenet
 from vision_longhorn.command_line.parser import Parser, run_cli
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 CURVES = {"images_per_s": "images/s", "host_gib": "host, GiB", "device_gib": "device, GiB", "data_wait": "data wait"}
 DIGITS = 1437  # in the training split
@@ -28,8 +28,11 @@ DIGITS = 1437  # in the training split
 def read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
     """(update, value) of each curve that the run has."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
-    return {name: [(point.step, point.value) for point in events.Scalars(f"train/{name}")]
-            for name in CURVES if f"train/{name}" in events.Tags()["scalars"]}
+    return {
+        name: [(point.step, point.value) for point in events.Scalars(f"train/{name}")]
+        for name in CURVES
+        if f"train/{name}" in events.Tags()["scalars"]
+    }
 
 
 def compare(points: list[tuple[int, float]], updates: int) -> dict:
@@ -42,10 +45,13 @@ def compare(points: list[tuple[int, float]], updates: int) -> dict:
 
 def plot(curves: dict[str, list[tuple[int, float]]], path: Path, title: str) -> None:
     import matplotlib
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(len(curves), figsize=(8, 2 * len(curves)), sharex=True, layout="constrained",
-                                squeeze=False)
+
+    figure, axes = plt.subplots(
+        len(curves), figsize=(8, 2 * len(curves)), sharex=True, layout="constrained", squeeze=False
+    )
     for axis, (name, points) in zip(axes[:, 0], curves.items()):
         axis.plot(*zip(*points), linewidth=0.8)
         axis.set_ylim(bottom=0)
@@ -69,11 +75,17 @@ def main() -> None:
     epochs = -(-args.updates // (DIGITS // args.batch_size))
     with tempfile.TemporaryDirectory() as folder:
         argv = ["--config", "demo_digits", "--epochs", str(epochs), "--batch-size", str(args.batch_size), "--workers",
-                str(args.workers), "--eval-interval", "50", "--run-dir", f"{folder}/run", *more]
+                str(args.workers), "--eval-interval", "50", "--run-dir", f"{folder}/run", *more]  # fmt: skip
         curves = read(train_imagenet.main(argv))
     rows = [dict(what=CURVES[name], **compare(points, args.updates)) for name, points in curves.items()]
-    table(f"{curves['images_per_s'][-1][0]:,} updates", rows, what=("", ""), first=("first quarter", ".4f"),
-          last=("last quarter", ".4f"), change=("change", "+.4f"))
+    table(
+        f"{curves['images_per_s'][-1][0]:,} updates",
+        rows,
+        what=("", ""),
+        first=("first quarter", ".4f"),
+        last=("last quarter", ".4f"),
+        change=("change", "+.4f"),
+    )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "soak.json").write_text(json.dumps(dict(environment=found, rows=rows, curves=curves)) + "\n")
     plot(curves, args.out / "soak.png", found.get("gpu") or "CPU")

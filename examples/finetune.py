@@ -30,7 +30,7 @@ def odd_or_even():
     images = torch.zeros(len(pictures), 1, *SIZE)
     for image, picture in zip(images, pictures.clamp(0, 1)):
         left = int(torch.randint(SIZE[1] - 31, ()))
-        image[..., left:left + 32] = picture
+        image[..., left : left + 32] = picture
     return (images.expand(-1, 3, -1, -1) - 0.3) / 0.4, torch.tensor(digits.target % 2)
 
 
@@ -38,9 +38,12 @@ def load(path):
     """The model of the checkpoint at `path`, its averaged weights if it has any, for two classes and images of SIZE."""
     checkpoint = load_checkpoint(path)
     return timm.create_model(
-        checkpoint["arch"], pretrained=True, num_classes=2,
+        checkpoint["arch"],
+        pretrained=True,
+        num_classes=2,
         pretrained_cfg_overlay=dict(file=path, num_classes=checkpoint["num_classes"]),
-        **{**checkpoint["config"]["model_kwargs"], "img_size": SIZE, "patch_size": PATCH})
+        **{**checkpoint["config"]["model_kwargs"], "img_size": SIZE, "patch_size": PATCH},
+    )
 
 
 def finetune(model, images, labels, epochs=10, lr=1e-3, layer_decay=0.7, batch_size=20):

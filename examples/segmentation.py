@@ -41,14 +41,14 @@ def make_scenes(count, digits):
             i = int(torch.randint(len(digits.images), ()))
             digit = torch.tensor(digits.images[i] / 16, dtype=torch.float32)  # (8, 8)
             top, left = int(torch.randint(9, ())), 13 * third + int(torch.randint(6, ()))
-            image[top:top + 8, left:left + 8] = digit
-            target[top:top + 8, left:left + 8] = (digit > 0.25) * (1 + int(digits.target[i]))
+            image[top : top + 8, left : left + 8] = digit
+            target[top : top + 8, left : left + 8] = (digit > 0.25) * (1 + int(digits.target[i]))
     return (images[:, None].expand(-1, 3, -1, -1) - 0.3) / 0.4, classes
 
 
 def mean_iou(predicted, classes):
     """Intersection over union of the pixels, mean over the classes, in per cent."""
-    pairs = torch.bincount((CLASSES * classes + predicted).flatten(), minlength=CLASSES ** 2).view(CLASSES, CLASSES)
+    pairs = torch.bincount((CLASSES * classes + predicted).flatten(), minlength=CLASSES**2).view(CLASSES, CLASSES)
     both = pairs.diag()
     return 100 * float((both / (pairs.sum(0) + pairs.sum(1) - both)).mean())
 
@@ -60,8 +60,12 @@ def main(argv=None):
     torch.manual_seed(0)
     digits = load_digits(n_class=CLASSES - 1)
     images, classes = make_scenes(2000, digits)
-    model = Segmenter(timm.create_model(
-        "vlonghorn_test", features_only=True, out_indices=(0, 1), img_size=SIZE, patch_size=4, depth=2), CLASSES)
+    model = Segmenter(
+        timm.create_model(
+            "vlonghorn_test", features_only=True, out_indices=(0, 1), img_size=SIZE, patch_size=4, depth=2
+        ),
+        CLASSES,
+    )
 
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 6e-3, total_steps=args.steps)

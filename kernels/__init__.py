@@ -19,7 +19,7 @@ from .ops import scan_plan
 from .reference import longhorn_step, selective_step
 
 __all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "recurrent_scan", "scan_plan",
-           "selective_scan", "selective_step"]
+           "selective_scan", "selective_step"]  # fmt: skip
 
 
 def longhorn_scan(
@@ -181,17 +181,22 @@ def recurrent_scan(
 
 
 def _run(
-    tensors: tuple[Optional[Tensor], ...], options: tuple[str, str, str, bool, bool], return_final_state: bool,
-    save_states: Optional[bool], backend: str, regime: str,
+    tensors: tuple[Optional[Tensor], ...],
+    options: tuple[str, str, str, bool, bool],
+    return_final_state: bool,
+    save_states: Optional[bool],
+    backend: str,
+    regime: str,
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
-        scan = Scan(*tensors, *options, regime)
+        scan = Scan._make((*tensors, *options, regime))
         check(scan)
         y, final_state = reference.scan(scan)
         return (y, final_state) if return_final_state else y
     if save_states is None:
         save_states = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    y, final_state, _ = torch.ops.vision_longhorn.scan(*tensors, *options, return_final_state, save_states, backend,
-                                                        regime)
+    y, final_state, _ = torch.ops.vision_longhorn.scan(
+        *tensors, *options, return_final_state, save_states, backend, regime
+    )
     return (y, final_state) if return_final_state else y

@@ -25,6 +25,7 @@ class Scan(NamedTuple):
     Tensors with a leading direction axis have it first; where it is absent, both directions read the same values.
     """
 
+    # fmt: off
     x: Tensor                      # ([2,] B, L, D)
     step: Optional[Tensor]         # ([2,] B, L, D or 1), or (.., N) where the rule wants one for each state
     k: Tensor                      # ([2,] B, L, N)
@@ -40,6 +41,7 @@ class Scan(NamedTuple):
     softplus: bool = True          # Mamba only
     A_per_token: bool = False      # Mamba only
     regime: str = "auto"           # Triton only
+    # fmt: on
 
     @property
     def reversed(self) -> tuple[bool, ...]:
@@ -93,8 +95,10 @@ def check(scan: Scan) -> None:
     check_option("combine", scan.combine, COMBINES)
     check_option("regime", scan.regime, REGIMES)
     if scan.regime == "parallel" and rule.kind != "decay":
-        raise ValueError(f"regime='parallel' with rule={scan.rule!r}: its steps are no products of numbers; "
-                         "use regime='auto' or rule='diagonal'")
+        raise ValueError(
+            f"regime='parallel' with rule={scan.rule!r}: its steps are no products of numbers; "
+            "use regime='auto' or rule='diagonal'"
+        )
     if scan.combine != "none" and scan.direction != "both":
         raise ValueError(f"combine={scan.combine!r} adds two directions; with direction={scan.direction!r} use 'none'")
 
@@ -103,8 +107,10 @@ def check(scan: Scan) -> None:
     if scan.step is None:
         raise ValueError(f"{names.get('step', 'step')} is None; rule={scan.rule!r} needs it")
     if scan.x.ndim not in ((3, 4) if both else (3,)):
-        raise ValueError(f"x has shape {tuple(scan.x.shape)}; it must be (B, L, D)"
-                         f"{' or (2, B, L, D)' if both else ''} with direction={scan.direction!r}")
+        raise ValueError(
+            f"x has shape {tuple(scan.x.shape)}; it must be (B, L, D)"
+            f"{' or (2, B, L, D)' if both else ''} with direction={scan.direction!r}"
+        )
     B, L, D = scan.x.shape[-3:]
     N = scan.k.shape[-1] if scan.k.ndim else 0
     if L < 1:
@@ -119,9 +125,11 @@ def check(scan: Scan) -> None:
             options += [(2, *shape) for shape in allowed]
         # Lengths first: comparing (B, ...) with (2, B, ...) would tie the batch of a compiled model to other than 2.
         if not any(value.ndim == len(shape) and tuple(value.shape) == shape for shape in options):
-            raise ValueError(f"{names.get(field, field)} has shape {tuple(value.shape)}; with x {tuple(scan.x.shape)}, "
-                             f"d_state {N} and direction={scan.direction!r} it must be "
-                             f"{' or '.join(str(shape) for shape in options)}")
+            raise ValueError(
+                f"{names.get(field, field)} has shape {tuple(value.shape)}; with x {tuple(scan.x.shape)}, "
+                f"d_state {N} and direction={scan.direction!r} it must be "
+                f"{' or '.join(str(shape) for shape in options)}"
+            )
 
     shaped("x", (B, L, D))
     shaped("k", (B, L, N))
@@ -140,8 +148,9 @@ def check(scan: Scan) -> None:
         if value.dtype not in DTYPES:
             raise ValueError(f"{names.get(name, name)} is {value.dtype}; use bfloat16, float16, float32 or float64")
         if value.device != scan.x.device:
-            raise ValueError(f"{names.get(name, name)} is on {value.device} and x on {scan.x.device}; "
-                             "put them on one device")
+            raise ValueError(
+                f"{names.get(name, name)} is on {value.device} and x on {scan.x.device}; put them on one device"
+            )
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -23,11 +23,15 @@ def choose_backend(backend: str, device: torch.device) -> str:
         return "triton" if device.type == "cuda" and HAS_TRITON else "torch"
     if backend == "triton":
         if not HAS_TRITON:
-            raise RuntimeError("backend='triton' was asked for and triton is not installed; "
-                               "use backend='auto' or install a build of torch that brings triton")
+            raise RuntimeError(
+                "backend='triton' was asked for and triton is not installed; "
+                "use backend='auto' or install a build of torch that brings triton"
+            )
         if device.type != "cuda" and not load_backend("triton", "lanes").INTERPRETED:
-            raise RuntimeError(f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
-                               "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU")
+            raise RuntimeError(
+                f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
+                "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU"
+            )
     return backend
 
 

@@ -7,7 +7,7 @@ again than to keep, and so, unless `save_states`, do the states of the scan. Wha
 operator's border is nothing: both neighbours are matrix products.
 """
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ class Mix(NamedTuple):
     With S = 1 both share one, and `norm_weight` says how their outputs meet (see `backends.torch.norm`); without it
     there is the forward direction alone."""
 
+    # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token
     conv_bias: Tensor              # (S, D)
@@ -34,6 +35,7 @@ class Mix(NamedTuple):
     norm_weight: Optional[Tensor]  # (2, D)
     rule: str                      # one of `rules.NAMES`
     eps: float                     # of the norms
+    # fmt: on
 
     @property
     def shared(self) -> bool:
@@ -66,7 +68,7 @@ class Mix(NamedTuple):
         x_proj = self.x_proj.to(dtype)
         if self.width == self.rank:
             return x_proj
-        return torch.cat([F.pad(x_proj[:, :self.rank], [0, 0, 0, self.width - self.rank]), x_proj[:, self.rank:]], 1)
+        return torch.cat([F.pad(x_proj[:, : self.rank], [0, 0, 0, self.width - self.rank]), x_proj[:, self.rank :]], 1)
 
     def padded_dt_proj(self, dtype: torch.dtype) -> Tensor:
         """(S, D or 1, width)."""
@@ -74,9 +76,10 @@ class Mix(NamedTuple):
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor) -> Scan:
         """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width)."""
-        k, q, *a = low[..., self.width:].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
+        k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
-        z, D, bias = self.xz.chunk(2, -1)[1], self.D, self.dt_bias
+        z: Optional[Tensor] = self.xz.chunk(2, -1)[1]
+        D, bias = self.D, self.dt_bias
         direction, combine = "both", "mean"
         if len(self.conv_weight) == 1:
             # Without the leading axis both directions read the same values.
@@ -96,19 +99,23 @@ def prepare(mix: Mix) -> Mix:
     R, steps, x_rows = mix.rank, mix.dt_proj.shape[1], mix.x_proj.shape[1]
     right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "x_proj": (S, x_rows, D),
              "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D), "norm_weight": (2, D),
-             "xz": (*mix.xz.shape[:2], 2 * D)}
+             "xz": (*mix.xz.shape[:2], 2 * D)}  # fmt: skip
     for name, shape in right.items():
         value = getattr(mix, name)
         if value is not None and (value.ndim != len(shape) or tuple(value.shape) != shape):
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
-                             f"{'both directions' if S == 1 else 'each direction'} it must be {shape}")
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
+                f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
+            )
     parts = 3 if mix.A_per_token else 2
     if x_rows <= R or (x_rows - R) % parts:
         raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + {parts} d_state")
     return mix._replace(
-        xz=mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous(), conv_weight=mix.conv_weight.contiguous(),
+        xz=mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous(),
+        conv_weight=mix.conv_weight.contiguous(),
         conv_bias=mix.conv_bias.contiguous(),
-        norm_weight=None if mix.norm_weight is None else mix.norm_weight.contiguous())
+        norm_weight=None if mix.norm_weight is None else mix.norm_weight.contiguous(),
+    )
 
 
 def _wide(value: Tensor) -> torch.dtype:
@@ -122,8 +129,9 @@ def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tens
     return -torch.exp(A_log.to(_wide(a))[:, None, None] + a)
 
 
-def token_facts(x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor]
-                ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+def token_facts(
+    x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     """What the scan reads of the convolved x (S, B, L, D), written out in the dtype of x: the logits with their bias
     (S, B, L, D, 1 or N), the keys (S, B, L, N), and A as the rule has it. Parameters as in `Mix`."""
     R = dt_proj.shape[2]
@@ -147,7 +155,7 @@ def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
 def _step_sizes(mix: Mix, low: Tensor) -> Tensor:
     S, B, L, _ = low.shape
     dt_proj = mix.padded_dt_proj(low.dtype).transpose(1, 2)  # (S, width, D or 1)
-    return torch.bmm(_rows(low)[..., :mix.width], dt_proj).view(S, B, L, dt_proj.shape[2])
+    return torch.bmm(_rows(low)[..., : mix.width], dt_proj).view(S, B, L, dt_proj.shape[2])
 
 
 def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -187,6 +195,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     grads["dt_proj"] = _weight_grad(dstep, _rows(low)[..., :width])[..., :R]
     of_token = [_rows(stacked(name)) for name in ("k", "q")]
     if mix.A_per_token:
+        assert scan_rates is not None
         da = stacked("A") * scan_rates  # d exp(A_log + a) is the rate itself
         of_token.append(_rows(da.to(low.dtype)))
         grads["A_log"] = da.sum((1, 2))
@@ -195,7 +204,8 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     grads["x_proj"] = dx_proj if width == R else torch.cat([dx_proj[:, :R], dx_proj[:, width:]], 1)
     dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.padded_x_proj(low.dtype)).view_as(convolved)
     grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
-        dconvolved, x, mix.conv_weight, mix.conv_bias, dx)
+        dconvolved, x, mix.conv_weight, mix.conv_bias, dx
+    )
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
     if mix.A_log is not None and not mix.A_per_token:
         grads["A_log"] = stacked("A") * (-torch.exp(mix.A_log.to(_wide(x))))
@@ -210,7 +220,7 @@ def mix(
     xz: Tensor, conv_weight: Tensor, conv_bias: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor,
     A_log: Optional[Tensor], D: Tensor, norm_weight: Optional[Tensor], rule: str, eps: float, save_states: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`forward` as an operator; its tensors and options are the fields of `Mix`. The first output is y, (B, L, D) in
     the dtype of xz; the others are for the backward pass, and no gradient flows through them."""
     values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
@@ -219,7 +229,11 @@ def mix(
 
 
 @mix.register_fake
-def _(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, save_states, backend):
+def _(
+    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor,
+    A_log: Optional[Tensor], D: Tensor, norm_weight: Optional[Tensor], rule: str, eps: float, save_states: bool,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     values = prepare(Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps))
     S, d_inner, _ = conv_weight.shape
     B, L, _ = xz.shape
@@ -227,8 +241,12 @@ def _(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weigh
     scan = values.scan(xz.new_empty(S, B, L, d_inner), xz.new_empty(S, B, L, dt_proj.shape[1]), low)
     check(scan)
     saved = ops.saved_shape(scan, backend) if save_states else (0,)
-    return (xz.new_empty(B, L, d_inner), low, xz.new_empty(saved, dtype=scan.accumulator),
-            xz.new_empty((2, B, L, d_inner) if values.shared else (0,)))
+    return (
+        xz.new_empty(B, L, d_inner),
+        low,
+        xz.new_empty(saved, dtype=scan.accumulator),
+        xz.new_empty((2, B, L, d_inner) if values.shared else (0,)),
+    )
 
 
 @torch.library.custom_op("vision_longhorn::mix_backward", mutates_args=())
@@ -236,30 +254,38 @@ def mix_backward(
     dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
     x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
     norm_weight: Optional[Tensor], rule: str, eps: float, backend: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each tensor of `Mix`, empty where the tensor is absent."""
     values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
     with torch.autocast(xz.device.type, enabled=False):
         grads = backward(values, dy.contiguous(), low, saved, o, choose_backend(backend, xz.device))
-    return tuple(xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
-                 for name, value in zip(Mix._fields[:TENSORS], values))
+    found = (
+        xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
+        for name, value in zip(Mix._fields, values[:9])
+    )
+    return cast(Any, tuple(found))
 
 
 @mix_backward.register_fake
-def _(dy, low, saved, o, xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps,
-      backend):
-    return tuple(xz.new_empty(0) if value is None else value.new_empty(value.shape)
-                 for value in (xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight))
+def _(
+    dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
+    x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
+    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(
+        xz.new_empty(0) if value is None else value.new_empty(value.shape)
+        for value in (xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight)
+    )
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, (rule, eps, _, backend) = inputs[:TENSORS], inputs[TENSORS:]
     ctx.save_for_backward(*output[1:], *tensors)
     ctx.options = rule, eps, backend
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx, dy, *_):
+def _autograd(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Optional[Tensor], ...]:
     if dy is None:
         return (None,) * (TENSORS + 4)
     low, saved, o, *tensors = ctx.saved_tensors

@@ -5,7 +5,7 @@ inside is chosen by the device of the inputs, or forced by `backend`.
 """
 
 from types import ModuleType
-from typing import Optional
+from typing import Any, Optional, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,9 @@ def implementation(scan: Scan, backend: str) -> ModuleType:
     """
     name = choose_backend(backend, scan.x.device)
     if scan.regime == "parallel" and name == "torch":
-        raise ValueError("regime='parallel' is one of the Triton kernels', and these tensors take the torch path; "
-                         "use regime='auto'")
+        raise ValueError(
+            "regime='parallel' is one of the Triton kernels', and these tensors take the torch path; use regime='auto'"
+        )
     return load_backend(name, "scan")
 
 
@@ -32,8 +33,9 @@ def forward(scan: Scan, save_states: bool, backend: str) -> tuple[Tensor, Tensor
     return implementation(scan, backend).forward(scan.law.prepare(scan), save_states)
 
 
-def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: str,
-             dz: Optional[Tensor] = None) -> dict[str, Tensor]:
+def backward(
+    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: str, dz: Optional[Tensor] = None
+) -> dict[str, Tensor]:
     """A gradient for each tensor of `scan`, by field; that of z is written to `dz` instead, if given."""
     prepared = scan.law.prepare(scan)
     grads = implementation(scan, backend).backward(prepared, dy, dfinal, saved, dz)
@@ -63,14 +65,13 @@ def scan(
     x: Tensor, step: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor],
     bias: Optional[Tensor], initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool,
     A_per_token: bool, return_final_state: bool, save_states: bool, backend: str, regime: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The operator behind `longhorn_scan` and `selective_scan`; its arguments are the fields of `Scan`.
 
     Returns y, the final state (empty unless `return_final_state`), and what the backward pass wants kept: the states
     at the starts of the chunks if `save_states`, else an empty tensor, and the backward pass finds them again.
     """
-    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
-                  regime)
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token, regime)
     check(inputs)
     with torch.autocast(x.device.type, enabled=False):  # sums are in float32, whatever surrounds the operator
         y, final_state, saved = forward(inputs, save_states, backend)
@@ -78,15 +79,19 @@ def scan(
 
 
 @scan.register_fake
-def _(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
-      return_final_state, save_states, backend, regime):
-    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
-                  regime)
+def _(
+    x: Tensor, step: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor],
+    bias: Optional[Tensor], initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool,
+    A_per_token: bool, return_final_state: bool, save_states: bool, backend: str, regime: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token, regime)
     check(inputs)
     saved = saved_shape(inputs, backend) if save_states else (0,)
-    return (x.new_empty(inputs.output_shape),
-            x.new_empty(inputs.state_shape if return_final_state else (0,), dtype=inputs.accumulator),
-            x.new_empty(saved, dtype=inputs.accumulator))
+    return (
+        x.new_empty(inputs.output_shape),
+        x.new_empty(inputs.state_shape if return_final_state else (0,), dtype=inputs.accumulator),
+        x.new_empty(saved, dtype=inputs.accumulator),
+    )
 
 
 @torch.library.custom_op("vision_longhorn::scan_backward", mutates_args=())
@@ -95,23 +100,28 @@ def scan_backward(
     A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor], bias: Optional[Tensor],
     initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool, A_per_token: bool,
     backend: str, regime: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each tensor of `Scan`, empty where the tensor is absent."""
-    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
-                  regime)
+    inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token, regime)
     with torch.autocast(x.device.type, enabled=False):
         grads = backward(inputs, dy, dfinal, saved, backend)
-    return tuple(grads[name] if name in grads else x.new_empty(0) for name in TENSORS)
+    return cast(Any, tuple(grads[name] if name in grads else x.new_empty(0) for name in TENSORS))
 
 
 @scan_backward.register_fake
-def _(dy, dfinal, saved, x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token,
-      backend, regime):
-    return tuple(x.new_empty(0) if value is None else value.new_empty(value.shape)
-                 for value in (x, step, k, q, A, z, D, bias, initial_state))
+def _(
+    dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, x: Tensor, step: Tensor, k: Tensor, q: Tensor,
+    A: Optional[Tensor], z: Optional[Tensor], D: Optional[Tensor], bias: Optional[Tensor],
+    initial_state: Optional[Tensor], rule: str, direction: str, combine: str, softplus: bool, A_per_token: bool,
+    backend: str, regime: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return tuple(
+        x.new_empty(0) if value is None else value.new_empty(value.shape)
+        for value in (x, step, k, q, A, z, D, bias, initial_state)
+    )
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     tensors, options, (return_final_state, _, *where) = inputs[:9], inputs[9:14], inputs[14:]
     ctx.save_for_backward(output[2], *tensors)
     ctx.options = (*options, *where)
@@ -119,7 +129,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _autograd(ctx, dy, dfinal, _):
+def _autograd(ctx: Any, dy: Optional[Tensor], dfinal: Optional[Tensor], _: Any) -> tuple[Optional[Tensor], ...]:
     saved, *tensors = ctx.saved_tensors
     dfinal = dfinal if ctx.has_final_state else None
     if dy is None and dfinal is None:

@@ -113,19 +113,18 @@ def scan(scan: Scan) -> tuple[Tensor, Tensor]:
         scan.reversed, each_direction(scan.x, 3), each_direction(scan.step, 3), each_direction(scan.k, 3),
         each_direction(scan.q, 3), each_direction(scan.A, 3 if scan.A_per_token else 2), each_direction(scan.z, 3),
         each_direction(scan.D, 1), each_direction(scan.bias, 1), each_direction(scan.initial_state, 3),
-    ):
+    ):  # fmt: skip
         state = x.new_zeros(B, D, N) if state is None else state
-        y = [x] * L
+        outputs = [x] * L
         for t in reversed(range(L)) if backward else range(L):
             A_t = A[:, t].unsqueeze(1) if scan.A_per_token else A
             logit = step[:, t] if bias is None else step[:, t] + bias
             state = scan.law.update(state, x[:, t], logit, k[:, t], A_t, scan.softplus)
-            y[t] = read_out(state, x[:, t], q[:, t], None if z is None else z[:, t], skip)
-        ys.append(torch.stack(y, 1))  # (B, L, D)
+            outputs[t] = read_out(state, x[:, t], q[:, t], None if z is None else z[:, t], skip)
+        ys.append(torch.stack(outputs, 1))  # (B, L, D)
         states.append(state)
 
     if scan.direction != "both":
         return ys[0].to(scan.x.dtype), states[0]
     y = torch.stack(ys) if scan.combine == "none" else scan.output_scale * (ys[0] + ys[1])
     return y.to(scan.x.dtype), torch.stack(states)
-

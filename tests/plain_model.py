@@ -1,7 +1,6 @@
 """The whole model, written out plainly from the description of the papers, to compare the fast one with."""
 
 import torch
-
 from vision_longhorn.kernels.rules import get_rule
 
 
@@ -17,7 +16,7 @@ def plain_conv(p, i, x):
 def plain_scan(p, i, x, mixer):
     rank, N = mixer.dt_rank, mixer.d_state
     low = x @ p["x_proj"][i].t()
-    k, q, a = low[..., rank:rank + N], low[..., rank + N:rank + 2 * N], low[..., rank + 2 * N:]
+    k, q, a = low[..., rank : rank + N], low[..., rank + N : rank + 2 * N], low[..., rank + 2 * N :]
     logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
     state, ys = x.new_zeros(x.shape[0], x.shape[2], N), []
     for t in range(x.shape[1]):

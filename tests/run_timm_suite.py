@@ -117,7 +117,7 @@ def main() -> int:
         Path(folder, "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
         return subprocess.run([sys.executable, "-m", "pytest", "-ra", "-k", OURS, *arguments,
                                "-p", "no:cacheprovider", "--rootdir", folder, "-c", f"{folder}/pytest.ini",
-                               f"{folder}/test_models.py"], check=False).returncode
+                               f"{folder}/test_models.py"], check=False).returncode  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """Random inputs for the scans, and the comparison of an implementation with the float64 reference."""
 
 import torch
+from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn import kernels
-from vision_longhorn.kernels.rules import NAMES, get_rule
 
 DECAYS = tuple(name for name in NAMES if get_rule(name).kind == "decay")  # whose time can be cut into segments
 # Every rule, and those with an A once more with each token's own.
@@ -12,7 +12,7 @@ KEYS = ("zero", "unit", "mixed", "large")
 
 
 def make_inputs(rule, B, L, D, N, *, direction="forward", stacked=True, scalar_step=False, keys="unit",
-                dtype=torch.float32, seed=0, device="cpu", gate=True, state=True):
+                dtype=torch.float32, seed=0, device="cpu", gate=True, state=True):  # fmt: skip
     """Fresh inputs; low-precision dtypes apply to what a network computes per token, weights stay float32 as in the
     models. `keys`: "zero", "unit" (norms near 1), "mixed" (1e-3 to 1e3, log-uniform, some zero), "large" (1e3)."""
     generator = torch.Generator().manual_seed(seed)
@@ -26,7 +26,7 @@ def make_inputs(rule, B, L, D, N, *, direction="forward", stacked=True, scalar_s
     lead = (2,) if both and stacked else ()
     k = draw(*lead, B, L, N, dtype=torch.float64)
     if not law.takes_A:
-        k = k / N ** 0.5
+        k = k / N**0.5
         if keys == "mixed":
             size = 10 ** (6 * torch.rand(*lead, B, L, 1, generator=generator, dtype=torch.float64) - 3)
             k = k * size * (torch.rand(*lead, B, L, 1, generator=generator) > 0.1)
@@ -56,13 +56,30 @@ def call(rule, inputs, **options):
     rest = {name: inputs.get(name) for name in ("z", "D", "initial_state")}
     if rule.startswith("mamba"):
         return kernels.selective_scan(
-            inputs["x"], inputs["step"], inputs["A"], inputs["k"], inputs["q"], dt_bias=inputs.get("bias"),
-            A_per_token=rule == "mamba_per_token", **rest, **options)
+            inputs["x"],
+            inputs["step"],
+            inputs["A"],
+            inputs["k"],
+            inputs["q"],
+            dt_bias=inputs.get("bias"),
+            A_per_token=rule == "mamba_per_token",
+            **rest,
+            **options,
+        )
     if rule in ("diagonal", "exact"):
-        return kernels.longhorn_scan(inputs["x"], inputs["step"], inputs["k"], inputs["q"],
-                                     beta_bias=inputs.get("bias"), rule=rule, **rest, **options)
-    return kernels.recurrent_scan(inputs["x"], inputs["step"], inputs["k"], inputs["q"], bias=inputs.get("bias"),
-                                  rule=rule, **rest, **options)
+        return kernels.longhorn_scan(
+            inputs["x"],
+            inputs["step"],
+            inputs["k"],
+            inputs["q"],
+            beta_bias=inputs.get("bias"),
+            rule=rule,
+            **rest,
+            **options,
+        )
+    return kernels.recurrent_scan(
+        inputs["x"], inputs["step"], inputs["k"], inputs["q"], bias=inputs.get("bias"), rule=rule, **rest, **options
+    )
 
 
 def outputs_and_gradients(rule, inputs, *, seed=1, **options):
@@ -74,8 +91,7 @@ def outputs_and_gradients(rule, inputs, *, seed=1, **options):
     weights = [torch.randn(out.shape, generator=generator).bfloat16().to(out.device) for out in (y, state)]
     loss = sum((out.double() * weight.double()).sum() for out, weight in zip((y, state), weights))
     grads = torch.autograd.grad(loss, list(leaves.values()))
-    return {"y": y.detach(), "state": state.detach(),
-            **{f"d{name}": grad for name, grad in zip(leaves, grads)}}
+    return {"y": y.detach(), "state": state.detach(), **{f"d{name}": grad for name, grad in zip(leaves, grads)}}
 
 
 def relative_rms(value, reference):

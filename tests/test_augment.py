@@ -53,10 +53,19 @@ def tensor_of(image):
 
 
 def timms(**options):
-    return create_transform(48, is_training=True, **{
-        "interpolation": "bicubic", "mean": MEAN, "std": STD, "auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25,
-        "re_mode": "pixel", **options,
-    })
+    return create_transform(
+        48,
+        is_training=True,
+        **{
+            "interpolation": "bicubic",
+            "mean": MEAN,
+            "std": STD,
+            "auto_augment": "rand-m9-mstd0.5-inc1",
+            "re_prob": 0.25,
+            "re_mode": "pixel",
+            **options,
+        },
+    )
 
 
 def operate(name, argument, image, bilinear=False):
@@ -73,7 +82,8 @@ def operate(name, argument, image, bilinear=False):
 @pytest.mark.parametrize("name", sorted(LEVEL_TO_ARG))
 def test_operations_give_what_pil_gives(name):
     known = {"PosterizeIncreasing": "Posterize", "PosterizeOriginal": "Posterize"}.get(
-        name, name.removesuffix("Increasing"))
+        name, name.removesuffix("Increasing")
+    )
     if known not in KINDS:
         assert name in ("Desaturate", "GaussianBlur", "GaussianBlurRand"), f"{name} has no form for batches"
         return
@@ -85,8 +95,11 @@ def test_operations_give_what_pil_gives(name):
                 arguments = LEVEL_TO_ARG[name](level, {"translate_const": 20}) if LEVEL_TO_ARG[name] else (0,)
                 if "Posterize" in name and arguments[0] < 1:
                     continue  # PIL refuses 0 bits
-                wanted = tensor_of(NAME_TO_OP[name](image, *(arguments if LEVEL_TO_ARG[name] else ()),
-                                                    fillcolor=FILL, resample=resample))
+                wanted = tensor_of(
+                    NAME_TO_OP[name](
+                        image, *(arguments if LEVEL_TO_ARG[name] else ()), fillcolor=FILL, resample=resample
+                    )
+                )
                 got = operate(known, arguments[0], image, resample == Image.BILINEAR)
                 off = (wanted.int() - got.int()).abs()
                 if known not in AFFINE:
@@ -114,11 +127,16 @@ def test_transform_is_split_as_it_stands():
     assert torch.equal(batch[0], kept), "the caller's batch was changed"
 
 
-@pytest.mark.parametrize("step, options", [
-    ("AugMix", {"auto_augment": "augmix-m3"}), ("Desaturate", {"auto_augment": "3a"}),
-    ("ColorJitter", {"auto_augment": None, "color_jitter": (0.1, 0.1, 0.1, 0.1)}),
-    ("Crop", {"interpolation": "nearest"}), ("Resize", {"no_aug": True}),
-])
+@pytest.mark.parametrize(
+    "step, options",
+    [
+        ("AugMix", {"auto_augment": "augmix-m3"}),
+        ("Desaturate", {"auto_augment": "3a"}),
+        ("ColorJitter", {"auto_augment": None, "color_jitter": (0.1, 0.1, 0.1, 0.1)}),
+        ("Crop", {"interpolation": "nearest"}),
+        ("Resize", {"no_aug": True}),
+    ],
+)
 def test_what_cannot_be_split_is_named(step, options):
     with pytest.raises(UserError, match=step):
         split_transform(timms(**options))
@@ -128,8 +146,16 @@ def test_what_cannot_be_split_is_named(step, options):
 def test_same_seed_same_crop_box_and_flip(flips):
     # With one interpolation timm draws box and flip the same way in both paths, so seeds bring the same pictures.
     image, off = photo(4, (130, 100)), []
-    whole = create_transform(48, is_training=True, interpolation="bicubic", color_jitter=None, mean=MEAN, std=STD,
-                             hflip=flips[0], vflip=flips[1])
+    whole = create_transform(
+        48,
+        is_training=True,
+        interpolation="bicubic",
+        color_jitter=None,
+        mean=MEAN,
+        std=STD,
+        hflip=flips[0],
+        vflip=flips[1],
+    )
     crops, finish = split_transform(whole)
     for seed in range(60):
         random.seed(seed), torch.manual_seed(seed)
@@ -142,8 +168,16 @@ def test_same_seed_same_crop_box_and_flip(flips):
     assert off.mean() < 0.15 and (off > 1.01).float().mean() < 0.02 and off.max() < 12
 
 
-@pytest.mark.parametrize("options", [{}, {"auto_augment": "v0"}, {"auto_augment": None, "color_jitter": 0.4},
-                                     {"interpolation": "random", "re_mode": "rand"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"auto_augment": "v0"},
+        {"auto_augment": None, "color_jitter": 0.4},
+        {"interpolation": "random", "re_mode": "rand"},
+    ],
+    ids=str,
+)
 def test_pixels_have_the_same_distribution(options):
     whole = timms(**options)
     crops, finish = split_transform(whole)
@@ -152,8 +186,15 @@ def test_pixels_have_the_same_distribution(options):
 
     def figures(pictures):
         """Per picture: mean, standard deviation, contrast of neighbours, and the share of pixels off the range."""
-        return [[p.mean().item(), p.std().item(), (p[:, 1:] - p[:, :-1]).abs().mean().item(),
-                 (p.abs() > 3.5).float().mean().item()] for p in pictures]
+        return [
+            [
+                p.mean().item(),
+                p.std().item(),
+                (p[:, 1:] - p[:, :-1]).abs().mean().item(),
+                (p.abs() > 3.5).float().mean().item(),
+            ]
+            for p in pictures
+        ]
 
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     ones = figures(whole(images[n % 4]) for n in range(draws))
@@ -228,8 +269,11 @@ def test_draws_are_all_made_with_the_crop():
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_halves_in_a_loader_skip_and_go_on_as_the_whole_does(tmp_path, workers):
-    files = [(f"s{n:02d}.{end}", data) for n in range(24)
-             for end, data in (("jpg", jpeg(photo(n)) if n != 9 else jpeg(photo(n))[:-500]), ("cls", b"%d" % n))]
+    files = [
+        (f"s{n:02d}.{end}", data)
+        for n in range(24)
+        for end, data in (("jpg", jpeg(photo(n)) if n != 9 else jpeg(photo(n))[:-500]), ("cls", b"%d" % n))
+    ]
     write_tar(tmp_path / "train-0.tar", files)
     shards = open_shards(tmp_path, num_samples=24, num_classes=24)
     crops, finish = split_transform(timms())
@@ -257,7 +301,7 @@ def test_batches_on_a_device():
     assert list(device_batches([], "cpu")) == []
     crops, finish = split_transform(timms())
     batch = torch.utils.data.default_collate([(crops((tensor_of(photo()), None)), 3)] * 2)
-    (images, targets), = device_batches([batch], "cpu", finish)
+    ((images, targets),) = device_batches([batch], "cpu", finish)
     assert images.shape == (2, 3, 48, 48) and targets.tolist() == [3, 3]
 
 
@@ -296,11 +340,22 @@ def test_fetching_ahead_neither_waits_for_the_gpu_nor_mixes_batches_up():
         assert other == pytest.approx(one, rel=1e-3, abs=5.0)
 
 
-@pytest.mark.parametrize("data", [
-    encode(scene()), encode(scene("L")), encode(scene(), progressive=True), encode(scene("CMYK")),
-    encode(scene(), icc_profile=swapped_profile()), encode(rotated(6)[0], exif=rotated(6)[1]), encode(scene(), "PNG"),
-    encode(scene("P"), "PNG"), encode(Image.new("RGB", (1, 40))), jpeg(photo(), subsampling=2, quality=80),
-], ids=["rgb", "gray", "progressive", "cmyk", "profile", "turned", "png", "palette", "narrow", "subsampled"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        encode(scene()),
+        encode(scene("L")),
+        encode(scene(), progressive=True),
+        encode(scene("CMYK")),
+        encode(scene(), icc_profile=swapped_profile()),
+        encode(rotated(6)[0], exif=rotated(6)[1]),
+        encode(scene(), "PNG"),
+        encode(scene("P"), "PNG"),
+        encode(Image.new("RGB", (1, 40))),
+        jpeg(photo(), subsampling=2, quality=80),
+    ],
+    ids=["rgb", "gray", "progressive", "cmyk", "profile", "turned", "png", "palette", "narrow", "subsampled"],
+)
 def test_decoding_to_tensors_is_the_same_to_the_bit(data):
     wanted = tensor_of(decode_image(data))
     image, correct = decode_tensor(data)

@@ -22,23 +22,30 @@ import bench_model  # noqa: E402
 import bench_scaling  # noqa: E402
 import profile_model  # noqa: E402
 import soak  # noqa: E402
+
 from vision_longhorn.errors import UserError  # noqa: E402
 
 CPU = ["--modes", "eager", "--steps", "1", "--seconds", "0", "--arg", "depth=1"]
 
 
 def test_every_model_is_measured_and_a_failure_recorded(tmp_path):
-    models = ["vlonghorn_test", "no_such_model", "vim_test", "vlonghorn_test,class_token=nowhere",
-              "deit_tiny_patch16_224,depth=1"]
+    models = [
+        "vlonghorn_test",
+        "no_such_model",
+        "vim_test",
+        "vlonghorn_test,class_token=nowhere",
+        "deit_tiny_patch16_224,depth=1",
+    ]
     run = subprocess.run(
         [sys.executable, str(BENCHMARKS / "bench_model.py"), "--models", *models, "--sizes", "2x32", *CPU,
          "--official", str(tmp_path), "--out", str(tmp_path)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)  # fmt: skip
     assert run.returncode == 0, run.stderr
     found = json.loads((tmp_path / "model.json").read_text())
     assert found["environment"]["torch"] == torch.__version__ and found["missing"] == []
     assert [(row["model"], row["pass"]) for row in found["models"]] == [
-        (model, name) for model in models for name in ("train", "infer")]
+        (model, name) for model in models for name in ("train", "infer")
+    ]
     for row in found["models"]:
         assert (row["batch"], row["resolution"], row["mode"]) == (2, 32, "eager")
         if row["model"] == "no_such_model":
@@ -67,8 +74,9 @@ def test_out_of_time_says_what_is_missing(tmp_path, capsys):
     found = json.loads((tmp_path / "model.json").read_text())
     assert found["models"] == [] and len(found["missing"]) == 4
     said = capsys.readouterr().out
-    assert "not measured" in said and all(f"vim_test, {mode}, 1 x 32 px, {name}" in said
-                                          for mode in ("eager", "compiled") for name in ("train", "infer"))
+    assert "not measured" in said and all(
+        f"vim_test, {mode}, 1 x 32 px, {name}" in said for mode in ("eager", "compiled") for name in ("train", "infer")
+    )
 
 
 @pytest.mark.parametrize("word", ["256", "0x224", "8x1248x3"])
@@ -84,64 +92,83 @@ def test_sweep_keeps_the_number_of_patches():
 
 
 def rows_of(model, mode, resolution, **speeds):
-    return [dict(model=model, mode=mode, batch=1, resolution=resolution, images_per_s=speed, GiB=None) | {"pass": name}
-            for name, speed in speeds.items()]
+    return [
+        dict(model=model, mode=mode, batch=1, resolution=resolution, images_per_s=speed, GiB=None) | {"pass": name}
+        for name, speed in speeds.items()
+    ]
 
 
 def test_best_of_modes_and_crossing():
-    rows = [*rows_of("vlonghorn_tiny", "eager", 200, train=3.0, infer=9.0),
-            *rows_of("vlonghorn_tiny", "compiled", 200, train=4.0, infer=1.0),
-            *rows_of("deit_tiny_patch16_224", "eager", 200, train=8.0, infer=6.0),
-            *rows_of("deit_small_patch16_224", "eager", 200, train=1.0, infer=1.0),
-            *rows_of("vlonghorn_tiny", "eager", 800, train=3.0, infer=5.0),
-            *rows_of("deit_tiny_patch16_224", "eager", 800, train=2.0, infer=1.0)]
+    rows = [
+        *rows_of("vlonghorn_tiny", "eager", 200, train=3.0, infer=9.0),
+        *rows_of("vlonghorn_tiny", "compiled", 200, train=4.0, infer=1.0),
+        *rows_of("deit_tiny_patch16_224", "eager", 200, train=8.0, infer=6.0),
+        *rows_of("deit_small_patch16_224", "eager", 200, train=1.0, infer=1.0),
+        *rows_of("vlonghorn_tiny", "eager", 800, train=3.0, infer=5.0),
+        *rows_of("deit_tiny_patch16_224", "eager", 800, train=2.0, infer=1.0),
+    ]
     best = bench_model.best_of_modes([*rows, {"error": "out of memory"}])
     first = best[0]
     assert (first["train mode"], first["train ratio"]) == ("compiled", 0.5)
     assert (first["infer mode"], first["infer ratio"]) == ("eager", 1.5)
     # From a ratio of 0.5 at 200 px to 1.5 at 800 px: 1 is half of the way, and 400 px half of it in the logarithm.
-    assert bench_model.crossings(best) == [dict(model="vlonghorn_tiny", over="deit_tiny_patch16_224",
-                                                train="from 400 px", infer="from 200 px or less")]
+    assert bench_model.crossings(best) == [
+        dict(model="vlonghorn_tiny", over="deit_tiny_patch16_224", train="from 400 px", infer="from 200 px or less")
+    ]
     assert bench_model.overtakes({224: 2.0, 448: 0.5, 896: 0.9}) == "not up to 896 px"
 
 
-@pytest.mark.parametrize("name, size", [("vim_tiny (official)", "tiny"), ("vlonghorn_small_exact", "small"),
-                                        ("deit3_base_patch16_224,depth=1", "base"), ("resnet50", None)])
+@pytest.mark.parametrize(
+    "name, size",
+    [
+        ("vim_tiny (official)", "tiny"),
+        ("vlonghorn_small_exact", "small"),
+        ("deit3_base_patch16_224,depth=1", "base"),
+        ("resnet50", None),
+    ],
+)
 def test_size_in_a_name(name, size):
     assert bench_model.size_of(name) == size
 
 
-@pytest.mark.parametrize("kernel, part", [
-    ("_forward_kernel", "scan forward"),
-    ("_backward_kernel", "scan backward"),
-    ("_norm_kernel", "scan, other"),
-    ("_adjoint_kernel", "scan, other"),
-    ("_add_kernel", "scan, other"),
-    ("_conv_backward_kernel", "short convolution"),
-    ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<4, int>", "short convolution"),
-    ("_gated_norm_kernel", "gated norm"),
-    ("triton_red_fused__scaled_dot_product_flash_attention_backward_add_3", profile_model.FUSED),
-    ("triton_tem_fused_mm_12", "matrix products"),
-    ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
-    ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
-    ("void cublasLt::splitKreduce_kernel<32, 16>", "matrix products"),
-    ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor>", "optimizer"),
-    ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16>", "norms"),
-    ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
-    ("Memcpy DtoD (Device -> Device)", "elementwise, copies and casts"),
-    ("void at::native::(anonymous namespace)::max_pool_forward_nchw", "other"),
-])
+@pytest.mark.parametrize(
+    "kernel, part",
+    [
+        ("_forward_kernel", "scan forward"),
+        ("_backward_kernel", "scan backward"),
+        ("_norm_kernel", "scan, other"),
+        ("_adjoint_kernel", "scan, other"),
+        ("_add_kernel", "scan, other"),
+        ("_conv_backward_kernel", "short convolution"),
+        ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<4, int>", "short convolution"),
+        ("_gated_norm_kernel", "gated norm"),
+        ("triton_red_fused__scaled_dot_product_flash_attention_backward_add_3", profile_model.FUSED),
+        ("triton_tem_fused_mm_12", "matrix products"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16>", "matrix products"),
+        ("void at::native::multi_tensor_apply_kernel<at::native::FusedAdamMathFunctor>", "optimizer"),
+        ("void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16>", "norms"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
+        ("Memcpy DtoD (Device -> Device)", "elementwise, copies and casts"),
+        ("void at::native::(anonymous namespace)::max_pool_forward_nchw", "other"),
+    ],
+)
 def test_part_of_a_kernel(kernel, part):
     assert profile_model.part_of(kernel) == part
 
 
 def test_sums_of_parts():
-    kernels = [profile_model.Kernel("nvjet_a", 4, 6.0), profile_model.Kernel("nvjet_b", 2, 1.0),
-               profile_model.Kernel("_forward_kernel", 2, 1.0)]
+    kernels = [
+        profile_model.Kernel("nvjet_a", 4, 6.0),
+        profile_model.Kernel("nvjet_b", 2, 1.0),
+        profile_model.Kernel("_forward_kernel", 2, 1.0),
+    ]
     assert profile_model.sum_parts(kernels, 2, {"optimizer": 0.5}) == [
         dict(part="scan forward", launches=1, ms=0.5, share=12.5, budget_ms=None),
         dict(part="matrix products", launches=3, ms=3.5, share=87.5, budget_ms=None),
-        dict(part="optimizer", launches=0, ms=0, share=0, budget_ms=0.5)]
+        dict(part="optimizer", launches=0, ms=0, share=0, budget_ms=0.5),
+    ]
 
 
 @pytest.mark.parametrize("wiring, sets", [("vim", 2), ("shared", 1)])
@@ -178,18 +205,22 @@ def command_line(monkeypatch):
     def run(script, *words):
         monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, words)])
         script.main()
+
     return run
 
 
 def test_two_processes_train_and_are_timed(tmp_path, command_line):
     command_line(bench_scaling, "--processes", 2, "--model", "vlonghorn_test", "--resolution", 32, "--batch", 3,
-                 "--steps", 1, "--warm-up", 1, "--no-compile", "--out", tmp_path)
+                 "--steps", 1, "--warm-up", 1, "--no-compile", "--out", tmp_path)  # fmt: skip
     found = json.loads((tmp_path / "scaling.json").read_text())
     assert (found["environment"]["torch"], found["environment"]["timm"]) == (torch.__version__, timm.__version__)
     assert found["environment"]["commit"] == "0123abc" and "--batch 3" in found["environment"]["command"]
     assert (found["options"]["model"], found["options"]["batch"], found["options"]["compile"]) == (
-        "vlonghorn_test", 3, False)
-    row, = found["scaling"]
+        "vlonghorn_test",
+        3,
+        False,
+    )
+    (row,) = found["scaling"]
     assert (row["processes"], row["efficiency"], row["GiB"]) == (2, 1, None)
     assert row["ms"] > 0 and row["images_per_s"] == pytest.approx(2 * 3 / row["ms"] * 1e3)
 
@@ -204,6 +235,7 @@ def test_efficiency_is_against_each_process_of_the_first_row(tmp_path, command_l
             return subprocess.CompletedProcess(command, 1, stdout="")
         row = dict(processes=count, ms=1.0, images_per_s=next(speeds), GiB=None)
         return subprocess.CompletedProcess(command, 0, stdout=f"a word of a library\n{json.dumps(row)}\n")
+
     monkeypatch.setattr(bench_scaling.subprocess, "run", launcher)
     monkeypatch.setattr(bench_scaling, "environment", dict)
     words = ["--model", "vim_test", "--compress-gradients", "--out", tmp_path]
@@ -224,12 +256,13 @@ def test_a_short_soak(tmp_path, command_line, monkeypatch):
     GradientState._reset_state()
     monkeypatch.chdir(tmp_path)
     command_line(soak, "--updates", 6, "--batch-size", 256, "--workers", 1, "--out", "out",
-                 "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8")
+                 "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8")  # fmt: skip
     found = json.loads((tmp_path / "out" / "soak.json").read_text())
     assert found["environment"]["torch"] == torch.__version__ and found["environment"]["commit"] == "0123abc"
     # Two epochs of five updates hold six; each ends with an entry. A GPU's memory is no curve of a CPU.
     assert {name: [update for update, _ in points] for name, points in found["curves"].items()} == dict.fromkeys(
-        ("images_per_s", "host_gib", "data_wait"), [5, 10])
+        ("images_per_s", "host_gib", "data_wait"), [5, 10]
+    )
     rows = {row["what"]: row for row in found["rows"]}
     assert rows.keys() == {"images/s", "host, GiB", "data wait"}
     assert rows["images/s"]["first"] == found["curves"]["images_per_s"][0][1] > 0
@@ -264,9 +297,19 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
     assert found["images"]["files"] == 3
     assert found["images"]["mean_pixels"] == (260 * 240 + 320 * 300 + 1100 * 1080) / 3
     rows = {row["loader"]: row for row in found["loaders"]}
-    assert rows.keys() == {
-        "timm", "timm, prefetcher", "ours, all in workers", "ours, split", "ours, split, 3 views",
-        "ours, split, --max-side 500", "ours, split, --max-side 400"} and len(found["loaders"]) == 7
+    assert (
+        rows.keys()
+        == {
+            "timm",
+            "timm, prefetcher",
+            "ours, all in workers",
+            "ours, split",
+            "ours, split, 3 views",
+            "ours, split, --max-side 500",
+            "ours, split, --max-side 400",
+        }
+        and len(found["loaders"]) == 7
+    )
     for row in rows.values():
         assert "error" not in row
         assert row["per_core"] == row["images_per_s"] > 0 and row["per_cpu_second"] > 0 and row["times_timm"] > 0
@@ -278,12 +321,15 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
     assert found["crop"]["crops"] == 9 and 0 <= found["crop"]["mean"] < 1 and found["crop"]["above_1"] < 0.05
 
 
-@pytest.mark.parametrize("folder, words, message", [
-    ("empty", [], "empty holds no JPEG file with a side of at least 200 pixels"),
-    ("nowhere", [], "nowhere holds no JPEG file"),
-    ("small", [], "small holds no JPEG file with a side of at least 200 pixels"),
-    ("small", ["--min-side", "9", "--workers", "99999"], "--workers 99999: give 1 to"),
-])
+@pytest.mark.parametrize(
+    "folder, words, message",
+    [
+        ("empty", [], "empty holds no JPEG file with a side of at least 200 pixels"),
+        ("nowhere", [], "nowhere holds no JPEG file"),
+        ("small", [], "small holds no JPEG file with a side of at least 200 pixels"),
+        ("small", ["--min-side", "9", "--workers", "99999"], "--workers 99999: give 1 to"),
+    ],
+)
 def test_loaders_need_pictures_and_cores(tmp_path, folder, words, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "small").mkdir()

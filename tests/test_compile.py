@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from vision_longhorn.kernels import Scan
 
 from vision_longhorn import kernels
-from vision_longhorn.kernels import Scan
 
 if not kernels.HAS_TRITON:
     pytest.skip("triton is not installed on this platform", allow_module_level=True)
@@ -35,16 +35,28 @@ def lacks_amd_linker():
 
 def run_script(*args):
     # This process interprets its kernels, and the script's stand-in for a driver would stay in it.
-    return subprocess.run([sys.executable, str(BENCHMARKS / "compile_without_gpu.py"), *args], capture_output=True,
-                          text=True, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / "compile_without_gpu.py"), *args],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+    )
 
 
-@pytest.mark.parametrize("target, backward", [
-    ("cuda:75", "_backward_kernel"),  # without tensor cores, whose products of TF32 came with sm_80
-    ("cuda:90", "_backward_kernel[MATRIX]"),
-    pytest.param("hip:gfx942", "_backward_kernel", marks=pytest.mark.skipif(
-        lacks_amd_linker(), reason="this Triton links for AMD with ROCm's linker, and there is none")),
-])
+@pytest.mark.parametrize(
+    "target, backward",
+    [
+        ("cuda:75", "_backward_kernel"),  # without tensor cores, whose products of TF32 came with sm_80
+        ("cuda:90", "_backward_kernel[MATRIX]"),
+        pytest.param(
+            "hip:gfx942",
+            "_backward_kernel",
+            marks=pytest.mark.skipif(
+                lacks_amd_linker(), reason="this Triton links for AMD with ROCm's linker, and there is none"
+            ),
+        ),
+    ],
+)
 def test_a_scan_of_16_bits_compiles(target, backward, tmp_path):
     run = run_script("--targets", target, "--only", "exact", "float16", "scalar_step", "--out", str(tmp_path))
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
@@ -67,9 +79,11 @@ def test_what_fails_or_takes_too_much_is_named_and_is_the_exit_status(monkeypatc
     taken = {"_norm_kernel": (255, 64 * 1024), "_forward_kernel": (256, 0), "_carry_kernel": (40, 64 * 1024 + 1)}
 
     def compiled(target, cases):
-        (family, dtype, variant), = cases
-        rows = [dict(kernel=name, seconds=1.0, registers=registers, spills=0, shared=shared)
-                for name, (registers, shared) in taken.items()]
+        ((family, dtype, variant),) = cases
+        rows = [
+            dict(kernel=name, seconds=1.0, registers=registers, spills=0, shared=shared)
+            for name, (registers, shared) in taken.items()
+        ]
         message = "Internal\nptxas a.ptx, line 9; error   : Feature '.tf32' requires .target sm_80 or higher\nptxas"
         rows.append(dict(kernel="_backward_kernel", error=compile_without_gpu.reason(message)))
         return [dict(target=target, family=family, dtype=dtype, variant=variant, **row) for row in rows]
@@ -80,18 +94,27 @@ def test_what_fails_or_takes_too_much_is_named_and_is_the_exit_status(monkeypatc
     assert failures == [
         "FAILED cuda:75 mamba float16 parallel _forward_kernel: takes 256 registers of 255",
         "FAILED cuda:75 mamba float16 parallel _carry_kernel: takes 65537 bytes of shared memory of 64 KiB",
-        "FAILED cuda:75 mamba float16 parallel _backward_kernel: Feature '.tf32' requires .target sm_80 or higher"]
+        "FAILED cuda:75 mamba float16 parallel _backward_kernel: Feature '.tf32' requires .target sm_80 or higher",
+    ]
 
 
-@pytest.mark.parametrize("target, ptx, matrix, warp", [
-    (GPUTarget("cuda", 75, 32), True, False, 32), (GPUTarget("cuda", 80, 32), True, True, 32),
-    (GPUTarget("cuda", 90, 32), True, True, 32), (GPUTarget("cuda", 120, 32), True, True, 32),
-    (GPUTarget("hip", "gfx942", 64), False, False, 64), (GPUTarget("hip", "gfx1100", 32), False, False, 32),
-    (None, False, False, 32),
-], ids=lambda value: f"{value.backend}:{value.arch}" if isinstance(value, GPUTarget) else str(value))
+@pytest.mark.parametrize(
+    "target, ptx, matrix, warp",
+    [
+        (GPUTarget("cuda", 75, 32), True, False, 32),
+        (GPUTarget("cuda", 80, 32), True, True, 32),
+        (GPUTarget("cuda", 90, 32), True, True, 32),
+        (GPUTarget("cuda", 120, 32), True, True, 32),
+        (GPUTarget("hip", "gfx942", 64), False, False, 64),
+        (GPUTarget("hip", "gfx1100", 32), False, False, 32),
+        (None, False, False, 32),
+    ],
+    ids=lambda value: f"{value.backend}:{value.arch}" if isinstance(value, GPUTarget) else str(value),
+)
 def test_what_a_gpu_is_given(monkeypatch, target, ptx, matrix, warp):
     from vision_longhorn.kernels.backends.triton import lanes
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
+
     monkeypatch.setattr(lanes, "target_of", lambda device: target)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x, k = torch.zeros(1, 5, 64, dtype=dtype), torch.zeros(1, 5, 16, dtype=dtype)

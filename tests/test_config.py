@@ -19,7 +19,7 @@ def test_every_config_loads_by_its_bare_name_and_names_a_model(path):
     assert timm.is_model(config.model)
     # A file that leaves a value of the recipe to the defaults would change silently with them.
     recipe = {"scale", "auto_augment", "mixup", "cutmix", "smoothing", "repeats", "lr", "lr_base_batch", "weight_decay",
-              "batch_size", "epochs", "warmup_epochs", "min_lr", "ema_decay", "clip_grad", "drop_path"}
+              "batch_size", "epochs", "warmup_epochs", "min_lr", "ema_decay", "clip_grad", "drop_path"}  # fmt: skip
     assert recipe <= yaml.safe_load(path.read_text()).keys()
 
 
@@ -41,7 +41,7 @@ def test_command_line_overrides_the_file(tmp_path):
         "--config", str(file), "--model-kwargs", "img_size=[32,48]", "beta=scalar", "depth=none", "class_token=none",
         "--batch_size", "64",
         "--std", "0.1", "2e-1", "0.3", "--clip-grad=1", "--auto-augment", "none", "--compile", "--ema-warmup", "false",
-    ])
+    ])  # fmt: skip
     assert name == "mine"
     assert config.model_kwargs == {"img_size": [32, 48], "beta": "scalar", "class_token": "none"}
     assert (config.model, config.lr, config.batch_size, config.clip_grad) == ("vim_tiny", 1e-3, 64, 1.0)
@@ -49,29 +49,32 @@ def test_command_line_overrides_the_file(tmp_path):
     assert (config.auto_augment, config.compile, config.ema_warmup) == (None, True, False)
 
 
-@pytest.mark.parametrize("words, expected", [
-    (["--epocs", "3"], ["--epocs", "--epochs"]),
-    (["--lr", "fast"], ["lr", "'fast'", "number"]),
-    (["--epochs", "1.5"], ["epochs", "1.5", "whole number"]),
-    (["--compile", "maybe"], ["compile", "'maybe'", "true or false"]),
-    (["--model-kwargs", "img_size"], ["img_size", "KEY=VALUE"]),
-    (["--mean", "a", "b", "c"], ["mean", "numbers"]),
-    (["--batch-size", "0"], ["batch_size", "0"]),
-    (["--device", "gpu"], ["device", "gpu", "cuda"]),
-    (["--batch-size", "5", "--mixup", "0.8"], ["batch_size", "5", "even"]),
-    (["--config", "nowhere"], ["nowhere", "demo_digits"]),
-    (["--resume", "nowhere"], ["nowhere", "config.yaml"]),
-    (["digits"], ["digits"]),
-    (["--lr"], ["--lr"]),
-    (["--learning-rate", "1"], ["--learning-rate", "--lr"]),
-    (["--num_workers", "1"], ["--num-workers", "--workers"]),
-    (["--scale", "1", "0.5"], ["scale", "1.0 0.5", "smaller number first"]),
-    (["--scale", "0.5"], ["scale", "2 numbers"]),
-    (["--mean", "1", "2", "3", "4"], ["mean", "1 or 3 numbers"]),
-    (["--lr", "nan"], ["lr", "nan"]),
-    (["--min-lr", "0.1"], ["min_lr", "0.1", "lr 0.002"]),
-    (["--epochs", "2", "--warmup-epochs", "2"], ["warmup_epochs", "2", "0.1"]),
-])
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--epocs", "3"], ["--epocs", "--epochs"]),
+        (["--lr", "fast"], ["lr", "'fast'", "number"]),
+        (["--epochs", "1.5"], ["epochs", "1.5", "whole number"]),
+        (["--compile", "maybe"], ["compile", "'maybe'", "true or false"]),
+        (["--model-kwargs", "img_size"], ["img_size", "KEY=VALUE"]),
+        (["--mean", "a", "b", "c"], ["mean", "numbers"]),
+        (["--batch-size", "0"], ["batch_size", "0"]),
+        (["--device", "gpu"], ["device", "gpu", "cuda"]),
+        (["--batch-size", "5", "--mixup", "0.8"], ["batch_size", "5", "even"]),
+        (["--config", "nowhere"], ["nowhere", "demo_digits"]),
+        (["--resume", "nowhere"], ["nowhere", "config.yaml"]),
+        (["digits"], ["digits"]),
+        (["--lr"], ["--lr"]),
+        (["--learning-rate", "1"], ["--learning-rate", "--lr"]),
+        (["--num_workers", "1"], ["--num-workers", "--workers"]),
+        (["--scale", "1", "0.5"], ["scale", "1.0 0.5", "smaller number first"]),
+        (["--scale", "0.5"], ["scale", "2 numbers"]),
+        (["--mean", "1", "2", "3", "4"], ["mean", "1 or 3 numbers"]),
+        (["--lr", "nan"], ["lr", "nan"]),
+        (["--min-lr", "0.1"], ["min_lr", "0.1", "lr 0.002"]),
+        (["--epochs", "2", "--warmup-epochs", "2"], ["warmup_epochs", "2", "0.1"]),
+    ],
+)
 def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
     with pytest.raises(UserError) as caught:
         load_config(words)
@@ -124,19 +127,22 @@ def test_help_shows_groups_and_every_default(capsys):
         assert f"--{field.name.replace('_', '-')} " in text
 
 
-@pytest.mark.parametrize("text, expected", [
-    ("epoch: 3\n", ["'epoch'", "'epochs'"]),
-    ("lr: [1]\n", ["lr", "[1]"]),
-    ("hflip: 2\n", ["hflip", "2"]),
-    ("seed: true\n", ["seed", "True"]),
-    ("- a\n", ["mine.yaml"]),
-    ("a: b: c\n", ["mine.yaml", "YAML"]),
-    ("learning_rate: 1\n", ["'learning_rate'", "'lr'"]),
-    ("? [a, b]\n: 1\n", ["mine.yaml", "YAML"]),
-    ("lr: 1\nmin_lr: 0\nlr: 2\n", ["mine.yaml", "'lr' stands twice", "line 3"]),
-    ("model_kwargs: {depth: 1, depth: 2}\n", ["mine.yaml", "'depth' stands twice"]),
-    ("\x00\x01\udcff", ["mine.yaml", "YAML"]),
-])
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("epoch: 3\n", ["'epoch'", "'epochs'"]),
+        ("lr: [1]\n", ["lr", "[1]"]),
+        ("hflip: 2\n", ["hflip", "2"]),
+        ("seed: true\n", ["seed", "True"]),
+        ("- a\n", ["mine.yaml"]),
+        ("a: b: c\n", ["mine.yaml", "YAML"]),
+        ("learning_rate: 1\n", ["'learning_rate'", "'lr'"]),
+        ("? [a, b]\n: 1\n", ["mine.yaml", "YAML"]),
+        ("lr: 1\nmin_lr: 0\nlr: 2\n", ["mine.yaml", "'lr' stands twice", "line 3"]),
+        ("model_kwargs: {depth: 1, depth: 2}\n", ["mine.yaml", "'depth' stands twice"]),
+        ("\x00\x01\udcff", ["mine.yaml", "YAML"]),
+    ],
+)
 def test_mistakes_in_a_file_name_value_and_remedy(tmp_path, text, expected):
     file = tmp_path / "mine.yaml"
     file.write_bytes(text.encode(errors="surrogateescape"))

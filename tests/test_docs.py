@@ -7,15 +7,28 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [path for pattern in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/README.md")
-             for path in sorted(ROOT.glob(pattern))]
+DOCUMENTS = [
+    path
+    for pattern in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/README.md")
+    for path in sorted(ROOT.glob(pattern))
+]
 
 # Where identifiers and options are looked for. The tests are not among them: a name that only they know is stale.
-SOURCES = ["vision_longhorn/**/*.py", "kernels/**/*.py", "benchmarks/*.py", "examples/*.py", "configs/*.yaml", "*.py",
-           "pyproject.toml", "tests/run_timm_suite.py", "tests/conftest.py"]
+SOURCES = [
+    "vision_longhorn/**/*.py",
+    "kernels/**/*.py",
+    "benchmarks/*.py",
+    "examples/*.py",
+    "configs/*.yaml",
+    "*.py",
+    "pyproject.toml",
+    "tests/run_timm_suite.py",
+    "tests/conftest.py",
+]
 
 # Names in backticks that begin with one of these belong to somebody else.
 FOREIGN_ROOTS = {"timm", "torch", "onnx", "argparse"}
+# fmt: off
 FOREIGN_NAMES = {
     "deit_tiny_patch16_224",                # timm's, beside ours in a table
     "test_model_load_pretrained",           # a test of timm's
@@ -25,30 +38,75 @@ FOREIGN_NAMES = {
     "output_1",                             # `output_` and a number
     "dd0358a",                              # a commit
 }
-ENDINGS = {"csv", "gz", "json", "lock", "md", "onnx", "pt", "pt2", "pth", "py", "safetensors", "so", "tar", "toml",
-           "txt", "yaml"}
+# fmt: on
+ENDINGS = {
+    "csv",
+    "gz",
+    "json",
+    "lock",
+    "md",
+    "onnx",
+    "pt",
+    "pt2",
+    "pth",
+    "py",
+    "safetensors",
+    "so",
+    "tar",
+    "toml",
+    "txt",
+    "yaml",
+}  # fmt: skip
+# fmt: off
 FOREIGN_FILES = {
     "validate.py",                          # a script of timm's
     "ab.png",                               # the reader's
     "eval-last-imagenette-val-raw-mapped.json",  # put together from what was evaluated
 }
+# fmt: on
 FOREIGN_OPTIONS = {
-    "accelerate": {"--cpu", "--machine_rank", "--main_process_ip", "--main_process_port", "--multi_gpu",
-                   "--num_machines", "--num_processes", "--quiet"},
-    "torchrun": {"--master_addr", "--master_port", "--max-restarts", "--nnodes", "--node_rank", "--nproc_per_node",
-                 "--standalone"},
-    "slurm": {"--cpus-per-task", "--gpus-per-node", "--kill-on-bad-exit", "--nodes", "--ntasks-per-node",
-              "--open-mode", "--requeue", "--signal", "--time"},
+    "accelerate": {
+        "--cpu",
+        "--machine_rank",
+        "--main_process_ip",
+        "--main_process_port",
+        "--multi_gpu",
+        "--num_machines",
+        "--num_processes",
+        "--quiet",
+    },
+    "torchrun": {
+        "--master_addr",
+        "--master_port",
+        "--max-restarts",
+        "--nnodes",
+        "--node_rank",
+        "--nproc_per_node",
+        "--standalone",
+    },
+    "slurm": {
+        "--cpus-per-task",
+        "--gpus-per-node",
+        "--kill-on-bad-exit",
+        "--nodes",
+        "--ntasks-per-node",
+        "--open-mode",
+        "--requeue",
+        "--signal",
+        "--time",
+    },
     "timm": {"--data-dir", "--device-modules", "--img-size", "--kd-model-name", "--opt"},
     "ncu": {"--clock-control", "--section"},
-    "others": {"--index-url", "--junitxml", "--logdir"},  # pip, pytest, tensorboard
-}
+    "others": {"--check", "--index-url", "--junitxml", "--logdir"},  # ruff, pip, pytest, tensorboard
+}  # fmt: skip
 
 
 def without_code(text: str) -> str:
     """The text without fenced blocks and comments, line by line as it was."""
+
     def blank(match: re.Match[str]) -> str:
         return "\n" * match[0].count("\n")
+
     text = re.sub(r"^( *)```.*?^ *```$", blank, text, flags=re.M | re.S)
     return re.sub(r"<!--.*?-->", blank, text, flags=re.S)
 
@@ -61,8 +119,11 @@ def blocks_of(text: str, *languages: str) -> list[str]:
 
 def spans_of(text: str) -> list[str]:
     """What stands in single backticks, on one line or over a line's end, outside of fenced blocks."""
-    return [" ".join(span.split()) for paragraph in without_code(text).split("\n\n")
-            for span in re.findall(r"`([^`]+)`", paragraph)]
+    return [
+        " ".join(span.split())
+        for paragraph in without_code(text).split("\n\n")
+        for span in re.findall(r"`([^`]+)`", paragraph)
+    ]
 
 
 def anchors_of(text: str) -> set[str]:
@@ -87,7 +148,8 @@ def sources() -> dict[Path, str]:
 def words() -> set[str]:
     """Every identifier in the sources, and every name of a folder or file of the repository without its ending."""
     return {word for text in sources().values() for word in re.findall(r"[A-Za-z_]\w*", text)} | {
-        Path(name).stem for name in files()}
+        Path(name).stem for name in files()
+    }
 
 
 @cache
@@ -118,7 +180,7 @@ def module_of(name: str) -> tuple[Path | None, list[str]]:
         if here.is_dir():
             folder = found = here
         elif here.with_suffix(".py").is_file():
-            return here.with_suffix(".py"), parts[used + 1:]
+            return here.with_suffix(".py"), parts[used + 1 :]
         else:
             break
         used += 1
@@ -206,26 +268,43 @@ def faults_of_names(text: str) -> list[str]:
             parts = match[1].split(".")
             if parts[0] in FOREIGN_ROOTS or parts[-1] in ENDINGS:
                 continue
-            faults += [f"`{span}`: no source has {part!r}" for part in parts
-                       if part not in words() | FOREIGN_NAMES and not part.isupper() and not part.isdigit()]
+            faults += [
+                f"`{span}`: no source has {part!r}"
+                for part in parts
+                if part not in words() | FOREIGN_NAMES and not part.isupper() and not part.isdigit()
+            ]
     for block in blocks_of(text, "python"):
         for module, names in re.findall(r"^from (vision_longhorn[\w.]*) import ([\w, ]+)", block, flags=re.M):
-            faults += [f"from {module} import {name}: there is none" for name in re.findall(r"\w+", names)
-                       if not defines(f"{module}.{name}")]
+            faults += [
+                f"from {module} import {name}: there is none"
+                for name in re.findall(r"\w+", names)
+                if not defines(f"{module}.{name}")
+            ]
     for block in [*spans_of(text), *blocks_of(text, "bash", "")]:
-        faults += [f"python -m {name}: there is no such module" for name in
-                   re.findall(r"python3? -m (vision_longhorn[\w.]*)", block) if not defines(name)]
+        faults += [
+            f"python -m {name}: there is no such module"
+            for name in re.findall(r"python3? -m (vision_longhorn[\w.]*)", block)
+            if not defines(name)
+        ]
     return faults
 
 
 def faults_of_options(text: str) -> list[str]:
-    found = [option for block in [*spans_of(text), *blocks_of(text, "bash")]
-             for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"#(?!SBATCH).*", "", block))]
+    found = [
+        option
+        for block in [*spans_of(text), *blocks_of(text, "bash")]
+        for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"#(?!SBATCH).*", "", block))
+    ]
     return [f"{option}: no command has it" for option in found if option not in options()]
 
 
-CHECKS = {"links": faults_of_links, "tables": faults_of_tables, "paths": faults_of_paths, "names": faults_of_names,
-          "options": faults_of_options}
+CHECKS = {
+    "links": faults_of_links,
+    "tables": faults_of_tables,
+    "paths": faults_of_paths,
+    "names": faults_of_names,
+    "options": faults_of_options,
+}
 
 
 def faults_of(text: str, check: str, path: Path = ROOT / "docs" / "scan.md") -> list[str]:
@@ -235,31 +314,39 @@ def faults_of(text: str, check: str, path: Path = ROOT / "docs" / "scan.md") -> 
 @pytest.mark.parametrize("check", CHECKS)
 def test_documents(check: str) -> None:
     assert DOCUMENTS
-    faults = {str(path.relative_to(ROOT)): found for path in DOCUMENTS
-              if (found := faults_of(path.read_text(encoding="utf-8"), check, path))}
-    assert not faults, "\n".join(["what belongs to others goes into the lists of tests/test_docs.py, with a reason"] + [
-        f"{path}: {fault}" for path, found in faults.items() for fault in found])
+    faults = {
+        str(path.relative_to(ROOT)): found
+        for path in DOCUMENTS
+        if (found := faults_of(path.read_text(encoding="utf-8"), check, path))
+    }
+    assert not faults, "\n".join(
+        ["what belongs to others goes into the lists of tests/test_docs.py, with a reason"]
+        + [f"{path}: {fault}" for path, found in faults.items() for fault in found]
+    )
 
 
-@pytest.mark.parametrize("check, text", [
-    ("links", "[gone](gone.md)"),
-    ("links", "[gone](training.md#gone)"),
-    ("links", "# Here\n\n[gone](#gone)"),
-    ("tables", "| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n"),
-    ("tables", "| a | b |\n|---|---|\n| 1 | 2 | 3 |\n"),
-    ("tables", "| a | b |\n| 1 | 2 |\n"),
-    ("paths", "see `kernels/gone.py`"),
-    ("paths", "see `gone.py`"),
-    ("paths", "run `python benchmarks/gone.py --quick`"),
-    ("names", "computed by `_chunk_backward`"),
-    ("names", "`vision_longhorn.hub.gone(RUN)`"),
-    ("names", "`vision_longhorn.gone`"),
-    ("names", "calls of `torch.ops.vision_longhorn.gone`"),
-    ("names", "```python\nfrom vision_longhorn.hub import gone\n```"),
-    ("names", "```bash\npython -m vision_longhorn.gone DIR\n```"),
-    ("options", "with `--gone 3`"),
-    ("options", "```bash\npython train_imagenet.py --gone\n```"),
-])
+@pytest.mark.parametrize(
+    "check, text",
+    [
+        ("links", "[gone](gone.md)"),
+        ("links", "[gone](training.md#gone)"),
+        ("links", "# Here\n\n[gone](#gone)"),
+        ("tables", "| a | b |\n|---|---|\n| 1 | 2 |\n\n| 3 | 4 |\n"),
+        ("tables", "| a | b |\n|---|---|\n| 1 | 2 | 3 |\n"),
+        ("tables", "| a | b |\n| 1 | 2 |\n"),
+        ("paths", "see `kernels/gone.py`"),
+        ("paths", "see `gone.py`"),
+        ("paths", "run `python benchmarks/gone.py --quick`"),
+        ("names", "computed by `_chunk_backward`"),
+        ("names", "`vision_longhorn.hub.gone(RUN)`"),
+        ("names", "`vision_longhorn.gone`"),
+        ("names", "calls of `torch.ops.vision_longhorn.gone`"),
+        ("names", "```python\nfrom vision_longhorn.hub import gone\n```"),
+        ("names", "```bash\npython -m vision_longhorn.gone DIR\n```"),
+        ("options", "with `--gone 3`"),
+        ("options", "```bash\npython train_imagenet.py --gone\n```"),
+    ],
+)
 def test_a_fault_is_found(check: str, text: str) -> None:
     assert len(faults_of(text, check)) == 1
 

@@ -22,7 +22,7 @@ from test_train import (  # noqa: F401  (two are fixtures)
     write_digits,
 )
 
-import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
+import eval as eval_script
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
 from vision_longhorn.command_line.parser import run_cli
@@ -42,7 +42,7 @@ def run(tmp_path_factory):
     write_digits(folder / "data", "val", 37, shards=1)
     data = ["--data", str(folder / "data")]
     train_imagenet.main([*QUICK, *PLAIN, *data, "--train-samples", "70", "--val-samples", "37", "--epochs", "2",
-                         "--ema-decay", "0.9", "--run-dir", str(folder / "run")])
+                         "--ema-decay", "0.9", "--run-dir", str(folder / "run")])  # fmt: skip
     return folder / "run"
 
 
@@ -113,19 +113,33 @@ def test_ties_go_to_the_first_class_and_scores_that_are_no_numbers_never_hit():
 
 def test_a_split_of_another_size_is_an_error():
     with pytest.raises(UserError, match="saw 2 samples, but the split should hold 3"):
-        evaluate({"it": torch.nn.Identity()}, [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))],
-                 make_accelerator("cpu"), 3, 2)
+        evaluate(
+            {"it": torch.nn.Identity()},
+            [(torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))],
+            make_accelerator("cpu"),
+            3,
+            2,
+        )
 
 
 def test_two_processes_count_what_one_counts(run, tmp_path):
     def details(name):
         return ["--report", name, "--predictions", f"{name}.csv"]
 
-    one = eval_script.main(["--checkpoint", str(run), "--workers", "0", "--out", str(tmp_path / "one.json"),
-                            *details(str(tmp_path / "one"))])
+    one = eval_script.main(
+        [
+            "--checkpoint",
+            str(run),
+            "--workers",
+            "0",
+            "--out",
+            str(tmp_path / "one.json"),
+            *details(str(tmp_path / "one")),
+        ]
+    )
     done = Processes("eval", tmp_path / "log", [
         "--checkpoint", str(run / "best.pt"), "--workers", "2", "--batch-size", "4", "--device", "cpu",
-        "--out", str(tmp_path / "two.json"), *details(str(tmp_path / "two"))])
+        "--out", str(tmp_path / "two.json"), *details(str(tmp_path / "two"))])  # fmt: skip
     assert done.wait() == [0, 0], done.text
     assert done.text.count("count 37 of 37") == 1
     assert done.text.count("images/s") == 1
@@ -143,7 +157,8 @@ def test_two_processes_count_what_one_counts(run, tmp_path):
         assert (tmp_path / "one" / name).read_text() == (tmp_path / "two" / name).read_text()
     rows = [table(tmp_path / f"{name}.csv") for name in ("one", "two")]
     assert [[row[key] for key in ("key", "target", "predicted", "top5", "hit")] for row in rows[0]] == [
-        [row[key] for key in ("key", "target", "predicted", "top5", "hit")] for row in rows[1]]
+        [row[key] for key in ("key", "target", "predicted", "top5", "hit")] for row in rows[1]
+    ]
     assert len({row["key"] for row in rows[0]}) == 37 and rows[0][0]["shard"].endswith("val-0.tar")
     assert sum(row["target"] == row["predicted"] for row in rows[0]) == one["top1_count"]
     assert sum(row["target"] in row["top5"].split() for row in rows[0]) == one["top5_count"]
@@ -181,14 +196,17 @@ def test_only_classes_of_the_map_take_part():
         scores([[0.0, 1.0]] * 2, [0, 0], class_map=ClassMap([0], [1], [-1, 0]))
 
 
-@pytest.mark.parametrize("names, order, words", [
-    (["ant", *DIGITS[1:]], None, ["class 0", "'digit 0'", "'ant'", "--map-classes", "9 classes"]),
-    ([*DIGITS, "ten"], None, ["class 10", "none", "'ten'", "--map-classes"]),
-    (DIGITS[:9], DIGITS[:9], ["class 9", "'digit 9'", "none", "--map-classes"]),
-    (DIGITS[::-1], DIGITS[::-1], ["class 0", "'digit 9'", "10 classes"]),
-    (None, DIGITS[:8], ["10 classes", "8", "--classes"]),
-    (list("abcdefghij"), None, ["class 0", "'a'", "no class"]),
-])
+@pytest.mark.parametrize(
+    "names, order, words",
+    [
+        (["ant", *DIGITS[1:]], None, ["class 0", "'digit 0'", "'ant'", "--map-classes", "9 classes"]),
+        ([*DIGITS, "ten"], None, ["class 10", "none", "'ten'", "--map-classes"]),
+        (DIGITS[:9], DIGITS[:9], ["class 9", "'digit 9'", "none", "--map-classes"]),
+        (DIGITS[::-1], DIGITS[::-1], ["class 0", "'digit 9'", "10 classes"]),
+        (None, DIGITS[:8], ["10 classes", "8", "--classes"]),
+        (list("abcdefghij"), None, ["class 0", "'a'", "no class"]),
+    ],
+)
 def test_data_of_other_classes_is_refused_and_costs_no_result(run, named, tmp_path, capsys, names, order, words):
     (named / "eval-val.json").write_text("kept")
     data = renamed(run, tmp_path / "data", names, order)
@@ -203,10 +221,19 @@ def test_classes_are_paired_by_name(run, named, tmp_path, capsys):
 
     # The same samples, numbered in another way, with two more classes
     order = ["nine and more", *DIGITS[::-1], "none"]
-    mapped = eval_script.main([*arguments, "--data", str(renamed(run, tmp_path / "more", order, order)),
-                               "--map-classes", "--predictions", str(tmp_path / "mapped.csv")])
+    mapped = eval_script.main(
+        [
+            *arguments,
+            "--data",
+            str(renamed(run, tmp_path / "more", order, order)),
+            "--map-classes",
+            "--predictions",
+            str(tmp_path / "mapped.csv"),
+        ]
+    )
     assert {key: mapped[key] for key in ("top1_count", "top5_count", "count")} == {
-        key: whole[key] for key in ("top1_count", "top5_count", "count")}
+        key: whole[key] for key in ("top1_count", "top5_count", "count")
+    }
     assert (mapped["classes"], mapped["model_classes"], mapped["data_classes"]) == (10, 10, 12)
     assert "10 classes, those of one name of the model's 10 and the data's 12" in capsys.readouterr().out
     one, other = (table(tmp_path / f"{name}.csv") for name in ("whole", "mapped"))
@@ -217,17 +244,18 @@ def test_classes_are_paired_by_name(run, named, tmp_path, capsys):
     few = ["digit 7", "digit 2", "digit 3"]
     part = eval_script.main([*arguments, "--data", str(renamed(run, tmp_path / "few", few, few)), "--map-classes"])
     assert part["classes"] == 3 and part["top5_count"] == part["count"] == sum(
-        DIGITS[int(row["target"])] in few for row in one)
-    assert part["top1_count"] >= sum(
-        row["hit"] == "1" and DIGITS[int(row["target"])] in few for row in one)
+        DIGITS[int(row["target"])] in few for row in one
+    )
+    assert part["top1_count"] >= sum(row["hit"] == "1" and DIGITS[int(row["target"])] in few for row in one)
 
 
 def test_unknown_names_are_said(run, named, tmp_path, capsys):
     data = renamed(run, tmp_path / "data", None)
     arguments = ["--checkpoint", str(named), "--workers", "0"]
     eval_script.main([*arguments, "--data", str(data)])
-    assert f"note: the class names of {data} are unknown, only their number was compared, 10\n" in \
-        capsys.readouterr().out
+    assert (
+        f"note: the class names of {data} are unknown, only their number was compared, 10\n" in capsys.readouterr().out
+    )
     fails_with_one_line(eval_script.main, [*arguments, "--data", data, "--map-classes"], capsys, str(data), "unknown")
     eval_script.main(arguments)
     assert "note" not in capsys.readouterr().out  # the run's own data
@@ -282,16 +310,20 @@ def test_what_is_there_is_not_written_over(named, tmp_path, capsys):
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "mine").write_text("")
     for option, name in ("--out", "notes.json"), ("--predictions", "notes.json"), ("--report", "folder"):
-        fails_with_one_line(eval_script.main, ["--checkpoint", named, "--workers", "0", option, tmp_path / name],
-                            capsys, option, name)
+        fails_with_one_line(
+            eval_script.main, ["--checkpoint", named, "--workers", "0", option, tmp_path / name], capsys, option, name
+        )
     assert (tmp_path / "notes.json").read_text() == '{"mine": 1}'
     assert [path.name for path in (tmp_path / "folder").iterdir()] == ["mine"]
 
 
 def test_a_result_that_cannot_be_saved_is_printed(named, capsys):
     with pytest.raises(SystemExit) as exit:
-        run_cli(lambda: eval_script.main(["--checkpoint", str(named), "--workers", "0", "--out",
-                                          str(named / "best.pt" / "out.json")]))
+        run_cli(
+            lambda: eval_script.main(
+                ["--checkpoint", str(named), "--workers", "0", "--out", str(named / "best.pt" / "out.json")]
+            )
+        )
     said = capsys.readouterr()
     assert exit.value.code == 1 and "count 37 of 37" in said.out
     assert said.err.count("\n") == 1 and "out.json cannot be written" in said.err
@@ -304,8 +336,9 @@ def test_random_weights_are_called_so(run, tmp_path, monkeypatch, capsys):
     result = eval_script.main([*model, "--num-classes", "10", "--data", str(data), "--workers", "0"])
     assert result["weights"] == "random" and "note: random weights" in capsys.readouterr().out
     assert [path.name for path in tmp_path.glob("*.json")] == ["eval-vlonghorn_test-data-val-random.json"]
-    fails_with_one_line(eval_script.main, [*model, "--data", data, "--workers", "0"], capsys, "1000",
-                        "--num-classes 10")
+    fails_with_one_line(
+        eval_script.main, [*model, "--data", data, "--workers", "0"], capsys, "1000", "--num-classes 10"
+    )
 
 
 def test_another_split_has_its_own_size(run, tmp_path):
@@ -315,8 +348,11 @@ def test_another_split_has_its_own_size(run, tmp_path):
 
 def test_a_process_without_samples_waits_for_the_others(run, tmp_path):
     lone = write_digits(tmp_path / "lone", "val", 1, shards=1)
-    done = Processes("eval", tmp_path / "log", ["--checkpoint", str(run), "--data", str(lone), "--samples", "1",
-                                                "--workers", "0", "--device", "cpu"])
+    done = Processes(
+        "eval",
+        tmp_path / "log",
+        ["--checkpoint", str(run), "--data", str(lone), "--samples", "1", "--workers", "0", "--device", "cpu"],
+    )
     assert done.wait() == [0, 0] and done.text.count("count 1 of 1") == 1, done.text
 
 
@@ -335,8 +371,9 @@ def test_raw_and_averaged_weights_are_those_of_the_last_epoch(run, tmp_path):
 
 def test_timm_takes_the_checkpoint_as_it_is(run):
     checkpoint = load_checkpoint(run / "best.pt")
-    model = timm.create_model(checkpoint["arch"], num_classes=10, checkpoint_path=str(run / "best.pt"),
-                              **checkpoint["config"]["model_kwargs"])
+    model = timm.create_model(
+        checkpoint["arch"], num_classes=10, checkpoint_path=str(run / "best.pt"), **checkpoint["config"]["model_kwargs"]
+    )
     for name, value in model.state_dict().items():
         assert torch.equal(value, checkpoint["state_dict_ema"][name])
 
@@ -364,25 +401,28 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
     assert (tmp_path / "last.pt").read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--checkpoint", "{run}/best.pt", "--model", "vim_test"], ["another model", "vlonghorn_test"]),
-    (["--checkpoint", "{run}/best.pt", "--model-kwargs", "depth=2"], ["another model", "absent"]),
-    (["--checkpoint", "{run}/best.pt", "--num-classes", "7"], ["another model", "head"]),
-    (["--checkpoint", "{run}/config.yaml"], ["config.yaml", "no checkpoint"]),
-    (["--checkpoint", "nowhere.pt"], ["nowhere.pt"]),
-    (["--checkpoint", "{run}", "--data", "nowhere"], ["nowhere"]),
-    (["--checkpoint", "{run}", "--split", "test"], ["test", "val"]),
-    (["--checkpoint", "{run}", "--samples", "38"], ["37", "38"]),
-    (["--checkpoint", "{run}", "--batch-size", "0"], ["--batch-size", "0"]),
-    (["--checkpoint", "{run}", "--workers", "-1"], ["--workers", "-1"]),
-    (["--checkpoint", "{run}", "--samples", "0"], ["--samples", "0"]),
-    (["--checkpoint", "{run}", "--num-classes", "0"], ["--num-classes", "0"]),
-    (["--checkpoint", "{run}", "--device", "cuda"], ["cuda", "--device cpu"]),
-    (["--checkpoint", "{run}", "--batchsize", "8"], ["--batchsize", "--batch-size"]),
-    (["--model", "vlonghorn_tinny", "--data", "x"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
-    (["--model", "vlonghorn_test"], ["--data"]),
-    ([], ["--checkpoint", "--model"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--checkpoint", "{run}/best.pt", "--model", "vim_test"], ["another model", "vlonghorn_test"]),
+        (["--checkpoint", "{run}/best.pt", "--model-kwargs", "depth=2"], ["another model", "absent"]),
+        (["--checkpoint", "{run}/best.pt", "--num-classes", "7"], ["another model", "head"]),
+        (["--checkpoint", "{run}/config.yaml"], ["config.yaml", "no checkpoint"]),
+        (["--checkpoint", "nowhere.pt"], ["nowhere.pt"]),
+        (["--checkpoint", "{run}", "--data", "nowhere"], ["nowhere"]),
+        (["--checkpoint", "{run}", "--split", "test"], ["test", "val"]),
+        (["--checkpoint", "{run}", "--samples", "38"], ["37", "38"]),
+        (["--checkpoint", "{run}", "--batch-size", "0"], ["--batch-size", "0"]),
+        (["--checkpoint", "{run}", "--workers", "-1"], ["--workers", "-1"]),
+        (["--checkpoint", "{run}", "--samples", "0"], ["--samples", "0"]),
+        (["--checkpoint", "{run}", "--num-classes", "0"], ["--num-classes", "0"]),
+        (["--checkpoint", "{run}", "--device", "cuda"], ["cuda", "--device cpu"]),
+        (["--checkpoint", "{run}", "--batchsize", "8"], ["--batchsize", "--batch-size"]),
+        (["--model", "vlonghorn_tinny", "--data", "x"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
+        (["--model", "vlonghorn_test"], ["--data"]),
+        ([], ["--checkpoint", "--model"]),
+    ],
+)
 def test_mistakes_end_with_one_line(run, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = [word.format(run=run) for word in arguments]

@@ -12,6 +12,7 @@ sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "examples")]
 
 import finetune  # noqa: E402
 import segmentation  # noqa: E402
+
 import train_imagenet  # noqa: E402
 
 
@@ -23,7 +24,7 @@ def checkpoint(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("demo"))
         run = train_imagenet.main(["--epochs", "1", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu",
-                                   "--ema-decay", "0", "--run-dir", "run"])
+                                   "--ema-decay", "0", "--run-dir", "run"])  # fmt: skip
         return str((run / "best.pt").resolve())
 
 
@@ -60,6 +61,13 @@ def test_finetuning_starts_from_the_checkpoint_and_slows_the_lower_blocks(checkp
     before = {name: value.clone() for name, value in model.state_dict().items()}
     finetune.finetune(model, images[:8], labels[:8], epochs=2, layer_decay=0.01, batch_size=8)
     moved = {name: float((value - before[name]).abs().max()) for name, value in model.state_dict().items()}
-    rates = [moved[f"{part}"] for part in ("patch_embed.proj.weight", "blocks.0.mixer.in_proj.weight",
-                                           "blocks.2.mixer.in_proj.weight", "head.weight")]
+    rates = [
+        moved[f"{part}"]
+        for part in (
+            "patch_embed.proj.weight",
+            "blocks.0.mixer.in_proj.weight",
+            "blocks.2.mixer.in_proj.weight",
+            "head.weight",
+        )
+    ]
     assert all(0 < low < 0.1 * high for low, high in zip(rates, rates[1:]))

@@ -33,7 +33,8 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIAN
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++"))
     or not Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
-    reason="AOTInductor needs a C++ compiler and Python's headers")
+    reason="AOTInductor needs a C++ compiler and Python's headers",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +45,9 @@ def fresh_dynamo():
 def build(variant=VARIANTS["diagonal"], **options):
     """A small model whose states matter to its outputs: weights of the usual size leave them nearly linear."""
     torch.manual_seed(0)
-    model = timm.create_model(**{**dict(num_classes=5, img_size=32, patch_size=8, depth=2, embed_dim=32), **variant,
-                                 **options}).eval()
+    model = timm.create_model(
+        **{**dict(num_classes=5, img_size=32, patch_size=8, depth=2, embed_dim=32), **variant, **options}
+    ).eval()
     with torch.no_grad():
         for parameter in (model.model if hasattr(model, "model") else model).parameters():
             parameter.mul_(1.5).add_(torch.randn_like(parameter) * 0.1)
@@ -55,11 +57,18 @@ def build(variant=VARIANTS["diagonal"], **options):
 # torch.compile
 
 
-@pytest.mark.parametrize("variant,training", [
-    (dict(model_name="vlonghorn_test"), True),
-    (dict(model_name="vlonghorn_test", rule="exact", patch_stride=4, global_pool="avg"), False),
-    (dict(model_name="vim_test", wiring="shared", dynamic_img_pad=True, class_token="none", global_pool="max"), False),
-], ids=("training", "overlapping patches", "padded"))
+@pytest.mark.parametrize(
+    "variant,training",
+    [
+        (dict(model_name="vlonghorn_test"), True),
+        (dict(model_name="vlonghorn_test", rule="exact", patch_stride=4, global_pool="avg"), False),
+        (
+            dict(model_name="vim_test", wiring="shared", dynamic_img_pad=True, class_token="none", global_pool="max"),
+            False,
+        ),
+    ],
+    ids=("training", "overlapping patches", "padded"),
+)
 def test_compiled_model_takes_new_sizes_without_compiling_again(variant, training):
     model = build(variant, dynamic_img_size=True, depth=1).train(training)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -88,8 +97,11 @@ def test_compiled_model_takes_new_sizes_without_compiling_again(variant, trainin
 # torch.export and AOTInductor
 
 
-@pytest.mark.parametrize("options", [dict(), dict(patch_stride=4, global_pool="avg"), dict(dynamic_img_pad=True)],
-                         ids=("whole patches", "overlapping", "padded"))
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(patch_stride=4, global_pool="avg"), dict(dynamic_img_pad=True)],
+    ids=("whole patches", "overlapping", "padded"),
+)
 def test_exported_program_takes_any_image_size(options):
     model = build(dynamic_img_size=True, **options)
     program = export_program(model).module()
@@ -124,8 +136,12 @@ def test_package_runs_in_another_process_that_imports_us(tmp_path):
     cases = [torch.randn(batch, 3, 32, 32) for batch in (1, 5)]
     with torch.no_grad():
         torch.save([(images, model(images)) for images in cases], tmp_path / "cases.pt")
-    done = subprocess.run([sys.executable, "-c", LOAD, str(file), str(tmp_path / "cases.pt")],
-                          cwd=Path(vision_longhorn.__file__).parents[1], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD, str(file), str(tmp_path / "cases.pt")],
+        cwd=Path(vision_longhorn.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -143,8 +159,10 @@ def packages_load(tmp_path_factory):
     file = tmp_path_factory.mktemp("linear") / "linear.pt2"
     done = subprocess.run([sys.executable, "-c", LINEAR, str(file)], capture_output=True, text=True)
     if done.returncode:
-        pytest.skip(f"torch {torch.__version__} and the C++ compiler {os.environ.get('CXX', 'g++')} fail (exit code "
-                    f"{done.returncode}) on the AOTInductor package of one linear layer; CXX=... names another")
+        pytest.skip(
+            f"torch {torch.__version__} and the C++ compiler {os.environ.get('CXX', 'g++')} fail (exit code "
+            f"{done.returncode}) on the AOTInductor package of one linear layer; CXX=... names another"
+        )
 
 
 @pytest.mark.gpu
@@ -196,7 +214,7 @@ def test_onnx_file_is_standard_and_gives_the_models_outputs(variant, onnx, tmp_p
         images = torch.randn(batch, 3, 32, 32)
         with torch.no_grad():
             expected = model(images)
-        found, = run(images)
+        (found,) = run(images)
         assert found.shape == expected.shape
         assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     # The comparison above would be worth nothing if the directions or the order of the tokens were lost on the model.
@@ -242,8 +260,10 @@ class Scans(nn.Module):
         inputs = dict(zip(self.names, values))
         y, state = call(self.rule, inputs, direction="both", return_final_state=True)
         mean = call(self.rule, inputs, direction="both", combine="mean")
-        own = {name: value[1] if name == "initial_state" or value.shape[0] == 2 and name != "z" else value
-               for name, value in inputs.items()}
+        own = {
+            name: value[1] if name == "initial_state" or value.shape[0] == 2 and name != "z" else value
+            for name, value in inputs.items()
+        }
         bare = {name: value for name, value in own.items() if name not in ("z", "D", "bias", "initial_state")}
         backward, last = call(self.rule, own, direction="backward", return_final_state=True)
         return y, state, mean, backward, last, call(self.rule, bare, direction="forward")
@@ -268,9 +288,16 @@ def test_scans_of_ones_own_module_become_onnx_scans(rule, onnx, tmp_path):
             dynamic[-1] = {axis: "batch"} if name == "initial_state" else {axis: "batch", axis + 1: "tokens"}
     module = Scans(rule, list(inputs)).eval()
     file = str(tmp_path / "scans.onnx")
-    torch.onnx.export(module, tuple(inputs.values()), dynamo=True, custom_translation_table=TRANSLATIONS,
-                      opset_version=OPSET, verbose=False, input_names=list(inputs),
-                      dynamic_shapes=(tuple(dynamic),)).save(file)
+    torch.onnx.export(
+        module,
+        tuple(inputs.values()),
+        dynamo=True,
+        custom_translation_table=TRANSLATIONS,
+        opset_version=OPSET,
+        verbose=False,
+        input_names=list(inputs),
+        dynamic_shapes=(tuple(dynamic),),
+    ).save(file)
     onnx.checker.check_model(file, full_check=True)
     session = InferenceSession(file, providers=["CPUExecutionProvider"])
     for sizes in ((3, 9), (4, 30)):
@@ -315,8 +342,10 @@ def run(tmp_path):
     torch.manual_seed(0)
     model = timm.create_model("vlonghorn_test", num_classes=5, **kwargs)
     values = dict(model_kwargs=kwargs, data="nowhere", epochs=1, opt="adamw", seed=0)
-    torch.save(dict(arch="vlonghorn_test", num_classes=5, state_dict=model.state_dict(), config=values, epoch=0,
-                    history=[]), tmp_path / "best.pt")
+    torch.save(
+        dict(arch="vlonghorn_test", num_classes=5, state_dict=model.state_dict(), config=values, epoch=0, history=[]),
+        tmp_path / "best.pt",
+    )
     return tmp_path, model.eval()
 
 
@@ -330,8 +359,13 @@ def test_command_exports_a_run_and_says_how_far_it_is_off(run, capsys):
         torch.testing.assert_close(load_onnx(folder / "model.onnx")(images)[0], model(images), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("words,shape", [(["--img-size", "40", "24", "--batch", "2"], [2, 3, 40, 24]),
-                                         (["--img-size", "any"], ["batch", 3, "height", "width"])])
+@pytest.mark.parametrize(
+    "words,shape",
+    [
+        (["--img-size", "40", "24", "--batch", "2"], [2, 3, 40, 24]),
+        (["--img-size", "any"], ["batch", 3, "height", "width"]),
+    ],
+)
 def test_command_exports_a_run_at_other_sizes(words, shape, run, onnx):
     folder, model = run
     main([str(folder), str(folder / "model.onnx"), *words])
@@ -352,22 +386,25 @@ def test_command_makes_a_folder_of_a_run(run):
         assert torch.equal(loaded(images), model(images))
 
 
-@pytest.mark.parametrize("words,message", [
-    ([".", "model.bin"], r"model\.bin.*\.onnx or \.pt2"),
-    ([".", "model.onnx", "--model-kwargs", "depth=3"], "--model-kwargs with .*leave it out"),
-    ([".", "model.onnx", "--pretrained"], "--pretrained with .*leave it out"),
-    ([".", "model.onnx", "--device", "cuda"], "--device with .*no device"),
-    ([".", "model.onnx", "--license", "mit"], "--license with .*a folder"),
-    ([".", "model.onnx", "--img-size", "32", "32", "3"], "--img-size is 32 32 3"),
-    ([".", "model.onnx", "--img-size", "4"], "--img-size is 4 x 4, and a patch"),
-    ([".", "model.onnx", "--batch", "0"], "--batch: '0'"),
-    ([".", "model.pt2", "--device", "abacus"], "--device abacus cannot be used here"),
-    ([".", "none/model.onnx"], "none is no folder"),
-    ([".", "made", "--batch", "2"], "--batch with .*leave it out"),
-    (["vlonghorn_test", "made"], "made would be a folder"),
-    (["none/best.pt", "model.onnx"], "no checkpoint at none/best.pt"),
-    ([".", "model.onnx", "--img", "32"], "nearest known one is --img-size"),
-])
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        ([".", "model.bin"], r"model\.bin.*\.onnx or \.pt2"),
+        ([".", "model.onnx", "--model-kwargs", "depth=3"], "--model-kwargs with .*leave it out"),
+        ([".", "model.onnx", "--pretrained"], "--pretrained with .*leave it out"),
+        ([".", "model.onnx", "--device", "cuda"], "--device with .*no device"),
+        ([".", "model.onnx", "--license", "mit"], "--license with .*a folder"),
+        ([".", "model.onnx", "--img-size", "32", "32", "3"], "--img-size is 32 32 3"),
+        ([".", "model.onnx", "--img-size", "4"], "--img-size is 4 x 4, and a patch"),
+        ([".", "model.onnx", "--batch", "0"], "--batch: '0'"),
+        ([".", "model.pt2", "--device", "abacus"], "--device abacus cannot be used here"),
+        ([".", "none/model.onnx"], "none is no folder"),
+        ([".", "made", "--batch", "2"], "--batch with .*leave it out"),
+        (["vlonghorn_test", "made"], "made would be a folder"),
+        (["none/best.pt", "model.onnx"], "no checkpoint at none/best.pt"),
+        ([".", "model.onnx", "--img", "32"], "nearest known one is --img-size"),
+    ],
+)
 def test_what_the_command_cannot_use_is_named(words, message, run, monkeypatch):
     monkeypatch.chdir(run[0])
     with pytest.raises(UserError, match=message):
@@ -400,8 +437,12 @@ def _no_compiler(*_):
 
 @pytest.mark.parametrize("command", ("export", "hub", "maps", "curves"))
 def test_a_command_reads_its_command_line_before_what_takes_long_to_import(command):
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", f"vision_longhorn.{command}", "--help"],
-                          cwd=Path(vision_longhorn.__file__).parents[1], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", f"vision_longhorn.{command}", "--help"],
+        cwd=Path(vision_longhorn.__file__).parents[1],
+        capture_output=True,
+        text=True,
+    )
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert done.returncode == 0 and "usage:" in done.stdout and "vision_longhorn.errors" in imported
     assert not imported & {"torch", "timm", "matplotlib", "tensorboard"}

@@ -33,14 +33,19 @@ def spoiled(folder, spoil, lengths=(16, 16, 16, 16), indexed=False):
 
 
 def loader_of(shards, workers=0, **options):
-    return train_loader(shards, options.pop("transform", number_of), **{
-        "batch_size": 4, "num_workers": workers, "max_bad_samples": 10, **options
-    })
+    return train_loader(
+        shards,
+        options.pop("transform", number_of),
+        **{"batch_size": 4, "num_workers": workers, "max_bad_samples": 10, **options},
+    )
 
 
 BAD = {5: {"jpg": numbered(5)[:200]}, 20: {"jpg": b"text"}, 33: {"cls": None}, 34: {"jpg": None}, 50: {"cls": b"cat"}}
 MESSAGES = {
-    5: "not a readable image", 20: "not a readable image (none of", 33: "no label", 34: "no image",
+    5: "not a readable image",
+    20: "not a readable image (none of",
+    33: "no label",
+    34: "no image",
     50: "label b'cat' is not a number",
 }
 
@@ -82,8 +87,11 @@ def test_budget_then_a_clear_stop(tmp_path, workers):
     shards = spoiled(tmp_path / "s", BAD)
     assert list(loader_of(shards, workers, max_bad_samples=5))
     loader = loader_of(shards, workers, max_bad_samples=4)
-    with pytest.raises(DataError, match=r"^5 samples cannot be used, and max_bad_samples allows 4 in an epoch; the "
-                                        r"last: shard \S+\.tar, sample s00\d\d: [^\n]+$"):
+    with pytest.raises(
+        DataError,
+        match=r"^5 samples cannot be used, and max_bad_samples allows 4 in an epoch; the "
+        r"last: shard \S+\.tar, sample s00\d\d: [^\n]+$",
+    ):
         list(loader)
     with pytest.raises(DataError, match=r"^shard \S+\.tar, sample s00\d\d: [^\n]+$"):
         list(loader_of(shards, workers, max_bad_samples=0))
@@ -107,11 +115,14 @@ def cut(url, share=0.6):
         file.write(data[: int(len(data) * share)])
 
 
-@pytest.mark.parametrize("workers, fault, message", [
-    (0, cut, r"cannot be read after sample s00\d\d \(unexpected end of data\)"),
-    (2, cut, r"cannot be read after sample s00\d\d \(unexpected end of data\)"),
-    (1, os.remove, "cannot be read from its start"),
-])
+@pytest.mark.parametrize(
+    "workers, fault, message",
+    [
+        (0, cut, r"cannot be read after sample s00\d\d \(unexpected end of data\)"),
+        (2, cut, r"cannot be read after sample s00\d\d \(unexpected end of data\)"),
+        (1, os.remove, "cannot be read from its start"),
+    ],
+)
 def test_shard_that_is_cut_or_gone(tmp_path, workers, fault, message):
     for indexed in (True, False):
         shards = write_shards(tmp_path / f"s{indexed}", [16] * 4, indexed=indexed)
@@ -166,8 +177,13 @@ def test_shard_that_a_server_does_not_give(tmp_path):
         loader = loader_of(shards)
         batches = list(loader)
         assert len(batches) == 8 and set(numbers(batches)) == set(range(16))
-        assert all("train-000001.tar cannot be read from its start (HTTP Error 404" in text or "404" in text
-                   for text, _ in loader.skipped) and loader.skipped
+        assert (
+            all(
+                "train-000001.tar cannot be read from its start (HTTP Error 404" in text or "404" in text
+                for text, _ in loader.skipped
+            )
+            and loader.skipped
+        )
         server.shutdown()
     with pytest.raises(DataError, match=r"allows 10 .* the last: shard http\S+ cannot be read from its start"):
         list(loader_of(shards))  # nobody answers any more
@@ -218,8 +234,9 @@ def test_going_on_within_an_epoch_gives_the_same_batches_beside_bad_samples(tmp_
         assert all(torch.equal(*pair) for pair in zip(whole[start:], rest, strict=True))
 
 
-@pytest.mark.parametrize("name", ["/etc/other.tar", "../other.tar", "sub/../../other.tar", "http://127.0.0.1/other.tar",
-                                  "pipe:touch ran"])
+@pytest.mark.parametrize(
+    "name", ["/etc/other.tar", "../other.tar", "sub/../../other.tar", "http://127.0.0.1/other.tar", "pipe:touch ran"]
+)
 def test_index_cannot_point_elsewhere(tmp_path, name):
     write_shards(tmp_path / "s", [4])
     write_index(tmp_path / "s", {"train": {name: 4}})
@@ -232,19 +249,26 @@ def printed(tmp_path, fault, lengths=(16, 16, 16, 16)):
     """Shards printed by a command that does `fault` for the third of them, in whose place "$1" is its path."""
     write_shards(tmp_path / "s", lengths)
     (tmp_path / "print").write_text(f"case $1 in *2.tar) {fault};; *) cat $1;; esac\n")
-    return open_shards(f"pipe:sh {tmp_path}/print {tmp_path}/s/train-{{000000..{len(lengths) - 1:06d}}}.tar",
-                       num_samples=sum(lengths), num_classes=5, allow_pipe=True)
+    return open_shards(
+        f"pipe:sh {tmp_path}/print {tmp_path}/s/train-{{000000..{len(lengths) - 1:06d}}}.tar",
+        num_samples=sum(lengths),
+        num_classes=5,
+        allow_pipe=True,
+    )
 
 
-@pytest.mark.parametrize("fault, message", [
-    ("cat $1; exit 3", r"after sample s00\d\d \(its command ended with exit code 3\)"),
-    ("head -c 9000 $1; exit 3", r"after sample s00\d\d \(its command ended with exit code 3\)"),
-    ("head -c 9000 $1", r"after sample s00\d\d \(unexpected end of data\)"),
-    ("head -c 9000 $1; kill -9 $$", r"after sample s00\d\d \(its command ended with (signal 9|exit code 137)\)"),
-    ("exit 3", r"from its start \(its command ended with exit code 3\)"),
-    ("no-such-command 2> /dev/null", r"from its start \(its command ended with exit code 127\)"),
-    ("yes", "from its start"),  # no tar, and no end
-])
+@pytest.mark.parametrize(
+    "fault, message",
+    [
+        ("cat $1; exit 3", r"after sample s00\d\d \(its command ended with exit code 3\)"),
+        ("head -c 9000 $1; exit 3", r"after sample s00\d\d \(its command ended with exit code 3\)"),
+        ("head -c 9000 $1", r"after sample s00\d\d \(unexpected end of data\)"),
+        ("head -c 9000 $1; kill -9 $$", r"after sample s00\d\d \(its command ended with (signal 9|exit code 137)\)"),
+        ("exit 3", r"from its start \(its command ended with exit code 3\)"),
+        ("no-such-command 2> /dev/null", r"from its start \(its command ended with exit code 127\)"),
+        ("yes", "from its start"),  # no tar, and no end
+    ],
+)
 def test_command_that_fails(tmp_path, fault, message):
     shards, workers = printed(tmp_path, fault), 2 if fault in ("cat $1; exit 3", "yes") else 0
     with pytest.raises(DataError, match=rf"^shard pipe:sh \S+ \S+2\.tar cannot be read {message}"):
@@ -288,8 +312,9 @@ def test_samples_of_a_batch_are_those_that_it_brought(tmp_path, workers, repeats
     shards = spoiled(tmp_path / "s", BAD)
     cut(shards.urls[3], 0.7)
     for rank in range(2):
-        loader = loader_of(shards, workers, repeats=repeats, rank=rank, world_size=2, batch_size=6, max_bad_samples=30,
-                           keys=True)
+        loader = loader_of(
+            shards, workers, repeats=repeats, rank=rank, world_size=2, batch_size=6, max_bad_samples=30, keys=True
+        )
         for epoch, start in (0, 0), (4, 2):
             loader.set_epoch(epoch, start)
             delivered = {}

@@ -56,8 +56,10 @@ def test_weights_are_fitted_to_another_size_and_other_classes(weights, tmp_path,
 
 def test_positions_of_a_run_on_oblong_images_are_resampled(tmp_path):
     model = create_model("vlonghorn_test", img_size=[8, 24], num_classes=10, **MODEL)
-    save_checkpoint(tmp_path / "best.pt", {"state_dict": model.state_dict(),
-                                           "config": {"model_kwargs": {**MODEL, "img_size": [8, 24]}}})
+    save_checkpoint(
+        tmp_path / "best.pt",
+        {"state_dict": model.state_dict(), "config": {"model_kwargs": {**MODEL, "img_size": [8, 24]}}},
+    )
     other, text = model_from_weights("vlonghorn_test", tmp_path / "best.pt", 10, img_size=16, **MODEL)
     assert "pos_embed (1, 13, 32) -> (1, 17, 32)" in text and other.pretrained_cfg["input_size"] == (3, 96, 96)
 
@@ -65,8 +67,9 @@ def test_positions_of_a_run_on_oblong_images_are_resampled(tmp_path):
 def test_a_model_has_its_own_image_size_whatever_the_file_is_of(tmp_path):
     small = dict(depth=1, embed_dim=32)
     model = create_model("vlonghorn_tiny", img_size=32, num_classes=10, **small)
-    save_checkpoint(tmp_path / "best.pt", {"state_dict": model.state_dict(),
-                                           "config": {"model_kwargs": {**small, "img_size": 32}}})
+    save_checkpoint(
+        tmp_path / "best.pt", {"state_dict": model.state_dict(), "config": {"model_kwargs": {**small, "img_size": 32}}}
+    )
     other, text = model_from_weights("vlonghorn_tiny", tmp_path / "best.pt", 10, **small)
     assert other.patch_embed.img_size == (224, 224) and "pos_embed (1, 5, 32) -> (1, 197, 32)" in text
 
@@ -76,10 +79,14 @@ def test_weights_for_a_model_that_brings_its_own_are_refused(weights):
         model_from_weights("hf-hub:a/b", weights[0], 10)
 
 
-def test_a_run_that_starts_anew_for_want_of_a_checkpoint_has_its_weights(weights, tmp_path, shards,  # noqa: F811
-                                                                         capsys):
+def test_a_run_that_starts_anew_for_want_of_a_checkpoint_has_its_weights(
+    weights,
+    tmp_path,
+    shards,  # noqa: F811
+    capsys,
+):
     arguments = [*QUICK, *PLAIN, *shards, "--init", str(weights[0]), "--model-kwargs", "depth=2", "embed_dim=32",
-                 "img_size=8", "patch_size=4", "--epochs", "1", "--run-dir", str(tmp_path / "run")]
+                 "img_size=8", "patch_size=4", "--epochs", "1", "--run-dir", str(tmp_path / "run")]  # fmt: skip
     run = train_imagenet.main(arguments)
     for file in run.glob("*.pt"):
         file.unlink()
@@ -90,14 +97,17 @@ def test_a_run_that_starts_anew_for_want_of_a_checkpoint_has_its_weights(weights
 
 
 @pytest.mark.parametrize("classes", [10, 3])
-@pytest.mark.parametrize("model, changes, words", [
-    ("vlonghorn_test", {"embed_dim": 48}, ["another model", "of another size", "[1, 1, 32] in the file"]),
-    ("vlonghorn_test", {"depth": 3}, ["another model", "9 tensors absent from the file, such as blocks.2."]),
-    ("vlonghorn_test", {"depth": 1}, ["another model", "9 tensors only in the file, such as blocks.1."]),
-    ("vlonghorn_test", {"class_token": "none", "global_pool": "avg"}, ["another model"]),
-    ("vim_test", {}, ["another model", "absent from the file, such as blocks.0.mixer.A_log"]),
-    ("vlonghorn_test", {"dept": 3}, ["dept"]),
-])
+@pytest.mark.parametrize(
+    "model, changes, words",
+    [
+        ("vlonghorn_test", {"embed_dim": 48}, ["another model", "of another size", "[1, 1, 32] in the file"]),
+        ("vlonghorn_test", {"depth": 3}, ["another model", "9 tensors absent from the file, such as blocks.2."]),
+        ("vlonghorn_test", {"depth": 1}, ["another model", "9 tensors only in the file, such as blocks.1."]),
+        ("vlonghorn_test", {"class_token": "none", "global_pool": "avg"}, ["another model"]),
+        ("vim_test", {}, ["another model", "absent from the file, such as blocks.0.mixer.A_log"]),
+        ("vlonghorn_test", {"dept": 3}, ["dept"]),
+    ],
+)
 def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(weights, classes, model, changes, words):
     with pytest.raises(UserError) as caught:
         model_from_weights(model, weights[0], classes, **{**MODEL, "img_size": 8, **changes})
@@ -105,12 +115,18 @@ def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(wei
     assert all(word in message for word in words) and "\n" not in message and "pretrained_cfg_overlay" not in message
 
 
-@pytest.mark.parametrize("content, words", [
-    ({}, ["no weights"]), ({"foo": 1}, ["no weights"]),
-    ({"foo": torch.zeros(2)}, ["another model", "only in the file"]),
-    ({"state_dict": {"foo": torch.zeros(2)}, "config": None}, ["another model"]),
-    ([1], ["a list"]), (b"", ["empty"]), (b"some text", ["torch's files"]),
-])
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ({}, ["no weights"]),
+        ({"foo": 1}, ["no weights"]),
+        ({"foo": torch.zeros(2)}, ["another model", "only in the file"]),
+        ({"state_dict": {"foo": torch.zeros(2)}, "config": None}, ["another model"]),
+        ([1], ["a list"]),
+        (b"", ["empty"]),
+        (b"some text", ["torch's files"]),
+    ],
+)
 def test_files_without_weights_are_refused(tmp_path, content, words):
     file = tmp_path / "file.pt"
     file.write_bytes(content) if isinstance(content, bytes) else torch.save(content, file)
@@ -133,11 +149,12 @@ def test_early_blocks_of_a_fine_tuned_model_learn_slower(weights, tmp_path, shar
     run = train_imagenet.main([
         *QUICK, *PLAIN, *shards, "--init", str(file), "--model-kwargs", "depth=2", "embed_dim=32", "img_size=8",
         "patch_size=4", "--layer-decay", "0.01", "--opt", "sgd", "--lr", "1e-2", "--weight-decay", "0", "--epochs", "1",
-        "--run-dir", str(tmp_path / "run")])
+        "--run-dir", str(tmp_path / "run")])  # fmt: skip
     trained = torch.load(run / "last.pt", weights_only=True)["state_dict"]
 
     def moved(prefix):
         return max((trained[name] - averaged[name]).abs().max().item() for name in trained if name.startswith(prefix))
+
     assert 0 < moved("blocks.0") < 0.1 * moved("blocks.1")
     assert f"init    EMA weights of {file}: {len(averaged)} tensors" in capsys.readouterr().out
     # The curves show the rate of the classifier, which is the one printed, and not a block's share of it.

@@ -49,6 +49,7 @@ def test_splits_counts_and_classes_are_known_without_an_index(root):
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (1, 3), (2, 7), (3, 1)])
 def test_evaluation_sees_every_file_once(root, ranks, workers):
     shards = open_shards(root, "train")
+
     def loader_of(rank):
         return eval_loader(shards, number_of, batch_size=4, num_workers=0, rank=rank, world_size=ranks)
 
@@ -117,7 +118,8 @@ def test_samples_of_a_batch_are_its_files(root):
     delivered = [numbers([batch]) for batch in loader]
     for batch, found in loader.samples_of(0, range(10)).items():
         assert [os.path.join(*place) for place in found] == [
-            f"{root}/train/{CLASSES[n % 4]}/{n:03d}.JPG" for n in delivered[batch]]
+            f"{root}/train/{CLASSES[n % 4]}/{n:03d}.JPG" for n in delivered[batch]
+        ]
 
 
 def test_a_split_transform_gets_the_bytes(root):
@@ -133,8 +135,12 @@ def test_validation_has_the_indices_of_training(root, tmp_path):
         path.unlink()
     (root / "val" / "bee").rmdir()  # alone, the others would be counted from 0
     train = open_shards(root)
-    for val in (open_shards(root, "val"), open_shards(root / "val", "val"), open_shards(root / "val", train=train),
-                open_shards(root / "val", class_names=CLASSES)):
+    for val in (
+        open_shards(root, "val"),
+        open_shards(root / "val", "val"),
+        open_shards(root / "val", train=train),
+        open_shards(root / "val", class_names=CLASSES),
+    ):
         found = list(eval_loader(val, number_of, batch_size=4, num_workers=0))
         assert [label for _, labels in found for label in labels.tolist()] == [n % 4 for n in numbers(found)]
     write_folder(root / "val", 1, ["fox"])
@@ -193,7 +199,7 @@ def test_hint_gives_the_command_that_makes_shards_and_tells_what_is_left_out(roo
     assert "left out there, as no images by name: 2 (cat/a.gif, dog/._003.jpg)" in train.hint
     assert "left out" not in val.hint and train.num_samples == 50
     for hint in (train.hint, val.hint):
-        command = shlex.split(hint[hint.index("python -m"):].partition(";")[0])
+        command = shlex.split(hint[hint.index("python -m") :].partition(";")[0])
         out = tmp_path / "out"
         maker.main([str(out) if word == "OUT" else word for word in command[3:]])
         before = contents(out)

@@ -17,7 +17,7 @@ from test_resume import (  # noqa: F401  (four are fixtures)
 )
 from test_train import scalars, write_digits
 
-import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
+import eval as eval_script
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
@@ -29,7 +29,7 @@ def words(arguments, tmp_path_factory):  # noqa: F811
     """Two epochs of 9 updates of two passes each; in the evaluation the processes have 2 batches and 1."""
     folder = write_digits(tmp_path_factory.mktemp("val"), "val", 9)
     return [*arguments, "--workers", "0", "--val-data", str(folder), "--val-samples", "9", "--batch-size", "4",
-            "--grad-accum", "2", "--clip-grad", "1"]
+            "--grad-accum", "2", "--clip-grad", "1"]  # fmt: skip
 
 
 def finished(folder, words):
@@ -89,8 +89,9 @@ def test_shards_change_neither_the_run_nor_its_checkpoints(whole, sharded):
         told = checkpoint["history"][-1][key]
         assert all(found[name] == told[name] for name in ("count", "top1_count", "top5_count"))
         assert found["loss"] == pytest.approx(told["loss"], rel=1e-6)
-    model = timm.create_model("vlonghorn_test", num_classes=10, checkpoint_path=str(path),
-                              **checkpoint["config"]["model_kwargs"])
+    model = timm.create_model(
+        "vlonghorn_test", num_classes=10, checkpoint_path=str(path), **checkpoint["config"]["model_kwargs"]
+    )
     same(dict(model.state_dict()), checkpoint["state_dict_ema"])
 
 
@@ -119,8 +120,9 @@ def test_runs_go_on_with_and_without_shards(tmp_path, words, whole, sharded, cap
 
 def test_sharded_updates_that_are_not_finite_change_nothing(tmp_path, words):
     """The first update throws the weights so far that the next ones are not finite, three in a row."""
-    run = Run(tmp_path / "run", [*words, "--fsdp", "--lr", "1e30", "--checkpoint-interval", "1",
-                                 "--max-bad-steps", "3"])
+    run = Run(
+        tmp_path / "run", [*words, "--fsdp", "--lr", "1e30", "--checkpoint-interval", "1", "--max-bad-steps", "3"]
+    )
     assert run.wait() == [1, 1] and "3 updates in a row, 2 to 4" in run.text, run.text
     states = [load_checkpoint(tmp_path / "run" / f"update-000000{number}.pt") for number in (2, 3)]
     for key in "state_dict", "optimizer":

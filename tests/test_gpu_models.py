@@ -7,9 +7,14 @@ import torch
 import vision_longhorn  # noqa: F401
 
 pytestmark = pytest.mark.gpu
-VARIANTS = [dict(model_name="vlonghorn_test"), dict(model_name="vlonghorn_test", rule="exact"),
-            dict(model_name="vlonghorn_test", wiring="shared"), dict(model_name="vlonghorn_test", beta="scalar"),
-            dict(model_name="vim_test"), dict(model_name="vim_test", wiring="shared")]
+VARIANTS = [
+    dict(model_name="vlonghorn_test"),
+    dict(model_name="vlonghorn_test", rule="exact"),
+    dict(model_name="vlonghorn_test", wiring="shared"),
+    dict(model_name="vlonghorn_test", beta="scalar"),
+    dict(model_name="vim_test"),
+    dict(model_name="vim_test", wiring="shared"),
+]
 
 
 def build(variant):
@@ -44,8 +49,9 @@ def test_compiled_in_one_graph_agrees_with_eager(variant):
     images = torch.randn(4, 3, 64, 64, device="cuda")
     model = build(variant).cuda()
     exact = logits_and_gradients(model, images)
-    eager, compiled = (logits_and_gradients(model, images, autocast=True, compiled=compiled)
-                       for compiled in (False, True))
+    eager, compiled = (
+        logits_and_gradients(model, images, autocast=True, compiled=compiled) for compiled in (False, True)
+    )
     # Both round to bf16, at different places; what counts is that compiling costs no digits.
     eager, compiled = (max(difference(a, b) for a, b in zip(found, exact)) for found in (eager, compiled))
     assert 0 < compiled < 2 * eager < 0.2

@@ -93,8 +93,11 @@ def test_evaluation_sees_every_sample_once(tmp_path, lengths):
     for indexed in True, False:
         shards = write_shards(tmp_path / f"s{indexed}", lengths, indexed=indexed)
         for ranks, workers in (1, 3), (2, 1), (3, 2), (5, 4):
-            parts = all_parts(lambda rank: eval_loader(
-                shards, number_of, batch_size=4, num_workers=0, rank=rank, world_size=ranks), ranks, workers)  # noqa: B023
+            parts = all_parts(
+                lambda rank: eval_loader(shards, number_of, batch_size=4, num_workers=0, rank=rank, world_size=ranks),
+                ranks,
+                workers,
+            )
             assert sorted(n for part in parts for n in numbers(part)) == list(range(sum(lengths))), (ranks, workers)
 
 
@@ -149,11 +152,21 @@ def test_evaluation_with_real_workers(tmp_path, lengths, ranks, workers):
     assert labels == [number % 5 for number in seen]
 
 
-@pytest.mark.parametrize("lengths, ranks, workers, batch_size", [
-    ([60], 1, 3, 4), ([60], 2, 1, 8), ([60], 5, 3, 2),
-    ([21, 1, 30, 8], 1, 0, 7), ([21, 1, 30, 8], 3, 2, 5), ([21, 1, 30, 8], 5, 3, 2),
-    ([5] * 12, 2, 3, 1), ([5] * 12, 3, 2, 5), ([1] * 60, 1, 3, 4), ([1] * 60, 2, 1, 8),
-])
+@pytest.mark.parametrize(
+    "lengths, ranks, workers, batch_size",
+    [
+        ([60], 1, 3, 4),
+        ([60], 2, 1, 8),
+        ([60], 5, 3, 2),
+        ([21, 1, 30, 8], 1, 0, 7),
+        ([21, 1, 30, 8], 3, 2, 5),
+        ([21, 1, 30, 8], 5, 3, 2),
+        ([5] * 12, 2, 3, 1),
+        ([5] * 12, 3, 2, 5),
+        ([1] * 60, 1, 3, 4),
+        ([1] * 60, 2, 1, 8),
+    ],
+)
 def test_training_epoch(tmp_path, lengths, ranks, workers, batch_size):
     shards = write_shards(tmp_path / "s", lengths, indexed=True)
     loaders = [
@@ -276,8 +289,9 @@ def test_claims_that_are_true_or_too_small_pass(tmp_path, lengths, monkeypatch):
     monkeypatch.setattr(_Counts, "_count", lambda self: counted.append(count_others(self)))
     for count, ranks in (shards.num_samples, 1), (shards.num_samples, 2), (shards.num_samples, 3), (20, 3):
         for rank in range(ranks):
-            loader = train_loader(claimed(shards, count), number_of, batch_size=2, num_workers=0, rank=rank,
-                                  world_size=ranks)
+            loader = train_loader(
+                claimed(shards, count), number_of, batch_size=2, num_workers=0, rank=rank, world_size=ranks
+            )
             for epoch in range(3):
                 loader.set_epoch(epoch)
                 assert len(list(loader)) == len(loader)
@@ -291,8 +305,11 @@ def test_a_shard_that_cannot_be_read_makes_no_claim_false(tmp_path, max_bad_samp
     with open(shards.urls[2], "r+b") as file:
         file.truncate(5000)
     loader = train_loader(shards, number_of, batch_size=4, num_workers=0, max_bad_samples=max_bad_samples)
-    with pytest.raises(DataError, match="train-000002.tar cannot be read") if not max_bad_samples else (
-            contextlib.nullcontext()):
+    with (
+        pytest.raises(DataError, match="train-000002.tar cannot be read")
+        if not max_bad_samples
+        else (contextlib.nullcontext())
+    ):
         assert len(list(loader)) == 17
 
 
@@ -315,7 +332,8 @@ def test_more_workers_than_the_machine_can_run_are_warned_of_once(tmp_path, capl
             next(iter(loader))
         eval_loader(shards, number_of, batch_size=1, num_workers=workers, rank=rank, world_size=2)
     assert [record.getMessage() for record in caplog.records] == [
-        "3 workers for each of 2 processes on 2 cores hold each other up: 1 would do"]
+        "3 workers for each of 2 processes on 2 cores hold each other up: 1 would do"
+    ]
     assert not [warning for warning in recwarn if "DataLoader" in str(warning.message)]
 
 
@@ -364,10 +382,14 @@ def test_more_classes_by_hand(tmp_path):
         assert {label for _, targets in loader for label in targets.tolist()} == {7}
 
 
-@pytest.mark.parametrize("suffix, step, cut", [
-    *((".tar", 512, cut) for cut in range(8)), *((".tar", 1, cut) for cut in range(0, 8, 2)),
-    *((".tar.gz", 1, cut) for cut in (1, 4, 7)),
-])
+@pytest.mark.parametrize(
+    "suffix, step, cut",
+    [
+        *((".tar", 512, cut) for cut in range(8)),
+        *((".tar", 1, cut) for cut in range(0, 8, 2)),
+        *((".tar.gz", 1, cut) for cut in (1, 4, 7)),
+    ],
+)
 def test_shard_that_is_cut_short(tmp_path, suffix, step, cut):
     shards = write_shards(tmp_path / "s", [30], suffix=suffix)
     data = open(shards.urls[0], "rb").read()
@@ -410,14 +432,15 @@ def test_nothing_in_a_shard_is_unpickled(tmp_path, extension):
 
 
 @pytest.mark.parametrize(
-    "url, allowed, message", [
+    "url, allowed, message",
+    [
         ("pipe:touch {0}/run; cat {0}/s/train-000000.tar", False, r"--allow-pipe \(in Python allow_pipe=True\)"),
         ("PIPE:touch {0}/run", False, "--allow-pipe"),
         ("gs://bucket/train-{{0..3}}.tar", True, "gs: is not read"),
         ("file:x.tar", True, "file: is not read"),
         ("pipe: ", True, "names no command"),
         ("pipe:touch {0}/run; cat {0}/s/train-{{000001..000000}}.tar", True, "range 000001..000000 is empty"),
-    ]
+    ],
 )
 def test_urls_that_run_commands_are_refused(tmp_path, url, allowed, message):
     write_shards(tmp_path / "s", [4])
@@ -552,9 +575,17 @@ FORMS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 
 
 # Each kind in each form, and each at each of three places.
-@pytest.mark.parametrize("form, odd, odd_at", [*((form, "none", None) for form in FORMS), *(
-    (form, odd, (0, 5, 11)[(i + j) % 3]) for i, form in enumerate(FORMS)
-    for j, odd in enumerate(["long", "folder", "link", "meta", "unicode", "mtime"]))])
+@pytest.mark.parametrize(
+    "form, odd, odd_at",
+    [
+        *((form, "none", None) for form in FORMS),
+        *(
+            (form, odd, (0, 5, 11)[(i + j) % 3])
+            for i, form in enumerate(FORMS)
+            for j, odd in enumerate(["long", "folder", "link", "meta", "unicode", "mtime"])
+        ),
+    ],
+)
 def test_members_of_every_kind_are_read_as_webdataset_reads_them(tmp_path, form, odd, odd_at):
     path = tmp_path / "0.tar"
     with tarfile.open(path, "w", format=form) as tar:
@@ -601,23 +632,28 @@ def checked(header):
 def test_ordinary_members_do_without_tarfile_and_sizes_of_twelve_digits_are_read(tmp_path, monkeypatch):
     for width in (11, 12):
         path = tmp_path / f"{width}.tar"
-        path.write_bytes(b"".join(ordinary_header(f"s{n}.jpg", 1600, width) + bytes([n]) * 1600 + bytes(448)
-                                  for n in range(3)) + bytes(1024))
+        path.write_bytes(
+            b"".join(ordinary_header(f"s{n}.jpg", 1600, width) + bytes([n]) * 1600 + bytes(448) for n in range(3))
+            + bytes(1024)
+        )
         assert [sample["jpg"] for sample in read_shard(str(path))] == [bytes([n]) * 1600 for n in range(3)]
 
     def fail(*_):
         raise AssertionError("tarfile was asked")
+
     monkeypatch.setattr("vision_longhorn.data.tars.tar_file_expander", fail)
     assert len(list(read_shard(str(tmp_path / "11.tar")))) == 3
     with pytest.raises(AssertionError, match="was asked"):
         list(read_shard(str(tmp_path / "12.tar")))
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, lambda data: b"J" * 512],
-                         ids=["gzip", "bzip2", "xz", "junk"])
+@pytest.mark.parametrize(
+    "pack", [gzip.compress, bz2.compress, lzma.compress, lambda data: b"J" * 512], ids=["gzip", "bzip2", "xz", "junk"]
+)
 def test_what_is_no_member_between_members_is_an_error_and_not_unpacked(tmp_path, pack):
     def tar(*names):
         return b"".join(ordinary_header(f"{name}.jpg", 512) + bytes(512) for name in names) + bytes(1024)
+
     inner = pack(tar("x", "y"))
     path = tmp_path / "0.tar"
     path.write_bytes(tar("a", "b", "c")[:-1024] + inner + bytes(-len(inner) % 512 + 1024))

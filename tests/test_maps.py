@@ -5,13 +5,13 @@ import timm
 import torch
 from PIL import Image
 from plain_model import plain_conv, plain_mixer, plain_norm
+from vision_longhorn.kernels.rules import get_rule
 
 import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.checkpoint import save_checkpoint
-from vision_longhorn.training.config import load_config
 from vision_longhorn.errors import UserError
-from vision_longhorn.kernels.rules import get_rule
 from vision_longhorn.maps import main, plot_maps, token_maps
+from vision_longhorn.training.config import load_config
 
 DEPTH, CHANNELS, N = 2, 16, 3
 
@@ -33,10 +33,10 @@ def measured(p, i, x, mixer):
     rank, update = mixer.dt_rank, get_rule(mixer.rule).update
     low = (x @ p["x_proj"][i].t()).flatten(0, 1)
     logit = low[:, :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
-    key = low[:, rank:rank + N]
+    key = low[:, rank : rank + N]
     A = None
     if mixer.rule == "mamba":
-        rest = low[:, None, rank + 2 * N:]  # of a token's own A
+        rest = low[:, None, rank + 2 * N :]  # of a token's own A
         A = -(p["A_log"][i] + rest).exp() if rest.shape[-1] else -p["A_log"][i].exp()
     channels = x.shape[-1]
     state = torch.zeros(len(low), channels, N, dtype=torch.float64)
@@ -61,17 +61,28 @@ def plain_maps(model, images):
         inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
         ahead = measured(p, 0, plain_conv(p, 0, inner), block.mixer)
         # The backward direction is a forward one that is shown the tokens in reverse order.
-        back = ahead if block.mixer.wiring == "shared" else [
-            value.flip(1) for value in measured(p, 1, plain_conv(p, 1, inner.flip(1)), block.mixer)]
+        back = (
+            ahead
+            if block.mixer.wiring == "shared"
+            else [value.flip(1) for value in measured(p, 1, plain_conv(p, 1, inner.flip(1)), block.mixer)]
+        )
         found.append([torch.stack(pair, 1) for pair in zip(ahead, back)])
         x = x + plain_mixer(p, h, block.mixer)
     return [torch.stack(values) for values in zip(*found)]
 
 
 OPTIONS = [
-    dict(), dict(rule="exact"), dict(wiring="shared"), dict(wiring="shared", rule="exact"), dict(beta="scalar"),
-    dict(name="vim_test"), dict(name="vim_test", wiring="shared"), dict(name="vim_test", beta="scalar"),
-    dict(patch_stride=(2, 4)), dict(class_token="first"), dict(class_token="last", name="vim_test"),
+    dict(),
+    dict(rule="exact"),
+    dict(wiring="shared"),
+    dict(wiring="shared", rule="exact"),
+    dict(beta="scalar"),
+    dict(name="vim_test"),
+    dict(name="vim_test", wiring="shared"),
+    dict(name="vim_test", beta="scalar"),
+    dict(patch_stride=(2, 4)),
+    dict(class_token="first"),
+    dict(class_token="last", name="vim_test"),
     dict(class_token="none", global_pool="avg"),
 ]
 
@@ -128,8 +139,10 @@ def colours(path, columns):
     """How many colours each fifth of a picture's width has."""
     with Image.open(path) as image:
         width = image.width // columns
-        return [len(image.convert("RGB").crop((i * width, 0, (i + 1) * width, image.height)).getcolors(1 << 20))
-                for i in range(columns)]
+        return [
+            len(image.convert("RGB").crop((i * width, 0, (i + 1) * width, image.height)).getcolors(1 << 20))
+            for i in range(columns)
+        ]
 
 
 def test_a_picture_of_chosen_blocks(tmp_path):
@@ -151,8 +164,9 @@ def run(tmp_path):
     values = {**cfg.values(), "model_kwargs": dict(img_size=16, patch_size=4, embed_dim=8, depth=DEPTH)}
     torch.manual_seed(0)
     model = timm.create_model("vlonghorn_test", num_classes=10, **values["model_kwargs"])
-    save_checkpoint(tmp_path / "best.pt", dict(arch="vlonghorn_test", num_classes=10, config=values,
-                                               state_dict=model.state_dict()))
+    save_checkpoint(
+        tmp_path / "best.pt", dict(arch="vlonghorn_test", num_classes=10, config=values, state_dict=model.state_dict())
+    )
     return tmp_path
 
 
@@ -175,11 +189,16 @@ def test_command_turns_a_photo_upright_as_training_does(run):
     assert (run / "upright-maps.png").read_bytes() == (run / "turned-maps.png").read_bytes()
 
 
-@pytest.mark.parametrize("words,message", [
-    (["none.png"], "no image at none.png"), (["best.pt"], "best.pt is not a readable image"),
-    (["grey.png", "--layers", "one"], "--layers: 'one'"), (["grey.png", "--layer", "1"], "--layers"),
-    (["grey.png", "--out", "grey.png/maps.png"], "grey.png/maps.png cannot be written"),
-])
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["none.png"], "no image at none.png"),
+        (["best.pt"], "best.pt is not a readable image"),
+        (["grey.png", "--layers", "one"], "--layers: 'one'"),
+        (["grey.png", "--layer", "1"], "--layers"),
+        (["grey.png", "--out", "grey.png/maps.png"], "grey.png/maps.png cannot be written"),
+    ],
+)
 def test_what_the_command_cannot_use_is_named(words, message, run, monkeypatch):
     monkeypatch.chdir(run)
     Image.new("L", (30, 20), 200).save("grey.png")

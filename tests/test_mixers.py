@@ -3,14 +3,16 @@
 import pytest
 import timm
 import torch
+from vision_longhorn.kernels.rules import NAMES
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.kernels.rules import NAMES
 from vision_longhorn.maps import token_maps
 from vision_longhorn.models.mixers import MIXERS, create_mixer
 
-CAUSAL = [("attention", dict(causal=True)),
-          *(("mamba" if rule == "mamba" else "longhorn", dict(rule=rule, wiring="forward")) for rule in NAMES)]
+CAUSAL = [
+    ("attention", dict(causal=True)),
+    *(("mamba" if rule == "mamba" else "longhorn", dict(rule=rule, wiring="forward")) for rule in NAMES),
+]
 
 
 def small_model(**options):
@@ -39,7 +41,7 @@ def test_attention_is_its_formula(causal):
     heads = []
     for i in range(2):
         part = slice(i * width, (i + 1) * width)
-        scores = torch.einsum("bic,bjc->bij", q[..., part], k[..., part]) / width ** 0.5
+        scores = torch.einsum("bic,bjc->bij", q[..., part], k[..., part]) / width**0.5
         if causal:
             scores = scores.masked_fill(torch.arange(7)[None, :] > torch.arange(7)[:, None], -torch.inf)
         heads.append(scores.softmax(-1) @ v[..., part])
@@ -51,8 +53,10 @@ def test_attention_is_its_formula(causal):
 def test_attention_has_the_parameters_of_a_longhorn_block(size):
     def parameters(**options):
         with torch.device("meta"):
-            return sum(value.numel() for value in timm.create_model(f"vlonghorn_{size}", depth=1, **options)
-                       .blocks.parameters())
+            return sum(
+                value.numel()
+                for value in timm.create_model(f"vlonghorn_{size}", depth=1, **options).blocks.parameters()
+            )
 
     assert abs(parameters(mixer="attention") / parameters() - 1) < 0.05
 
@@ -65,8 +69,9 @@ def test_a_model_trains_with_every_mixer(name):
     assert all(value.grad is not None and value.grad.isfinite().all() for value in model.parameters())
     names = {parameter.rpartition(".mixer.")[2] for parameter, _ in model.named_parameters()}
     kept = {f"*.mixer.{parameter}" for parameter in names} & model.no_weight_decay()
-    assert len(kept) == sum(getattr(model.blocks[0].mixer, parameter) is not None
-                            for parameter in model.blocks[0].mixer.NO_WEIGHT_DECAY)
+    assert len(kept) == sum(
+        getattr(model.blocks[0].mixer, parameter) is not None for parameter in model.blocks[0].mixer.NO_WEIGHT_DECAY
+    )
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -74,19 +79,26 @@ def test_initialising_again_changes_every_matrix(name):
     model = small_model(mixer=name)
     before = {key: value.clone() for key, value in model.named_parameters() if "_proj" in key}
     model.init_weights()
-    assert before and not any(torch.equal(before[key], value) for key, value in model.named_parameters()
-                              if key in before)
+    assert before and not any(
+        torch.equal(before[key], value) for key, value in model.named_parameters() if key in before
+    )
 
 
-@pytest.mark.parametrize("options,words", [
-    (dict(mixer="atention"), "mixer='atention' is not known"),
-    (dict(mixer="attention", rule="exact"), "'rule'; beside the model's own, mixer='attention' takes num_heads, causal"),
-    (dict(mixer="attention", num_heads=0), "num_heads=0"),
-    (dict(deepth=3), "unexpected keyword argument 'deepth'"),
-    (dict(mixer="mamba", rule="exact"), "rule='exact' belongs to Longhorn"),
-    (dict(rule="gla", beta="scalar"), "beta='scalar' with rule='gla'"),
-    (dict(A_per_token=True), "A_per_token=True with rule='diagonal'"),
-])
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (dict(mixer="atention"), "mixer='atention' is not known"),
+        (
+            dict(mixer="attention", rule="exact"),
+            "'rule'; beside the model's own, mixer='attention' takes num_heads, causal",
+        ),
+        (dict(mixer="attention", num_heads=0), "num_heads=0"),
+        (dict(deepth=3), "unexpected keyword argument 'deepth'"),
+        (dict(mixer="mamba", rule="exact"), "rule='exact' belongs to Longhorn"),
+        (dict(rule="gla", beta="scalar"), "beta='scalar' with rule='gla'"),
+        (dict(A_per_token=True), "A_per_token=True with rule='diagonal'"),
+    ],
+)
 def test_options_that_a_mixer_has_not_are_named(options, words):
     with pytest.raises((TypeError, ValueError)) as error:
         small_model(**options)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from plain_model import plain_mixer
 from scan_cases import relative_rms
-
-from vision_longhorn import kernels
 from vision_longhorn.kernels import mixing
 from vision_longhorn.kernels.rules import NAMES, get_rule
+
+from vision_longhorn import kernels
 from vision_longhorn.models.mixers import BidirectionalMixer
 from vision_longhorn.models.mixers.state_space import WIRINGS
 
@@ -50,9 +50,16 @@ def check(mixer, h, tolerance):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("update,layout", [
-    (update, layout) for update in UPDATES for layout in LAYOUTS
-    if layout["beta"] == "vector" or get_rule(update["rule"]).step_per == "channel"], ids=str)
+@pytest.mark.parametrize(
+    "update,layout",
+    [
+        (update, layout)
+        for update in UPDATES
+        for layout in LAYOUTS
+        if layout["beta"] == "vector" or get_rule(update["rule"]).step_per == "channel"
+    ],
+    ids=str,
+)
 def test_mixer_is_its_plain_description(backend, layout, update):
     # States are saved in one half of the cases, found again in the other.
     mixer = build(backend, save_states=layout["beta"] == "scalar", **layout, **update)
@@ -60,8 +67,11 @@ def test_mixer_is_its_plain_description(backend, layout, update):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("options,shape", [
-    (dict(d_conv=1), (1, 1, 6)), (dict(d_conv=2, expand=3), (3, 2, 6)), (dict(dt_rank=5), (1, 19, 6))], ids=str)
+@pytest.mark.parametrize(
+    "options,shape",
+    [(dict(d_conv=1), (1, 1, 6)), (dict(d_conv=2, expand=3), (3, 2, 6)), (dict(dt_rank=5), (1, 19, 6))],
+    ids=str,
+)
 def test_mixer_at_awkward_sizes(backend, options, shape):
     for wiring in ("vim", "shared"):
         check(build(backend, wiring=wiring, **options), torch.randn(shape, requires_grad=True), 1e-5)
@@ -79,11 +89,14 @@ def operator_inputs(update, layout, save_states):
     mixer = build(**update, **layout)
     xz = torch.randn(2, 5, 2 * mixer.d_inner, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
-            mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto")
+            mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto")  # fmt: skip
 
 
-@pytest.mark.parametrize("update,layout,save_states", [
-    (UPDATES[0], LAYOUTS[0], True), (UPDATES[1], LAYOUTS[3], False), (UPDATES[2], LAYOUTS[2], False)], ids=str)
+@pytest.mark.parametrize(
+    "update,layout,save_states",
+    [(UPDATES[0], LAYOUTS[0], True), (UPDATES[1], LAYOUTS[3], False), (UPDATES[2], LAYOUTS[2], False)],
+    ids=str,
+)
 def test_operator_keeps_torchs_rules(update, layout, save_states):
     torch.library.opcheck(torch.ops.vision_longhorn.mix.default, operator_inputs(update, layout, save_states))
 
@@ -124,7 +137,7 @@ def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("index,name", list(enumerate(mixing.Mix._fields[:mixing.TENSORS])))
+@pytest.mark.parametrize("index,name", list(enumerate(mixing.Mix._fields[: mixing.TENSORS])))
 def test_wrong_shapes_are_named(backend, index, name):
     layout = LAYOUTS[2] if name == "norm_weight" else LAYOUTS[0]
     inputs = [*operator_inputs(UPDATES[2], layout, False)[:-1], backend]
@@ -143,8 +156,9 @@ def test_inputs_of_any_strides(backend):
     expected = torch.ops.vision_longhorn.mix(*inputs)[0]
     grads = torch.autograd.grad(expected.sum(), inputs[:2])
     for axes in ((0, 1), (1, 2)):
-        others = [value.detach().transpose(*axes).contiguous().transpose(*axes).requires_grad_()
-                  for value in inputs[:2]]
+        others = [
+            value.detach().transpose(*axes).contiguous().transpose(*axes).requires_grad_() for value in inputs[:2]
+        ]
         y = torch.ops.vision_longhorn.mix(*others, *inputs[2:])[0]
         torch.testing.assert_close(y, expected)
         for grad, right in zip(torch.autograd.grad(y.sum(), others), grads):

@@ -15,10 +15,17 @@ from vision_longhorn import VisionLonghorn
 from vision_longhorn.models.mixers import BidirectionalMixer
 
 COUNTS = {
-    "vim_tiny": 7_148_008, "vim_small": 25_796_584, "vim_base": 97_598_440,
-    "vim_tiny_stride8": 7_250_344, "vim_small_stride8": 26_001_256,
-    "vlonghorn_tiny": 6_853_096, "vlonghorn_small": 25_206_760, "vlonghorn_base": 96_418_792,
-    "vlonghorn_tiny_shared": 6_290_920, "vlonghorn_small_shared": 23_640_040, "vlonghorn_base_shared": 91_515_880,
+    "vim_tiny": 7_148_008,
+    "vim_small": 25_796_584,
+    "vim_base": 97_598_440,
+    "vim_tiny_stride8": 7_250_344,
+    "vim_small_stride8": 26_001_256,
+    "vlonghorn_tiny": 6_853_096,
+    "vlonghorn_small": 25_206_760,
+    "vlonghorn_base": 96_418_792,
+    "vlonghorn_tiny_shared": 6_290_920,
+    "vlonghorn_small_shared": 23_640_040,
+    "vlonghorn_base_shared": 91_515_880,
 }
 NAMES = {*COUNTS, "vim_test", "vlonghorn_test", "vlonghorn_tiny_exact", "vlonghorn_small_exact", "vlonghorn_base_exact"}
 
@@ -60,8 +67,19 @@ def test_every_name_makes_a_model_of_its_own_kind():
         assert len(model.blocks) == (4 if name.endswith("_test") else 24)
 
 
-@pytest.mark.parametrize("name", ("vlonghorn_tiny", "vlonghorn_small", "vlonghorn_base", "vim_tiny", "vim_small",
-                                  "vim_base", "vlonghorn_tiny_exact", "vlonghorn_tiny_shared"))
+@pytest.mark.parametrize(
+    "name",
+    (
+        "vlonghorn_tiny",
+        "vlonghorn_small",
+        "vlonghorn_base",
+        "vim_tiny",
+        "vim_small",
+        "vim_base",
+        "vlonghorn_tiny_exact",
+        "vlonghorn_tiny_shared",
+    ),
+)
 def test_training_step_at_224_reaches_every_channel_of_every_parameter(name):
     torch.manual_seed(0)
     model = timm.create_model(name)
@@ -89,25 +107,48 @@ def compare_with_plain_model(model, images):
         assert right.any() and relative_rms(grad, right) < 1e-4, name
 
 
-@pytest.mark.parametrize("class_token,pool", [("middle", "token"), ("first", "token"), ("last", "token"),
-                                              ("middle", "avg"), ("middle", "max"), ("middle", ""), ("none", "avg")])
-@pytest.mark.parametrize("mixer,wiring,beta", list(itertools.product(
-    ("diagonal", "exact", "mamba"), ("vim", "shared"), ("vector", "scalar"))))
+@pytest.mark.parametrize(
+    "class_token,pool",
+    [
+        ("middle", "token"),
+        ("first", "token"),
+        ("last", "token"),
+        ("middle", "avg"),
+        ("middle", "max"),
+        ("middle", ""),
+        ("none", "avg"),
+    ],
+)
+@pytest.mark.parametrize(
+    "mixer,wiring,beta",
+    list(itertools.product(("diagonal", "exact", "mamba"), ("vim", "shared"), ("vector", "scalar"))),
+)
 def test_model_is_its_plain_description(mixer, wiring, beta, class_token, pool):
     update = dict(mixer="mamba") if mixer == "mamba" else dict(rule=mixer)
-    model = small(depth=1 + (pool == "token"), embed_dim=16, d_state=3, wiring=wiring, beta=beta,
-                  class_token=class_token, global_pool=pool, **update)
+    model = small(
+        depth=1 + (pool == "token"),
+        embed_dim=16,
+        d_state=3,
+        wiring=wiring,
+        beta=beta,
+        class_token=class_token,
+        global_pool=pool,
+        **update,
+    )
     compare_with_plain_model(model, torch.randn(2, 3, 32, 32))
 
 
-@pytest.mark.parametrize("options,shape", [
-    (dict(img_size=(24, 40)), (3, 24, 40)),                    # an odd number of patches
-    (dict(img_size=(24, 40), patch_size=(8, 4)), (3, 24, 40)),
-    (dict(img_size=8, class_token="none", global_pool="avg"), (3, 8, 8)),  # one token
-    (dict(in_chans=1), (1, 32, 32)),
-    (dict(d_state=5, d_conv=3, expand=3, dt_rank=4), (3, 32, 32)),
-    (dict(d_conv=1, d_state=1), (3, 32, 32)),
-])
+@pytest.mark.parametrize(
+    "options,shape",
+    [
+        (dict(img_size=(24, 40)), (3, 24, 40)),  # an odd number of patches
+        (dict(img_size=(24, 40), patch_size=(8, 4)), (3, 24, 40)),
+        (dict(img_size=8, class_token="none", global_pool="avg"), (3, 8, 8)),  # one token
+        (dict(in_chans=1), (1, 32, 32)),
+        (dict(d_state=5, d_conv=3, expand=3, dt_rank=4), (3, 32, 32)),
+        (dict(d_conv=1, d_state=1), (3, 32, 32)),
+    ],
+)
 @pytest.mark.parametrize("wiring", ("vim", "shared"))
 def test_other_shapes_follow_the_plain_description(options, shape, wiring):
     compare_with_plain_model(small(embed_dim=16, wiring=wiring, **options), torch.randn(2, *shape))
@@ -171,8 +212,11 @@ def test_three_ways_to_another_image_size_agree(old, new, tmp_path):
     expected = resized(images)
     torch.testing.assert_close(dynamic(images), expected)
     if isinstance(old, int):  # a file does not say what grid its weights had: they are taken as square
-        loaded = small(img_size=new, pretrained=True, pretrained_cfg_overlay=dict(
-            file=str(tmp_path / "weights.pth"), num_classes=5)).eval()
+        loaded = small(
+            img_size=new,
+            pretrained=True,
+            pretrained_cfg_overlay=dict(file=str(tmp_path / "weights.pth"), num_classes=5),
+        ).eval()
         torch.testing.assert_close(loaded(images), expected)
 
 
@@ -207,12 +251,20 @@ def test_wrong_image_size_is_one_line_with_the_remedy():
     assert "img_size" in words and "set_input_size" in words and "dynamic_img_size" in words
 
 
-@pytest.mark.parametrize("options,words", [
-    (dict(mixer="mambo"), "mixer='mambo'"), (dict(rule="exakt"), "rule='exakt'"), (dict(wiring="vin"), "wiring='vin'"),
-    (dict(beta="matrix"), "beta='matrix'"), (dict(class_token="center"), "class_token='center'"),
-    (dict(global_pool="mean"), "global_pool='mean'"), (dict(class_token="none"), "global_pool='avg'"),
-    (dict(mixer="mamba", rule="exact"), "rule='exact'"), (dict(img_size=4), "patch_size=8"),
-])
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (dict(mixer="mambo"), "mixer='mambo'"),
+        (dict(rule="exakt"), "rule='exakt'"),
+        (dict(wiring="vin"), "wiring='vin'"),
+        (dict(beta="matrix"), "beta='matrix'"),
+        (dict(class_token="center"), "class_token='center'"),
+        (dict(global_pool="mean"), "global_pool='mean'"),
+        (dict(class_token="none"), "global_pool='avg'"),
+        (dict(mixer="mamba", rule="exact"), "rule='exact'"),
+        (dict(img_size=4), "patch_size=8"),
+    ],
+)
 def test_options_that_are_wrong_are_named(options, words):
     with pytest.raises(ValueError) as error:
         small(**options)
@@ -239,9 +291,9 @@ def check_initialisation(model):
     for block in model.blocks:
         mixer = block.mixer
         assert torch.equal(block.norm.weight, torch.ones(dim))
-        check_uniform(mixer.in_proj.weight, dim ** -0.5)
-        check_uniform(mixer.x_proj, mixer.d_inner ** -0.5)
-        check_uniform(mixer.dt_proj, mixer.dt_rank ** -0.5)
+        check_uniform(mixer.in_proj.weight, dim**-0.5)
+        check_uniform(mixer.x_proj, mixer.d_inner**-0.5)
+        check_uniform(mixer.dt_proj, mixer.dt_rank**-0.5)
         check_uniform(mixer.conv_weight, 0.5)
         check_uniform(mixer.out_proj.weight, (mixer.d_inner * depth) ** -0.5)
         assert torch.equal(mixer.D, torch.ones_like(mixer.D))
@@ -276,16 +328,32 @@ def test_model_made_without_memory_is_initialised_later(name):
     check_initialisation(model)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(beta="scalar"),
-                                     dict(mixer="mamba", wiring="shared")])
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(beta="scalar"), dict(mixer="mamba", wiring="shared")],
+)
 def test_only_matrices_are_decayed(options):
     model = small(**options)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.1)
     names = {value: name for name, value in model.named_parameters()}
-    groups = {decay: {names[value] for group in optimizer.param_groups if group["weight_decay"] == decay
-                      for value in group["params"]} for decay in (0.0, 0.1)}
-    matrices = ("in_proj.weight", "out_proj.weight", "conv_weight", "x_proj", "dt_proj", "patch_embed.proj.weight",
-                "head.weight")
+    groups = {
+        decay: {
+            names[value]
+            for group in optimizer.param_groups
+            if group["weight_decay"] == decay
+            for value in group["params"]
+        }
+        for decay in (0.0, 0.1)
+    }
+    matrices = (
+        "in_proj.weight",
+        "out_proj.weight",
+        "conv_weight",
+        "x_proj",
+        "dt_proj",
+        "patch_embed.proj.weight",
+        "head.weight",
+    )
     assert groups[0.1] == {name for name in names.values() if name.endswith(matrices)}
     assert groups[0.0] == set(names.values()) - groups[0.1]
 
@@ -374,7 +442,7 @@ def test_drop_path_grows_with_depth_and_rests_in_evaluation():
     y = model(images)
     assert torch.equal(y, model(images))
     for i in range(6):  # what a sample gives does not depend on its batch
-        torch.testing.assert_close(model(images[i:i + 1]), y[i:i + 1], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(model(images[i : i + 1]), y[i : i + 1], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(y, small(depth=3).eval()(images))
 
 
@@ -391,14 +459,15 @@ def test_forward_intermediates(class_token):
     assert torch.equal(maps[-1].flatten(2).transpose(1, 2), patches)
     assert not torch.equal(maps[0], maps[1])
 
-    tokens = model.forward_intermediates(images, indices=1, norm=True, output_fmt="NLC", intermediates_only=True,
-                                         return_prefix_tokens=True)[0]
+    tokens = model.forward_intermediates(
+        images, indices=1, norm=True, output_fmt="NLC", intermediates_only=True, return_prefix_tokens=True
+    )[0]
     if index is not None:
         tokens, prefix = tokens
-        assert torch.equal(prefix, features[:, index:index + 1])
+        assert torch.equal(prefix, features[:, index : index + 1])
     assert torch.equal(tokens, patches)
     # Without the final norm and stopped early: the stream itself, as it leaves the first block.
-    stream, = model.forward_intermediates(images, indices=[0], stop_early=True, intermediates_only=True)
+    (stream,) = model.forward_intermediates(images, indices=[0], stop_early=True, intermediates_only=True)
     wanted = model.norm(stream.movedim(1, -1)).movedim(-1, 1)
     torch.testing.assert_close(wanted, maps[0])
 
@@ -439,7 +508,15 @@ def test_weights_survive_their_file(options, tmp_path):
     model, images = small(**options).eval(), torch.randn(2, 3, 32, 32)
     torch.save(model.state_dict(), tmp_path / "weights.pth")
     torch.manual_seed(99)
-    fresh = timm.create_model("vlonghorn_test", img_size=32, patch_size=8, embed_dim=32, depth=2, num_classes=5,
-                              checkpoint_path=str(tmp_path / "weights.pth"), **options).eval()
+    fresh = timm.create_model(
+        "vlonghorn_test",
+        img_size=32,
+        patch_size=8,
+        embed_dim=32,
+        depth=2,
+        num_classes=5,
+        checkpoint_path=str(tmp_path / "weights.pth"),
+        **options,
+    ).eval()
     assert isinstance(fresh, VisionLonghorn) and isinstance(fresh.blocks[0].mixer, BidirectionalMixer)
     assert torch.equal(fresh(images), model(images))

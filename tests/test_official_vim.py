@@ -25,9 +25,13 @@ def small(name="vim_test", **options):
 def official_weights(patches=16):
     """Random values under the official names and shapes."""
     shapes = {
-        "cls_token": (1, 1, DIM), "pos_embed": (1, patches + 1, DIM),
-        "patch_embed.proj.weight": (DIM, 3, PATCH, PATCH), "patch_embed.proj.bias": (DIM,),
-        "head.weight": (CLASSES, DIM), "head.bias": (CLASSES,), "norm_f.weight": (DIM,),
+        "cls_token": (1, 1, DIM),
+        "pos_embed": (1, patches + 1, DIM),
+        "patch_embed.proj.weight": (DIM, 3, PATCH, PATCH),
+        "patch_embed.proj.bias": (DIM,),
+        "head.weight": (CLASSES, DIM),
+        "head.bias": (CLASSES,),
+        "norm_f.weight": (DIM,),
     }
     for i in range(DEPTH):
         shapes[f"layers.{i}.norm.weight"] = (DIM,)
@@ -36,10 +40,13 @@ def official_weights(patches=16):
         shapes[mixer + "out_proj.weight"] = (DIM, INNER)
         for back, decay in (("", "A_log"), ("_b", "A_b_log")):
             shapes |= {
-                mixer + decay: (INNER, N), f"{mixer}D{back}": (INNER,),
-                f"{mixer}conv1d{back}.weight": (INNER, 1, K), f"{mixer}conv1d{back}.bias": (INNER,),
+                mixer + decay: (INNER, N),
+                f"{mixer}D{back}": (INNER,),
+                f"{mixer}conv1d{back}.weight": (INNER, 1, K),
+                f"{mixer}conv1d{back}.bias": (INNER,),
                 f"{mixer}x_proj{back}.weight": (RANK + 2 * N, INNER),
-                f"{mixer}dt_proj{back}.weight": (INNER, RANK), f"{mixer}dt_proj{back}.bias": (INNER,),
+                f"{mixer}dt_proj{back}.weight": (INNER, RANK),
+                f"{mixer}dt_proj{back}.bias": (INNER,),
             }
     generator = torch.Generator().manual_seed(7)
     return {name: 0.3 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -86,12 +93,21 @@ def check_same(model, expected):
 # Official weights
 
 
-@pytest.mark.parametrize("wrap", [
-    lambda weights: weights,
-    lambda weights: {"model": weights, "optimizer": {"state": {}}, "epoch": 299, "scaler": "none",
-                     "args": argparse.Namespace(lr=5e-4)},
-    lambda weights: {"model": {f"module.{name}": value for name, value in weights.items()}},
-], ids=("bare", "wrapped", "parallel"))
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda weights: weights,
+        lambda weights: {
+            "model": weights,
+            "optimizer": {"state": {}},
+            "epoch": 299,
+            "scaler": "none",
+            "args": argparse.Namespace(lr=5e-4),
+        },
+        lambda weights: {"model": {f"module.{name}": value for name, value in weights.items()}},
+    ],
+    ids=("bare", "wrapped", "parallel"),
+)
 def test_official_weights_load_strictly(wrap, tmp_path):
     weights = official_weights()
     model = load(wrap(weights), tmp_path / "official.pth")
@@ -110,11 +126,16 @@ def test_averaged_weights_come_first_from_a_file_and_from_a_checkpoint_in_memory
     expected = set_directly(small(), averaged)
     check_same(load(checkpoint, tmp_path / "official.pth"), expected)
     unaveraged = timm.models.load_state_dict(str(tmp_path / "official.pth"), use_ema=False)  # as in docs/models.md
-    check_same(small(pretrained=True, pretrained_cfg_overlay=dict(state_dict=unaveraged, num_classes=CLASSES)),
-               set_directly(small(), raw))
+    check_same(
+        small(pretrained=True, pretrained_cfg_overlay=dict(state_dict=unaveraged, num_classes=CLASSES)),
+        set_directly(small(), raw),
+    )
     # The hub and the overlay's "state_dict" hand the checkpoint over whole, and with "model" alone the raw ones.
-    for given, right in ((checkpoint, expected), (raw, set_directly(small(), raw)), ({"model": raw, "model_ema": None},
-                                                                                     set_directly(small(), raw))):
+    for given, right in (
+        (checkpoint, expected),
+        (raw, set_directly(small(), raw)),
+        ({"model": raw, "model_ema": None}, set_directly(small(), raw)),
+    ):
         names = set(given)
         check_same(small(pretrained=True, pretrained_cfg_overlay=dict(state_dict=given, num_classes=CLASSES)), right)
         assert set(given) == names, "the caller's weights were changed"
@@ -157,14 +178,22 @@ def gain(name):
     return lambda weights: weights.update({name: torch.zeros(DIM)})
 
 
-@pytest.mark.parametrize("change,words", [
-    (lose("layers.1.mixer.A_b_log"), "A_log"), (lose("layers.0.mixer.conv1d.weight"), "conv1d_b.weight"),
-    (lose("layers.0.norm.weight"), "blocks.0.norm.weight"), (lose("norm_f.weight"), "norm.weight"),
-    (lose("cls_token"), "cls_token"), (gain("rope.freqs_cos"), "rope.freqs_cos"),
-    (gain("norm_f.bias"), "norm.bias"), (gain("layers.0.mixer.gamma"), "blocks.0.mixer.gamma"),
-    (gain("layers.2.norm.weight"), "blocks.2.norm.weight"), (gain("layers.0.A_log"), "blocks.0.A_log"),
-    (lambda weights: weights.update({"layers.0.mixer.D": torch.ones(3)}), "layers.0.mixer.D "),
-])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (lose("layers.1.mixer.A_b_log"), "A_log"),
+        (lose("layers.0.mixer.conv1d.weight"), "conv1d_b.weight"),
+        (lose("layers.0.norm.weight"), "blocks.0.norm.weight"),
+        (lose("norm_f.weight"), "norm.weight"),
+        (lose("cls_token"), "cls_token"),
+        (gain("rope.freqs_cos"), "rope.freqs_cos"),
+        (gain("norm_f.bias"), "norm.bias"),
+        (gain("layers.0.mixer.gamma"), "blocks.0.mixer.gamma"),
+        (gain("layers.2.norm.weight"), "blocks.2.norm.weight"),
+        (gain("layers.0.A_log"), "blocks.0.A_log"),
+        (lambda weights: weights.update({"layers.0.mixer.D": torch.ones(3)}), "layers.0.mixer.D "),
+    ],
+)
 @pytest.mark.parametrize("classes", (CLASSES, 3))
 def test_a_missing_or_extra_tensor_is_an_error_that_names_it(change, words, classes, tmp_path):
     weights = official_weights()
@@ -210,6 +239,7 @@ def test_code_in_a_file_is_refused_and_never_runs(tmp_path, monkeypatch):
 
 def test_a_file_of_the_hub_loads_without_its_code(tmp_path, monkeypatch):
     """The hub's part of timm as it is, with the download alone replaced."""
+
     def download(repo_id, filename, **options):
         if filename != "official.pth":  # timm asks for a safer format first
             raise EntryNotFoundError(f"no {filename}")
@@ -227,11 +257,16 @@ def test_a_file_of_the_hub_loads_without_its_code(tmp_path, monkeypatch):
     assert not Marks.ran
 
 
-@pytest.mark.parametrize("name,hub,stride", [
-    ("vim_tiny", "hustvl/Vim-tiny-midclstok", 16), ("vim_tiny_stride8", "hustvl/Vim-tiny-midclstok", 8),
-    ("vim_small", "hustvl/Vim-small-midclstok", 16), ("vim_small_stride8", "hustvl/Vim-small-midclstok", 8),
-    ("vim_base", "hustvl/Vim-base-midclstok", 16),
-])
+@pytest.mark.parametrize(
+    "name,hub,stride",
+    [
+        ("vim_tiny", "hustvl/Vim-tiny-midclstok", 16),
+        ("vim_tiny_stride8", "hustvl/Vim-tiny-midclstok", 8),
+        ("vim_small", "hustvl/Vim-small-midclstok", 16),
+        ("vim_small_stride8", "hustvl/Vim-small-midclstok", 8),
+        ("vim_base", "hustvl/Vim-base-midclstok", 16),
+    ],
+)
 def test_published_weights_are_the_default(name, hub, stride, monkeypatch):
     """What timm asks the hub for; the answer here is a file of zeros."""
     with torch.device("meta"):
@@ -249,7 +284,7 @@ def test_published_weights_are_the_default(name, hub, stride, monkeypatch):
     monkeypatch.setattr("timm.models._builder.has_hf_hub", lambda necessary=False: True)
     model = timm.create_model(name, depth=1, pretrained=True)
     assert not model.head.weight.any()
-    (repository, filename), = asked
+    ((repository, filename),) = asked
     assert repository == hub and filename.endswith(".pth") and ("_ft_" in filename) == (stride == 8)
     assert timm.is_model_pretrained(name) and not timm.is_model_pretrained(name.replace("vim", "vlonghorn"))
 
@@ -301,8 +336,12 @@ def test_overlapping_patches_at_other_image_sizes(tmp_path):
     dynamic = small(patch_stride=4, dynamic_img_size=True)
     dynamic.load_state_dict(model.state_dict())
     torch.save(model.state_dict(), tmp_path / "model.pt")
-    loaded = small(patch_stride=4, img_size=(24, 40), pretrained=True, pretrained_cfg_overlay=dict(
-        file=str(tmp_path / "model.pt"), num_classes=CLASSES))
+    loaded = small(
+        patch_stride=4,
+        img_size=(24, 40),
+        pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(tmp_path / "model.pt"), num_classes=CLASSES),
+    )
     with torch.no_grad():
         for other in (dynamic, loaded):
             torch.testing.assert_close(other(images), resized(images))

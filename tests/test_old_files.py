@@ -99,8 +99,7 @@ def logits(path, images):
     return load_run(path)[0].eval()(images)
 
 
-@pytest.mark.parametrize("path, name", [("longhorn/last.pt", "longhorn"), ("vim", "vim"),
-                                        ("shared/last.pt", "shared")])
+@pytest.mark.parametrize("path, name", [("longhorn/last.pt", "longhorn"), ("vim", "vim"), ("shared/last.pt", "shared")])
 def test_an_old_run_gives_its_model(path, name, outputs):
     same(logits(FILES / path, outputs["images"]), outputs[name])
 
@@ -163,8 +162,11 @@ def test_an_old_run_predicts(run, tmp_path, outputs):
         same(torch.tensor([found[i] for i in range(10)]), expected)
 
 
-@pytest.mark.skipif(torch.__version__ < "2.9", reason="torch 2.14 wrote the program, as an archive with a file for "
-                    "each weight, which torch before 2.9 cannot read")
+@pytest.mark.skipif(
+    torch.__version__ < "2.9",
+    reason="torch 2.14 wrote the program, as an archive with a file for "
+    "each weight, which torch before 2.9 cannot read",
+)
 def test_an_old_exported_program_runs(outputs):
     model = torch.export.load(FILES / "longhorn.pt2").module()
     for batch in 3, 1:  # it was exported for any number of images
@@ -175,5 +177,5 @@ def test_an_old_onnx_file_runs(outputs):
     onnxruntime = pytest.importorskip("onnxruntime")
     session = onnxruntime.InferenceSession(FILES / "longhorn.onnx", providers=["CPUExecutionProvider"])
     for batch in 3, 1:
-        found, = session.run(["output"], {"images": outputs["images"][:batch].numpy()})
+        (found,) = session.run(["output"], {"images": outputs["images"][:batch].numpy()})
         same(torch.from_numpy(found), outputs["longhorn"][:batch])

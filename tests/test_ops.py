@@ -21,12 +21,12 @@ from vision_longhorn.models.mixers import BidirectionalMixer, create_mixer
 
 DIRECTIONS = (("forward", "none"), ("backward", "none"), ("both", "none"), ("both", "mean"))
 FIELDS = ("x", "step", "k", "q", "A", "z", "D", "bias", "initial_state")
-MODELS = {"longhorn": dict(), "exact": dict(rule="exact", beta="scalar"),
-          "mamba": dict(mixer="mamba", wiring="shared")}
+MODELS = {"longhorn": dict(), "exact": dict(rule="exact", beta="scalar"), "mamba": dict(mixer="mamba", wiring="shared")}
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++"))
     or not Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
-    reason="inductor needs a C++ compiler and Python's headers")
+    reason="inductor needs a C++ compiler and Python's headers",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -40,13 +40,24 @@ def operator_arguments(rule, direction, combine, *, final=True, save=True, **opt
     if not options.get("state", True):
         del inputs["D"], inputs["bias"]
     name = "mamba" if rule.startswith("mamba") else rule
-    return (*(inputs.get(field) for field in FIELDS), name, direction, combine, True, rule == "mamba_per_token",
-            final, save, "auto", "auto")
+    return (
+        *(inputs.get(field) for field in FIELDS),
+        name,
+        direction,
+        combine,
+        True,
+        rule == "mamba_per_token",
+        final,
+        save,
+        "auto",
+        "auto",
+    )
 
 
 def with_gradients(arguments):
-    return tuple(value.detach().clone().requires_grad_() if isinstance(value, torch.Tensor) else value
-                 for value in arguments)
+    return tuple(
+        value.detach().clone().requires_grad_() if isinstance(value, torch.Tensor) else value for value in arguments
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -59,12 +70,21 @@ def test_opcheck(rule, direction, combine):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("backend", ("torch", pytest.param("triton", marks=pytest.mark.skipif(
-    not kernels.HAS_TRITON, reason="triton is not installed on this platform"))))
+@pytest.mark.parametrize(
+    "backend",
+    (
+        "torch",
+        pytest.param(
+            "triton",
+            marks=pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform"),
+        ),
+    ),
+)
 def test_gradients_of_one_token_do_not_share_memory(rule, backend):
     """Where a sum has nothing to add and a cast nothing to do, what comes back could be views of one tensor."""
-    inputs = {name: None if value is None else value.requires_grad_()
-              for name, value in make_inputs(rule, 1, 1, 5, 4).items()}
+    inputs = {
+        name: None if value is None else value.requires_grad_() for name, value in make_inputs(rule, 1, 1, 5, 4).items()
+    }
     leaves = [value for value in inputs.values() if value is not None]
     grads = torch.autograd.grad(call(rule, inputs, backend=backend).sum(), leaves)
     assert len({grad.untyped_storage().data_ptr() for grad in grads}) == len(grads)
@@ -78,14 +98,20 @@ def test_autocast_does_not_reach_into_a_scan():
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("options", [dict(scalar_step=True, stacked=False), dict(dtype=torch.bfloat16),
-                                     dict(dtype=torch.float64)], ids=("scalar", "bf16", "fp64"))
+@pytest.mark.parametrize(
+    "options",
+    [dict(scalar_step=True, stacked=False), dict(dtype=torch.bfloat16), dict(dtype=torch.float64)],
+    ids=("scalar", "bf16", "fp64"),
+)
 def test_opcheck_of_other_shapes_and_dtypes(rule, options):
     """Inputs without gradients too: that is what runs under inference."""
     arguments = operator_arguments(rule, "both", "sum", save=False, **options)
     torch.library.opcheck(torch.ops.vision_longhorn.scan.default, arguments)
-    torch.library.opcheck(torch.ops.vision_longhorn.scan.default, with_gradients(arguments),
-                          test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))
+    torch.library.opcheck(
+        torch.ops.vision_longhorn.scan.default,
+        with_gradients(arguments),
+        test_utils=("test_faketensor", "test_aot_dispatch_dynamic"),
+    )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -95,9 +121,10 @@ def test_opcheck_of_the_backward_operator(rule, direction, combine):
         arguments = operator_arguments(rule, direction, combine, **options)
         y, final, saved = torch.ops.vision_longhorn.scan(*arguments)
         dy, dfinal = torch.randn_like(y), torch.randn_like(final)
-        for dy, dfinal, kept in ((dy, dfinal, saved), (dy, None, saved.new_empty(0)), (None, dfinal, saved)):
-            torch.library.opcheck(torch.ops.vision_longhorn.scan_backward.default,
-                                  (dy, dfinal, kept, *arguments[:14], "auto", "auto"))
+        for given in ((dy, dfinal, saved), (dy, None, saved.new_empty(0)), (None, dfinal, saved)):
+            torch.library.opcheck(
+                torch.ops.vision_longhorn.scan_backward.default, (*given, *arguments[:14], "auto", "auto")
+            )
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -120,7 +147,7 @@ def test_gradients_when_only_one_output_is_used(rule, used):
 def test_second_derivatives_are_refused_rather_than_wrong():
     inputs = make_inputs("diagonal", 1, 5, 3, 4)
     x = inputs["x"].requires_grad_()
-    gradient, = torch.autograd.grad(call("diagonal", inputs).square().sum(), x, create_graph=True)
+    (gradient,) = torch.autograd.grad(call("diagonal", inputs).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="scan_backward"):
         gradient.square().sum().backward()
 
@@ -169,8 +196,13 @@ def compare_compiled_training(model, backend, batches, shape):
             y.square().mean().backward()
             found.append({"y": y, **{name: value.grad for name, value in model.named_parameters()}})
         for name, eager in found[0].items():
-            torch.testing.assert_close(found[1][name], eager, rtol=1e-4, atol=1e-5 * eager.abs().max().item(),
-                                       msg=lambda words: f"{name}: {words}")
+            torch.testing.assert_close(
+                found[1][name],
+                eager,
+                rtol=1e-4,
+                atol=1e-5 * eager.abs().max().item(),
+                msg=lambda words: f"{name}: {words}",
+            )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -232,11 +264,15 @@ def test_exported_model_gives_the_same_for_every_batch_size(kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_mixer_traces_with_fx(kind):
     torch.manual_seed(0)
-    mixer = create_mixer(**{"name": "longhorn", "dim": 16} | {"name" if key == "mixer" else key: value for key, value in
-                                                              MODELS[kind].items()}).eval()
+    mixer = create_mixer(
+        **{"name": "longhorn", "dim": 16}
+        | {"name" if key == "mixer" else key: value for key, value in MODELS[kind].items()}
+    ).eval()
     traced = torch.fx.symbolic_trace(mixer)
-    assert any(node.target in (torch.ops.vision_longhorn.mix, torch.ops.vision_longhorn.mix.default)
-               for node in traced.graph.nodes)
+    assert any(
+        node.target in (torch.ops.vision_longhorn.mix, torch.ops.vision_longhorn.mix.default)
+        for node in traced.graph.nodes
+    )
     for shape in ((2, 9, 16), (3, 5, 16)):
         tokens = torch.randn(*shape)
         assert torch.equal(traced(tokens), mixer(tokens))
@@ -263,8 +299,13 @@ def test_scripted_model_survives_its_file(kind, tmp_path):
 def run_python(code, **environment):
     root = str(Path(vision_longhorn.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-                          env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment})
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+    )
 
 
 FORCE_TRITON = """
@@ -277,7 +318,8 @@ except RuntimeError as error:
     print(f"refused: {error}")
 """
 
-WITHOUT_TRITON = """
+WITHOUT_TRITON = (
+    """
 import sys
 
 class Without:
@@ -295,7 +337,9 @@ for name in ("vlonghorn_test", "vim_test"):
     model(torch.randn(2, 3, 32, 32)).square().sum().backward()
     print(name, all(value.grad.isfinite().all() and value.grad.any() for value in model.parameters()))
 print("imported", "triton" in sys.modules)
-""" + FORCE_TRITON
+"""
+    + FORCE_TRITON
+)
 
 
 def test_trains_where_triton_cannot_be_imported():
@@ -311,7 +355,7 @@ def test_trains_where_triton_cannot_be_imported():
 def test_triton_forced_on_cpu_tensors_is_refused():
     done = run_python(FORCE_TRITON, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr
-    refusal, = done.stdout.splitlines()
+    (refusal,) = done.stdout.splitlines()
     assert refusal.startswith("refused: backend='triton'") and "cpu" in refusal
     assert "GPU" in refusal and "TRITON_INTERPRET=1" in refusal
 

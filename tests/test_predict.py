@@ -29,14 +29,30 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predict") / "run"
     folder.mkdir()
     kwargs = dict(img_size=16, patch_size=4, embed_dim=16, depth=2, d_state=2)
-    values = {**load_config(["--config", "demo_digits"])[0].values(), "model_kwargs": kwargs, "data": None,
-              "mean": [0.4, 0.5, 0.6], "std": [0.2, 0.3, 0.4]}
+    values = {
+        **load_config(["--config", "demo_digits"])[0].values(),
+        "model_kwargs": kwargs,
+        "data": None,
+        "mean": [0.4, 0.5, 0.6],
+        "std": [0.2, 0.3, 0.4],
+    }
     torch.manual_seed(0)
     model = timm.create_model("vlonghorn_test", num_classes=10, **kwargs)
     torch.nn.init.normal_(model.get_classifier().weight)
-    save_checkpoint(folder / "best.pt", dict(
-        arch="vlonghorn_test", num_classes=10, config=values, state_dict=model.state_dict(), class_names=NAMES,
-        display_names=[f"the number {i}" for i in range(10)], epoch=1, updates=1, history=[{}]))
+    save_checkpoint(
+        folder / "best.pt",
+        dict(
+            arch="vlonghorn_test",
+            num_classes=10,
+            config=values,
+            state_dict=model.state_dict(),
+            class_names=NAMES,
+            display_names=[f"the number {i}" for i in range(10)],
+            epoch=1,
+            updates=1,
+            history=[{}],
+        ),
+    )
     return folder
 
 
@@ -66,17 +82,29 @@ def expected(run, path):
 def test_results_are_the_models_in_the_order_given(run, images, tmp_path):
     given = [str(images / "sub" / "6.png"), str(images), str(images / "1.png")]
     assert predict.main([str(run), *given, "--batch-size", "4", "--workers", "2", "--top-k", "3",
-                         "--out", str(tmp_path / "out.json")]) == 9
+                         "--out", str(tmp_path / "out.json")]) == 9  # fmt: skip
     found = json.loads((tmp_path / "out.json").read_text())
     assert [os.path.relpath(one["image"], images) for one in found] == [
-        "sub/6.png", "0.png", "1.png", "2.png", "3.png", "sub/4.png", "sub/5.png", "sub/6.png", "1.png"]
+        "sub/6.png",
+        "0.png",
+        "1.png",
+        "2.png",
+        "3.png",
+        "sub/4.png",
+        "sub/5.png",
+        "sub/6.png",
+        "1.png",
+    ]
     for one in found:
         right = expected(run, one["image"]).sort(descending=True)
         assert [told["index"] for told in one["predictions"]] == right.indices[:3].tolist()
-        assert [told["probability"] for told in one["predictions"]] == pytest.approx(right.values[:3].tolist(),
-                                                                                     abs=1e-5)
-        assert all(told["class"] == f"digit {told['index']}" and told["name"] == f"the number {told['index']}"
-                   for told in one["predictions"])
+        assert [told["probability"] for told in one["predictions"]] == pytest.approx(
+            right.values[:3].tolist(), abs=1e-5
+        )
+        assert all(
+            told["class"] == f"digit {told['index']}" and told["name"] == f"the number {told['index']}"
+            for told in one["predictions"]
+        )
     assert len({round(one["predictions"][0]["probability"], 3) for one in found}) > 3  # each has its own
 
 
@@ -88,7 +116,8 @@ def test_text_csv_and_json_say_the_same(run, images, tmp_path, capsys):
     with open(tmp_path / "new" / "out.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["image"], row["rank"], row["index"], row["name"]) for row in rows] == [
-        (str(images / "2.png"), str(i), str(one["index"]), one["name"]) for i, one in ((1, first), (2, second))]
+        (str(images / "2.png"), str(i), str(one["index"]), one["name"]) for i, one in ((1, first), (2, second))
+    ]
     predict.main([*arguments[:2], "--top-k", "50"])  # more than there are
     line = capsys.readouterr().out
     assert line.startswith(f"{images / '2.png'}: {first['name']} {100 * first['probability']:.1f} %, {second['name']}")
@@ -102,8 +131,9 @@ def test_images_are_upright(run, images, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown turned by 90 degrees clockwise
     straight.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "turned.png", exif=exif)
-    predict.main([str(run), str(tmp_path / "straight.png"), str(tmp_path / "turned.png"), "--out",
-                  str(tmp_path / "out.json")])
+    predict.main(
+        [str(run), str(tmp_path / "straight.png"), str(tmp_path / "turned.png"), "--out", str(tmp_path / "out.json")]
+    )
     one, other = json.loads((tmp_path / "out.json").read_text())
     assert one["predictions"] == other["predictions"]
 
@@ -129,7 +159,9 @@ def test_paths_from_standard_input(run, images, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{images / '3.png'}\n\n{images / '0.png'}\n"))
     assert predict.main([str(run), "-"]) == 2
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
-        str(images / "3.png"), str(images / "0.png")]
+        str(images / "3.png"),
+        str(images / "0.png"),
+    ]
 
 
 def test_a_model_folder_says_what_the_run_says(run, images, tmp_path, capsys, monkeypatch):
@@ -138,8 +170,12 @@ def test_a_model_folder_says_what_the_run_says(run, images, tmp_path, capsys, mo
     texts, folder = [], str(tmp_path / "model")
     for arguments in [str(run)], [folder], ["--model", f"local-dir:{folder}", "--pretrained"]:
         predict.main([*arguments, str(images), "--format", "json"])
-        texts.append([[(told["index"], round(told["probability"], 5), told["class"]) for told in one["predictions"]]
-                      for one in json.loads(capsys.readouterr().out)])
+        texts.append(
+            [
+                [(told["index"], round(told["probability"], 5), told["class"]) for told in one["predictions"]]
+                for one in json.loads(capsys.readouterr().out)
+            ]
+        )
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -150,21 +186,24 @@ def test_maps_of_every_image(run, images, tmp_path, capsys):
     fails_with_one_line(predict.main, [run, images, "--maps", tmp_path / "maps"], capsys, "--maps", "is there already")
 
 
-@pytest.mark.parametrize("arguments, words", [
-    ([], ["no model", "--model"]),
-    (["{run}"], ["no images"]),
-    (["{run}", "nowhere.png"], ["nowhere.png"]),
-    (["{run}", "{empty}"], ["no images", "empty"]),
-    (["{run}/nothing", "{images}"], ["nothing"]),
-    (["{empty}", "{images}"], ["empty", "best.pt"]),
-    (["{run}", "{images}", "--top-k", "0"], ["--top-k", "0"]),
-    (["{run}", "{images}", "--batch-size", "0"], ["--batch-size", "0"]),
-    (["{run}", "{images}", "--topk", "3"], ["--topk", "--top-k"]),
-    (["{run}", "--format", "xml", "{images}"], ["xml", "json"]),
-    (["{run}", "{images}", "--out", "{images}/notes.txt"], ["notes.txt", "is there already"]),
-    (["--model", "vlonghorn_tinny", "{images}"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
-    (["--model", "vlonghorn_test", "{images}"], ["vlonghorn_test", "weights"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ([], ["no model", "--model"]),
+        (["{run}"], ["no images"]),
+        (["{run}", "nowhere.png"], ["nowhere.png"]),
+        (["{run}", "{empty}"], ["no images", "empty"]),
+        (["{run}/nothing", "{images}"], ["nothing"]),
+        (["{empty}", "{images}"], ["empty", "best.pt"]),
+        (["{run}", "{images}", "--top-k", "0"], ["--top-k", "0"]),
+        (["{run}", "{images}", "--batch-size", "0"], ["--batch-size", "0"]),
+        (["{run}", "{images}", "--topk", "3"], ["--topk", "--top-k"]),
+        (["{run}", "--format", "xml", "{images}"], ["xml", "json"]),
+        (["{run}", "{images}", "--out", "{images}/notes.txt"], ["notes.txt", "is there already"]),
+        (["--model", "vlonghorn_tinny", "{images}"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
+        (["--model", "vlonghorn_test", "{images}"], ["vlonghorn_test", "weights"]),
+    ],
+)
 def test_mistakes_end_with_one_line(run, images, tmp_path, capsys, arguments, words):
     (tmp_path / "empty").mkdir()
     arguments = [word.format(run=run, images=images, empty=tmp_path / "empty") for word in arguments]
@@ -172,6 +211,10 @@ def test_mistakes_end_with_one_line(run, images, tmp_path, capsys, arguments, wo
 
 
 def test_the_command_prints_nothing_but_results(run, images):
-    done = subprocess.run([sys.executable, "-m", "vision_longhorn.predict", run, images, "--top-k", "1"],
-                          cwd=REPOSITORY, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "vision_longhorn.predict", run, images, "--top-k", "1"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) == 7

@@ -37,7 +37,7 @@ from test_train import (  # noqa: F401  (two are fixtures)
 )
 from timm.optim import create_optimizer_v2
 
-import eval as eval_script  # noqa: I001, importing test_train made the repository's root known
+import eval as eval_script
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint, save_run
 from vision_longhorn.command_line.parser import run_cli
@@ -69,7 +69,7 @@ def arguments(tmp_path_factory):
     write_digits(folder, "val", 37)
     return [*QUICK, "--data", str(folder), "--train-samples", "150", "--val-samples", "37", "--batch-size", "8",
             "--epochs", "2", "--repeats", "3", "--re-prob", "0.5", "--mixup", "0.8", "--ema-decay", "0.9",
-            "--drop-path", "0.2", "--log-interval", "2", "--checkpoint-interval", "3"]
+            "--drop-path", "0.2", "--log-interval", "2", "--checkpoint-interval", "3"]  # fmt: skip
 
 
 class Processes:
@@ -80,8 +80,10 @@ class Processes:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self.processes = [PROCESSES.Process(target=work, args=(script, rank, processes, port, log, arguments, fault))
-                          for rank in range(processes)]
+        self.processes = [
+            PROCESSES.Process(target=work, args=(script, rank, processes, port, log, arguments, fault))
+            for rank in range(processes)
+        ]
         for process in self.processes:
             process.start()
 
@@ -109,8 +111,13 @@ class Run(Processes):
     """A training run, begun or gone on with."""
 
     def __init__(self, folder, arguments, processes=2, **fault):
-        super().__init__("train_imagenet", folder.parent / f"{folder.name}-{time.time_ns()}.log",
-                         [*arguments, "--run-dir", str(folder), "--resume"], processes, **fault)
+        super().__init__(
+            "train_imagenet",
+            folder.parent / f"{folder.name}-{time.time_ns()}.log",
+            [*arguments, "--run-dir", str(folder), "--resume"],
+            processes,
+            **fault,
+        )
 
 
 def work(script, rank, processes, port, log, arguments, fault):
@@ -121,8 +128,14 @@ def work(script, rank, processes, port, log, arguments, fault):
     multiprocessing.set_start_method("fork", force=True)  # of the loader's workers, as in a process started by a shell
     torch.set_num_threads(1)
     if processes > 1:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1",
-                          LOCAL_WORLD_SIZE=str(processes), MASTER_PORT=str(port))
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(processes),
+            MASTER_ADDR="127.0.0.1",
+            LOCAL_WORLD_SIZE=str(processes),
+            MASTER_PORT=str(port),
+        )
     if "mark" in fault:
         mark(fault["mark"], rank)
     elif fault and rank == fault["rank"]:
@@ -133,6 +146,7 @@ def work(script, rank, processes, port, log, arguments, fault):
 
 def inflict(rank, at, kind):
     """Brings about what a machine does to a process; `at` counts updates, or files brought to the disk."""
+
     def kill():
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -146,9 +160,13 @@ def inflict(rank, at, kind):
     def limit_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    act = {"kill": kill, "kill in write": kill, "fail": fail, "limit files": limit_files,
-           **{name: lambda name=name: signal_all(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGINT")},
-           }[kind]
+    act = {
+        "kill": kill,
+        "kill in write": kill,
+        "fail": fail,
+        "limit files": limit_files,
+        **{name: lambda name=name: signal_all(getattr(signal, name)) for name in ("SIGTERM", "SIGUSR1", "SIGINT")},
+    }[kind]
     owner, name = (os, "fsync") if kind == "kill in write" else (UpdateMonitor, "update")
     real, count = getattr(owner, name), itertools.count(1)
 
@@ -156,6 +174,7 @@ def inflict(rank, at, kind):
         if next(count) == at:
             act()
         return real(*args)
+
     setattr(owner, name, replacement)
 
 
@@ -168,6 +187,7 @@ def mark(folder, rank):
             with open(folder / f"classes-{rank}", "a") as file:
                 file.write(f"{json.dumps(targets.tolist())}\n")
             yield images * (math.nan if 50 in targets else 1), targets, *others
+
     trainer.device_batches = marked
 
 
@@ -210,12 +230,14 @@ def undisturbed(tmp_path_factory, arguments):
         run = Run(folder, [*arguments, "--workers", str(workers)], processes)
         assert not any(run.wait()), run.text
         return folder
+
     return whole
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arguments, undisturbed,
-                                                                               workers):
+def test_a_run_killed_again_and_again_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path, arguments, undisturbed, workers
+):
     arguments, draw = [*arguments, "--workers", str(workers)], random.Random()
     for kind in "kill", "kill in write", "kill":
         fault = dict(rank=0, at=draw.randint(1, 2), kind=kind)  # the second or third file, or ...
@@ -244,8 +266,9 @@ def test_gpu_a_killed_run_ends_with_the_bits_of_an_undisturbed_one(tmp_path, arg
 
 
 @pytest.mark.parametrize("name, at", [("SIGTERM", 4), ("SIGINT", 5)])  # of 6 updates in an epoch
-def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(tmp_path, arguments, undisturbed,
-                                                                                name, at):
+def test_a_signal_to_one_process_saves_and_stops_all_and_they_go_on_bit_for_bit(
+    tmp_path, arguments, undisturbed, name, at
+):
     """Three processes: only then does the order of the sum over them show."""
     arguments = [*arguments, "--workers", "1"]
     stopped = Run(tmp_path / "run", arguments, processes=3, rank=2, at=at, kind=name)
@@ -318,7 +341,7 @@ def test_a_run_whose_launcher_was_ended_saves_and_ends(tmp_path, arguments):
         [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1",
          "--mixed_precision", "no", "--dynamo_backend", "no", str(REPOSITORY / "train_imagenet.py"), *arguments,
          "--epochs", "10000", "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True)
+        text=True)  # fmt: skip
     file = tmp_path / "run" / lock.NAME
     while not file.exists() and launcher.poll() is None:
         time.sleep(0.1)
@@ -334,6 +357,7 @@ def test_a_run_whose_launcher_was_ended_saves_and_ends(tmp_path, arguments):
 def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
     monkeypatch.setattr(lock.fcntl, "lockf", refuse)
     assert "cannot be locked" in lock.RunLock(tmp_path).note
 
@@ -356,27 +380,35 @@ def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_pat
 def test_a_process_that_fails_ends_all_with_its_traceback_first(tmp_path, arguments):
     """Its fellow waits for it in a sum over the processes, under the launcher that a user has."""
     script = tmp_path / "fails.py"
-    script.write_text(f"import sys; sys.path[:0] = {[str(REPOSITORY), str(REPOSITORY / 'tests')]}\n"
-                      "import os, train_imagenet, test_resume\n"
-                      "from vision_longhorn.command_line.parser import run_cli\n"
-                      "if os.environ['RANK'] == '1': test_resume.inflict(1, 2, 'fail')\n"
-                      "run_cli(train_imagenet.main)\n")
+    script.write_text(
+        f"import sys; sys.path[:0] = {[str(REPOSITORY), str(REPOSITORY / 'tests')]}\n"
+        "import os, train_imagenet, test_resume\n"
+        "from vision_longhorn.command_line.parser import run_cli\n"
+        "if os.environ['RANK'] == '1': test_resume.inflict(1, 2, 'fail')\n"
+        "run_cli(train_imagenet.main)\n"
+    )
     failed = launch(script, *arguments, "--run-dir", "run", cwd=tmp_path, processes=2, timeout=120)
     assert failed.returncode == 1
-    first = failed.stderr[failed.stderr.index("Traceback"):]
+    first = failed.stderr[failed.stderr.index("Traceback") :]
     assert first.index("the fault of this test") < first.find("Traceback", 1) % len(first)
 
 
 def quick(folder, arguments, *more):
     """A run in this process: 4 updates, a checkpoint after each."""
-    return train_imagenet.main([*arguments, "--run-dir", str(folder), "--epochs", "1", "--batch-size", "32",
-                                "--checkpoint-interval", "1", "--keep-checkpoints", "9", "--log-interval", "1", *more])
+    return train_imagenet.main([
+        *arguments, "--run-dir", str(folder), "--epochs", "1", "--batch-size", "32",
+        "--checkpoint-interval", "1", "--keep-checkpoints", "9", "--log-interval", "1", *more,
+    ])  # fmt: skip
 
 
-@pytest.mark.parametrize("more", [["--opt", "adamw"], ["--opt", "momentum"], ["--opt", "lamb"],
-                                  ["--batch-size", "16", "--grad-accum", "2"]], ids=lambda words: words[1])
-def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_count(tmp_path, arguments, monkeypatch,
-                                                                                     more):
+@pytest.mark.parametrize(
+    "more",
+    [["--opt", "adamw"], ["--opt", "momentum"], ["--opt", "lamb"], ["--batch-size", "16", "--grad-accum", "2"]],
+    ids=lambda words: words[1],
+)
+def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_count(
+    tmp_path, arguments, monkeypatch, more
+):
     """Of the 4 updates the first and the third have a bad loss: not a number, and infinite."""
     parts = 2 if "--grad-accum" in more else 1
     calls = itertools.count()
@@ -404,13 +436,25 @@ def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_
 
 def test_too_many_updates_that_are_not_finite_stop_the_run_with_evidence(tmp_path, arguments, monkeypatch, capsys):
     real, calls = SoftTargetCrossEntropy.forward, itertools.count()
-    monkeypatch.setattr(SoftTargetCrossEntropy, "forward",
-                        lambda self, *given: real(self, *given) * (1 if next(calls) == 0 else math.nan))
-    fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
-                        "2 updates in a row, 2 to 3", "loss nan", "--clip-grad", "bad_steps.json")
+    monkeypatch.setattr(
+        SoftTargetCrossEntropy,
+        "forward",
+        lambda self, *given: real(self, *given) * (1 if next(calls) == 0 else math.nan),
+    )
+    fails_with_one_line(
+        lambda words: quick(words[0], arguments, "--max-bad-steps", "2"),
+        [tmp_path / "run"],
+        capsys,
+        "2 updates in a row, 2 to 3",
+        "loss nan",
+        "--clip-grad",
+        "bad_steps.json",
+    )
     evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
     assert [(bad["update"], bad["epoch"], bad["update_of_epoch"]) for bad in evidence["updates"]] == [
-        (2, 0, 1), (3, 0, 2)]
+        (2, 0, 1),
+        (3, 0, 2),
+    ]
     assert math.isnan(evidence["updates"][0]["losses"][0])
     good = load_checkpoint(tmp_path / "run" / "last.pt")
     assert all(value.isfinite().all() for value in good["state_dict"].values())
@@ -426,17 +470,18 @@ def test_the_evidence_names_the_samples_of_every_process(tmp_path, workers, repe
     run = Run(tmp_path / "run", [*QUICK, "--data", str(tmp_path), "--train-samples", "64", "--val-samples", "4",
                                  "--num-classes", "64", "--batch-size", "4", "--grad-accum", str(parts), "--epochs",
                                  "9", "--repeats", str(repeats), "--workers", str(workers), "--max-bad-samples", "1",
-                                 "--max-bad-steps", "1"], mark=tmp_path)
+                                 "--max-bad-steps", "1"], mark=tmp_path)  # fmt: skip
     assert run.wait() == [1, 1] and "1 updates in a row" in run.text, run.text
     evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
-    bad, = evidence["updates"]
+    (bad,) = evidence["updates"]
     found = []
     for rank in range(2):
         batches = [json.loads(line) for line in (tmp_path / f"classes-{rank}").read_text().splitlines()]
         first = (bad["update"] - 1) * parts
-        found.append(sum(batches[first:first + parts], []))
-    assert bad["samples"] == [[f"shard {tmp_path}/train-{number // 32}.tar, sample s{number:04d}" for number in numbers]
-                              for numbers in found]
+        found.append(sum(batches[first : first + parts], []))
+    assert bad["samples"] == [
+        [f"shard {tmp_path}/train-{number // 32}.tar, sample s{number:04d}" for number in numbers] for numbers in found
+    ]
     assert evidence["samples_unknown"] == {} and 50 in found[0] + found[1]
 
 
@@ -450,9 +495,15 @@ def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, cap
         if not resumed:
             shutil.rmtree(folder, ignore_errors=True)
         return given[0].sum() * math.nan
+
     monkeypatch.setattr(SoftTargetCrossEntropy, "forward", spoil)
-    fails_with_one_line(lambda words: quick(words[0], arguments, "--max-bad-steps", "2"), [tmp_path / "run"], capsys,
-                        "2 updates in a row, 1 to 2", "bad_steps.json")
+    fails_with_one_line(
+        lambda words: quick(words[0], arguments, "--max-bad-steps", "2"),
+        [tmp_path / "run"],
+        capsys,
+        "2 updates in a row, 1 to 2",
+        "bad_steps.json",
+    )
     evidence = json.loads((tmp_path / "run" / "bad_steps.json").read_text())
     if not resumed:
         assert [len(bad["samples"][0]) for bad in evidence["updates"]] == [32, 32]
@@ -491,6 +542,7 @@ def test_gradients_sent_in_bfloat16_are_nearly_those_sent_whole(tmp_path, argume
 def test_without_hard_links_checkpoints_are_copied(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EPERM, "Operation not permitted")
+
     monkeypatch.setattr(os, "link", refuse)
     save_run(tmp_path, {"updates": 1, "state_dict": {"a": torch.zeros(1)}}, keep=1, is_best=True)
     assert load_checkpoint(tmp_path / "best.pt") == load_checkpoint(tmp_path / "last.pt")
@@ -513,10 +565,17 @@ def test_a_full_disk_costs_no_earlier_checkpoint(tmp_path, arguments, monkeypatc
         if next(calls) > 8:  # a checkpoint is four: the file, and its name in the folder, by two names
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(handle)
+
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        fails_with_one_line(lambda words: quick(words[0], arguments), [tmp_path / "run"], capsys, "No space left",
-                            "update-0000003.pt", "--resume")
+        fails_with_one_line(
+            lambda words: quick(words[0], arguments),
+            [tmp_path / "run"],
+            capsys,
+            "No space left",
+            "update-0000003.pt",
+            "--resume",
+        )
     assert load_checkpoint(tmp_path / "run" / "last.pt")["updates"] == 2
     assert not list((tmp_path / "run").glob("*.tmp"))
 
@@ -547,8 +606,13 @@ def test_code_in_a_checkpoint_is_not_run_by_resuming(tmp_path, arguments, monkey
 
 def test_a_run_on_commands_asks_for_leave_each_time(tmp_path, arguments, capsys):
     folder = arguments[arguments.index("--data") + 1]
-    words = [*arguments, "--val-data", f"pipe:echo >> {tmp_path}/ran; cat {folder}/val-{{0..1}}.tar",
-             "--data", f"pipe:echo >> {tmp_path}/ran; cat {folder}/train-{{0..1}}.tar"]
+    words = [
+        *arguments,
+        "--val-data",
+        f"pipe:echo >> {tmp_path}/ran; cat {folder}/val-{{0..1}}.tar",
+        "--data",
+        f"pipe:echo >> {tmp_path}/ran; cat {folder}/train-{{0..1}}.tar",
+    ]
     fails_with_one_line(lambda words: quick(tmp_path / "run", words), words, capsys, "--allow-pipe", "train-{0..1}.tar")
     run = quick(tmp_path / "run", words, "--allow-pipe")
     with open(run / "config.yaml", "a") as file:

@@ -43,13 +43,24 @@ def run(tmp_path):
     cfg, _ = load_config(["--config", "demo_digits"])
     values = {**cfg.values(), "data": str(tmp_path / "shards"), "model_kwargs": SIZES}
     result = {"top1": 91.25, "top5": 99.0, "loss": 0.4, "count": 1360}
-    save_checkpoint(tmp_path / "best.pt", dict(
-        arch="vlonghorn_test", num_classes=3, config=values, epoch=7, best_metric=91.25, optimizer={"state": {}},
-        state_dict=raw.state_dict(), state_dict_ema=averaged.state_dict(),
-        history=[{"epoch": 7, "val": {**result, "top1": 1.0}, "val_ema": result}]))
+    save_checkpoint(
+        tmp_path / "best.pt",
+        dict(
+            arch="vlonghorn_test",
+            num_classes=3,
+            config=values,
+            epoch=7,
+            best_metric=91.25,
+            optimizer={"state": {}},
+            state_dict=raw.state_dict(),
+            state_dict_ema=averaged.state_dict(),
+            history=[{"epoch": 7, "val": {**result, "top1": 1.0}, "val_ema": result}],
+        ),
+    )
     (tmp_path / "shards").mkdir()
-    (tmp_path / "shards" / "_info.json").write_text(json.dumps(
-        {"splits": {}, "num_classes": 3, "class_names": ["ash", "beech", "oak"]}))
+    (tmp_path / "shards" / "_info.json").write_text(
+        json.dumps({"splits": {}, "num_classes": 3, "class_names": ["ash", "beech", "oak"]})
+    )
     return tmp_path / "best.pt", raw, averaged
 
 
@@ -136,8 +147,9 @@ def test_official_weights_into_a_part_of_a_model_and_into_its_copies():
 def from_file(source, path, **options):
     torch.save(source.state_dict(), path)
     overlay = dict(file=str(path), num_classes=3, **options.pop("overlay", {}))
-    return timm.create_model("vlonghorn_test", pretrained=True, pretrained_cfg_overlay=overlay,
-                             **{**SIZES, "num_classes": 3, **options}).eval()
+    return timm.create_model(
+        "vlonghorn_test", pretrained=True, pretrained_cfg_overlay=overlay, **{**SIZES, "num_classes": 3, **options}
+    ).eval()
 
 
 def test_a_grid_that_nothing_tells_is_an_error(tmp_path):
@@ -145,8 +157,16 @@ def test_a_grid_that_nothing_tells_is_an_error(tmp_path):
         from_file(small(), tmp_path / "model.pt", img_size=32)
 
 
-@pytest.mark.parametrize("sizes", [dict(img_size=(32, 48)), dict(img_size=20), dict(img_size=(24, 16)),
-                                   dict(img_size=(32, 48), patch_size=8), dict(patch_stride=2)])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        dict(img_size=(32, 48)),
+        dict(img_size=20),
+        dict(img_size=(24, 16)),
+        dict(img_size=(32, 48), patch_size=8),
+        dict(patch_stride=2),
+    ],
+)
 def test_weights_of_a_wide_image_at_another_size(sizes, tmp_path):
     source = small()
     source.pretrained_cfg["input_size"] = (3, 16, 24)  # newer timm does it by itself
@@ -189,17 +209,31 @@ def test_the_filter_alone_asks_for_no_configuration():
 # Out of a model
 
 
-@pytest.mark.parametrize("name,options", [
-    ("vlonghorn_test", dict(rule="exact", class_token="last")), ("vlonghorn_test", dict(wiring="shared", in_chans=1)),
-    ("vim_test", dict(patch_stride=2, global_pool="avg")),
-])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("vlonghorn_test", dict(rule="exact", class_token="last")),
+        ("vlonghorn_test", dict(wiring="shared", in_chans=1)),
+        ("vim_test", dict(patch_stride=2, global_pool="avg")),
+    ],
+)
 def test_folder_in_the_layout_of_the_hub_gives_the_model_back(name, options, tmp_path):
     source = small(name, **options)
-    overlay = dict(mean=[0.1, 0.2, 0.3], std=[0.4, 0.5, 0.6], interpolation="bilinear", crop_pct=1.0,
-                   input_size=[options.get("in_chans", 3), 16, 24])
+    overlay = dict(
+        mean=[0.1, 0.2, 0.3],
+        std=[0.4, 0.5, 0.6],
+        interpolation="bilinear",
+        crop_pct=1.0,
+        input_size=[options.get("in_chans", 3), 16, 24],
+    )
     source.pretrained_cfg.update(overlay)
-    save_for_hf(source, str(tmp_path), model_config=dict(label_names=["ash", "beech", "oak"]),
-                model_args={**SIZES, **options}, safe_serialization=True)
+    save_for_hf(
+        source,
+        str(tmp_path),
+        model_config=dict(label_names=["ash", "beech", "oak"]),
+        model_args={**SIZES, **options},
+        safe_serialization=True,
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
     model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     images = torch.randn(2, options.get("in_chans", 3), 16, 24)
@@ -235,8 +269,17 @@ def test_command_makes_a_folder_of_a_run(run, tmp_path, capsys):
     assert tuple(data["input_size"]) == (3, 16, 24) and model.pretrained_cfg["label_names"] == ["ash", "beech", "oak"]
     card = (tmp_path / "folder" / "README.md").read_text()
     count = sum(value.numel() for value in averaged.parameters())
-    for words in (f"{count:,}", "91.25 % of 1,360 images", "7 of 16 epochs", "not yet run", "import vision_longhorn",
-                  "library_name: timm", "license: unknown", "16 x 24", "@inproceedings"):
+    for words in (
+        f"{count:,}",
+        "91.25 % of 1,360 images",
+        "7 of 16 epochs",
+        "not yet run",
+        "import vision_longhorn",
+        "library_name: timm",
+        "license: unknown",
+        "16 x 24",
+        "@inproceedings",
+    ):
         assert words in card, words
     assert "transformers" not in card
     assert "license" not in (tmp_path / "folder" / "config.json").read_text()
@@ -287,11 +330,17 @@ def test_nothing_is_left_where_saving_fails(run, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.glob("folder*")] == ["folder.tmp"]
 
 
-@pytest.mark.parametrize("words,message", [
-    (["best.pt/folder"], "best.pt/folder cannot be written"), (["folder", "--private"], "--private without --push"),
-    (["folder", "--license", "My Own"], "--license is 'My Own'"), (["some one", "--push"], "some one is no name"),
-    (["folder", "--licence", "mit"], "nearest known one is --license"), ([], "required: target"),
-])
+@pytest.mark.parametrize(
+    "words,message",
+    [
+        (["best.pt/folder"], "best.pt/folder cannot be written"),
+        (["folder", "--private"], "--private without --push"),
+        (["folder", "--license", "My Own"], "--license is 'My Own'"),
+        (["some one", "--push"], "some one is no name"),
+        (["folder", "--licence", "mit"], "nearest known one is --license"),
+        ([], "required: target"),
+    ],
+)
 def test_what_the_command_cannot_use_is_named(words, message, run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=message):

@@ -3,7 +3,19 @@ and, marked `gpu`, at full size on a GPU."""
 
 import pytest
 import torch
-from scan_cases import DECAYS, KEYS, NAMES, RULES, call, errors, get_rule, make_inputs, outputs_and_gradients, reference, relative_rms
+from scan_cases import (
+    DECAYS,
+    KEYS,
+    NAMES,
+    RULES,
+    call,
+    errors,
+    get_rule,
+    make_inputs,
+    outputs_and_gradients,
+    reference,
+    relative_rms,
+)
 
 from vision_longhorn import kernels
 
@@ -13,10 +25,12 @@ BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 
 
 def check(rule, backend, *sizes, dtype=torch.float32, device="cpu", **options):
-    scan_options = {name: options.pop(name) for name in ("direction", "combine", "save_states", "regime")
-                    if name in options}
-    inputs = make_inputs(rule, *sizes, dtype=dtype, device=device,
-                         direction=scan_options.get("direction", "forward"), **options)
+    scan_options = {
+        name: options.pop(name) for name in ("direction", "combine", "save_states", "regime") if name in options
+    }
+    inputs = make_inputs(
+        rule, *sizes, dtype=dtype, device=device, direction=scan_options.get("direction", "forward"), **options
+    )
     found = errors(rule, inputs, backend, **scan_options)
     worst = {name: error for name, error in found.items() if not error <= TOLERANCE[dtype]}
     assert not worst, f"{rule} {backend} {sizes} {dtype} {options} {scan_options}: relative RMS error {worst}"
@@ -24,9 +38,16 @@ def check(rule, backend, *sizes, dtype=torch.float32, device="cpu", **options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("direction,combine,stacked", [
-    ("forward", "none", True), ("backward", "none", True), ("both", "none", False), ("both", "sum", True),
-    ("both", "mean", False)])
+@pytest.mark.parametrize(
+    "direction,combine,stacked",
+    [
+        ("forward", "none", True),
+        ("backward", "none", True),
+        ("both", "none", False),
+        ("both", "sum", True),
+        ("both", "mean", False),
+    ],
+)
 def test_directions_and_combinations(backend, rule, direction, combine, stacked):
     check(rule, backend, 2, 19, 5, 4, direction=direction, combine=combine, stacked=stacked)
 
@@ -87,8 +108,10 @@ def test_mamba_without_softplus(backend):
 @pytest.mark.parametrize("rule", RULES)
 def test_states_found_again_in_backward_give_the_same_gradients(backend, rule):
     inputs = make_inputs(rule, 1, 20, 5, 4, direction="both")
-    kept, found = (outputs_and_gradients(rule, inputs, direction="both", backend=backend, save_states=save)
-                   for save in (True, False))
+    kept, found = (
+        outputs_and_gradients(rule, inputs, direction="both", backend=backend, save_states=save)
+        for save in (True, False)
+    )
     for name in kept:
         assert torch.equal(kept[name], found[name]), name
 
@@ -97,8 +120,9 @@ def test_states_found_again_in_backward_give_the_same_gradients(backend, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_same_input_gives_the_same_bits(backend, rule):
     inputs = make_inputs(rule, 1, 20, 40, 4, direction="both", dtype=torch.bfloat16)
-    first, second = (outputs_and_gradients(rule, inputs, direction="both", combine="mean", backend=backend)
-                     for _ in range(2))
+    first, second = (
+        outputs_and_gradients(rule, inputs, direction="both", combine="mean", backend=backend) for _ in range(2)
+    )
     for name in first:
         assert torch.equal(first[name], second[name]), name
 
@@ -140,8 +164,9 @@ def test_extreme_values_stay_finite_and_right(backend, rule):
 
 
 @needs_triton
-@pytest.mark.parametrize("rule,direction", [
-    *((rule, "backward") for rule in DECAYS), ("mamba_per_token", "forward"), ("diagonal", "both")])
+@pytest.mark.parametrize(
+    "rule,direction", [*((rule, "backward") for rule in DECAYS), ("mamba_per_token", "forward"), ("diagonal", "both")]
+)
 def test_segments_of_time_side_by_side(rule, direction):
     """67 tokens in three segments, the last one short, with an initial state and a gradient of the final one."""
     check(rule, "triton", 1, 67, 3, 2, direction=direction, regime="parallel")
@@ -152,6 +177,7 @@ def test_segments_of_time_side_by_side(rule, direction):
 def test_torch_path_in_many_pieces(rule, elements, monkeypatch):
     """Sequence by sequence and chunk by chunk, and a few of each at a time."""
     from vision_longhorn.kernels.backends.torch import scan as torch_scan
+
     monkeypatch.setattr(torch_scan, "BLOCK_ELEMENTS", elements)
     check(rule, "torch", 3, 29, 5, 4, direction="both", combine="mean")
 
@@ -165,10 +191,15 @@ def test_beyond_the_first_saved_state_of_a_rule_that_is_undone(rule):
 @needs_triton
 @pytest.mark.parametrize("kernel,rule", [("forward", "diagonal"), ("backward", "diagonal"), ("backward", "exact")])
 def test_every_choice_of_launch_is_right(kernel, rule, monkeypatch):
-    from vision_longhorn.kernels.backends.triton import scan as triton_scan, tuning
+    from vision_longhorn.kernels.backends.triton import scan as triton_scan
+    from vision_longhorn.kernels.backends.triton import tuning
+
     for choice in tuning._HOPPER[kernel, rule]:
-        monkeypatch.setattr(triton_scan, "choose",
-                            lambda which, scan, *_: choice if which == kernel else tuning.first_choice(which, scan))
+        monkeypatch.setattr(
+            triton_scan,
+            "choose",
+            lambda which, scan, *_: choice if which == kernel else tuning.first_choice(which, scan),
+        )
         check(rule, "triton", 1, 11, 40, 4)
 
 
@@ -176,8 +207,9 @@ def test_every_choice_of_launch_is_right(kernel, rule, monkeypatch):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", (0.0, 1e-41))
 def test_zeros_and_denormals(backend, rule, size):
-    inputs = {name: value if name == "A" else value.sign() * size for name, value in
-              make_inputs(rule, 1, 9, 3, 4).items()}
+    inputs = {
+        name: value if name == "A" else value.sign() * size for name, value in make_inputs(rule, 1, 9, 3, 4).items()
+    }
     expected = reference(rule, inputs)
     got = outputs_and_gradients(rule, inputs, backend=backend)
     for name, value in got.items():
@@ -193,15 +225,18 @@ def test_an_empty_batch_passes_through(backend, rule):
     assert result["y"].shape == (0, 5, 3) and result["dD"].shape == (3,) and not result["dD"].any()
 
 
-@pytest.mark.parametrize("change,words", [
-    (dict(x=torch.zeros(2, 3)), "x has shape (2, 3)"),
-    (dict(k=torch.zeros(2, 7, 4)), "k has shape (2, 7, 4)"),
-    (dict(step=torch.zeros(2, 18, 2)), "beta has shape (2, 18, 2)"),
-    (dict(D=torch.zeros(4)), "D has shape (4,)"),
-    (dict(initial_state=torch.zeros(2, 4, 5)), "initial_state has shape (2, 4, 5)"),
-    (dict(q=torch.zeros(2, 18, 4, dtype=torch.int64)), "q is torch.int64"),
-    (dict(x=torch.zeros(2, 0, 5)), "at least one"),
-])
+@pytest.mark.parametrize(
+    "change,words",
+    [
+        (dict(x=torch.zeros(2, 3)), "x has shape (2, 3)"),
+        (dict(k=torch.zeros(2, 7, 4)), "k has shape (2, 7, 4)"),
+        (dict(step=torch.zeros(2, 18, 2)), "beta has shape (2, 18, 2)"),
+        (dict(D=torch.zeros(4)), "D has shape (4,)"),
+        (dict(initial_state=torch.zeros(2, 4, 5)), "initial_state has shape (2, 4, 5)"),
+        (dict(q=torch.zeros(2, 18, 4, dtype=torch.int64)), "q is torch.int64"),
+        (dict(x=torch.zeros(2, 0, 5)), "at least one"),
+    ],
+)
 def test_wrong_tensors_are_named(change, words):
     inputs = {**make_inputs("diagonal", 2, 18, 5, 4), **change}
     for backend in ("torch", "reference"):
@@ -210,11 +245,18 @@ def test_wrong_tensors_are_named(change, words):
         assert words in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("options,words", [
-    (dict(rule="exakt"), "rule='exakt'"), (dict(direction="sideways"), "direction='sideways'"),
-    (dict(backend="cuda"), "backend='cuda'"), (dict(combine="mean"), "combine='mean'"),
-    (dict(regime="fast"), "regime='fast'"), (dict(regime="parallel", rule="exact"), "rule='exact'"),
-    (dict(regime="parallel", backend="torch"), "torch path")])
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (dict(rule="exakt"), "rule='exakt'"),
+        (dict(direction="sideways"), "direction='sideways'"),
+        (dict(backend="cuda"), "backend='cuda'"),
+        (dict(combine="mean"), "combine='mean'"),
+        (dict(regime="fast"), "regime='fast'"),
+        (dict(regime="parallel", rule="exact"), "rule='exact'"),
+        (dict(regime="parallel", backend="torch"), "torch path"),
+    ],
+)
 def test_wrong_options_are_named(options, words):
     inputs = make_inputs("diagonal", 2, 18, 5, 4)
     with pytest.raises(ValueError, match=words):
@@ -224,6 +266,7 @@ def test_wrong_options_are_named(options, words):
 @needs_triton
 def test_the_plan_follows_the_sizes_and_can_be_forced():
     """Few long sequences are cut along time where the rule allows it, many short ones are not."""
+
     def segments(rule, B, L, **options):
         inputs = make_inputs(rule, B, L, 64, 16, gate=False, state=False)
         scan = kernels.Scan(*(inputs.get(name) for name in kernels.Scan._fields[:9]), rule, **options)
@@ -242,12 +285,15 @@ def test_the_plan_follows_the_sizes_and_can_be_forced():
 def test_timings_choose_once_and_are_kept(tmp_path, monkeypatch):
     """On a GPU that the table does not know: the fastest choice is found once, and again from the file."""
     from vision_longhorn.kernels.backends.triton import tuning
+
     monkeypatch.setenv("VISION_LONGHORN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
     monkeypatch.setattr(tuning, "_known", None)
     choices = tuning._HOPPER["backward", "exact"]
-    scans = [kernels.Scan(*(torch.empty(B, L, n) for n in (8, 8, 4, 4)), None, None, None, None, None, "exact")
-             for B, L in ((2, 5), (3, 9))]
+    scans = [
+        kernels.Scan(*(torch.empty(B, L, n) for n in (8, 8, 4, 4)), None, None, None, None, None, "exact")
+        for B, L in ((2, 5), (3, 9))
+    ]
     timed = []
 
     def milliseconds(run, choice):
@@ -264,6 +310,7 @@ def test_timings_choose_once_and_are_kept(tmp_path, monkeypatch):
 @needs_triton
 def test_nothing_is_timed_where_bits_must_repeat(monkeypatch):
     from vision_longhorn.kernels.backends.triton import tuning
+
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.delenv("VISION_LONGHORN_TUNE", raising=False)
@@ -278,9 +325,16 @@ def test_nothing_is_timed_where_bits_must_repeat(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("B,L,D,rules", [
-    (128, 197, 768, NAMES), (128, 197, 384, NAMES), (8, 6085, 384, NAMES), (8, 6085, 768, DECAYS),
-    (1, 16384, 768, DECAYS)])
+@pytest.mark.parametrize(
+    "B,L,D,rules",
+    [
+        (128, 197, 768, NAMES),
+        (128, 197, 384, NAMES),
+        (8, 6085, 384, NAMES),
+        (8, 6085, 768, DECAYS),
+        (1, 16384, 768, DECAYS),
+    ],
+)
 def test_gpu_errors_at_the_sizes_of_the_benchmark(B, L, D, rules):
     """The first and the last sequence of the whole batch, as it is planned and launched for the whole, against float64
     (by the torch path, which the tests above hold against the loop)."""
@@ -292,13 +346,18 @@ def test_gpu_errors_at_the_sizes_of_the_benchmark(B, L, D, rules):
         dy = torch.randn(y.shape, device="cuda").bfloat16()
         grads = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy)))
         for at in {0, B - 1}:
-            one = {name: (value if name in ("D", "bias", "A") else value[..., at:at + 1, :, :]).detach().double()
-                   .requires_grad_() for name, value in inputs.items()}
+            one = {
+                name: (value if name in ("D", "bias", "A") else value[..., at : at + 1, :, :])
+                .detach()
+                .double()
+                .requires_grad_()
+                for name, value in inputs.items()
+            }
             right = call(rule, one, backend="torch", **options)
-            expected = dict(zip(one, torch.autograd.grad(right, list(one.values()), dy[at:at + 1].double())))
-            found = {"y": relative_rms(y[at:at + 1], right)}
+            expected = dict(zip(one, torch.autograd.grad(right, list(one.values()), dy[at : at + 1].double())))
+            found = {"y": relative_rms(y[at : at + 1], right)}
             for name in ("x", "step", "k", "q", "z"):
-                found[name] = relative_rms(grads[name][..., at:at + 1, :, :], expected[name])
+                found[name] = relative_rms(grads[name][..., at : at + 1, :, :], expected[name])
             assert max(found.values()) <= 1e-2, (rule, found)
 
 
@@ -318,8 +377,11 @@ def test_gpu_first_use_compiles_nothing_for_another_batch_or_length():
     from vision_longhorn.kernels.backends.triton import scan_kernels
 
     def compiled():
-        return [len(cache) for kernel in (scan_kernels._forward_kernel, scan_kernels._backward_kernel)
-                for cache in (kernel.device_caches[torch.cuda.current_device()][0],)]
+        return [
+            len(cache)
+            for kernel in (scan_kernels._forward_kernel, scan_kernels._backward_kernel)
+            for cache in (kernel.device_caches[torch.cuda.current_device()][0],)
+        ]
 
     counts = set()
     for B, L in ((128, 197), (96, 65), (131, 50)):
@@ -341,20 +403,22 @@ def test_gpu_errors_at_all_promised_sizes(rule, N, record_property):
         inputs = make_inputs(rule, len(KEYS), L, 33, N, direction="both", dtype=torch.bfloat16, seed=L + N)
         if rule in ("diagonal", "exact"):
             for i, keys in enumerate(KEYS):
-                inputs["k"][:, i] = make_inputs(rule, 1, L, 33, N, direction="both", dtype=torch.bfloat16, keys=keys,
-                                                seed=L + N)["k"][:, 0]
+                inputs["k"][:, i] = make_inputs(
+                    rule, 1, L, 33, N, direction="both", dtype=torch.bfloat16, keys=keys, seed=L + N
+                )["k"][:, 0]
         expected = reference(rule, inputs, direction="both", combine="mean")
         for dtype in worst:
-            cast = {name: value.to("cuda", torch.float32 if name in ("D", "bias", "initial_state") else dtype)
-                    for name, value in inputs.items()}
+            cast = {
+                name: value.to("cuda", torch.float32 if name in ("D", "bias", "initial_state") else dtype)
+                for name, value in inputs.items()
+            }
             if rule == "mamba":
                 cast["A"] = inputs["A"].cuda()
             got = outputs_and_gradients(rule, cast, direction="both", combine="mean", backend="triton")
             for name, value in got.items():
                 assert value.shape == expected[name].shape
                 per_sequence = name in ("y", "dz") or value.ndim == 4
-                pairs = zip(value.unbind(-3), expected[name].unbind(-3)) if per_sequence else \
-                    [(value, expected[name])]
+                pairs = zip(value.unbind(-3), expected[name].unbind(-3)) if per_sequence else [(value, expected[name])]
                 for i, (part, right) in enumerate(pairs):
                     error = relative_rms(part.cpu(), right)
                     where = f"{name} at L={L} N={N}" + (f", keys {KEYS[i]}" if per_sequence else "")
@@ -393,7 +457,7 @@ def test_gpu_extreme_values(rule):
 def test_gpu_offsets_beyond_32_bits():
     """The last sequence of a batch whose x has more than 2^31 elements is scanned as it is alone."""
     L, D, N = 4096, 2048, 16
-    B = 2 ** 31 // (L * D) + 1
+    B = 2**31 // (L * D) + 1
     generator = torch.Generator("cuda").manual_seed(0)
 
     def draw(*shape):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scan_cases import RULES, call, get_rule, make_inputs, outputs_and_gradients
-
 from vision_longhorn.kernels import longhorn_step, selective_step
 from vision_longhorn.kernels.rules.base import read_out
 
@@ -28,8 +27,9 @@ def test_torch_path_passes_gradcheck(rule):
     names = list(inputs)
 
     def scan(*values):
-        return call(rule, dict(zip(names, values)), direction="both", combine="mean", return_final_state=True,
-                    backend="torch")
+        return call(
+            rule, dict(zip(names, values)), direction="both", combine="mean", return_final_state=True, backend="torch"
+        )
 
     assert torch.autograd.gradcheck(scan, tuple(value.requires_grad_() for value in inputs.values()))
 
@@ -42,8 +42,9 @@ def test_exact_step_minimises_the_online_objective():
     beta = torch.sigmoid(logit)
 
     found = state.clone().requires_grad_()
-    optimizer = torch.optim.LBFGS([found], max_iter=500, tolerance_grad=1e-14, tolerance_change=1e-16,
-                                  line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        [found], max_iter=500, tolerance_grad=1e-14, tolerance_change=1e-16, line_search_fn="strong_wolfe"
+    )
 
     def objective():
         optimizer.zero_grad()
@@ -83,8 +84,9 @@ def test_selective_scan_is_its_formula():
     dt = F.softplus(inputs["step"] + inputs["bias"])
     state = inputs["initial_state"]
     for t in range(6):
-        state = torch.exp(torch.einsum("bd,dn->bdn", dt[:, t], inputs["A"])) * state \
-            + torch.einsum("bd,bd,bn->bdn", dt[:, t], inputs["x"][:, t], inputs["k"][:, t])
+        state = torch.exp(torch.einsum("bd,dn->bdn", dt[:, t], inputs["A"])) * state + torch.einsum(
+            "bd,bd,bn->bdn", dt[:, t], inputs["x"][:, t], inputs["k"][:, t]
+        )
         out = torch.einsum("bdn,bn->bd", state, inputs["q"][:, t]) + inputs["D"] * inputs["x"][:, t]
         torch.testing.assert_close(y[:, t], out, rtol=1e-12, atol=1e-12)
 

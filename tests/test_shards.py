@@ -71,17 +71,29 @@ def stored(out, split="train"):
 
 
 def test_images_above_max_side_are_stored_smaller(tmp_path):
-    for name, size, suffix in (("wide", (60, 20), "JPEG"), ("high", (24, 48), "png"), ("thin", (1, 90), "JPEG"),
-                               ("small", (40, 40), "JPEG")):
+    for name, size, suffix in (
+        ("wide", (60, 20), "JPEG"),
+        ("high", (24, 48), "png"),
+        ("thin", (1, 90), "JPEG"),
+        ("small", (40, 40), "JPEG"),
+    ):
         path = tmp_path / "src" / "class0" / f"{name}.{suffix}"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", size, (200, 100, 50)).save(path)
     make(tmp_path / "src", tmp_path / "out", max_side=40)
     found = {json.loads(sample["json"])["filename"][7:-4].rstrip("."): sample for sample in stored(tmp_path / "out")}
     assert {name: decode_image(image_of(sample)).size for name, sample in found.items()} == {
-        "wide": (40, 13), "high": (20, 40), "thin": (1, 40), "small": (40, 40)}
+        "wide": (40, 13),
+        "high": (20, 40),
+        "thin": (1, 40),
+        "small": (40, 40),
+    }
     assert {name: json.loads(sample["json"]).get("resized_from") for name, sample in found.items()} == {
-        "wide": [60, 20], "high": [24, 48], "thin": [1, 90], "small": None}
+        "wide": [60, 20],
+        "high": [24, 48],
+        "thin": [1, 90],
+        "small": None,
+    }
     assert image_of(found["small"]) == (tmp_path / "src" / "class0" / "small.JPEG").read_bytes()
     assert np.abs(np.asarray(decode_image(image_of(found["high"])), int) - (200, 100, 50)).max() <= 3
     assert maker.verify(tmp_path / "out", full=True, progress=False) == []
@@ -284,8 +296,10 @@ def ilsvrc(tmp_path):
 
 def test_ilsvrc_tars(ilsvrc, tmp_path, capsys):
     out = tmp_path / "out"
-    maker.main(["imagenet", *map(str, (ilsvrc / "train.tar", ilsvrc / "val.tar", ilsvrc / "devkit.tar.gz", out))]
-               + ["--shard-size", "7"])
+    maker.main(
+        ["imagenet", *map(str, (ilsvrc / "train.tar", ilsvrc / "val.tar", ilsvrc / "devkit.tar.gz", out))]
+        + ["--shard-size", "7"]
+    )
     assert "train, 20 images in 3 shards, 4 classes" in capsys.readouterr().out
     assert open_shards(out, "val").class_names == WNIDS
     for sample in stored(out):
@@ -460,8 +474,10 @@ def test_a_folder_of_splits_becomes_shards_of_each_with_the_same_classes(splits,
     args = ["imagefolder", str(splits), str(tmp_path / "out"), "--shard-size", "16"]
     maker.main(args)
     said = capsys.readouterr().out.splitlines()
-    assert [line.partition(": ")[2] for line in said] == ["train, 40 images in 3 shards, 4 classes",
-                                                          "val, 5 images in 1 shards, 4 classes"]
+    assert [line.partition(": ")[2] for line in said] == [
+        "train, 40 images in 3 shards, 4 classes",
+        "val, 5 images in 1 shards, 4 classes",
+    ]
     train, val = open_shards(tmp_path / "out"), open_shards(tmp_path / "out", "val")
     assert train.class_names == val.class_names == [f"class{n}" for n in range(4)]
     assert sorted(int(sample["cls"]) for sample in stored(tmp_path / "out", "val")) == [1, 1, 1, 2, 2]
@@ -496,8 +512,11 @@ def test_names_that_people_use_are_kept_in_the_index(splits, tmp_path):
     maker.main(["imagefolder", str(splits), str(out), "--names", str(names)])
     shards = open_shards(out)
     assert shards.display_names == ["null", "eins", "zwei, zwo", "drei"] and shards.class_names[0] == "class0"
-    for text, message in (("class0\ta\nb\n", "'b' has no tab"), ("a\nb\n", "2 names for 4 classes"),
-                          ("", "0 names for 4 classes")):
+    for text, message in (
+        ("class0\ta\nb\n", "'b' has no tab"),
+        ("a\nb\n", "2 names for 4 classes"),
+        ("", "0 names for 4 classes"),
+    ):
         names.write_text(text)
         with pytest.raises(DataError, match=message):
             maker.main(["imagefolder", str(splits), str(out), "--names", str(names)])
@@ -569,8 +588,16 @@ def test_names_alone_tell_the_number_of_classes(tmp_path):
     assert (open_shards(tmp_path).num_classes, open_shards(tmp_path).display_names) == (2, None)
 
 
-@pytest.mark.parametrize("args", [["index", "none"], ["verify", "none"], ["imagefolder", "none", "out"], ["frobnicate"],
-                                  ["imagefolder", "src", "out", "--split", "my/split"]])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["index", "none"],
+        ["verify", "none"],
+        ["imagefolder", "none", "out"],
+        ["frobnicate"],
+        ["imagefolder", "src", "out", "--split", "my/split"],
+    ],
+)
 def test_bad_command_ends_with_one_line(folder, tmp_path, args, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as raised:

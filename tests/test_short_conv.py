@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scan_cases import relative_rms
+from vision_longhorn.kernels.dispatch import load_backend
 
 from vision_longhorn import kernels
-from vision_longhorn.kernels.dispatch import load_backend
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
@@ -42,7 +42,7 @@ def shifted(x, weight, bias):
     for g in range(len(weight)):
         taps = weight[g] if g == 0 else weight[g].flip(-1)
         padded = F.pad(x, [0, 0, K - 1, 0] if g == 0 else [0, 0, 0, K - 1])
-        directions.append(F.silu(bias[g] + sum(padded[:, i:i + L] * taps[:, i] for i in range(K))))
+        directions.append(F.silu(bias[g] + sum(padded[:, i : i + L] * taps[:, i] for i in range(K))))
     return torch.stack(directions)
 
 
@@ -50,7 +50,7 @@ def half(value, dtype, shift=0):
     """A copy of (B, L, D) as a part of wider rows, as a projection's output is cut; its rest is 7."""
     B, L, D = value.shape
     whole = torch.full((B, L, 2 * D + shift), 7.0, dtype=dtype, device=value.device)
-    part = whole[..., shift:shift + D]
+    part = whole[..., shift : shift + D]
     part.copy_(value)
     return whole, part
 
@@ -62,8 +62,12 @@ def make(B, L, D, K, G, dtype, *, device="cpu", seed=0):
     def draw(*shape):
         return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
 
-    return (draw(B, L, D).to(dtype).double(), draw(G, D, K).double() * K ** -0.5, draw(G, D).double() * 0.5,
-            draw(G, B, L, D).to(dtype).double())
+    return (
+        draw(B, L, D).to(dtype).double(),
+        draw(G, D, K).double() * K**-0.5,
+        draw(G, D).double() * 0.5,
+        draw(G, B, L, D).to(dtype).double(),
+    )
 
 
 def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0):
@@ -78,7 +82,7 @@ def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0):
     assert y.is_contiguous() and y.dtype == dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert dweight.dtype == dbias.dtype == wide and dweight.is_contiguous() and dbias.is_contiguous()
-    assert bool((whole[..., :shift] == 7).all() and (whole[..., shift + D:] == 7).all()), "dx wrote beside its view"
+    assert bool((whole[..., :shift] == 7).all() and (whole[..., shift + D :] == 7).all()), "dx wrote beside its view"
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
 
 
@@ -157,6 +161,7 @@ def test_strides_in_any_order(backend, B):
 def test_segments(multiprocessors, segments, G, K, monkeypatch):
     """Many segments and one give the same y and gradients."""
     from vision_longhorn.kernels.backends.triton import conv as triton_conv
+
     monkeypatch.setattr(triton_conv, "multiprocessors", lambda device: multiprocessors)
     assert triton_conv._cut(70, 2, torch.device("cpu"), 4)[0] == segments
     check("triton", 2, 70, 6, K, G, torch.float32)
@@ -165,9 +170,11 @@ def test_segments(multiprocessors, segments, G, K, monkeypatch):
 @needs_triton
 def test_segments_fill_the_gpu_and_are_not_short(monkeypatch):
     from vision_longhorn.kernels.backends.triton import conv as triton_conv
+
     monkeypatch.setattr(triton_conv, "multiprocessors", lambda device: 132)
-    for L, programs, part in itertools.product((1, 31, 32, 33, 65, 197, 200, 6085, 16384),
-                                               (1, 12, 48, 1536, 3072, 10 ** 6), (4, 8)):
+    for L, programs, part in itertools.product(
+        (1, 31, 32, 33, 65, 197, 200, 6085, 16384), (1, 12, 48, 1536, 3072, 10**6), (4, 8)
+    ):
         segments, span = triton_conv._cut(L, programs, torch.device("cpu"), part)
         assert span % part == 0 and span >= 32 and (segments - 1) * span < L <= segments * span
         assert programs * (segments - 1) <= 48 * 132
@@ -180,8 +187,9 @@ def gpu_check(B, L, D, K, G, dtype, **options):
     got = run("triton", x, weight, bias, dy, dtype, **options)
     dweight, dbias = torch.zeros_like(weight), torch.zeros_like(bias)
     for part in torch.arange(B).split(16):
-        leaves = [value.requires_grad_() for value in
-                  (x[part].double(), weight.detach().clone(), bias.detach().clone())]
+        leaves = [
+            value.requires_grad_() for value in (x[part].double(), weight.detach().clone(), bias.detach().clone())
+        ]
         y = shifted(*leaves)
         dx, *more = torch.autograd.grad(y, leaves, dy[:, part].double())
         found = relative_rms(got["y"][:, part], y), relative_rms(got["dx"][part], dx)
@@ -220,9 +228,14 @@ def test_gpu_same_bits(B, L, D):
 @pytest.mark.gpu
 def test_gpu_another_batch_or_length_compiles_nothing():
     from vision_longhorn.kernels.backends.triton import conv as triton_conv
+
     counts = set()
     for B, L in ((16, 197), (1, 65), (1, 1), (33, 50)):
         gpu_check(B, L, 128, 4, 2, torch.bfloat16)
-        counts.add(tuple(len(kernel.device_caches[torch.cuda.current_device()][0])
-                         for kernel in (triton_conv._conv_forward_kernel, triton_conv._conv_backward_kernel)))
+        counts.add(
+            tuple(
+                len(kernel.device_caches[torch.cuda.current_device()][0])
+                for kernel in (triton_conv._conv_forward_kernel, triton_conv._conv_backward_kernel)
+            )
+        )
     assert len(counts) == 1, counts

@@ -9,8 +9,12 @@ from sklearn.datasets import load_digits
 import vision_longhorn  # noqa: F401
 
 WINDOW = 100  # steps that a point of a curve is the mean of
-VARIANTS = {"diagonal": dict(), "exact": dict(rule="exact"), "shared": dict(wiring="shared"),
-            "mamba": dict(mixer="mamba")}
+VARIANTS = {
+    "diagonal": dict(),
+    "exact": dict(rule="exact"),
+    "shared": dict(wiring="shared"),
+    "mamba": dict(mixer="mamba"),
+}
 
 
 def loss_curve(steps, bf16, device, **variant):
@@ -19,8 +23,13 @@ def loss_curve(steps, bf16, device, **variant):
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32, device=device).unsqueeze(1) / 8 - 1
     labels = torch.tensor(digits.target, device=device)
-    model = timm.create_model("vlonghorn_test", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32,
-                              depth=2, **variant).to(device).train()
+    model = (
+        timm.create_model(
+            "vlonghorn_test", img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32, depth=2, **variant
+        )
+        .to(device)
+        .train()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     order, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):

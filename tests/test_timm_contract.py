@@ -92,12 +92,13 @@ def test_intermediates_are_what_the_blocks_give(name, class_token, index, indice
         assert torch.equal(found, patches.transpose(1, 2).reshape(2, 32, 4, 4))
 
     streams.clear()
-    pairs = model.forward_intermediates(images, indices=indices, output_fmt="NLC", return_prefix_tokens=True,
-                                        stop_early=True, intermediates_only=True)
+    pairs = model.forward_intermediates(
+        images, indices=indices, output_fmt="NLC", return_prefix_tokens=True, stop_early=True, intermediates_only=True
+    )
     assert len(streams) == taken[-1] + 1  # the blocks behind the last one asked for did not run
     for (patches, token), stream in zip(pairs, [streams[i] for i in taken], strict=True):
         assert torch.equal(patches, stream[:, [i for i in range(17) if i != index]])
-        assert torch.equal(token, stream[:, index:index + 1])
+        assert torch.equal(token, stream[:, index : index + 1])
 
 
 def test_intermediates_that_are_not_there_are_refused():
@@ -133,8 +134,9 @@ def test_pruned_model_still_gives_its_features(indices, taken):
     assert model.prune_intermediate_layers(indices) == taken
     assert len(model.blocks) == taken[-1] + 1 and model.num_classes == 0
     # Their indices are now counted from the first block, and the norm stays unless asked away.
-    for found, right in zip(model.forward_intermediates(images, taken, norm=True, intermediates_only=True), expected,
-                            strict=True):
+    for found, right in zip(
+        model.forward_intermediates(images, taken, norm=True, intermediates_only=True), expected, strict=True
+    ):
         assert torch.equal(found, right)
     assert torch.equal(model(images), model.forward_features(images))
 
@@ -145,8 +147,15 @@ def test_pruned_model_still_gives_its_features(indices, taken):
 
 
 @both_models
-@pytest.mark.parametrize("options,taken", [(dict(), [1, 2, 3]), (dict(out_indices=2), [2, 3]),
-                                           (dict(out_indices=(-4, -2)), [0, 2]), (dict(out_indices=[1]), [1])])
+@pytest.mark.parametrize(
+    "options,taken",
+    [
+        (dict(), [1, 2, 3]),
+        (dict(out_indices=2), [2, 3]),
+        (dict(out_indices=(-4, -2)), [0, 2]),
+        (dict(out_indices=[1]), [1]),
+    ],
+)
 def test_features_only_takes_blocks_from_either_end(name, options, taken):
     whole, model = small(name), small(name, features_only=True, **options)
     info = model.feature_info
@@ -236,10 +245,14 @@ def test_a_checkpoint_of_the_whole_model_feeds_features_only(name, tmp_path):
     assert all(map(torch.equal, model(images), expected))
 
 
-@pytest.mark.parametrize("options,message", [
-    (dict(depth=3), "of 3 blocks, the model has 4"), (dict(depth=5), "Unexpected.*blocks.4"),
-    (dict(embed_dim=16), "size mismatch"),
-])
+@pytest.mark.parametrize(
+    "options,message",
+    [
+        (dict(depth=3), "of 3 blocks, the model has 4"),
+        (dict(depth=5), "Unexpected.*blocks.4"),
+        (dict(embed_dim=16), "size mismatch"),
+    ],
+)
 def test_a_checkpoint_of_another_model_feeds_no_features(options, message, tmp_path):
     torch.save(small(**options).state_dict(), tmp_path / "weights.pth")
     with pytest.raises(RuntimeError, match=message):
@@ -250,8 +263,9 @@ def test_a_checkpoint_of_another_model_feeds_no_features(options, message, tmp_p
 def test_model_comes_back_from_its_folder(name, tmp_path):
     """The layout of a model on the Hugging Face hub, as timm writes it."""
     source, images = small(name, class_token="last", global_pool="avg"), torch.randn(2, 3, 32, 32)
-    save_for_hf(source, str(tmp_path), model_args=dict(
-        img_size=32, patch_size=8, embed_dim=32, depth=DEPTH, class_token="last"))
+    save_for_hf(
+        source, str(tmp_path), model_args=dict(img_size=32, patch_size=8, embed_dim=32, depth=DEPTH, class_token="last")
+    )
     model = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert model.num_classes == 5 and model.global_pool == "avg"
     assert torch.equal(model(images), source(images))

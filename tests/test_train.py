@@ -33,7 +33,7 @@ from vision_longhorn.training import folder, runlog, setup, trainer  # noqa: E40
 
 SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
 QUICK = [*SMALL, "--num-classes", "10", "--workers", "0", "--device", "cpu", "--batch-size", "16", "--repeats", "1",
-         "--lr-base-batch", "none", "--log-interval", "1", "--warmup-epochs", "0"]
+         "--lr-base-batch", "none", "--log-interval", "1", "--warmup-epochs", "0"]  # fmt: skip
 PLAIN = ["--mixup", "0", "--cutmix", "0", "--auto-augment", "none", "--re-prob", "0", "--ema-decay", "0"]
 
 
@@ -83,7 +83,7 @@ def launch(script, *arguments, cwd, processes=1, timeout=None):
          "--dynamo_backend", "no", str(REPOSITORY / script), *map(str, arguments)],
         cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
         timeout=timeout,
-    )
+    )  # fmt: skip
 
 
 def scalars(run):
@@ -102,8 +102,19 @@ def fails_with_one_line(main, arguments, capsys, *words):
 
 
 def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
-    done = launch("train_imagenet.py", "--epochs", 1, "--model-kwargs", "depth=1", "embed_dim=32", "patch_size=8",
-                  "--run-dir", "run", cwd=tmp_path, processes=2)
+    done = launch(
+        "train_imagenet.py",
+        "--epochs",
+        1,
+        "--model-kwargs",
+        "depth=1",
+        "embed_dim=32",
+        "patch_size=8",
+        "--run-dir",
+        "run",
+        cwd=tmp_path,
+        processes=2,
+    )
     assert done.returncode == 0, done.stderr
     assert "this is the demo" in done.stdout and "2 process(es)" in done.stdout
     assert done.stdout.count("count 360 of 360") == 2  # raw and averaged weights
@@ -117,8 +128,19 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
     assert "commit" in environment
     curves = scalars(run)
     assert "hparam/final/val_top1" in curves or "final/val_top1" in curves
-    promised = {"train/loss", "train/lr", "train/images_per_s", "train/grad_norm", "train/data_wait", "train/skipped",
-                "train/host_gib", "val/top1", "val/top5", "val_ema/top1", "val_ema/top5"}
+    promised = {
+        "train/loss",
+        "train/lr",
+        "train/images_per_s",
+        "train/grad_norm",
+        "train/data_wait",
+        "train/skipped",
+        "train/host_gib",
+        "val/top1",
+        "val/top5",
+        "val_ema/top1",
+        "val_ema/top5",
+    }
     assert promised <= curves.keys()
     assert all(0 <= share <= 1 for share in curves["train/data_wait"].values())
     assert all(0.05 < memory < 50 for memory in curves["train/host_gib"].values())
@@ -130,7 +152,7 @@ def test_every_augmentation_and_the_schedule(tmp_path, shards):
         *QUICK, *shards, "--run-dir", str(tmp_path / "run"), "--epochs", "3", "--warmup-epochs", "1", "--lr", "1e-3",
         "--mixup", "0.8", "--cutmix", "1", "--repeats", "2", "--re-prob", "0.5", "--auto-augment", "rand-m10-inc1",
         "--clip-grad", "1", "--ema-decay", "0.9", "--drop-path", "0.1",
-    ])
+    ])  # fmt: skip
     curves = scalars(tmp_path / "run")
     lr = curves["train/lr"]
     assert sorted(lr) == list(range(1, 3 * 4 + 1))  # 70 // 16 updates per epoch
@@ -147,7 +169,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(tmp_path, shards):
         # Crops of the whole image and no flips: both runs see the same pixels.
         train_imagenet.main([*QUICK, *PLAIN, *shards, "--run-dir", str(folder), "--epochs", "1",
                              "--batch-size", str(batch), "--grad-accum", str(passes), "--hflip", "0",
-                             "--scale", "1", "1", "--ratio", "1", "1", "--color-jitter", "none"])
+                             "--scale", "1", "1", "--ratio", "1", "1", "--color-jitter", "none"])  # fmt: skip
         runs[batch] = scalars(folder)
     assert sorted(runs[16]["train/loss"]) == [1, 2]
     for tag in "train/loss", "train/grad_norm":
@@ -160,11 +182,15 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
 
     def stop_after_second_epoch(*_):
         raise KeyboardInterrupt
+
     stopped = tmp_path / "stopped"
     with monkeypatch.context() as patch:
         write = folder.write_summary
-        patch.setattr(folder, "write_summary", lambda path, history: stop_after_second_epoch()
-                      if len(history) == 2 else write(path, history))
+        patch.setattr(
+            folder,
+            "write_summary",
+            lambda path, history: stop_after_second_epoch() if len(history) == 2 else write(path, history),
+        )
         with pytest.raises(KeyboardInterrupt):
             train_imagenet.main([*arguments, "--run-dir", str(stopped)])
     train_imagenet.main(["--resume", str(stopped)])
@@ -178,29 +204,36 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
     assert scalars(stopped)["train/loss"] == scalars(whole)["train/loss"]
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["--model", "vlonghorn_tinny"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
-    (["--model-kwargs", "img_size=9"], ["img_size=9"]),
-    (["--model-kwargs", "dept=3"], ["dept"]),
-    (["--epocs", "3"], ["--epocs", "--epochs"]),
-    (["--device", "cuda"], ["cuda", "--device cpu"]),
-    (["--precision", "fp16"], ["fp16", "GPU"]),
-    (["--model-kwargs", "in_chans=1"], ["in_chans is 1", "3 channels"]),
-    (["--num-classes", "3"], ["label", "3", "sample"]),
-    (["--val-samples", "36"], ["37", "36"]),
-    (["--batch-size", "128"], ["70", "128"]),
-    (["--grad-accum", "8"], ["8", "grad_accum"]),
-    (["--lr", "1e30"], ["loss", "lr"]),
-    (["--opt", "adamq"], ["adamq"]),
-    (["--auto-augment", "foo"], ["auto_augment=foo"]),
-    (["--interpolation", "bicubi"], ["bicubi", "bicubic"]),
-    (["--data", "nowhere/train-{0..3}.tar"], ["nowhere/train-0.tar"]),
-    (["--data", "none"], ["--data DIR"]),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "vlonghorn_tinny"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
+        (["--model-kwargs", "img_size=9"], ["img_size=9"]),
+        (["--model-kwargs", "dept=3"], ["dept"]),
+        (["--epocs", "3"], ["--epocs", "--epochs"]),
+        (["--device", "cuda"], ["cuda", "--device cpu"]),
+        (["--precision", "fp16"], ["fp16", "GPU"]),
+        (["--model-kwargs", "in_chans=1"], ["in_chans is 1", "3 channels"]),
+        (["--num-classes", "3"], ["label", "3", "sample"]),
+        (["--val-samples", "36"], ["37", "36"]),
+        (["--batch-size", "128"], ["70", "128"]),
+        (["--grad-accum", "8"], ["8", "grad_accum"]),
+        (["--lr", "1e30"], ["loss", "lr"]),
+        (["--opt", "adamq"], ["adamq"]),
+        (["--auto-augment", "foo"], ["auto_augment=foo"]),
+        (["--interpolation", "bicubi"], ["bicubi", "bicubic"]),
+        (["--data", "nowhere/train-{0..3}.tar"], ["nowhere/train-0.tar"]),
+        (["--data", "none"], ["--data DIR"]),
+    ],
+)
 def test_mistakes_end_with_one_line(tmp_path, shards, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--epochs", "2",
-                                              *arguments], capsys, *words)
+    fails_with_one_line(
+        train_imagenet.main,
+        [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--epochs", "2", *arguments],
+        capsys,
+        *words,
+    )
 
 
 def test_a_pattern_of_training_shards_is_not_evaluated_on(tmp_path, shards, capsys):
@@ -216,8 +249,13 @@ def test_a_finished_run_is_neither_overwritten_nor_resumed_as_another_model(tmp_
     fails_with_one_line(train_imagenet.main, [*QUICK, *shards, "--run-dir", run], capsys, str(run), "--resume")
     fails_with_one_line(train_imagenet.main, ["--resume", run], capsys, str(run), "--epochs")
     fails_with_one_line(train_imagenet.main, ["--resume", run, "--run-dir", "elsewhere"], capsys, "elsewhere")
-    fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2", "--model", "vim_test"], capsys,
-                        "another model", "vlonghorn_test")
+    fails_with_one_line(
+        train_imagenet.main,
+        ["--resume", run, "--epochs", "2", "--model", "vim_test"],
+        capsys,
+        "another model",
+        "vlonghorn_test",
+    )
     assert (run / "last.pt").read_bytes() == before
 
 
@@ -228,8 +266,12 @@ def test_every_command_says_a_mistake_in_one_line(command, capsys):
 
 
 def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
-    done = subprocess.run([sys.executable, str(REPOSITORY / "train_imagenet.py"), "--lr", "fast", "--data", "x"],
-                          cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "train_imagenet.py"), "--lr", "fast", "--data", "x"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
     assert os.listdir(tmp_path) == []
@@ -240,8 +282,9 @@ def test_what_a_run_says_of_itself_is_in_tensorboard_and_in_its_checkpoint(tmp_p
     write_digits(tmp_path / "data", "val", 37)
     names = [f"digit {i}" for i in range(10)]
     index_shards(tmp_path / "data", names, progress=False)
-    run = train_imagenet.main([*QUICK, *PLAIN, "--data", str(tmp_path / "data"), "--epochs", "1",
-                               "--run-dir", str(tmp_path / "run")])
+    run = train_imagenet.main(
+        [*QUICK, *PLAIN, "--data", str(tmp_path / "data"), "--epochs", "1", "--run-dir", str(tmp_path / "run")]
+    )
     events = EventAccumulator(str(run), size_guidance={"tensors": 0, "scalars": 0}).Reload()
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "model: vlonghorn_test" in text
@@ -266,22 +309,26 @@ def test_curves_go_to_a_tracker_as_well(tmp_path, shards, monkeypatch, capsys):
         def __init__(self, project, **options):
             super().__init__()
             self.said["options"] = options
+
         start = tracker = lambda self: None
         store_init_configuration = lambda self, values: self.said.update(config=values)  # noqa: E731
         log = lambda self, values, step, **_: self.said.setdefault(step, {}).update(values)  # noqa: E731
 
         def finish(self):
             Tracker.closed += 1
+
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
     for module in tracking, runlog:
         monkeypatch.setattr(module, "get_available_trackers", lambda: [tracking.LoggerType.WANDB])
-    run = train_imagenet.main([*QUICK, *PLAIN, *shards, "--track", "wandb", "--epochs", "1",
-                               "--run-dir", str(tmp_path / "run")])
+    run = train_imagenet.main(
+        [*QUICK, *PLAIN, *shards, "--track", "wandb", "--epochs", "1", "--run-dir", str(tmp_path / "run")]
+    )
     curves = scalars(run)
     assert Tracker.said["config"]["batch_size"] == 16 and Tracker.said["options"]["name"] == "run"
     assert Tracker.said[4]["val/top1"] == pytest.approx(curves["val/top1"][4])
-    assert {step: values["train/loss"] for step, values in Tracker.said.items() if isinstance(step, int)} == \
-        pytest.approx(curves["train/loss"])
+    assert {
+        step: values["train/loss"] for step, values in Tracker.said.items() if isinstance(step, int)
+    } == pytest.approx(curves["train/loss"])
     assert Tracker.closed == 1
 
 
@@ -298,8 +345,10 @@ def test_averages_that_could_not_leave_their_start_warm_up(tmp_path, shards, cap
 
     def distance(weights):
         return sum((weights[name] - state["state_dict"][name]).norm() for name in ("head.weight", "norm.weight"))
-    moved = distance({name: value for name, value in torch.load(run / "best.pt", weights_only=True)
-                      ["state_dict_ema"].items()})
+
+    moved = distance(
+        {name: value for name, value in torch.load(run / "best.pt", weights_only=True)["state_dict_ema"].items()}
+    )
     stuck = train_imagenet.main([*arguments, "--ema-warmup", "false", "--run-dir", str(tmp_path / "stuck")])
     assert "--ema-warmup" in capsys.readouterr().out
     assert moved < 0.5 * distance(torch.load(stuck / "last.pt", weights_only=True)["state_dict_ema"])
@@ -310,8 +359,9 @@ def test_a_mistake_found_late_leaves_no_folder_that_refuses_the_right_command(tm
     arguments = [*QUICK, *PLAIN, *shards, "--epochs", "1", "--run-dir", run]
     fails_with_one_line(train_imagenet.main, [*arguments, "--num-classes", "3"], capsys, "label")  # at the first batch
     assert not run.exists()
-    fails_with_one_line(train_imagenet.main, [*arguments, "--lr", "1e30", "--max-bad-steps", "2"], capsys,
-                        "loss")  # after some updates
+    fails_with_one_line(
+        train_imagenet.main, [*arguments, "--lr", "1e30", "--max-bad-steps", "2"], capsys, "loss"
+    )  # after some updates
     assert (run / "bad_steps.json").exists() and (run / "config.yaml").exists()
     train_imagenet.main([*map(str, arguments)])
     assert (run / "best.pt").exists() and not (run / "bad_steps.json").exists()
@@ -325,13 +375,23 @@ def test_evaluation_data_with_other_classes_is_refused(tmp_path, capsys):
         write_digits(tmp_path / part, "val", 20)
         index_shards(tmp_path / part, list(names), progress=False)
     for part, words in ("b", ["class '9' has index 8", "but 9"]), ("c", ["class 0", "'0'", "'a'"]):
-        fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, "--data", tmp_path / "a", "--val-data",
-                                                  tmp_path / part, "--run-dir", tmp_path / "run"], capsys, *words)
+        fails_with_one_line(
+            train_imagenet.main,
+            [*QUICK, *PLAIN, "--data", tmp_path / "a", "--val-data", tmp_path / part, "--run-dir", tmp_path / "run"],
+            capsys,
+            *words,
+        )
 
 
 def test_a_rate_that_would_rise_to_its_end_is_refused(tmp_path, shards, capsys):
-    fails_with_one_line(train_imagenet.main, [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--lr-base-batch",
-                                              "16384", "--lr", "1e-3"], capsys, "min_lr", "9.77e-07", "batch of 16384")
+    fails_with_one_line(
+        train_imagenet.main,
+        [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--lr-base-batch", "16384", "--lr", "1e-3"],
+        capsys,
+        "min_lr",
+        "9.77e-07",
+        "batch of 16384",
+    )
 
 
 def test_a_scaled_loss_gives_the_same_weights_and_its_scale_is_kept(tmp_path, shards, monkeypatch):
@@ -344,6 +404,7 @@ def test_a_scaled_loss_gives_the_same_weights_and_its_scale_is_kept(tmp_path, sh
         accelerator = make(*words, **options)
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=setup.SCALE, growth_interval=3)
         return accelerator
+
     monkeypatch.setattr(setup, "make_accelerator", scaled)
     run = train_imagenet.main([*arguments, "--epochs", "1", "--run-dir", str(tmp_path / "scaled"), "--min-lr", "1e-3"])
     assert torch.load(run / "last.pt", weights_only=True)["scaler"]["scale"] == 2 * setup.SCALE  # after 4 updates
@@ -358,8 +419,10 @@ def test_a_scaled_loss_gives_the_same_weights_and_its_scale_is_kept(tmp_path, sh
     assert torch.load(tmp_path / "scaled" / "last.pt", weights_only=True)["scaler"] == ends[1]["scaler"]
 
 
-@pytest.mark.parametrize("hardware, precision, expected", [
-    (True, "auto", "bf16"), (False, "auto", "fp16"), (False, "bf16", "bf16"), (False, "fp32", "no")])
+@pytest.mark.parametrize(
+    "hardware, precision, expected",
+    [(True, "auto", "bf16"), (False, "auto", "fp16"), (False, "bf16", "bf16"), (False, "fp32", "no")],
+)
 def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware, precision, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: hardware)
@@ -374,7 +437,7 @@ def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path, shards):
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
         running = subprocess.Popen([sys.executable, str(REPOSITORY / "train_imagenet.py"), *QUICK, *shards, "--epochs",
                                     "6", "--run-dir", "run"],
-                                   cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, env=environment)
+                                   cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT, env=environment)  # fmt: skip
     while "folder  run" not in (tmp_path / "log").read_text() and running.poll() is None:
         time.sleep(0.02)
     assert running.poll() is None, "its lines came when it ended"
@@ -386,12 +449,19 @@ def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path, shards):
 
 def test_a_script_of_a_strangers_own_gets_the_models_whatever_it_is_called(tmp_path):
     """A stand-in, for speed: whether the module that registers the models is imported along with the package."""
-    (tmp_path / "eval.py").write_text("import sys, types\n"
-                                      "name = 'vision_longhorn.models.vlonghorn'\n"
-                                      "sys.modules[name] = types.SimpleNamespace(VisionLonghorn='the model')\n"
-                                      "import vision_longhorn\nprint(vars(vision_longhorn).get('VisionLonghorn'))\n")
-    done = subprocess.run([sys.executable, str(tmp_path / "eval.py")], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(REPOSITORY)})
+    (tmp_path / "eval.py").write_text(
+        "import sys, types\n"
+        "name = 'vision_longhorn.models.vlonghorn'\n"
+        "sys.modules[name] = types.SimpleNamespace(VisionLonghorn='the model')\n"
+        "import vision_longhorn\nprint(vars(vision_longhorn).get('VisionLonghorn'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "eval.py")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
     assert done.stdout == "the model\n", done.stderr
 
 
@@ -411,11 +481,13 @@ def test_files_of_ones_own_in_a_runs_folder_stay(tmp_path, shards, capsys):
 @pytest.mark.parametrize("command", [["train_imagenet.py"], ["eval.py"], ["-m", "vision_longhorn", "eval"]])
 def test_help_does_not_wait_for_torch(command):
     """Importing torch and timm takes seconds; the stand-ins here fail where they are imported."""
-    code = ("import runpy, sys\nsys.modules.update(torch=None, timm=None)\n"
-            "sys.argv = sys.orig_argv = ['python', *sys.argv[1:], '--help']\n"
-            "if sys.argv[1] == '-m':\n    sys.argv = ['-m', *sys.argv[3:]]\n"
-            "    runpy.run_module('vision_longhorn', run_name='__main__', alter_sys=True)\n"
-            "else:\n    sys.argv = sys.argv[1:]\n    runpy.run_path(sys.argv[0], run_name='__main__')\n")
+    code = (
+        "import runpy, sys\nsys.modules.update(torch=None, timm=None)\n"
+        "sys.argv = sys.orig_argv = ['python', *sys.argv[1:], '--help']\n"
+        "if sys.argv[1] == '-m':\n    sys.argv = ['-m', *sys.argv[3:]]\n"
+        "    runpy.run_module('vision_longhorn', run_name='__main__', alter_sys=True)\n"
+        "else:\n    sys.argv = sys.argv[1:]\n    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
     command = [str(REPOSITORY / word) if word.endswith(".py") else word for word in command]
     done = subprocess.run([sys.executable, "-c", code, *command], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0 and "--device" in done.stdout, done.stderr

@@ -1,8 +1,10 @@
 """Vision Longhorn: the Longhorn state-space model as a vision backbone. Importing it registers its models with timm."""
 
 import sys
+from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
 
@@ -13,7 +15,7 @@ class _Checkout:
     folder = Path(__file__).resolve().parent.parent / "kernels"
 
     @classmethod
-    def find_spec(cls, name, path=None, target=None):
+    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != f"{__name__}.kernels" or not (cls.folder / "contract.py").is_file():
             return None
         return spec_from_file_location(name, cls.folder / "__init__.py", submodule_search_locations=[str(cls.folder)])
@@ -27,10 +29,10 @@ __all__ = ["VisionLonghorn", "__version__"]
 
 # Importing the models takes seconds. This package's own commands do so when they have read their command line.
 if not is_own_command():
-    from vision_longhorn.models.vlonghorn import VisionLonghorn  # noqa: E402
+    from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
     if name == "VisionLonghorn":
         from vision_longhorn.models.vlonghorn import VisionLonghorn
 

@@ -42,8 +42,10 @@ def create_model(name: str, **kwargs: Any) -> TimmModel:
     """
     if ":" not in name and not timm.is_model(name):
         near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4)
-        raise UserError(f"unknown model {name!r}: the nearest names are {', '.join(near) or 'none'}; "
-                        "timm.list_models() has them all")
+        raise UserError(
+            f"unknown model {name!r}: the nearest names are {', '.join(near) or 'none'}; "
+            "timm.list_models() has them all"
+        )
     try:
         return timm.create_model(name, **kwargs)
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -51,8 +53,9 @@ def create_model(name: str, **kwargs: Any) -> TimmModel:
         raise UserError(f"model {name} cannot be made with {given}: {one_line(error)}") from error
 
 
-def model_from_weights(name: str, path: str | os.PathLike[str], num_classes: int, **kwargs: Any
-                       ) -> tuple[TimmModel, str]:
+def model_from_weights(
+    name: str, path: str | os.PathLike[str], num_classes: int, **kwargs: Any
+) -> tuple[TimmModel, str]:
     """A model that starts from the weights in a file.
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of another number of classes
@@ -91,15 +94,18 @@ def model_from_weights(name: str, path: str | os.PathLike[str], num_classes: int
         model = create_model(name, pretrained=True, num_classes=of_file, **kwargs, pretrained_cfg_overlay=overlay)
     except UserError as error:
         arch = checkpoint.get("arch")
-        raise UserError(f"{path} holds weights of another model{f' ({arch})' if arch else ''}: "
-                        f"{_mismatch(error.__cause__)}; give the model and model_kwargs it was trained with") from error
+        raise UserError(
+            f"{path} holds weights of another model{f' ({arch})' if arch else ''}: "
+            f"{_mismatch(error.__cause__)}; give the model and model_kwargs it was trained with"
+        ) from error
     model.pretrained_cfg["input_size"] = cfg.input_size
     own = model.state_dict()
     resampled = [key for key, value in weights.items() if key in own and value.shape != own[key].shape]
     text = f"{'EMA weights' if averaged else 'weights'} of {path}: {len(own)} tensors"
     if resampled:
         text += ", resampled " + ", ".join(
-            f"{key} {tuple(weights[key].shape)} -> {tuple(own[key].shape)}" for key in resampled)
+            f"{key} {tuple(weights[key].shape)} -> {tuple(own[key].shape)}" for key in resampled
+        )
     if of_file != num_classes:
         model.reset_classifier(num_classes)
         text += f", classifier of {num_classes} classes anew (the file has {of_file or 'none'})"
@@ -111,10 +117,14 @@ def _mismatch(error: BaseException | None) -> str:
     parts = []
     for what, text in re.findall(r"(Missing|Unexpected) key\(s\) in state_dict: (.*?)\.(?:\s|$)", str(error)):
         names = re.findall(r'"([^"]+)"', text)
-        parts.append(f"{len(names)} tensors {'absent from' if what == 'Missing' else 'only in'} the file, such as "
-                     f"{names[0]}")
-    sizes = re.findall(r"size mismatch for (\S+): copying a param with shape torch.Size\((\S.*?)\) from checkpoint, "
-                       r"the shape in current model is torch.Size\((\S.*?)\)", str(error))
+        parts.append(
+            f"{len(names)} tensors {'absent from' if what == 'Missing' else 'only in'} the file, such as {names[0]}"
+        )
+    sizes = re.findall(
+        r"size mismatch for (\S+): copying a param with shape torch.Size\((\S.*?)\) from checkpoint, "
+        r"the shape in current model is torch.Size\((\S.*?)\)",
+        str(error),
+    )
     if sizes:
         name, theirs, ours = sizes[0]
         parts.append(f"{len(sizes)} of another size, such as {name}, {theirs} in the file, {ours} in the model")
@@ -136,8 +146,10 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise UserError(f"{path} cannot be written ({cause.strerror or cause}); checkpoints from before are untouched, "
-                        "--resume goes on with the last one") from error
+        raise UserError(
+            f"{path} cannot be written ({cause.strerror or cause}); checkpoints from before are untouched, "
+            "--resume goes on with the last one"
+        ) from error
 
 
 def save_run(run_dir: str | os.PathLike[str], state: dict[str, Any], keep: int, is_best: bool = False) -> None:
@@ -215,12 +227,14 @@ def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.Pa
     """
     weights = checkpoint.get("state_dict_ema") if ema else checkpoint["state_dict"]
     if weights is None:
-        raise UserError(f"{path} has no averaged weights (EMA): use the raw ones, by --raw in eval.py or --ema-decay 0 "
-                        "in training")
+        raise UserError(
+            f"{path} has no averaged weights (EMA): use the raw ones, by --raw in eval.py or --ema-decay 0 in training"
+        )
     weights, own = clean_state_dict(weights), model.state_dict()
     shapes = {key: tuple(value.shape) for key, value in weights.items() if torch.is_tensor(value)}
-    wrong = sorted(key for key in own.keys() | weights.keys()
-                   if key not in own or shapes.get(key) != tuple(own[key].shape))
+    wrong = sorted(
+        key for key in own.keys() | weights.keys() if key not in own or shapes.get(key) != tuple(own[key].shape)
+    )
     if wrong:
         key = wrong[0]
         raise UserError(

@@ -1,6 +1,6 @@
 """Draws accuracy, loss and learning rate of one or several runs, from their TensorBoard events, as one PNG.
 
-    python -m vision_longhorn.curves runs/A runs/B --out curves.png
+python -m vision_longhorn.curves runs/A runs/B --out curves.png
 """
 
 from __future__ import annotations
@@ -65,8 +65,10 @@ def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float) -> None:
         with written_aside(out) as aside:
             figure.savefig(aside, format="png", dpi=dpi)
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
-                        "that you may write to") from error
+        raise UserError(
+            f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
+            "that you may write to"
+        ) from error
 
 
 def _names(runs: Sequence[str | os.PathLike[str]]) -> dict[str | os.PathLike[str], str]:

@@ -24,8 +24,10 @@ def make_accelerator(device: str = "auto", precision: str = "auto", **kwargs: An
     # The scans run on CUDA and on the CPU; accelerate on its own would pick Apple's GPU, too.
     cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     if device == "cuda" and cpu:
-        raise UserError("device is 'cuda', but PyTorch finds no CUDA GPU here, or the launcher was given --cpu: "
-                        "use --device auto or --device cpu")
+        raise UserError(
+            "device is 'cuda', but PyTorch finds no CUDA GPU here, or the launcher was given --cpu: "
+            "use --device auto or --device cpu"
+        )
     if precision == "fp16" and cpu:
         raise UserError("precision is 'fp16', which needs a GPU: use --precision fp32, or bf16")
     # NVIDIA's GPUs before the A100 (T4, V100, RTX 2080) only imitate bf16, at the price of conversions.

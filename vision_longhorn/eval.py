@@ -79,8 +79,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     # Model and weights
     if path:
-        model, weights = model_of_checkpoint(checkpoint, path, arch=args.model, num_classes=args.num_classes,
-                                             ema=args.ema, **values["model_kwargs"])
+        model, weights = model_of_checkpoint(
+            checkpoint, path, arch=args.model, num_classes=args.num_classes, ema=args.ema, **values["model_kwargs"]
+        )
     else:
         model = create_model(name, pretrained=args.pretrained, num_classes=args.num_classes, **values["model_kwargs"])
         weights = "pretrained" if args.pretrained else "random"
@@ -94,8 +95,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     data = locate_data(data, accelerator)
     names, display_names = checkpoint_names(checkpoint) if checkpoint else model_names(model, name, args.pretrained)
     # An image folder of the run's may lack images of some classes: its labels follow the model's.
-    shards = open_shards(data, split, samples, allow_pipe=args.allow_pipe, samples_option="--samples",
-                         class_names=names if is_own and not args.map_classes else None)
+    shards = open_shards(
+        data,
+        split,
+        samples,
+        allow_pipe=args.allow_pipe,
+        samples_option="--samples",
+        class_names=names if is_own and not args.map_classes else None,
+    )
     if shards.hint:
         say(f"note: {shards.hint}")
     if names is None and "random" not in weights:
@@ -107,27 +114,49 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     # A run may have been given more classes than its data has.
     if args.map_classes or not is_own or names and shards.class_names:
         class_map, note = match_classes(
-            names, model.num_classes, shards.class_names, shards.num_classes, by_name=args.map_classes,
-            model=f"the model ({name})", data=data,
-            remedy=f"give --num-classes {shards.num_classes}" if "random" in weights else "give data of the model's "
+            names,
+            model.num_classes,
+            shards.class_names,
+            shards.num_classes,
+            by_name=args.map_classes,
+            model=f"the model ({name})",
+            data=data,
+            remedy=f"give --num-classes {shards.num_classes}"
+            if "random" in weights
+            else "give data of the model's "
             "classes; --map-classes could pair them by name, which `python -m vision_longhorn.shards index DIR "
-            "--classes FILE` gives to data")
+            "--classes FILE` gives to data",
+        )
         if note and "random" not in weights:
             say(f"note: {note}")
     if "random" in weights:
         say(f"note: {'a random classifier' if args.pretrained else 'random weights'}: the accuracy is chance")
     used = model.num_classes if class_map is None else len(class_map.classes)
     settings = input_settings(model, values)
-    batches = Clock(eval_loader(
-        shards, create_transform(**settings), keys=args.predictions is not None, batch_size=args.batch_size,
-        num_workers=args.workers, rank=accelerator.process_index, world_size=accelerator.num_processes,
-        num_classes=model.num_classes if class_map is None else len(shards.class_names or ()),
-        pin_memory=accelerator.device.type == "cuda",
-    ), accelerator.device, shards.num_samples // accelerator.num_processes if accelerator.is_main_process else None)
+    batches = Clock(
+        eval_loader(
+            shards,
+            create_transform(**settings),
+            keys=args.predictions is not None,
+            batch_size=args.batch_size,
+            num_workers=args.workers,
+            rank=accelerator.process_index,
+            world_size=accelerator.num_processes,
+            num_classes=model.num_classes if class_map is None else len(shards.class_names or ()),
+            pin_memory=accelerator.device.type == "cuda",
+        ),
+        accelerator.device,
+        shards.num_samples // accelerator.num_processes if accelerator.is_main_process else None,
+    )
 
     about = dict(
-        model=name, model_kwargs=values["model_kwargs"], weights=weights, checkpoint=path and os.path.abspath(path),
-        data=_place(data), split=split, input_size=list(settings["input_size"]),
+        model=name,
+        model_kwargs=values["model_kwargs"],
+        weights=weights,
+        checkpoint=path and os.path.abspath(path),
+        data=_place(data),
+        split=split,
+        input_size=list(settings["input_size"]),
         precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         map_classes=class_map is not None,
     )
@@ -136,30 +165,54 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     # Result
     predictions = Predictions(used, class_map) if args.report or args.predictions else None
-    result = evaluate({"model": model}, batches, accelerator, shards.num_samples, args.batch_size, class_map,
-                      predictions.add if predictions else None)["model"]
+    result = evaluate(
+        {"model": model},
+        batches,
+        accelerator,
+        shards.num_samples,
+        args.batch_size,
+        class_map,
+        predictions.add if predictions else None,
+    )["model"]
     images, seconds = batches.read()
     rates = accelerator.gather(torch.tensor([[images, seconds]], dtype=torch.float64, device=accelerator.device))
     images, seconds = rates[:, 0].sum().item(), rates[:, 1].max().item()
     result.update(
-        **about, epoch=checkpoint.get("epoch"), classes=used, model_classes=model.num_classes,
-        data_classes=shards.num_classes, samples=shards.num_samples, processes=accelerator.num_processes,
-        batch_size=args.batch_size, images_per_s=images / seconds if images else None,
+        **about,
+        epoch=checkpoint.get("epoch"),
+        classes=used,
+        model_classes=model.num_classes,
+        data_classes=shards.num_classes,
+        samples=shards.num_samples,
+        processes=accelerator.num_processes,
+        batch_size=args.batch_size,
+        images_per_s=images / seconds if images else None,
     )
     if predictions:
         predictions.gather()
     say(f"{name}, {weights} weights, {split} split of {data}")
     if class_map is not None:
-        say(f"{used} classes, those of one name of the model's {model.num_classes} and the data's "
-            f"{len(shards.class_names or ())}")
+        say(
+            f"{used} classes, those of one name of the model's {model.num_classes} and the data's "
+            f"{len(shards.class_names or ())}"
+        )
     say(f"{describe(result)} of {shards.num_samples}")
-    say(f"{images / seconds:.1f} images/s without the first batch" if images
-        else "images/s not measured: all was one batch")
+    say(
+        f"{images / seconds:.1f} images/s without the first batch"
+        if images
+        else "images/s not measured: all was one batch"
+    )
     if accelerator.is_main_process:
         own_names = getattr(shards, "display_names", None), display_names if class_map is None else None
         words = readable_names(shards.class_names or names, next(filter(None, own_names), None), model.num_classes)
-        _save(args, result, predictions, shards.class_names or names, words,
-              _default_name(result, path, data, is_own, checkpoint))
+        _save(
+            args,
+            result,
+            predictions,
+            shards.class_names or names,
+            words,
+            _default_name(result, path, data, is_own, checkpoint),
+        )
     leave(accelerator)
     return result
 
@@ -168,33 +221,50 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
     count = Range(1, kind=int)
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("--checkpoint", help="a run's folder (then best.pt) or file, or a state dict with --model, or "
-                        "a folder in the hub's layout")
+    parser.add_argument(
+        "--checkpoint",
+        help="a run's folder (then best.pt) or file, or a state dict with --model, or a folder in the hub's layout",
+    )
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [where there are]")
     weights.add_argument("--raw", dest="ema", action="store_false", default=None, help="weights as trained")
     parser.add_argument("--model", help="timm name [the checkpoint's]")
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="[the checkpoint's]")
     parser.add_argument("--pretrained", action="store_true", help="timm's pretrained weights of --model")
-    parser.add_argument("--data", help="folder of shards or of images, pattern or URL, or 'digits' [the "
-                        "checkpoint's]")
+    parser.add_argument("--data", help="folder of shards or of images, pattern or URL, or 'digits' [the checkpoint's]")
     parser.add_argument("--split", help="[the checkpoint's, or val]")
     parser.add_argument("--samples", type=count, help="size of the split, for shards without an index")
-    parser.add_argument("--allow-pipe", action="store_true", help="run the command of --data pipe:COMMAND, or of the "
-                        "checkpoint's data, which prints shards")
+    parser.add_argument(
+        "--allow-pipe",
+        action="store_true",
+        help="run the command of --data pipe:COMMAND, or of the checkpoint's data, which prints shards",
+    )
     parser.add_argument("--num-classes", type=count, help="[the checkpoint's, or the model's own]")
-    parser.add_argument("--map-classes", action="store_true", help="data with other classes: evaluate those that model "
-                        "and data both have, paired by name")
+    parser.add_argument(
+        "--map-classes",
+        action="store_true",
+        help="data with other classes: evaluate those that model and data both have, paired by name",
+    )
     parser.add_argument("--batch-size", type=count, default=256, help="per process [256]")
-    parser.add_argument("--workers", type=Range(0, kind=int), default=min(4, os.cpu_count() or 1), help="loader "
-                        "processes per process [4, or one per core]")
+    parser.add_argument(
+        "--workers",
+        type=Range(0, kind=int),
+        default=min(4, os.cpu_count() or 1),
+        help="loader processes per process [4, or one per core]",
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
-    parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
-                        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]")
-    parser.add_argument("--out", help="JSON file [eval-SPLIT.json beside the checkpoint; its name tells what else is "
-                        "not the run's own]")
-    parser.add_argument("--report", metavar="FOLDER", help="accuracy by class and confusion matrix, as CSV and PNG, "
-                        "into a new folder")
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]",
+    )
+    parser.add_argument(
+        "--out", help="JSON file [eval-SPLIT.json beside the checkpoint; its name tells what else is not the run's own]"
+    )
+    parser.add_argument(
+        "--report", metavar="FOLDER", help="accuracy by class and confusion matrix, as CSV and PNG, into a new folder"
+    )
     parser.add_argument("--predictions", metavar="FILE", help="every sample's prediction, as a new CSV file")
     args = parser.parse_args(argv)
     if args.checkpoint and not args.model and is_model_folder(args.checkpoint):
@@ -206,8 +276,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"--out {args.out} is there already and no result of an evaluation: name another file")
     if args.predictions and os.path.lexists(args.predictions):
         raise UserError(f"--predictions {args.predictions} is there already: remove it, or name another file")
-    if args.report and os.path.lexists(args.report) and not (
-            os.path.isdir(args.report) and not os.listdir(args.report)):
+    if (
+        args.report
+        and os.path.lexists(args.report)
+        and not (os.path.isdir(args.report) and not os.listdir(args.report))
+    ):
         raise UserError(f"--report {args.report} is there already: remove it, or name another folder")
     return args
 
@@ -255,8 +328,9 @@ def _place(spec: str) -> str:
     return spec if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", spec) and not os.path.exists(spec) else os.path.abspath(spec)
 
 
-def _default_name(result: dict[str, Any], path: Path | None, data: str, is_own: bool, checkpoint: dict[str, Any]
-                  ) -> Path:
+def _default_name(
+    result: dict[str, Any], path: Path | None, data: str, is_own: bool, checkpoint: dict[str, Any]
+) -> Path:
     """The file for a result. It tells what was evaluated, but for what a run's own evaluation has as well."""
     words = ["eval"]
     if not path:
@@ -274,8 +348,14 @@ def _default_name(result: dict[str, Any], path: Path | None, data: str, is_own: 
     return (path.parent if path else Path()) / f"{name}.json"
 
 
-def _save(args: argparse.Namespace, result: dict[str, Any], predictions: Predictions | None,
-          class_names: Sequence[str] | None, names: Sequence[str], default: Path) -> None:
+def _save(
+    args: argparse.Namespace,
+    result: dict[str, Any],
+    predictions: Predictions | None,
+    class_names: Sequence[str] | None,
+    names: Sequence[str],
+    default: Path,
+) -> None:
     """Saves what was asked for. A result's own file is taken, or else a free one's name: no other is written over."""
     out = Path(args.out or default)
     if not args.out:
@@ -297,8 +377,10 @@ def _save(args: argparse.Namespace, result: dict[str, Any], predictions: Predict
             predictions.write_report(out, class_names, names)
             print(f"accuracy by class and confusion matrix in {out}")
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror or error}): the result is what was printed; name a "
-                        "place that can by --out, --predictions or --report") from error
+        raise UserError(
+            f"{out} cannot be written ({error.strerror or error}): the result is what was printed; name a "
+            "place that can by --out, --predictions or --report"
+        ) from error
 
 
 def _is_free(path: str | Path, result: dict[str, Any]) -> bool:

@@ -39,8 +39,9 @@ def _backbone(model: nn.Module) -> VisionLonghorn:
 
     found = next((module for module in model.modules() if isinstance(module, VisionLonghorn)), None)
     if found is None:
-        raise UserError(f"{type(model).__name__} holds no VisionLonghorn: give a vlonghorn_* or vim_* model, or a "
-                        "module around one")
+        raise UserError(
+            f"{type(model).__name__} holds no VisionLonghorn: give a vlonghorn_* or vim_* model, or a module around one"
+        )
     return found
 
 
@@ -56,9 +57,10 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int
     patches = backbone.patch_embed
     size = patches.img_size
     if backbone.dynamic_img_size:
-        size = [side + more * step
-                for side, step, more in zip(patches.patch_size, patches.patch_stride, (rows, columns),
-                                            strict=True)]
+        size = [
+            side + more * step
+            for side, step, more in zip(patches.patch_size, patches.patch_stride, (rows, columns), strict=True)
+        ]
     weight = patches.proj.weight
     return torch.randn(batch, backbone.in_chans, *size, device=weight.device, dtype=weight.dtype)
 
@@ -112,9 +114,11 @@ def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = No
     except RuntimeError as error:  # torch wraps its own in one of its own
         if not re.search("InvalidCxxCompiler|CppCompileError", f"{type(error)} {error}"):
             raise
-        raise UserError(f"a .pt2 is compiled with {os.environ.get('CXX', 'g++')}, which does not work here: "
-                        "install a C++ compiler and Python's headers, or name a compiler by the environment variable "
-                        "CXX") from error
+        raise UserError(
+            f"a .pt2 is compiled with {os.environ.get('CXX', 'g++')}, which does not work here: "
+            "install a C++ compiler and Python's headers, or name a compiler by the environment variable "
+            "CXX"
+        ) from error
 
 
 def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
@@ -151,9 +155,15 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
         names |= {2: "height", 3: "width"}
     count = len(program.graph_signature.user_outputs)
     written: Any = torch.onnx.export(
-        program, dynamo=True, custom_translation_table=translations, opset_version=OPSET, verbose=False,
-        input_names=["images"], output_names=["output"] if count == 1 else [f"output_{i}" for i in range(count)],
-        dynamic_shapes=(names,))
+        program,
+        dynamo=True,
+        custom_translation_table=translations,
+        opset_version=OPSET,
+        verbose=False,
+        input_names=["images"],
+        output_names=["output"] if count == 1 else [f"output_{i}" for i in range(count)],
+        dynamic_shapes=(names,),
+    )
     for node in written.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose files each node came from
     with written_aside(path) as aside:
@@ -162,8 +172,9 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
 
 
 def _missing(package: str | None) -> UserError:
-    return UserError(f"ONNX needs the Python package {package}, which is not installed: "
-                     "pip install 'vision-longhorn[onnx]'")
+    return UserError(
+        f"ONNX needs the Python package {package}, which is not installed: pip install 'vision-longhorn[onnx]'"
+    )
 
 
 def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
@@ -205,10 +216,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, or a name of timm")
-    parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm's "
-                        "local-dir: and the hub")
-    parser.add_argument("--img-size", nargs="+", metavar="N", help="height and width in pixels, one number for both, "
-                        "or any: the file takes all sizes in whole patches [what the model is built for]")
+    parser.add_argument(
+        "target",
+        help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm's local-dir: and the hub",
+    )
+    parser.add_argument(
+        "--img-size",
+        nargs="+",
+        metavar="N",
+        help="height and width in pixels, one number for both, "
+        "or any: the file takes all sizes in whole patches [what the model is built for]",
+    )
     parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
     parser.add_argument("--device", help="that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
@@ -240,8 +258,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         backbone: Any = _backbone(model)
         smallest = backbone.patch_embed.patch_size
         if size[0] < smallest[0] or size[1] < smallest[1]:
-            raise UserError(f"--img-size is {size[0]} x {size[1]}, and a patch of {args.model} {smallest[0]} x "
-                            f"{smallest[1]}: give at least that")
+            raise UserError(
+                f"--img-size is {size[0]} x {size[1]}, and a patch of {args.model} {smallest[0]} x "
+                f"{smallest[1]}: give at least that"
+            )
         backbone.set_input_size(img_size=size)
         backbone.dynamic_img_size = False
     try:
@@ -258,18 +278,22 @@ def main(argv: Sequence[str] | None = None) -> None:
                 run = torch._inductor.aoti_load_package(str(aside))
             difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
             if not difference < MAX_ERROR:
-                raise UserError(f"{args.target} was not written: the outputs of the exported model differ from the "
-                                f"model's by {difference:.1e} of the largest value; please report that, with the "
-                                "command")
+                raise UserError(
+                    f"{args.target} was not written: the outputs of the exported model differ from the "
+                    f"model's by {difference:.1e} of the largest value; please report that, with the "
+                    "command"
+                )
     except OSError as error:
         raise UserError(f"{args.target} cannot be written ({error.strerror or one_line(error)})") from error
     size = Path(args.target).stat().st_size / 1e6
-    print(f"wrote {args.target}, {size:.1f} MB{'' if trained else ', random weights'}; its outputs differ from the "
-          f"model's by {difference:.1e} of the largest value")
+    print(
+        f"wrote {args.target}, {size:.1f} MB{'' if trained else ', random weights'}; its outputs differ from the "
+        f"model's by {difference:.1e} of the largest value"
+    )
 
 
 def _kind(target: str) -> str:
-    """".onnx", ".pt2" or "folder", by the name of what is to be written."""
+    """ ".onnx", ".pt2" or "folder", by the name of what is to be written."""
     suffix = Path(target).suffix
     if target.endswith(("/", os.sep)) or not suffix:
         return "folder"
@@ -290,11 +314,14 @@ def _check_options(args: argparse.Namespace, kind: str, is_run: bool) -> None:
     for reason, names in idle.items():
         for name in names:
             if getattr(args, name) not in (None, False):
-                raise UserError(f"--{name.replace('_', '-')} with {args.model} and {args.target}: {reason}, leave it "
-                                "out")
+                raise UserError(
+                    f"--{name.replace('_', '-')} with {args.model} and {args.target}: {reason}, leave it out"
+                )
     if kind == "folder" and not is_run:
-        raise UserError(f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
-                        "run's folder or checkpoint, or a file name that ends in .onnx or .pt2")
+        raise UserError(
+            f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
+            "run's folder or checkpoint, or a file name that ends in .onnx or .pt2"
+        )
 
 
 def _img_size(words: list[str] | None) -> Any:

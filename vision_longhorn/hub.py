@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 
 __all__ = ["load_run", "main", "model_card", "save_run_for_hub"]
 
-CITATIONS = ["""@inproceedings{liu2025longhorn,
+CITATIONS = [
+    """@inproceedings{liu2025longhorn,
   title={Longhorn: State Space Models are Amortized Online Learners},
   author={Liu, Bo and Wang, Rui and Wu, Lemeng and Feng, Yihao and Stone, Peter and Liu, Qiang},
   booktitle={International Conference on Learning Representations},
   year={2025}
-}""", """@inproceedings{zhu2024vim,
+}""",
+    """@inproceedings{zhu2024vim,
   title={Vision Mamba: Efficient Visual Representation Learning with Bidirectional State Space Model},
   author={Zhu, Lianghui and Liao, Bencheng and Zhang, Qian and Wang, Xinlong and Liu, Wenyu and Wang, Xinggang},
   booktitle={International Conference on Machine Learning},
   year={2024}
-}"""]
+}""",
+]
 
 
 def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -54,7 +57,8 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
     cfg = model.pretrained_cfg
     ours = isinstance(model, VisionLonghorn)
     details = {
-        "Architecture": f"{cfg['architecture']}, a bidirectional state-space model over image patches" if ours
+        "Architecture": f"{cfg['architecture']}, a bidirectional state-space model over image patches"
+        if ours
         else cfg["architecture"],
         "Parameters": f"{sum(value.numel() for value in model.parameters()):,}",
         "Image size": " x ".join(map(str, cfg["input_size"][1:])),
@@ -65,14 +69,17 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
     if checkpoint is not None:
         values = checkpoint["config"]
         details["Training data"] = str(values["data"])
-        details["Training"] = f"{checkpoint['epoch']} of {values['epochs']} epochs, {values['opt']}, " \
-            f"seed {values['seed']}"
+        details["Training"] = (
+            f"{checkpoint['epoch']} of {values['epochs']} epochs, {values['opt']}, seed {values['seed']}"
+        )
         weights = "val_ema" if "state_dict_ema" in checkpoint else "val"
         last = checkpoint["history"][-1] if checkpoint["history"] else {}  # a run's first epoch may not be finished
         result = last.get(weights)
         if result:
-            details["Top-1"] = f"{result['top1']:.2f} % of {result['count']:,} images, split " \
+            details["Top-1"] = (
+                f"{result['top1']:.2f} % of {result['count']:,} images, split "
                 f"{values['val_split']!r} of {values['val_data'] or values['data']}, after epoch {last['epoch']}"
+            )
     if checkpoint is None or model.num_classes != 1000:
         details["ImageNet-1k top-1"] = "not yet run"
     return {
@@ -97,8 +104,9 @@ with torch.no_grad():
 
 def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Names of a run's classes as timm's config.json has them: those of the data, and for each what people say."""
-    names, shown = (known if known and len(known) == checkpoint["num_classes"] else None
-                    for known in checkpoint_names(checkpoint))
+    names, shown = (
+        known if known and len(known) == checkpoint["num_classes"] else None for known in checkpoint_names(checkpoint)
+    )
     if names and shown:
         return dict(label_names=names, label_descriptions=dict(zip(names, shown, strict=True)))
     return dict(label_names=names or shown) if names or shown else {}
@@ -133,14 +141,17 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
             shutil.copymode(aside / "config.json", aside / "model.safetensors")
             (aside / "README.md").write_text(generate_readme(card, folder.name), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # the second of a full disk, for one
-        raise UserError(f"{folder} cannot be written ({getattr(error, 'strerror', None) or one_line(error)}): name a "
-                        "folder where you may write, with room for it") from error
+        raise UserError(
+            f"{folder} cannot be written ({getattr(error, 'strerror', None) or one_line(error)}): name a "
+            "folder where you may write, with room for it"
+        ) from error
 
 
 def _contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """What timm's functions are to write of a run beside the weights and the card."""
-    return dict(model_config=_labels(checkpoint), model_args=checkpoint["config"]["model_kwargs"],
-                safe_serialization=True)
+    return dict(
+        model_config=_labels(checkpoint), model_args=checkpoint["config"]["model_kwargs"], safe_serialization=True
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -148,14 +159,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
     parser.add_argument("target", help="the folder to make, or with --push the hub's USER/MODEL")
-    parser.add_argument("--license", metavar="ID", help="of the weights, by the hub's identifier, such as mit or "
-                        "cc-by-4.0 [none: the card says unknown]")
+    parser.add_argument(
+        "--license",
+        metavar="ID",
+        help="of the weights, by the hub's identifier, such as mit or cc-by-4.0 [none: the card says unknown]",
+    )
     parser.add_argument("--push", action="store_true", help="to the hub, with the token of `hf auth login`")
     parser.add_argument("--private", action="store_true", help="with --push: make a repository that only you can see")
     args = parser.parse_args(argv)
     if args.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", args.license):
-        raise UserError(f"--license is {args.license!r}: give an identifier of the hub, in small letters, such as mit, "
-                        "cc-by-4.0 or other")
+        raise UserError(
+            f"--license is {args.license!r}: give an identifier of the hub, in small letters, such as mit, "
+            "cc-by-4.0 or other"
+        )
     if not args.push:
         if args.private:
             raise UserError(f"--private without --push: {args.target} would be a folder; give both, or neither")
@@ -173,8 +189,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         address = push_to_hf_hub(model, args.target, model_card=card, private=args.private, **_contents(checkpoint))
     except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
-        raise UserError(f"{args.target} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth "
-                        "whoami` tells whether you are logged in") from error
+        raise UserError(
+            f"{args.target} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth "
+            "whoami` tells whether you are logged in"
+        ) from error
     print(f"pushed: {address}")
 
 

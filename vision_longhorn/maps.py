@@ -19,14 +19,16 @@ Longhorn, and dt, any positive number, for Mamba.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from vision_longhorn.curves import new_figure, save_png
 from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.curves import new_figure, save_png
 from vision_longhorn.errors import UserError
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
     from vision_longhorn.models.vlonghorn import VisionLonghorn
@@ -36,10 +38,12 @@ class TokenMaps(NamedTuple):
     """Forgetting and write strength of every token. The axis of 2 holds the directions: the scan from the first token
     to the last, the scan back. In the "shared" wiring both are the same: both scans read one key and one step size."""
 
+    # fmt: off
     forgetting: Tensor                   # (depth, B, 2, H, W), H x W patches
     write: Tensor                        # (depth, B, 2, H, W)
     class_forgetting: Optional[Tensor]   # (depth, B, 2), of the class token; None in a model without one
     class_write: Optional[Tensor]
+    # fmt: on
 
 
 def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
@@ -60,17 +64,23 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     from vision_longhorn.models.vlonghorn import VisionLonghorn, class_index
 
     if not isinstance(model, VisionLonghorn):
-        raise UserError(f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
-                        "(module='vlonghorn'), itself and not wrapped in another module or compiled")
-    stateless = next((block.mixer for block in model.blocks if not hasattr(block.mixer, "forgetting_and_write")), None)
+        raise UserError(
+            f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
+            "(module='vlonghorn'), itself and not wrapped in another module or compiled"
+        )
+    mixers: list[Any] = [block.mixer for block in model.blocks]
+    stateless = next((mixer for mixer in mixers if not hasattr(mixer, "forgetting_and_write")), None)
     if stateless is not None:
-        raise UserError(f"the mixer of this model ({stateless.describe()}) keeps no state that could forget: give a model "
-                        "with a scan")
-    found = []
-    hooks = [
-        block.mixer.register_forward_hook(
-            lambda mixer, inputs, _: found.append(mixer.forgetting_and_write(*inputs)))
-        for block in model.blocks]
+        raise UserError(
+            f"the mixer of this model ({stateless.describe()}) keeps no state that could forget: give a "
+            "model with a scan"
+        )
+    found: list[Tensor] = []
+
+    def keep(mixer: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        found.append(mixer.forgetting_and_write(*inputs))
+
+    hooks = [mixer.register_forward_hook(keep) for mixer in mixers]
     try:
         with torch.no_grad():
             model.forward_features(images)
@@ -79,16 +89,17 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
             hook.remove()
     both = torch.stack(found, 1)  # (2 kinds, depth, B, 2, L)
     rows, columns = model.patch_embed.dynamic_feat_size(images.shape[-2:])
-    if model.cls_token is None:
-        of_class = None, None
-    else:
+    of_class: Any = None, None
+    if model.cls_token is not None:
         i = class_index(model.class_token, rows * columns)
         of_class = both[..., i]
-        both = torch.cat([both[..., :i], both[..., i + 1:]], -1)
-    return TokenMaps(*both.unflatten(-1, (rows, columns)), *of_class)
+        both = torch.cat([both[..., :i], both[..., i + 1 :]], -1)
+    return TokenMaps._make((*both.unflatten(-1, (rows, columns)), *of_class))
 
 
-def plot_maps(maps: TokenMaps, image, out: str | Path, layers: Optional[list[int]] = None, sample: int = 0) -> None:
+def plot_maps(
+    maps: TokenMaps, image: Any, out: str | Path, layers: Optional[list[int]] = None, sample: int = 0
+) -> None:
     """Plots the maps of one image into a PNG: a row for each block, the two directions of a quantity in one scale.
 
     Args:
@@ -112,27 +123,40 @@ def plot_maps(maps: TokenMaps, image, out: str | Path, layers: Optional[list[int
     for axes, layer in zip(grid, layers):
         axes[0].imshow(image, cmap="gray", vmin=0, vmax=1)
         axes[0].set_ylabel(f"block {layer % depth}")
-        for pair, values in ((axes[1:3], maps.forgetting[layer, sample]), (axes[3:], maps.write[layer, sample])):
-            values = values.cpu().numpy()
+        for pair, quantity in ((axes[1:3], maps.forgetting[layer, sample]), (axes[3:], maps.write[layer, sample])):
+            values = quantity.cpu().numpy()
             for axis, value in zip(pair, values):
                 drawn = axis.imshow(value, vmin=values.min(), vmax=values.max())
             figure.colorbar(drawn, ax=pair[1], fraction=0.08).ax.tick_params(labelsize=6)
-    for axis, title in zip(grid[0], ("image", "forgetting \N{RIGHTWARDS ARROW}", "forgetting \N{LEFTWARDS ARROW}",
-                                     "write \N{RIGHTWARDS ARROW}", "write \N{LEFTWARDS ARROW}")):
+    for axis, title in zip(
+        grid[0],
+        (
+            "image",
+            "forgetting \N{RIGHTWARDS ARROW}",
+            "forgetting \N{LEFTWARDS ARROW}",
+            "write \N{RIGHTWARDS ARROW}",
+            "write \N{LEFTWARDS ARROW}",
+        ),
+    ):
         axis.set_title(title, fontsize=9)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
     save_png(figure, out, dpi=90)
 
 
-def main(argv=None):
+def main(argv: Optional[Sequence[str]] = None) -> None:
     """Command line of this module."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
     parser.add_argument("image", help="image file: JPEG, PNG, WebP or PPM")
     parser.add_argument("--out", default="maps.png", help="the PNG to write [maps.png]")
-    parser.add_argument("--layers", nargs="+", type=Range(kind=int), metavar="N",
-                        help="indices of the blocks to show, from 0, or from the last at -1 [all]")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        type=Range(kind=int),
+        metavar="N",
+        help="indices of the blocks to show, from 0, or from the last at -1 [all]",
+    )
     args = parser.parse_args(argv)
     if not Path(args.image).is_file():
         raise UserError(f"no image at {args.image}: give an image file")

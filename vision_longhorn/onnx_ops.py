@@ -7,20 +7,19 @@ only what inference needs: what an operator returns for its backward pass stands
 
 import linecache
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence  # noqa: F401  (`_WALK` names it)
 from functools import cache
 from typing import Any
 
 import torch
-from onnxscript import FLOAT, graph, script
-from onnxscript import opset18 as op
+from onnxscript import FLOAT, graph, opset18, script  # noqa: F401  (`_WALK` names them)
 from onnxscript.values import Opset
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
 from vision_longhorn.kernels.rules import get_rule
 
 OPSET = 18
-
+op: Any = opset18  # its annotations know nothing of the numbers and None that it takes
 
 # A walk through time, as onnxscript reads it. The body is a graph of its own, so the rule's expression becomes part of
 # the source and is not called. The exporter writes the function out where it is called, so no file asks for it.
@@ -46,8 +45,12 @@ def _walk(rule: str, of_token: tuple[str, ...], others: tuple[str, ...]) -> Any:
     `inputs` and `output` are Scan's directions: 0, or 1 from the last token to the first."""
     expression = re.sub(rf"\b({'|'.join(('k', *of_token))})\b", r"\1_t", get_rule(rule).onnx_step)
     source = _WALK.format(
-        arguments=", ".join(f"{name}: FLOAT" for name in of_token + others), expression=expression,
-        steps=", ".join(f"{name}_t" for name in of_token), of_token=", ".join(of_token), count=2 + len(of_token))
+        arguments=", ".join(f"{name}: FLOAT" for name in of_token + others),
+        expression=expression,
+        steps=", ".join(f"{name}_t" for name in of_token),
+        of_token=", ".join(of_token),
+        count=2 + len(of_token),
+    )
     file = f"<walk of {rule}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where inspect finds it
     names: dict[str, Any] = dict(globals())
@@ -55,32 +58,38 @@ def _walk(rule: str, of_token: tuple[str, ...], others: tuple[str, ...]) -> Any:
     return script(Opset("vision_longhorn", 1), default_opset=op)(names["walk"])
 
 
-def _ints(*values: int):
+def _ints(*values: int) -> Any:
     return op.Constant(value_ints=list(values))
 
 
-def _axis(value, axis: int):
+def _axis(value: Any, axis: int) -> Any:
     return op.Unsqueeze(value, _ints(axis))
 
 
-def _slice(value, start: int, end: int, axis: int, step: int = 1):
+def _slice(value: Any, start: int, end: int, axis: int, step: int = 1) -> Any:
     return op.Slice(value, _ints(start), _ints(end), _ints(axis), _ints(step))
 
 
-def _entry(value, index: int):
+def _entry(value: Any, index: int) -> Any:
     return op.Gather(value, op.Constant(value_int=index), axis=0)
 
 
-def _silu(value):
+def _shape(value: Any) -> tuple[int, ...]:
+    return value.shape
+
+
+def _silu(value: Any) -> Any:
     return op.Mul(value, op.Sigmoid(value))
 
 
-def _zero_state(x, d_state: int):
+def _zero_state(x: Any, d_state: int) -> Any:
     """(B, N, D) for x (L, B, D)."""
     return op.Expand(0.0, op.Concat(op.Shape(x, start=1, end=2), _ints(d_state), op.Shape(x, start=2, end=3), axis=0))
 
 
-def _recurrence(x, step, k, q, A, state, rule: str, softplus: bool, per_token: bool, backward: bool):
+def _recurrence(
+    x: Any, step: Any, k: Any, q: Any, A: Any, state: Any, rule: str, softplus: bool, per_token: bool, backward: bool
+) -> tuple[Any, Any]:
     """One direction: x (L, B, D); step (L, B, D, 1 or N), its bias added; k, q (L, B, N); A (N, D) or, per token,
     (L, B, N); state (B, N, D). Returns y (L, B, D), without the skip, and the last state (B, N, D)."""
     of_token, others = get_rule(rule).onnx_inputs(op, x, step, k, A, softplus)
@@ -91,21 +100,23 @@ def _recurrence(x, step, k, q, A, state, rule: str, softplus: bool, per_token: b
     of_token = {name: value if name in ("A", "a") else _axis(value, 2) for name, value in of_token.items()}
     directions = [int(backward)] * (2 + len(of_token))
     y, state = _walk(rule, tuple(of_token), tuple(others))(
-        state, _axis(k, 3), _axis(q, 2), *of_token.values(), *others.values(), inputs=directions, output=directions[:1])
+        state, _axis(k, 3), _axis(q, 2), *of_token.values(), *others.values(), inputs=directions, output=directions[:1]
+    )
     return op.Squeeze(y, _ints(2)), state
 
 
 def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT | None, z: FLOAT | None, D: FLOAT | None,
          bias: FLOAT | None, initial_state: FLOAT | None, rule: str, direction: str, combine: str, softplus: bool,
-         A_per_token: bool, return_final_state: bool, save_states: bool, backend: str, regime: str):
+         A_per_token: bool, return_final_state: bool, save_states: bool, backend: str, regime: str
+         ) -> Any:  # fmt: skip
     """`torch.ops.vision_longhorn.scan`."""
-    both, d_state = direction == "both", k.shape[-1]
+    both, d_state = direction == "both", _shape(k)[-1]
 
-    def of(g: int, value, ndim: int):
+    def of(g: int, value: Any, ndim: int) -> Any:
         """Direction g's part of a tensor of `ndim` axes, or one more in front if each direction has its own."""
         return value if value is None or len(value.shape) == ndim else _entry(value, g)
 
-    def tokens(g: int, value):
+    def tokens(g: int, value: Any) -> Any:
         return op.Transpose(of(g, value, 3), perm=[1, 0, 2])
 
     ys, states = [], []
@@ -115,10 +126,14 @@ def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT | None, z: FLOAT | 
             step_g = op.Add(step_g, of(g, bias, 1))
         if A is not None:
             A_g = tokens(g, A) if A_per_token else op.Transpose(of(g, A, 2), perm=[1, 0])
-        state = _zero_state(x_g, d_state) if initial_state is None else \
-            op.Transpose(of(g, initial_state, 3), perm=[0, 2, 1])
-        y, state = _recurrence(x_g, step_g, tokens(g, k), tokens(g, q), A_g, state, rule, softplus, A_per_token,
-                               backward)
+        state = (
+            _zero_state(x_g, d_state)
+            if initial_state is None
+            else op.Transpose(of(g, initial_state, 3), perm=[0, 2, 1])
+        )
+        y, state = _recurrence(
+            x_g, step_g, tokens(g, k), tokens(g, q), A_g, state, rule, softplus, A_per_token, backward
+        )
         if D is not None:
             y = op.Add(y, op.Mul(of(g, D, 1), x_g))
         y = op.Transpose(y, perm=[1, 0, 2])
@@ -136,16 +151,16 @@ def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT | None, z: FLOAT | 
 
 def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj: FLOAT, dt_bias: FLOAT,
         A_log: FLOAT | None, D: FLOAT, norm_weight: FLOAT | None, rule: str, eps: float, save_states: bool,
-        backend: str):
+        backend: str) -> Any:  # fmt: skip
     """`torch.ops.vision_longhorn.mix`."""
-    sets, d_inner, taps = conv_weight.shape
-    rank = dt_proj.shape[2]
-    per_token = A_log is not None and len(A_log.shape) == 2
-    d_state = (x_proj.shape[1] - rank) // (3 if per_token else 2)
+    sets, d_inner, taps = _shape(conv_weight)
+    rank = _shape(dt_proj)[2]
+    per_token = A_log is not None and len(_shape(A_log)) == 2
+    d_state = (_shape(x_proj)[1] - rank) // (3 if per_token else 2)
     shared = norm_weight is not None
     x = op.Transpose(_slice(xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
-    def prepared(s: int):
+    def prepared(s: int) -> tuple[Any, Any, Any, Any, Any]:
         """Of a set of parameters: convolved x (L, B, D), step sizes with their bias, keys and queries, A."""
         weight, pads = _entry(conv_weight, s), [taps - 1, 0]
         if s == 1:  # against the order of the tokens
@@ -167,8 +182,8 @@ def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj:
     parameters = [prepared(s) for s in range(sets)]
     for g in range(2 if shared else sets):
         s = min(g, sets - 1)
-        u, *others = parameters[s]
-        y, _ = _recurrence(u, *others, _zero_state(u, d_state), rule, True, per_token, g == 1)
+        u, step, k, q, A = parameters[s]
+        y, _ = _recurrence(u, step, k, q, A, _zero_state(u, d_state), rule, True, per_token, g == 1)
         y = op.Add(y, op.Mul(_entry(D, s), u))
         if shared:
             mean = op.ReduceMean(op.Mul(y, y), _ints(-1), keepdims=1)

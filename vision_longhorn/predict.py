@@ -47,16 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = find_images(args.images)
     accelerator = make_accelerator(args.device, args.precision)
     if accelerator.num_processes > 1:
-        raise UserError(f"{accelerator.num_processes} processes were started: prediction is for one, start it without "
-                        "a launcher")
+        raise UserError(
+            f"{accelerator.num_processes} processes were started: prediction is for one, start it without a launcher"
+        )
     model, class_names, display_names = load_classifier(args.source, args.model)
     if args.maps and not isinstance(model, VisionLonghorn):
         raise UserError(f"--maps is for the models of this package, not for a {type(model).__name__}: leave it out")
     model.to(accelerator.device).eval()
     names = readable_names(class_names, display_names, model.num_classes)
     settings = resolve_data_config(model=model)
-    batches = image_loader(paths, create_transform(**settings), args.batch_size, args.workers,
-                           accelerator.device.type == "cuda")
+    batches = image_loader(
+        paths, create_transform(**settings), args.batch_size, args.workers, accelerator.device.type == "cuda"
+    )
     k = min(args.top_k, model.num_classes)
 
     told, bad = 0, list[str]()
@@ -74,16 +76,25 @@ def main(argv: Sequence[str] | None = None) -> int:
             if errors and args.on_bad == "stop":  # after those before it
                 numbers = [number for number in numbers if number < errors[0][0]]
             if numbers:
-                images = images[:len(numbers)]
+                images = images[: len(numbers)]
                 images = images.to(accelerator.device, non_blocking=True)
                 with accelerator.autocast():
                     logits = model(images)
                 # Sorted, as topk's order of ties is not defined
                 scores, classes = logits.float().softmax(1).sort(dim=1, descending=True, stable=True)
                 for number, row, which in zip(numbers, scores[:, :k].tolist(), classes[:, :k].tolist(), strict=True):
-                    writer.write(paths[number], [
-                        {"index": i, "class": class_names[i] if class_names and i < len(class_names) else None,
-                         "name": names[i], "probability": score} for i, score in zip(which, row, strict=True)])
+                    writer.write(
+                        paths[number],
+                        [
+                            {
+                                "index": i,
+                                "class": class_names[i] if class_names and i < len(class_names) else None,
+                                "name": names[i],
+                                "probability": score,
+                            }
+                            for i, score in zip(which, row, strict=True)
+                        ],
+                    )
                 if args.maps:
                     with accelerator.autocast():
                         _draw_maps(args.maps, model, images, settings, [(n, paths[n]) for n in numbers], len(paths))
@@ -103,27 +114,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
-    parser = _Parser(description=__doc__.splitlines()[0],
-                     usage="%(prog)s [options] MODEL IMAGES... | --model NAME --pretrained [options] IMAGES...")
-    parser.add_argument("images", metavar="MODEL IMAGES", nargs="*", help="a run's folder (then best.pt), a checkpoint "
-                        "of it, or a folder in the hub's layout, if there is no --model; and image files, folders of "
-                        "them, or - for paths from standard input, one a line")
+    parser = _Parser(
+        description=__doc__.splitlines()[0],
+        usage="%(prog)s [options] MODEL IMAGES... | --model NAME --pretrained [options] IMAGES...",
+    )
+    parser.add_argument(
+        "images",
+        metavar="MODEL IMAGES",
+        nargs="*",
+        help="a run's folder (then best.pt), a checkpoint "
+        "of it, or a folder in the hub's layout, if there is no --model; and image files, folders of "
+        "them, or - for paths from standard input, one a line",
+    )
     parser.add_argument("--model", help="timm name, hf-hub:USER/MODEL or local-dir:FOLDER, with its pretrained weights")
-    parser.add_argument("--pretrained", action="store_true", help="as in eval.py; --model always means these weights "
-                        "here")
+    parser.add_argument(
+        "--pretrained", action="store_true", help="as in eval.py; --model always means these weights here"
+    )
     parser.add_argument("--top-k", type=Range(1, kind=int), default=5, help="classes to name for each image [5]")
     parser.add_argument("--format", choices=FORMATS, help="[by the ending of --out, else text]")
     parser.add_argument("--out", metavar="FILE", help="a new file for the results [standard output]")
-    parser.add_argument("--maps", metavar="FOLDER", help="a new folder for a picture of each image: what the model "
-                        "forgets and writes at each of its patches")
-    parser.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be read "
-                        "[stop]")
+    parser.add_argument(
+        "--maps",
+        metavar="FOLDER",
+        help="a new folder for a picture of each image: what the model forgets and writes at each of its patches",
+    )
+    parser.add_argument(
+        "--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be read [stop]"
+    )
     parser.add_argument("--batch-size", type=Range(1, kind=int), default=64, help="[64]")
-    parser.add_argument("--workers", type=Range(0, kind=int), default=min(4, os.cpu_count() or 1),
-                        help="processes that read images [4, or one per core]")
+    parser.add_argument(
+        "--workers",
+        type=Range(0, kind=int),
+        default=min(4, os.cpu_count() or 1),
+        help="processes that read images [4, or one per core]",
+    )
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
-    parser.add_argument("--precision", choices=("auto", "bf16", "fp16", "fp32"), default="auto",
-                        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]")
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]",
+    )
     args = parser.parse_args(argv)
     args.source = None if args.model or not args.images else args.images.pop(0)
     if not (args.source or args.model):
@@ -169,8 +200,11 @@ def find_images(places: Sequence[str]) -> list[str]:
             inside = []
             for folder, folders, files in os.walk(place):
                 folders.sort()
-                inside += [os.path.join(folder, file) for file in sorted(files)
-                           if file.lower().endswith(tuple(f".{end}" for end in EXTENSIONS))]
+                inside += [
+                    os.path.join(folder, file)
+                    for file in sorted(files)
+                    if file.lower().endswith(tuple(f".{end}" for end in EXTENSIONS))
+                ]
             if not inside:
                 raise UserError(f"{place} holds no images ({', '.join(EXTENSIONS)})")
             found += inside
@@ -183,8 +217,9 @@ def find_images(places: Sequence[str]) -> list[str]:
     return found
 
 
-def load_classifier(source: str | os.PathLike[str] | None = None, name: str | None = None
-                    ) -> tuple[TimmModel, list[str] | None, list[str] | None]:
+def load_classifier(
+    source: str | os.PathLike[str] | None = None, name: str | None = None
+) -> tuple[TimmModel, list[str] | None, list[str] | None]:
     """A classifier and the names of its classes.
 
     Args:
@@ -238,8 +273,13 @@ class _Images:
             return number, str(error)
 
 
-def image_loader(paths: Sequence[str], transform: Callable[[Any], torch.Tensor], batch_size: int = 64,
-                 num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
+def image_loader(
+    paths: Sequence[str],
+    transform: Callable[[Any], torch.Tensor],
+    batch_size: int = 64,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader:
     """Batches of images in the order of `paths`; upright and in sRGB, as `data.decode_image` reads them.
 
     Returns:
@@ -250,8 +290,9 @@ def image_loader(paths: Sequence[str], transform: Callable[[Any], torch.Tensor],
 
     batches = -(-len(paths) // batch_size)
     dataset: Any = _Images(paths, transform)  # a dataset by its methods
-    return DataLoader(dataset, batch_size, num_workers=min(num_workers, batches - 1),
-                      collate_fn=_collate, pin_memory=pin_memory)
+    return DataLoader(
+        dataset, batch_size, num_workers=min(num_workers, batches - 1), collate_fn=_collate, pin_memory=pin_memory
+    )
 
 
 def _collate(samples: list[tuple[int, Any]]) -> tuple[list[int], torch.Tensor | None, list[tuple[int, str]]]:
@@ -285,8 +326,10 @@ class _Writer:
             told = ", ".join(f"{one['name']} {100 * one['probability']:.1f} %" for one in found)
             self.file.write(f"{path}: {told}\n")
         elif self.kind == "csv":
-            self.table.writerows([path, rank, one["index"], one["class"] or "", one["name"],
-                                  f"{one['probability']:.6f}"] for rank, one in enumerate(found, 1))
+            self.table.writerows(
+                [path, rank, one["index"], one["class"] or "", one["name"], f"{one['probability']:.6f}"]
+                for rank, one in enumerate(found, 1)
+            )
         else:
             self.file.write(",\n" if self.count else "[\n")
             self.file.write(json.dumps({"image": path, "predictions": found}))
@@ -294,8 +337,9 @@ class _Writer:
         self.file.flush()
 
 
-def _draw_maps(folder: str, model: Any, images: torch.Tensor, settings: dict[str, Any], chosen: list[tuple[int, str]],
-               total: int) -> None:
+def _draw_maps(
+    folder: str, model: Any, images: torch.Tensor, settings: dict[str, Any], chosen: list[tuple[int, str]], total: int
+) -> None:
     """Draws the maps of a batch, each into NUMBER-NAME.png of `folder`; `chosen` has (number from 0, path) of each."""
     import torch
 

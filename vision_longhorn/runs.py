@@ -23,9 +23,15 @@ def is_model_folder(path: str | os.PathLike[str]) -> bool:
     return Path(path, "config.json").is_file() and not Path(path, "best.pt").is_file()
 
 
-def model_of_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str], *, arch: str | None = None,
-                        num_classes: int | None = None, ema: bool | None = None, **model_kwargs: Any
-                        ) -> tuple[TimmModel, str]:
+def model_of_checkpoint(
+    checkpoint: dict[str, Any],
+    path: str | os.PathLike[str],
+    *,
+    arch: str | None = None,
+    num_classes: int | None = None,
+    ema: bool | None = None,
+    **model_kwargs: Any,
+) -> tuple[TimmModel, str]:
     """The model whose weights a checkpoint holds.
 
     Args:
@@ -47,8 +53,11 @@ def model_of_checkpoint(checkpoint: dict[str, Any], path: str | os.PathLike[str]
     if arch is None:
         raise UserError(f"{path} does not say which model it holds: give --model NAME")
     own = checkpoint.get("config", {}).get("model_kwargs", {})
-    model = create_model(arch, num_classes=checkpoint.get("num_classes") if num_classes is None else num_classes,
-                         **{**own, **model_kwargs})
+    model = create_model(
+        arch,
+        num_classes=checkpoint.get("num_classes") if num_classes is None else num_classes,
+        **{**own, **model_kwargs},
+    )
     ema = "state_dict_ema" in checkpoint if ema is None else ema
     load_weights(model, checkpoint, path, ema)
     return model, "EMA" if ema else "raw"
@@ -79,6 +88,11 @@ def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmMod
         raise UserError(f"{path} does not say which model it holds: give a checkpoint of train_imagenet.py")
     model, _ = model_of_checkpoint(checkpoint, path, **model_kwargs)
     # What timm knows of other weights of this architecture holds for none that a run has made.
-    model.pretrained_cfg.update(input_settings(model, checkpoint["config"]), num_classes=model.num_classes, tag=None,
-                                license=None, origin_url=None)
+    model.pretrained_cfg.update(
+        input_settings(model, checkpoint["config"]),
+        num_classes=model.num_classes,
+        tag=None,
+        license=None,
+        origin_url=None,
+    )
     return model, checkpoint

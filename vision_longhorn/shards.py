@@ -28,12 +28,17 @@ def _parser() -> Parser:
     making.add_argument("--seed", type=Range(0, kind=int), default=0, help="of the order (0)")
     making.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be decoded")
     making.add_argument("--threads", type=Range(1, kind=int), help="readers and decoders (one per core)")
-    making.add_argument("--max-side", type=Range(1, kind=int),
-                        help="store larger images with this longer side, for faster training")
+    making.add_argument(
+        "--max-side", type=Range(1, kind=int), help="store larger images with this longer side, for faster training"
+    )
 
     naming = argparse.ArgumentParser(add_help=False)
-    naming.add_argument("--names", metavar="FILE", help="what people call the classes: on each line a class, a tab and "
-                                                        "its name, or one name a line in the order of the classes")
+    naming.add_argument(
+        "--names",
+        metavar="FILE",
+        help="what people call the classes: on each line a class, a tab and "
+        "its name, or one name a line in the order of the classes",
+    )
 
     folder = commands.add_parser("imagefolder", parents=[making, naming], help="from a folder of one folder per class")
     folder.add_argument("src", metavar="SRC", help="folder with CLASS/IMAGE.jpg, or train/CLASS/IMAGE.jpg and val/...")

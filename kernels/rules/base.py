@@ -15,8 +15,10 @@ HAS_TRITON = find_spec("triton") is not None
 class Sizes(NamedTuple):
     """What a rule finds in each token's logit, for all tokens of a span at once."""
 
+    # fmt: off
     eps: Tensor                   # (T, b, D) or what broadcasts to it: the factor of what is written
     e: Optional[Tensor] = None    # (T, b, D): for the rule's own use
+    # fmt: on
 
 
 class Functions:
@@ -33,7 +35,7 @@ class Functions:
       (dlog), of k, and of A (where the walk takes one, else an empty tuple).
     - `logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS, PTX)`: the gradient of the logit.
 
-And if the norm of k enters the step size:
+    And if the norm of k enters the step size:
 
     - `through_norm(dlog, eps)`: the factor whose product with k, summed over the channels, belongs to k's gradient too.
 
@@ -77,6 +79,7 @@ class Rule:
     subtracting what each token wrote.
     """
 
+    # fmt: off
     name: ClassVar[str]
     kind: ClassVar[str]                       # "decay" or "error"
     step_per: ClassVar[str] = "channel"       # what has a logit of its own: a "channel" (or the token), or a "state"
@@ -90,6 +93,7 @@ class Rule:
     # must do, whatever its instructions.
     operations: ClassVar[dict[str, tuple[int, int]]]
     sources: ClassVar[str] = ""               # where it is published
+    # fmt: on
 
     def for_states(self, N: int) -> "Rule":
         """The rule that computes this one with `N` states: another one where that loses fewer digits."""
@@ -134,8 +138,9 @@ class Rule:
         """a of shape (T, b, N, D), in `out`; "decay" only."""
         raise NotImplementedError
 
-    def through_decays(self, scan: "Scan", d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
-                       dk: Tensor) -> Optional[Tensor]:
+    def through_decays(
+        self, scan: "Scan", d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
+    ) -> Optional[Tensor]:
         """Adds to `deps` and `dk` what reaches them through a, and returns the gradient of A, if the rule takes it:
         (T, b, N) of a token's, (b, N, D) else. `flow`, the gradient of a, and `a` may be overwritten."""
         raise NotImplementedError

@@ -84,4 +84,4 @@ if HAS_TRITON:
         return reciprocal(1.0 + e, PTX) * keep, e
 
     _DELTA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
-                       step_back=error_step_back, logit_back=logit_back)
+                       step_back=error_step_back, logit_back=logit_back)  # fmt: skip

@@ -53,8 +53,9 @@ class GatedLinearAttention(Rule):
     def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
         return out.copy_(d.A.unsqueeze(3).expand_as(out)).exp_()
 
-    def through_decays(self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
-                       dk: Tensor) -> Tensor:
+    def through_decays(
+        self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
+    ) -> Tensor:
         return over_channels(flow.mul_(a), s.eps)
 
     def triton(self) -> Functions:
@@ -109,5 +110,7 @@ if HAS_TRITON:
     def _logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
         return dlog  # of no use: the logits' gradient is that of A
 
-    _GLA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
-                     logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)
+    _GLA = Functions(
+        RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
+        logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total,
+    )  # fmt: skip

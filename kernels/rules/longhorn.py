@@ -38,6 +38,7 @@ class Longhorn(Rule):
         dlog = deps * s.eps  # d loss / d log(eps)
         if d.k.shape[-1] > 1:  # a lone key's part is in `dk` already
             dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
+        assert s.e is not None
         return dlog * (s.eps * s.e)
 
     def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
@@ -70,11 +71,13 @@ class Diagonal(Longhorn):
         if d.k.shape[-1] == 1:
             # A lone large key leaves 1 - eps k^2 no digits: and then
             # a = eps (1 + exp(-logit)), since eps = 1 / (1 + exp(-logit) + k^2).
+            assert s.e is not None
             a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(2), a)
         return a
 
-    def through_decays(self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
-                       dk: Tensor) -> None:
+    def through_decays(
+        self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
+    ) -> None:
         deps -= over_states(d.k.square(), flow)
         if d.k.shape[-1] == 1:
             # flow - eps k^2 flow, what two terms of dk come to, without their cancellation for a large key.
@@ -83,7 +86,6 @@ class Diagonal(Longhorn):
 
     def triton(self) -> Functions:
         return _DIAGONAL
-
 
 
 class Exact(Longhorn):
@@ -158,8 +160,9 @@ if HAS_TRITON:
         return fill(1.0, NI, NS, BC)
 
     @triton.jit
-    def _summarize(S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
-                   A_PER_TOKEN: tl.constexpr):
+    def _summarize(
+        S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, A_PER_TOKEN: tl.constexpr
+    ):
         w = eps * x
         new = ()
         new_total = ()
@@ -235,7 +238,8 @@ if HAS_TRITON:
 
     _DIAGONAL = Functions(
         RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=_diagonal_advance,
-        step_back=_diagonal_step_back, logit_back=logit_back, through_norm=_diagonal_through_norm, decay=_diagonal_decay, start_total=_start_total, summarize=_summarize,
-        end_total=_end_total)
+        step_back=_diagonal_step_back, logit_back=logit_back, through_norm=_diagonal_through_norm,
+        decay=_diagonal_decay, start_total=_start_total, summarize=_summarize, end_total=_end_total,
+    )  # fmt: skip
     _EXACT = Functions(RULES[1], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
-                       step_back=error_step_back, logit_back=logit_back, through_norm=_exact_through_norm)
+                       step_back=error_step_back, logit_back=logit_back, through_norm=_exact_through_norm)  # fmt: skip

@@ -27,6 +27,7 @@ class Mamba(Rule):
     onnx_step = "op.Exp(dt * A) * S + u * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        assert A is not None
         dt = F.softplus(step) if softplus else step
         return torch.exp(dt.unsqueeze(-1) * A) * state + (dt * x).unsqueeze(-1) * k.unsqueeze(1)
 
@@ -39,8 +40,9 @@ class Mamba(Rule):
     def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
         return torch.mul(s.eps.unsqueeze(2), d.A.unsqueeze(3) if scan.A_per_token else d.A, out=out).exp_()
 
-    def through_decays(self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor,
-                       dk: Tensor) -> Tensor:
+    def through_decays(
+        self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
+    ) -> Tensor:
         flow = flow.mul_(a)  # d loss / d (dt A)
         if scan.A_per_token:
             deps += over_states(d.A, flow)
@@ -64,8 +66,9 @@ class Mamba(Rule):
         assert A is not None
         dt, N = F.softplus(step), k.shape[-1]
         per_token = A.ndim == 4  # else (S, D, N)
-        forgetting = sum(
-            (-torch.expm1(dt * (A[..., n, None] if per_token else A[:, None, None, :, n]))).mean(-1) for n in range(N))
+        forgetting: Any = sum(
+            (-torch.expm1(dt * (A[..., n, None] if per_token else A[:, None, None, :, n]))).mean(-1) for n in range(N)
+        )
         return forgetting / N, dt.mean(-1)
 
 
@@ -118,8 +121,9 @@ if HAS_TRITON:
         return fill(0.0, NI if A_PER_TOKEN else 1, NS if A_PER_TOKEN else 1, BC)
 
     @triton.jit
-    def summarize(S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
-                  A_PER_TOKEN: tl.constexpr):
+    def summarize(
+        S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, A_PER_TOKEN: tl.constexpr
+    ):
         S, w = advance(S, x, k, A, eps, e, N, NI, NS)
         if A_PER_TOKEN:
             new = ()
@@ -162,5 +166,7 @@ if HAS_TRITON:
             dstep = dstep * reciprocal(1.0 + tl.exp2((u.to(tl.float32) + bias) * -LOG2E), PTX)
         return tl.where(inside, dstep, 0.0)
 
-    _MAMBA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
-                       logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total)
+    _MAMBA = Functions(
+        RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
+        logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total,
+    )  # fmt: skip

@@ -117,8 +117,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists all options")
 
-    def parse_args(self, args: Sequence[str] | None = None,  # type: ignore[override]
-                   namespace: argparse.Namespace | None = None) -> argparse.Namespace:
+    def parse_args(  # type: ignore[override]  # any namespace of argparse's, no other object
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         found, unknown = self.parse_known_args(words, namespace)
         if unknown and unknown[0].startswith("--"):

@@ -42,8 +42,9 @@ def note_launcher() -> None:
     global LAUNCHER
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process().parent()
-        if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word
-                          for word in parent.cmdline()[:4]):
+        if parent and any(
+            Path(word).name == "accelerate" or "accelerate.commands" in word for word in parent.cmdline()[:4]
+        ):
             LAUNCHER = parent.pid
 
 
@@ -69,8 +70,11 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         # What is started in the background of a script is not to hear Ctrl-C.
-        self._before = {number: signal.signal(number, self._note) for number in SIGNALS
-                        if signal.getsignal(number) != signal.SIG_IGN}
+        self._before = {
+            number: signal.signal(number, self._note)
+            for number in SIGNALS
+            if signal.getsignal(number) != signal.SIG_IGN
+        }
         return self
 
     def __exit__(self, *_: Any) -> None:

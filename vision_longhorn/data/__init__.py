@@ -5,5 +5,14 @@ from .images import DataError, decode_image
 from .index import ShardSet, open_shards
 from .loader import default_workers, eval_loader, train_loader
 
-__all__ = ["DataError", "ShardSet", "decode_image", "default_workers", "device_batches", "eval_loader", "open_shards",
-           "split_transform", "train_loader"]
+__all__ = [
+    "DataError",
+    "ShardSet",
+    "decode_image",
+    "default_workers",
+    "device_batches",
+    "eval_loader",
+    "open_shards",
+    "split_transform",
+    "train_loader",
+]

@@ -65,8 +65,10 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
         else:
             _check(step, isinstance(step, MaybeToTensor))
     if crop is None or "mean" not in finish:
-        raise UserError("the transform lacks a random resized crop or a normalisation; make it with timm's "
-                        "create_transform(is_training=True)")
+        raise UserError(
+            "the transform lacks a random resized crop or a normalisation; make it with timm's "
+            "create_transform(is_training=True)"
+        )
     fill = next((op.kwargs["fillcolor"] for policy in policies for op in getattr(policy, "all_ops", ())), (0, 0, 0))
     return Crops(crop, flips, policies, finish["eraser"]), Finish(fill=fill, **finish)
 
@@ -92,8 +94,9 @@ def _noting(policy: Any) -> Any:
     return policy
 
 
-def _note(name: str, notes: list[float], argument: float = 0.0, *, fillcolor: Any = None, resample: Any = None
-          ) -> list[float]:
+def _note(
+    name: str, notes: list[float], argument: float = 0.0, *, fillcolor: Any = None, resample: Any = None
+) -> list[float]:
     resample = random.choice(resample) if isinstance(resample, (list, tuple)) else resample
     bilinear = resample is not None and resample == auto_augment.Image.Resampling.BILINEAR
     return notes + [KINDS.index(name), float(argument), float(bilinear)]
@@ -128,16 +131,22 @@ class Crops:
 
     decode = staticmethod(decode_tensor)
 
-    def __init__(self, crop: RandomResizedCropAndInterpolation, flips: list[tuple[int, float]], policies: list[Any],
-                 eraser: RandomErasing | None) -> None:
+    def __init__(
+        self,
+        crop: RandomResizedCropAndInterpolation,
+        flips: list[tuple[int, float]],
+        policies: list[Any],
+        eraser: RandomErasing | None,
+    ) -> None:
         self.crop, self.flips, self.policies = crop, flips, policies
         self.length = sum(_longest(policy) for policy in policies)
         self.eraser = copy.copy(eraser)
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the place is wanted
 
-    def __call__(self, decoded: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]
-                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(
+        self, decoded: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             decoded: what `decode` gave.
@@ -149,7 +158,7 @@ class Crops:
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
         height, width = max(height, 1), max(width, 1)  # of a picture one pixel high it can be none
         top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
-        image = image[:, top:top + height, left:left + width]
+        image = image[:, top : top + height, left : left + width]
         # Colours are corrected pixel by pixel: before or after resampling, where there are fewer pixels.
         late = height * width > self.crop.size[0] * self.crop.size[1]
         if correct and not late:
@@ -204,8 +213,11 @@ class Finish:
         height, width = images.shape[1:3]
         plan = [group for first in range(_HEAD, table.shape[1], 3) for group in groups(rows, first, height, width)]
         # Flips come first, in the order of the whole transform: they are drawn and done before the policy.
-        plan[:0] = [(kind, chosen, [[0] * 6] * len(chosen)) for kind, bit in (("horizontal", 1), ("vertical", 2))
-                    if (chosen := [n for n, row in enumerate(rows) if int(row[5]) & bit])]
+        plan[:0] = [
+            (kind, chosen, [[0] * 6] * len(chosen))
+            for kind, bit in (("horizontal", 1), ("vertical", 2))
+            if (chosen := [n for n, row in enumerate(rows) if int(row[5]) & bit])
+        ]
         erased = [n for n, row in enumerate(rows) if row[4] > row[2]]
         all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
         all_values = [value for _, _, some in plan for value in some] + [rows[n][1:5] + [0, 0] for n in erased]
@@ -227,8 +239,9 @@ class Finish:
             self._erase(images, numbers[start:], values[start:, :4], int(rows[0][0]), self.eraser)
         return images
 
-    def _erase(self, images: torch.Tensor, numbers: torch.Tensor, boxes: torch.Tensor, seed: int,
-               eraser: RandomErasing) -> None:
+    def _erase(
+        self, images: torch.Tensor, numbers: torch.Tensor, boxes: torch.Tensor, seed: int, eraser: RandomErasing
+    ) -> None:
         _, _, height, width = images.shape
         top, left, bottom, right = boxes.view(-1, 4, 1, 1).unbind(1)
         y = torch.arange(height, device=images.device)[:, None]
@@ -247,8 +260,9 @@ def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def device_batches(loader: Iterable[tuple[Any, ...]], device: str | torch.device, finish: Finish | None = None
-                   ) -> Iterator[tuple[Any, ...]]:
+def device_batches(
+    loader: Iterable[tuple[Any, ...]], device: str | torch.device, finish: Finish | None = None
+) -> Iterator[tuple[Any, ...]]:
     """Batches on a device, each sent there while the one before is worked on.
 
     On a GPU the copy and `finish` run on a stream of their own, one batch ahead; pinned memory (`pin_memory` of the

@@ -34,12 +34,15 @@ def find_splits(root: str | os.PathLike[str], names: Collection[str] = SPLITS) -
         raise DataError(f"{root} is not a folder; check the path")
     with os.scandir(root) as entries:
         folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    splits = {name: os.path.join(root, name) for name in folders
-              if name in names and _has(root, name, os.DirEntry.is_dir)}
+    splits = {
+        name: os.path.join(root, name) for name in folders if name in names and _has(root, name, os.DirEntry.is_dir)
+    }
     others = [name for name in folders if name not in names and _has(root, name, _is_image)] if splits else []
     if others:
-        raise DataError(f"{root} has both splits ({', '.join(splits)}) and classes ({', '.join(others[:3])}) in it; "
-                        f"name one folder of classes, like {os.path.join(root, next(iter(splits)))}, or part them")
+        raise DataError(
+            f"{root} has both splits ({', '.join(splits)}) and classes ({', '.join(others[:3])}) in it; "
+            f"name one folder of classes, like {os.path.join(root, next(iter(splits)))}, or part them"
+        )
     return splits
 
 
@@ -91,8 +94,10 @@ def list_images(
     labels = {name: label for label, name in enumerate(known)}
     for name in found:
         if name not in labels:
-            raise DataError(f"class {name!r} of {folder} is not among the {len(known)} classes of the other splits; "
-                            "the first of them, as a rule train, has to have every class")
+            raise DataError(
+                f"class {name!r} of {folder} is not among the {len(known)} classes of the other splits; "
+                "the first of them, as a rule train, has to have every class"
+            )
     others: list[str] = []
     start = len(os.path.join(folder, ""))
 
@@ -108,8 +113,9 @@ def list_images(
     listed = make_dataset(folder, {name: labels[name] for name in found}, is_valid_file=is_image, allow_empty=True)
     empty = set(range(len(known))) - {label for _, label in listed}
     if listed and empty and class_names is None:
-        raise DataError(f"class {known[min(empty)]!r} of {folder} has no images ({', '.join(EXTENSIONS)}); remove it "
-                        "or fill it")
+        raise DataError(
+            f"class {known[min(empty)]!r} of {folder} has no images ({', '.join(EXTENSIONS)}); remove it or fill it"
+        )
     return [(relative(path), label) for path, label in listed], known, others
 
 
@@ -139,14 +145,18 @@ class ImageFiles:
     @property
     def lengths(self) -> list[int]:
         """Number of files in each run."""
-        return [len(self.names[start:start + _RUN]) for start in range(0, len(self.names), _RUN)]
+        return [len(self.names[start : start + _RUN]) for start in range(0, len(self.names), _RUN)]
 
     def samples(self, run: int) -> Iterator[RawSample]:
         """Yields the samples of one run, as `tars.read_shard` does, but with the Path of the image for its bytes."""
         for number in range(run * _RUN, min((run + 1) * _RUN, len(self.names))):
             name = os.fsdecode(self.names[number])
-            yield {"__key__": name, "__url__": self.folder, extension(name): Path(self.folder, name),
-                   "cls": b"%d" % self.labels[number]}
+            yield {
+                "__key__": name,
+                "__url__": self.folder,
+                extension(name): Path(self.folder, name),
+                "cls": b"%d" % self.labels[number],
+            }
 
 
 def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None = None) -> list[str]:
@@ -168,20 +178,26 @@ def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None =
     if not pairs:
         if not lines or class_names is not None and len(lines) != len(class_names):
             wanted = "" if class_names is None else f" for {len(class_names)} classes"
-            raise DataError(f"{path} has {len(lines)} names{wanted}; give one a line for every class, or lines of a "
-                            "class, a tab and its name")
+            raise DataError(
+                f"{path} has {len(lines)} names{wanted}; give one a line for every class, or lines of a "
+                "class, a tab and its name"
+            )
         return lines
     if len(pairs) < len(lines):
         without = next(line for line in lines if "\t" not in line)
         raise DataError(f"{path}: {without!r} has no tab, but other lines have; write a class, a tab and its name")
     if class_names is None:
-        raise DataError(f"{path} names classes, but which class has which index is unknown; give their order "
-                        "by --classes, or names alone, one a line in this order")
+        raise DataError(
+            f"{path} names classes, but which class has which index is unknown; give their order "
+            "by --classes, or names alone, one a line in this order"
+        )
     names = dict(pairs)
     missing = [name for name in class_names if name not in names]
     if missing:
-        raise DataError(f"{path} lacks a name for {len(missing)} of {len(class_names)} classes; the first of these is "
-                        f"{missing[0]!r}")
+        raise DataError(
+            f"{path} lacks a name for {len(missing)} of {len(class_names)} classes; the first of these is "
+            f"{missing[0]!r}"
+        )
     return [names[name] for name in class_names]
 
 

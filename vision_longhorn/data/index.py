@@ -65,9 +65,17 @@ class ShardSet:
         return self.files.samples(number) if self.files else read_shard(self.urls[number], self.pipes)
 
 
-def open_shards(spec: str | os.PathLike[str], split: str = "train", num_samples: int | None = None,
-                num_classes: int | None = None, allow_pipe: bool = False, *, train: ShardSet | None = None,
-                class_names: list[str] | None = None, samples_option: str = "num_samples") -> ShardSet:
+def open_shards(
+    spec: str | os.PathLike[str],
+    split: str = "train",
+    num_samples: int | None = None,
+    num_classes: int | None = None,
+    allow_pipe: bool = False,
+    *,
+    train: ShardSet | None = None,
+    class_names: list[str] | None = None,
+    samples_option: str = "num_samples",
+) -> ShardSet:
     """Find the shards of a split, or the images of a folder, and learn how many samples and classes they hold.
 
     A folder without shards is read as it is: `spec/SPLIT/CLASS/IMAGE`, or `spec/CLASS/IMAGE` for whatever split.
@@ -133,20 +141,38 @@ def open_shards(spec: str | os.PathLike[str], split: str = "train", num_samples:
         raise DataError(f"{samples_option}={num_samples} for {spec!r}; it must be at least 1")
     index = index or {}
     _compare_classes(spec, index.get("class_names"), class_names)
-    return ShardSet(urls, num_samples, num_classes or index.get("num_classes"), index.get("class_names"), split, counts,
-                    pipes, index.get("display_names"), samples_option=samples_option)
+    return ShardSet(
+        urls,
+        num_samples,
+        num_classes or index.get("num_classes"),
+        index.get("class_names"),
+        split,
+        counts,
+        pipes,
+        index.get("display_names"),
+        samples_option=samples_option,
+    )
 
 
 def _compare_classes(spec: str, names: list[str] | None, wanted: list[str] | None) -> None:
     """Raises DataError where a class of `wanted` has another index in `names`. Other names may be other words only."""
     for number, name in enumerate(names or ()):
-        if wanted and name in wanted and wanted[number:number + 1] != [name]:
-            raise DataError(f"class {name!r} has index {number} in {spec!r}, but {wanted.index(name)} in the training "
-                            "data; make the shards of both in one folder, so that their classes agree")
+        if wanted and name in wanted and wanted[number : number + 1] != [name]:
+            raise DataError(
+                f"class {name!r} has index {number} in {spec!r}, but {wanted.index(name)} in the training "
+                "data; make the shards of both in one folder, so that their classes agree"
+            )
 
 
-def _open_folder(spec: str, split: str, num_samples: int | None, num_classes: int | None, train: ShardSet | None,
-                 class_names: list[str] | None, samples_option: str) -> ShardSet:
+def _open_folder(
+    spec: str,
+    split: str,
+    num_samples: int | None,
+    num_classes: int | None,
+    train: ShardSet | None,
+    class_names: list[str] | None,
+    samples_option: str,
+) -> ShardSet:
     """The ShardSet of an image folder."""
     home, folder, splits = spec, spec, find_splits(spec, (*SPLITS, split))
     if splits:
@@ -159,10 +185,17 @@ def _open_folder(spec: str, split: str, num_samples: int | None, num_classes: in
                 splits = find_splits(above)
                 home = above
         if train and train.files and os.path.samefile(train.files.folder, folder):
-            remedy = f"{above}, which has {', '.join(splits)}" if len(splits) > 1 else (
-                f"--val-data, or part its images into {os.path.join(spec, 'train')} and {os.path.join(spec, 'val')}")
-            raise DataError(f"{spec} has no splits but classes ({', '.join((train.class_names or [])[:2])}, ...), and "
-                            f"all of it is trained on; give {remedy}")
+            remedy = (
+                f"{above}, which has {', '.join(splits)}"
+                if len(splits) > 1
+                else (
+                    f"--val-data, or part its images into {os.path.join(spec, 'train')} and {os.path.join(spec, 'val')}"
+                )
+            )
+            raise DataError(
+                f"{spec} has no splits but classes ({', '.join((train.class_names or [])[:2])}, ...), and "
+                f"all of it is trained on; give {remedy}"
+            )
     if class_names is None and "train" in splits and not os.path.samefile(splits["train"], folder):
         class_names = class_folders(splits["train"])
     listed, names, others = list_images(folder, class_names)
@@ -174,8 +207,10 @@ def _open_folder(spec: str, split: str, num_samples: int | None, num_classes: in
     if len(names) == 1 and class_names is None:
         raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
     if train is not None and class_names is None and train.num_classes not in (None, len(names)):
-        raise DataError(f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
-                        "unknown; give the training data an index with class names")
+        raise DataError(
+            f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
+            "unknown; give the training data an index with class names"
+        )
     if num_samples not in (None, len(listed)):
         raise DataError(f"{samples_option}={num_samples}, but {folder} holds {len(listed)} images; drop it")
     command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(home)} OUT"
@@ -185,8 +220,18 @@ def _open_folder(spec: str, split: str, num_samples: int | None, num_classes: in
     file = os.path.join(home, NAMES_FILE)
     display_names = read_names(file, names) if os.path.isfile(file) else None
     files = ImageFiles.mixed(folder, listed)
-    return ShardSet([folder] * len(files.lengths), len(listed), num_classes or len(names), names, split, files.lengths,
-                    display_names=display_names, files=files, hint=hint, samples_option=samples_option)
+    return ShardSet(
+        [folder] * len(files.lengths),
+        len(listed),
+        num_classes or len(names),
+        names,
+        split,
+        files.lengths,
+        display_names=display_names,
+        files=files,
+        hint=hint,
+        samples_option=samples_option,
+    )
 
 
 def _is_pipe(spec: str) -> bool:
@@ -204,8 +249,10 @@ def _pick(split: str, splits: Mapping[str, Any], spec: str) -> str:
 def _expand(spec: str) -> list[str]:
     """Local paths and http(s) URLs that a pattern stands for, in order."""
     if _is_pipe(spec) and not os.path.exists(spec):
-        raise DataError(f"{spec!r} is not read, as pipe: runs a command; where that is meant, --allow-pipe (in Python "
-                        "allow_pipe=True) has to be given, each time, also to resume a run or to evaluate a checkpoint")
+        raise DataError(
+            f"{spec!r} is not read, as pipe: runs a command; where that is meant, --allow-pipe (in Python "
+            "allow_pipe=True) has to be given, each time, also to resume a run or to evaluate a checkpoint"
+        )
     scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
     if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
         raise DataError(f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL")
@@ -295,8 +342,10 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
                     raise ValueError("filenames and shard_lengths differ in length")
                 if sum(entry["shard_lengths"]) != entry["num_samples"]:
                     raise ValueError("shard_lengths do not add up to num_samples")
-                if any(os.path.isabs(n) or "://" in n or _is_pipe(n) or ".." in re.split(r"[/\\]", n)
-                       for n in entry["filenames"]):
+                if any(
+                    os.path.isabs(n) or "://" in n or _is_pipe(n) or ".." in re.split(r"[/\\]", n)
+                    for n in entry["filenames"]
+                ):
                     raise ValueError("filenames name files outside of its folder")
             if index.get("display_names") and len(index["display_names"]) != index["num_classes"]:
                 raise ValueError("display_names are not num_classes in number")
@@ -309,10 +358,13 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
     return None
 
 
-def write_index(directory: str | os.PathLike[str],
-                splits: Mapping[str, tuple[Sequence[str], Sequence[int], Mapping[str, Any]]],
-                class_names: Sequence[str] | None = None, num_classes: int | None = None,
-                display_names: Sequence[str] | None = None) -> None:
+def write_index(
+    directory: str | os.PathLike[str],
+    splits: Mapping[str, tuple[Sequence[str], Sequence[int], Mapping[str, Any]]],
+    class_names: Sequence[str] | None = None,
+    num_classes: int | None = None,
+    display_names: Sequence[str] | None = None,
+) -> None:
     """Write the index of a directory, replacing the splits named and keeping the others.
 
     Args:

@@ -78,8 +78,18 @@ def train_loader(
         )
     if repeats < 1:
         raise DataError(f"repeats={repeats}; it must be at least 1")
-    stream = TrainStream(shards, transform, batch_size, rank, world_size, num_classes, keys, seed=seed, repeats=repeats,
-                         shuffle_buffer=shuffle_buffer)
+    stream = TrainStream(
+        shards,
+        transform,
+        batch_size,
+        rank,
+        world_size,
+        num_classes,
+        keys,
+        seed=seed,
+        repeats=repeats,
+        shuffle_buffer=shuffle_buffer,
+    )
     if max_bad_samples < 0:
         raise DataError(f"max_bad_samples={max_bad_samples}; it must be at least 0")
     share = max_bad_samples * shards.num_samples / world_size if max_bad_samples < 1 else max_bad_samples
@@ -185,8 +195,7 @@ class Loader(wds.WebLoader):
             again.faults = Faults(again.shards.num_samples)
             again.epoch, again.start = torch.tensor(epoch), torch.tensor(min(mine))
             # A pass that starts at a batch of this worker's has it for its first one.
-            for number, batch in zip(range(min(mine), max(mine) + 1, workers), again.batches(0, workers),
-                                     strict=False):
+            for number, batch in zip(range(min(mine), max(mine) + 1, workers), again.batches(0, workers), strict=False):
                 found[number] = batch[-1]
         return {number: found[number] for number in numbers}
 
@@ -280,8 +289,13 @@ def _look_at_workers(num_workers: int) -> None:
     if num_workers * processes > 2 * cores() and not _warned:
         _warned = True
         of_each = f" for each of {processes} processes" if processes > 1 else ""
-        _log.warning("%d workers%s on %d cores hold each other up: %d would do", num_workers, of_each, cores(),
-                     default_workers(num_workers))
+        _log.warning(
+            "%d workers%s on %d cores hold each other up: %d would do",
+            num_workers,
+            of_each,
+            cores(),
+            default_workers(num_workers),
+        )
 
 
 class _Counts:
@@ -315,8 +329,10 @@ class _Counts:
         self.known.update(self.others)
         held = sum(self.known.values())
         if len(self.known) == len(self.shards.urls) and held < claimed:
-            raise DataError(f"the shards hold {held or 'no'} samples, but {self.shards.samples_option} says {claimed}; "
-                            + (f"give {held}" if held else "make or fetch them again"))
+            raise DataError(
+                f"the shards hold {held or 'no'} samples, but {self.shards.samples_option} says {claimed}; "
+                + (f"give {held}" if held else "make or fetch them again")
+            )
 
     def _count(self) -> None:
         others = set(range(len(self.shards.urls))) - set(self.known)

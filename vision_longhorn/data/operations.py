@@ -15,12 +15,11 @@ from torch import Tensor
 Group = tuple[str, list[int], list[list[float]]]  # kind, numbers of images, six arguments of each
 
 
-
 def groups(rows: list[list[float]], first: int, height: int, width: int) -> list[Group]:
     """The operation that stands at `first` in the rows (see `augment`), by its kinds."""
     found: dict[str, tuple[list[int], list[list[float]]]] = {}
     for number, row in enumerate(rows):
-        index, argument, bilinear = row[first:first + 3]
+        index, argument, bilinear = row[first : first + 3]
         if index:
             kind, arguments = KINDS[int(index)], [argument, 0.0, 0.0, 0.0, 0.0, 0.0]
             if kind in AFFINE:

@@ -18,8 +18,9 @@ def _imagefolder(args: Namespace) -> None:
     splits = find_splits(args.src)
     if splits and args.split:
         one = splits.get(args.split, next(iter(splits.values())))
-        raise DataError(f"{args.src} has splits ({', '.join(splits)}), which all become shards: leave out --split, or "
-                        f"give {one}")
+        raise DataError(
+            f"{args.src} has splits ({', '.join(splits)}), which all become shards: leave out --split, or give {one}"
+        )
     splits = splits or {args.split or "train": args.src}
     class_names: list[str] | None = (read_index(args.out) or {}).get("class_names")
     listed = {}
@@ -27,8 +28,10 @@ def _imagefolder(args: Namespace) -> None:
     for split in sorted(splits, key=lambda split: split != "train"):
         listed[split], class_names, others = sources.image_folder(splits[split], class_names)
         if others:
-            print(f"left out {len(others)} files of {splits[split]} that are not images by name: "
-                  f"{', '.join(others[:5])}", file=sys.stderr)
+            print(
+                f"left out {len(others)} files of {splits[split]} that are not images by name: {', '.join(others[:5])}",
+                file=sys.stderr,
+            )
     names = args.names or os.path.join(args.src, NAMES_FILE)
     display_names = read_names(names, class_names) if args.names or os.path.isfile(names) else None
     for split, samples in listed.items():
@@ -48,6 +51,7 @@ def _imagenet(args: Namespace) -> None:
     if args.train_tar == "-":
         class_names = (read_index(args.out) or {}).get("class_names") or sorted(set(truth or ()))
     else:
+
         def show(names: list[str]) -> Iterable[str]:
             return tqdm(names, unit="class", desc="listing")
 
@@ -63,8 +67,18 @@ def _imagenet(args: Namespace) -> None:
 
 
 def _make(args: Namespace, split: str, samples: list[sources.Sample], class_names: list[str], source: str) -> None:
-    skipped = make_shards(args.out, split, samples, class_names, shard_size=args.shard_size, seed=args.seed,
-                          on_bad=args.on_bad, source=source, threads=args.threads, max_side=args.max_side)
+    skipped = make_shards(
+        args.out,
+        split,
+        samples,
+        class_names,
+        shard_size=args.shard_size,
+        seed=args.seed,
+        on_bad=args.on_bad,
+        source=source,
+        threads=args.threads,
+        max_side=args.max_side,
+    )
     for name in skipped:
         print(f"skipped, as it cannot be read: {name}", file=sys.stderr)
 

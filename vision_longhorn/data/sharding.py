@@ -141,8 +141,9 @@ def make_digits(out_dir: Path | str) -> Path | str:
     return out_dir
 
 
-def _resume(out: str | os.PathLike[str], split: str, plan: dict[str, Any], class_names: list[str],
-            journal: sources.Journal) -> dict[str, dict[str, Any]] | list[str]:
+def _resume(
+    out: str | os.PathLike[str], split: str, plan: dict[str, Any], class_names: list[str], journal: sources.Journal
+) -> dict[str, dict[str, Any]] | list[str]:
     """Journal entries of the shards that are done, by name; where the whole split is, names of what was skipped."""
     index = read_index(out) or {"splits": {}}
     if index["splits"] and index.get("class_names") not in (None, class_names):
@@ -152,8 +153,11 @@ def _resume(out: str | os.PathLike[str], split: str, plan: dict[str, Any], class
     if begun is None and (entry or split in find_shards(out)):
         raise DataError(f"{out} holds {split} shards that were made by other means; name another folder")
     if begun is not None and begun != plan:
-        changed = ", ".join(f"{key} {begun.get(key)} (now {plan.get(key)})" for key in {**begun, **plan}
-                            if begun.get(key) != plan.get(key))
+        changed = ", ".join(
+            f"{key} {begun.get(key)} (now {plan.get(key)})"
+            for key in {**begun, **plan}
+            if begun.get(key) != plan.get(key)
+        )
         raise DataError(f"{out} has {split} shards made with {changed}; use the old values, or name another folder")
     for partial in left_aside(Path(out, f"{split}-*.tar")):
         partial.unlink()
@@ -185,8 +189,15 @@ def _check_space(out: str | os.PathLike[str], samples: Sequence[sources.Sample])
         raise DataError(f"{out} needs {needed} more, but has {free} free; make room")
 
 
-def _write_shard(path: str, samples: Sequence[tuple[int, sources.Sample]], class_names: list[str], on_bad: str,
-                 max_side: int | None, pool: concurrent.futures.Executor, bar: tqdm) -> dict[str, Any]:
+def _write_shard(
+    path: str,
+    samples: Sequence[tuple[int, sources.Sample]],
+    class_names: list[str],
+    on_bad: str,
+    max_side: int | None,
+    pool: concurrent.futures.Executor,
+    bar: tqdm,
+) -> dict[str, Any]:
     """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
     skipped: list[str] = []
     written: dict[str, tuple[int, bytes]] = {}
@@ -208,8 +219,11 @@ def _write_shard(path: str, samples: Sequence[tuple[int, sources.Sample]], class
                         continue
                     key = _key(position, sample.name)
                     label = str(sample.label).encode()
-                    about: dict[str, Any] = {"filename": sample.name, "label": sample.label,
-                                             "class_name": class_names[sample.label]}
+                    about: dict[str, Any] = {
+                        "filename": sample.name,
+                        "label": sample.label,
+                        "class_name": class_names[sample.label],
+                    }
                     if resized_from:
                         about["resized_from"] = resized_from
                     tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
@@ -306,8 +320,12 @@ def _problems(sample: RawSample, num_classes: int | None, check: Any) -> list[st
     return []
 
 
-def index_shards(directory: str | os.PathLike[str], class_names: list[str] | None = None, progress: bool = True,
-                 names: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+def index_shards(
+    directory: str | os.PathLike[str],
+    class_names: list[str] | None = None,
+    progress: bool = True,
+    names: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
     """Count what is in shards that were made by others, and write their index.
 
     Args:

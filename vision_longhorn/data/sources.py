@@ -96,8 +96,10 @@ def image_folder(
     """
     listed, class_names, others = list_images(root, class_names)
     if not listed:
-        raise DataError(f"{root} has no class folders with images ({', '.join(EXTENSIONS)}); expected "
-                        f"{os.path.join(root, 'CLASS', 'IMAGE.jpg')}")
+        raise DataError(
+            f"{root} has no class folders with images ({', '.join(EXTENSIONS)}); expected "
+            f"{os.path.join(root, 'CLASS', 'IMAGE.jpg')}"
+        )
     samples = []
     for name, label in listed:
         path = os.path.join(root, name)
@@ -110,8 +112,9 @@ def image_folder(
 
 
 def ilsvrc_train(
-    path: str | os.PathLike[str], journal_path: str | os.PathLike[str],
-    progress: Callable[[list[str]], Iterable[str]] | None = None
+    path: str | os.PathLike[str],
+    journal_path: str | os.PathLike[str],
+    progress: Callable[[list[str]], Iterable[str]] | None = None,
 ) -> tuple[list[Sample], list[str]]:
     """List the tar of ILSVRC-2012's training images, a tar of one tar per class.
 
@@ -213,8 +216,11 @@ def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] |
         text, meta = _read(found[GROUND_TRUTH]), _read(found["meta.mat"]) if "meta.mat" in found else None
     elif os.path.isfile(path) and tarfile.is_tarfile(path):
         with tarfile.open(path) as tar:
-            data = {os.path.basename(m.name): file.read() for m in tar if m.isreg() and (file := tar.extractfile(m))
-                    and os.path.basename(m.name) in (GROUND_TRUTH, "meta.mat")}
+            data = {
+                os.path.basename(m.name): file.read()
+                for m in tar
+                if m.isreg() and (file := tar.extractfile(m)) and os.path.basename(m.name) in (GROUND_TRUTH, "meta.mat")
+            }
         if len(data) < 2:
             raise DataError(f"{path} holds no {GROUND_TRUTH} with a meta.mat; give ILSVRC2012_devkit_t12.tar.gz")
         text, meta = data[GROUND_TRUTH], data["meta.mat"]

@@ -70,8 +70,16 @@ class News:
 class Stream(IterableDataset):
     """Batches of one worker."""
 
-    def __init__(self, shards: ShardSet, transform: Callable[[Any], Any] | None, batch_size: int, rank: int,
-                 world_size: int, num_classes: int | None, keys: bool) -> None:
+    def __init__(
+        self,
+        shards: ShardSet,
+        transform: Callable[[Any], Any] | None,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        num_classes: int | None,
+        keys: bool,
+    ) -> None:
         self.shards = shards
         self.transform: Any = transform
         self.batch_size = batch_size
@@ -166,8 +174,7 @@ class Stream(IterableDataset):
             wanted = 0
 
     def views(self, samples: Iterable[RawSample], repeats: int = 1) -> Iterator[tuple[Any, int, tuple[str, str]]]:
-        """(transformed image, label, place), `repeats` times of each raw sample: decoding costs more than augmenting.
-        """
+        """(transformed image, label, place), `repeats` times for each sample: decoding costs more than augmenting."""
         for sample, image, label, count in self.decoded(samples, repeats):
             for _ in range(count):
                 yield self.transform(image), label, (sample["__url__"], sample["__key__"])

@@ -111,9 +111,17 @@ def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
             return
         name, digits = header[:100].rstrip(b"\0"), header[124:135]
         checksum = b"%06o" % (sum(header) - sum(header[148:156]) + 8 * ord(" "))
-        ordinary = (header[148:154] == checksum and header[257:262] == b"ustar" and header[156:157] == b"0"
-                    and header[345:346] == b"\0" and b"\0" not in name and not name.startswith(b"__")
-                    and digits.isdigit() and header[135:136] in (b"\0", b" ") and int(digits, 8) < 1 << 30)
+        ordinary = (
+            header[148:154] == checksum
+            and header[257:262] == b"ustar"
+            and header[156:157] == b"0"
+            and header[345:346] == b"\0"
+            and b"\0" not in name
+            and not name.startswith(b"__")
+            and digits.isdigit()
+            and header[135:136] in (b"\0", b" ")
+            and int(digits, 8) < 1 << 30
+        )
         if not ordinary:
             break
         size = int(digits, 8)
@@ -150,5 +158,5 @@ class _Tail:
 
     def read(self, size: int) -> bytes:
         data = self.stream.read(size)
-        self.tail = (self.tail + data[-tarfile.BLOCKSIZE:])[-tarfile.BLOCKSIZE:]
+        self.tail = (self.tail + data[-tarfile.BLOCKSIZE :])[-tarfile.BLOCKSIZE :]
         return data

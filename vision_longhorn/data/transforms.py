@@ -47,9 +47,17 @@ def train_transform(settings: Mapping[str, Any], config: "Config") -> Callable[[
     create: Callable[..., Any] = create_transform  # whose types are narrower than what it takes
     with bad_input(f"auto_augment={config.auto_augment}"):
         return create(
-            settings["input_size"], is_training=True, interpolation=settings["interpolation"], mean=settings["mean"],
-            std=settings["std"], scale=config.scale, ratio=config.ratio, hflip=config.hflip,
-            color_jitter=config.color_jitter, auto_augment=config.auto_augment, re_prob=config.re_prob,
+            settings["input_size"],
+            is_training=True,
+            interpolation=settings["interpolation"],
+            mean=settings["mean"],
+            std=settings["std"],
+            scale=config.scale,
+            ratio=config.ratio,
+            hflip=config.hflip,
+            color_jitter=config.color_jitter,
+            auto_augment=config.auto_augment,
+            re_prob=config.re_prob,
             re_mode=config.re_mode,
         )
 

@@ -74,8 +74,9 @@ def imagenet_names(num_classes: int) -> list[str] | None:
     return list(names) if names and len(names) == num_classes else None
 
 
-def readable_names(class_names: Sequence[str] | None, display_names: Sequence[str] | None = None,
-                   num_classes: int | None = None) -> list[str]:
+def readable_names(
+    class_names: Sequence[str] | None, display_names: Sequence[str] | None = None, num_classes: int | None = None
+) -> list[str]:
     """Names of classes for people: `display_names` if there are any, for ImageNet's synsets the first of their words
     (with the synset where two have the same one, as both cranes), else the names.
 
@@ -95,14 +96,23 @@ def readable_names(class_names: Sequence[str] | None, display_names: Sequence[st
                 words.append(table.label_name_to_description(name).partition(", ")[0])
             except KeyError:  # no synset, or one that timm does not know
                 words.append(name)
-        names = [word if words.count(word) == 1 else f"{word} ({name})"
-                 for name, word in zip(names, words, strict=True)]
+        names = [
+            word if words.count(word) == 1 else f"{word} ({name})" for name, word in zip(names, words, strict=True)
+        ]
     return names + [f"class {i}" for i in range(len(names), num_classes or 0)]
 
 
-def match_classes(names: Sequence[str] | None, num_classes: int, data_names: Sequence[str] | None,
-                  data_classes: int | None, *, by_name: bool, model: str, data: str,
-                  remedy: str = "") -> tuple[ClassMap | None, str]:
+def match_classes(
+    names: Sequence[str] | None,
+    num_classes: int,
+    data_names: Sequence[str] | None,
+    data_classes: int | None,
+    *,
+    by_name: bool,
+    model: str,
+    data: str,
+    remedy: str = "",
+) -> tuple[ClassMap | None, str]:
     """Find out whether a model's classes are those of the data, in the same order.
 
     Args:
@@ -123,14 +133,16 @@ def match_classes(names: Sequence[str] | None, num_classes: int, data_names: Seq
         if list(names) == list(data_names):
             return None, ""
         shared = set(names) & set(data_names)
-        first = next((i for i, (own, other) in enumerate(zip(names, data_names, strict=False)) if own != other),
-                     min(len(names), len(data_names)))
+        first = next(
+            (i for i, (own, other) in enumerate(zip(names, data_names, strict=False)) if own != other),
+            min(len(names), len(data_names)),
+        )
         own, other = (repr(known[first]) if first < len(known) else "none" for known in (names, data_names))
-        differ = (f"class {first} is {own} in {model} and {other} in {data} ({len(names)} and {len(data_names)} "
-                  "classes)")
+        differ = f"class {first} is {own} in {model} and {other} in {data} ({len(names)} and {len(data_names)} classes)"
         if not shared:
-            raise UserError(f"{differ}, and no class of either is one of the other: give the data, or a model, of the "
-                            "same classes")
+            raise UserError(
+                f"{differ}, and no class of either is one of the other: give the data, or a model, of the same classes"
+            )
         if not by_name:
             raise UserError(f"{differ}: --map-classes evaluates the {len(shared)} classes that both have, by name")
         for whose, known in ((model, names), (data, data_names)):
@@ -140,14 +152,18 @@ def match_classes(names: Sequence[str] | None, num_classes: int, data_names: Seq
         classes = [i for i, name in enumerate(data_names) if name in shared]
         column = {name: i for i, name in enumerate(names)}
         place = {i: n for n, i in enumerate(classes)}
-        return ClassMap([column[data_names[i]] for i in classes], classes,
-                        [place.get(i, -1) for i in range(len(data_names))]), ""
+        return ClassMap(
+            [column[data_names[i]] for i in classes], classes, [place.get(i, -1) for i in range(len(data_names))]
+        ), ""
     unknown = [whose for whose, known in ((model, names), (data, data_names)) if not known]
     if by_name:
-        raise UserError(f"the class names of {' and '.join(unknown)} are unknown, and --map-classes goes by them: "
-                        "`python -m vision_longhorn.shards index DIR --classes FILE` gives data their names")
+        raise UserError(
+            f"the class names of {' and '.join(unknown)} are unknown, and --map-classes goes by them: "
+            "`python -m vision_longhorn.shards index DIR --classes FILE` gives data their names"
+        )
     if data_classes not in (None, num_classes):
         raise UserError(f"{model} has {num_classes} classes, {data} has {data_classes}: {remedy}")
-    compared = "labels are taken as the model's" if data_classes is None else \
-        f"only their number was compared, {num_classes}"
+    compared = (
+        "labels are taken as the model's" if data_classes is None else f"only their number was compared, {num_classes}"
+    )
     return None, f"the class names of {' and '.join(unknown)} are unknown, {compared}"

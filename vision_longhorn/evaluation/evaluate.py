@@ -14,9 +14,15 @@ from vision_longhorn.training.fsdp import is_sharded
 
 
 @torch.no_grad()
-def evaluate(models: dict[str, nn.Module], loader: Iterable[Any], accelerator: Accelerator, num_samples: int,
-             batch_size: int, class_map: ClassMap | None = None, on_batch: Callable[..., Any] | None = None
-             ) -> dict[str, dict[str, Any]]:
+def evaluate(
+    models: dict[str, nn.Module],
+    loader: Iterable[Any],
+    accelerator: Accelerator,
+    num_samples: int,
+    batch_size: int,
+    class_map: ClassMap | None = None,
+    on_batch: Callable[..., Any] | None = None,
+) -> dict[str, dict[str, Any]]:
     """Evaluates several models in one pass over the data, each sample counted once over all processes.
 
     A sample's rank is the number of classes that score higher than its own, or as high with a smaller index. So
@@ -67,7 +73,7 @@ def evaluate(models: dict[str, nn.Module], loader: Iterable[Any], accelerator: A
         for row, (name, model) in zip(sums, models.items(), strict=True):
             with accelerator.autocast():
                 logits = model(images)
-            logits = logits[:len(targets)].float()  # (B, C)
+            logits = logits[: len(targets)].float()  # (B, C)
             if class_map is not None:
                 logits = logits[:, columns]
             own = logits.gather(1, targets[:, None])  # (B, 1)
@@ -82,13 +88,19 @@ def evaluate(models: dict[str, nn.Module], loader: Iterable[Any], accelerator: A
     results = {}
     for name, (top1, top5, loss, count, seen) in zip(models, accelerator.reduce(sums).tolist(), strict=True):
         if seen != num_samples:
-            raise UserError(f"evaluation saw {seen:.0f} samples, but the split should hold {num_samples}: "
-                            "index the shards anew, or give their true number")
+            raise UserError(
+                f"evaluation saw {seen:.0f} samples, but the split should hold {num_samples}: "
+                "index the shards anew, or give their true number"
+            )
         if not count:
             raise UserError(f"none of the {num_samples} samples has a class of the model: give another split or data")
         results[name] = {
-            "top1": 100 * top1 / count, "top5": 100 * top5 / count, "loss": loss / count,
-            "count": int(count), "top1_count": int(top1), "top5_count": int(top5),
+            "top1": 100 * top1 / count,
+            "top5": 100 * top5 / count,
+            "loss": loss / count,
+            "count": int(count),
+            "top1_count": int(top1),
+            "top5_count": int(top5),
         }
     return results
 
@@ -107,5 +119,7 @@ def _in_step(loader: Iterable[Any], accelerator: Accelerator) -> Iterator[Any]:
 
 def describe(result: dict[str, Any]) -> str:
     """One line for a person, of one of `evaluate`'s results."""
-    return (f"top-1 {result['top1']:.2f} % ({result['top1_count']})  top-5 {result['top5']:.2f} % "
-            f"({result['top5_count']})  loss {result['loss']:.4f}  count {result['count']}")
+    return (
+        f"top-1 {result['top1']:.2f} % ({result['top1_count']})  top-5 {result['top5']:.2f} % "
+        f"({result['top5_count']})  loss {result['loss']:.4f}  count {result['count']}"
+    )

@@ -28,15 +28,22 @@ class Predictions:
         self.classes = np.arange(num_classes) if class_map is None else np.array(class_map.classes)
         self.batches: list[tuple[Any, ...]] = []
 
-    def add(self, name: str, logits: torch.Tensor, targets: torch.Tensor, rank: torch.Tensor,
-            places: Sequence[tuple[str, str]] | None) -> None:
+    def add(
+        self,
+        name: str,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        rank: torch.Tensor,
+        places: Sequence[tuple[str, str]] | None,
+    ) -> None:
         order = logits.argsort(dim=1, descending=True, stable=True)[:, :5]  # (B, 5)
         scores = logits.softmax(1).gather(1, order)
         broken = logits.isnan().any(1)
         order[broken] = -1
         places = places or [("", "")] * len(targets)
-        self.batches.append((places, targets.cpu().numpy(), rank.cpu().numpy(), order.cpu().numpy(),
-                             scores.cpu().numpy()))
+        self.batches.append(
+            (places, targets.cpu().numpy(), rank.cpu().numpy(), order.cpu().numpy(), scores.cpu().numpy())
+        )
 
     def gather(self) -> "Predictions":
         """Takes together what all processes have; every one of them has to call it. Samples are sorted by shard and
@@ -50,8 +57,9 @@ class Predictions:
         self.top = np.where(top < 0, -1, self.classes[top])  # (samples, 5)
         return self
 
-    def write_predictions(self, path: str | os.PathLike[str], class_names: Sequence[str] | None,
-                          names: Sequence[str]) -> None:
+    def write_predictions(
+        self, path: str | os.PathLike[str], class_names: Sequence[str] | None, names: Sequence[str]
+    ) -> None:
         """Writes a CSV, a row for each sample.
 
         Args:
@@ -59,24 +67,42 @@ class Predictions:
             class_names: the data's class names by index, or None.
             names: names for people, by index.
         """
+
         def words(i: int) -> list[Any]:
             return [i, class_names[i] if class_names else "", names[i]] if i >= 0 else ["", "", ""]
 
         with csv_file(path) as writer:
-            writer.writerow(["shard", "key", "target", "target_class", "target_name", "predicted", "predicted_class",
-                             "predicted_name", "probability", "hit", "top5", "top5_names", "top5_probabilities"])
-            rows = zip(self.places, self.targets.tolist(), self.rank.tolist(), self.top.tolist(), self.scores.tolist(),
-                       strict=True)
+            writer.writerow([
+                "shard", "key", "target", "target_class", "target_name", "predicted", "predicted_class",
+                "predicted_name", "probability", "hit", "top5", "top5_names", "top5_probabilities",
+            ])  # fmt: skip
+            rows = zip(
+                self.places,
+                self.targets.tolist(),
+                self.rank.tolist(),
+                self.top.tolist(),
+                self.scores.tolist(),
+                strict=True,
+            )
             for (shard, key), target, rank, top, scores in rows:
                 five = [i for i in top if i >= 0]
-                writer.writerow([
-                    shard, key, *words(target), *words(top[0]), f"{scores[0]:.6f}", int(rank == 0),
-                    " ".join(map(str, five)), "; ".join(names[i] for i in five),
-                    " ".join(f"{score:.6f}" for score in scores),
-                ])
+                writer.writerow(
+                    [
+                        shard,
+                        key,
+                        *words(target),
+                        *words(top[0]),
+                        f"{scores[0]:.6f}",
+                        int(rank == 0),
+                        " ".join(map(str, five)),
+                        "; ".join(names[i] for i in five),
+                        " ".join(f"{score:.6f}" for score in scores),
+                    ]
+                )
 
-    def write_report(self, folder: str | os.PathLike[str], class_names: Sequence[str] | None,
-                     names: Sequence[str]) -> None:
+    def write_report(
+        self, folder: str | os.PathLike[str], class_names: Sequence[str] | None, names: Sequence[str]
+    ) -> None:
         """Writes classes.csv, confusion.csv (rows: true classes, columns: predicted ones) and confusion.png.
 
         Args:
@@ -85,8 +111,10 @@ class Predictions:
         """
         folder = Path(folder)
         k = len(self.classes)
-        counts, top1, top5 = (np.bincount(self.targets[chosen], minlength=self.classes[-1] + 1)[self.classes]
-                              for chosen in (slice(None), self.rank == 0, self.rank < min(5, k)))
+        counts, top1, top5 = (
+            np.bincount(self.targets[chosen], minlength=self.classes[-1] + 1)[self.classes]
+            for chosen in (slice(None), self.rank == 0, self.rank < min(5, k))
+        )
         with csv_file(folder / "classes.csv") as writer:
             writer.writerow(["index", "class", "name", "count", "top1", "top5", "top1_count", "top5_count"])
             for i, n, one, five in np.stack([self.classes, counts, top1, top5], axis=1).tolist():
@@ -101,13 +129,14 @@ class Predictions:
         with csv_file(folder / "confusion.csv") as writer:
             writer.writerow(["target", *labels])
             for i, label in enumerate(labels):
-                found = columns[by_row[edges[i]:edges[i + 1]]]
+                found = columns[by_row[edges[i] : edges[i + 1]]]
                 writer.writerow([label, *np.bincount(found, minlength=k).tolist()])
         draw_confusion(folder / "confusion.png", rows, columns, [names[i] for i in self.classes.tolist()])
 
 
-def draw_confusion(path: str | os.PathLike[str], targets: np.ndarray, predicted: np.ndarray,
-                   names: Sequence[str]) -> None:
+def draw_confusion(
+    path: str | os.PathLike[str], targets: np.ndarray, predicted: np.ndarray, names: Sequence[str]
+) -> None:
     """Draws a confusion matrix into a PNG, each row as shares of its class's samples.
 
     Up to 40 classes are named, and up to 20 have their counts written in; of more than 1,000, neighbouring ones share
@@ -127,10 +156,17 @@ def draw_confusion(path: str | os.PathLike[str], targets: np.ndarray, predicted:
     figure = new_figure(inches + 1, inches)
     axes = figure.subplots()
     # In a linear scale rare confusions, which is most of them among many classes, would be as white as none.
-    drawn = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.4, 0, 1), interpolation="nearest",
-                        extent=(-0.5, k - 0.5, k - 0.5, -0.5))
-    figure.colorbar(drawn, ax=axes, label="share of the class's samples", fraction=0.046, format="%g",
-                    ticks=(0, 0.01, 0.05, 0.1, 0.2, 0.5, 1))
+    drawn = axes.imshow(
+        shares, cmap="Blues", norm=PowerNorm(0.4, 0, 1), interpolation="nearest", extent=(-0.5, k - 0.5, k - 0.5, -0.5)
+    )
+    figure.colorbar(
+        drawn,
+        ax=axes,
+        label="share of the class's samples",
+        fraction=0.046,
+        format="%g",
+        ticks=(0, 0.01, 0.05, 0.1, 0.2, 0.5, 1),
+    )
     axes.set(xlabel="predicted", ylabel="true class")
     if k <= 40:
         short = [name if len(name) <= 24 else f"{name[:23]}\N{HORIZONTAL ELLIPSIS}" for name in names]
@@ -138,7 +174,14 @@ def draw_confusion(path: str | os.PathLike[str], targets: np.ndarray, predicted:
         axes.set_yticks(range(k), short, fontsize=8)
     if k <= 20:
         for i, j in zip(*matrix.nonzero(), strict=True):
-            axes.text(j, i, matrix[i, j], ha="center", va="center", fontsize=7,
-                      color="white" if shares[i, j] > 0.3 else "black")
+            axes.text(
+                j,
+                i,
+                matrix[i, j],
+                ha="center",
+                va="center",
+                fontsize=7,
+                color="white" if shares[i, j] > 0.3 else "black",
+            )
     with written_aside(path) as aside:
         figure.savefig(aside, format="png", dpi=max(100, 2 * side / inches))

@@ -1,6 +1,7 @@
 """Images to patches: a projection of each patch, side by side or overlapping."""
 
-from typing import Optional
+from collections.abc import Sequence
+from typing import Any, Optional, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ class PatchProjection(nn.Conv2d):
         height, width = self.kernel_size
         B, C, H, W = x.shape
         rows, columns = H // height, W // width
-        x = x[:, :, :rows * height, :columns * width].reshape(B, C, rows, height, columns, width)
+        x = x[:, :, : rows * height, : columns * width].reshape(B, C, rows, height, columns, width)
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(B, rows, columns, C * height * width)
         return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
@@ -37,7 +38,8 @@ def _check_covered(H: int, W: int, patch_size: tuple[int, int], patch_stride: tu
     if H < height or W < width or (H - height) % down != 0 or (W - width) % right != 0:
         raise AssertionError(
             f"images are {H} x {W}, which patches of {height} x {width} every {down} x {right} pixels do not fill: "
-            "give images of whole patches, or build the model with dynamic_img_pad=True")
+            "give images of whole patches, or build the model with dynamic_img_pad=True"
+        )
 
 
 class StridedPatchEmbed(PatchEmbed):
@@ -67,12 +69,20 @@ class StridedPatchEmbed(PatchEmbed):
         embed_dim: int = 192,
         strict_img_size: bool = True,
         dynamic_img_pad: bool = False,
-        device=None,
-        dtype=None,
+        device: Any = None,
+        dtype: Any = None,
     ):
-        super().__init__(img_size=None, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim,
-                         output_fmt="NHWC", strict_img_size=strict_img_size, dynamic_img_pad=dynamic_img_pad,
-                         device=device, dtype=dtype)
+        super().__init__(
+            img_size=None,
+            patch_size=cast(Any, patch_size),
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            output_fmt="NHWC",
+            strict_img_size=strict_img_size,
+            dynamic_img_pad=dynamic_img_pad,
+            device=device,
+            dtype=dtype,
+        )
         self.patch_stride = self._check_stride(self.patch_size, patch_stride)
         self.proj = self._make_projection(in_chans, embed_dim, device=device, dtype=dtype)
         self.img_size, self.grid_size, self.num_patches = self._init_img_size(img_size)
@@ -83,21 +93,23 @@ class StridedPatchEmbed(PatchEmbed):
             return patch_size
         pair = to_2tuple(stride)
         if not all(1 <= step <= side for step, side in zip(pair, patch_size)):
-            raise ValueError(f"patch_stride={stride} leaves pixels out or is no step at all; "
-                             f"choose 1 to patch_size={patch_size}")
+            raise ValueError(
+                f"patch_stride={stride} leaves pixels out or is no step at all; choose 1 to patch_size={patch_size}"
+            )
         return pair
 
-    def _make_projection(self, in_chans: int, embed_dim: int, device=None, dtype=None) -> nn.Conv2d:
+    def _make_projection(self, in_chans: int, embed_dim: int, device: Any = None, dtype: Any = None) -> nn.Conv2d:
         kind = PatchProjection if self.patch_stride == self.patch_size else nn.Conv2d
         return kind(in_chans, embed_dim, self.patch_size, self.patch_stride, device=device, dtype=dtype)
 
-    def _init_img_size(self, img_size: Optional[int | tuple[int, int]]):
+    def _init_img_size(self, img_size: Optional[int | tuple[int, int]]) -> Any:
         if img_size is None:
             return None, None, None
-        img_size = to_2tuple(img_size)
-        grid_size = tuple(max(0, (size - side) // step + 1)
-                          for size, side, step in zip(img_size, self.patch_size, self.patch_stride))
-        return img_size, grid_size, grid_size[0] * grid_size[1]
+        sides = to_2tuple(img_size)
+        grid_size = tuple(
+            max(0, (size - side) // step + 1) for size, side, step in zip(sides, self.patch_size, self.patch_stride)
+        )
+        return sides, grid_size, grid_size[0] * grid_size[1]
 
     def set_input_size(
         self,
@@ -119,12 +131,14 @@ class StridedPatchEmbed(PatchEmbed):
             with torch.no_grad():
                 new = self._make_projection(old.in_channels, old.out_channels, old.weight.device, old.weight.dtype)
                 new.weight.copy_(resample_patch_embed(old.weight, new_size))
+                assert new.bias is not None and old.bias is not None
                 new.bias.copy_(old.bias)
             new.weight.requires_grad_(old.weight.requires_grad)
             new.bias.requires_grad_(old.bias.requires_grad)
             self.proj = new.train(old.training)
         self.img_size, self.grid_size, self.num_patches = self._init_img_size(
-            self.img_size if img_size is None else img_size)
+            self.img_size if img_size is None else img_size
+        )
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         """Pixels from one patch to the next: the larger of both sides, or (height, width)."""
@@ -134,7 +148,7 @@ class StridedPatchEmbed(PatchEmbed):
         """Pixels missing along an axis of `size` until patches of `side`, one every `step`, cover it."""
         return side - size if size < side else (side - size) % step
 
-    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+    def dynamic_feat_size(self, img_size: Sequence[int]) -> tuple[int, int]:
         """Patches along (height, width) of images of `img_size`, padded if the model pads."""
         (height, width), (down, right) = self.patch_size, self.patch_stride
         H, W = img_size

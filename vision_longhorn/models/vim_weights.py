@@ -4,6 +4,7 @@ That code holds each direction of a mixer in parameters of its own, the backward
 stacked along a leading axis, forward first.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
         RuntimeError: a tensor is missing or has no place in `model`. timm does not ask for all of them when the
             number of classes changes, so it is done here.
     """
-    out, parts, unknown = {}, {}, []
+    out: dict[str, Tensor] = {}
+    parts: dict[str, dict[int, tuple[str, Tensor]]] = {}
+    unknown: list[str] = []
     for name, value in weights.items():
         if name.startswith("norm_f."):
             out["norm." + name.removeprefix("norm_f.")] = value
@@ -68,7 +71,7 @@ def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
         else:
             unknown += [f"{key} without a counterpart of its shape" for key, _ in pair.values()]
 
-    def body(names):
+    def body(names: Iterable[str]) -> set[str]:
         return {name for name in names if not name.startswith("head.")}
 
     wanted = body(model.state_dict())
@@ -79,11 +82,12 @@ def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
             "these weights of the official Vision Mamba are not those of this model: "
             f"{len(missing)} tensors missing ({', '.join(missing[:3]) or 'none'}), "
             f"{len(unknown)} without a place ({', '.join(unknown[:3]) or 'none'}); "
-            "it takes vim_* of the same width and depth, wiring='vim' and a class token")
+            "it takes vim_* of the same width and depth, wiring='vim' and a class token"
+        )
     return out
 
 
-def rename_official(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_) -> None:
+def rename_official(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Hook before `load_state_dict`: puts official weights among `state_dict`, if it holds any, under our names."""
     weights = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
     if any(name.startswith("layers.") for name in weights):
@@ -92,8 +96,18 @@ def rename_official(model: nn.Module, state_dict: dict[str, Tensor], prefix: str
         state_dict.update({prefix + name: value for name, value in from_official(weights, model).items()})
 
 
-def fit_features(net: nn.Module, state_dict: dict[str, Tensor], prefix: str, _, strict: bool, missing: list[str],
-                 unexpected: list[str], errors: list[str], *, depth: int) -> None:
+def fit_features(
+    net: nn.Module,
+    state_dict: dict[str, Tensor],
+    prefix: str,
+    _: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+    *,
+    depth: int,
+) -> None:
     """Hook before `load_state_dict` of what `features_only=True` gives: takes the weights of a whole model as well.
 
     timm wraps the model, so its weights have longer names there, and drops what the features do not need: the head,
@@ -108,7 +122,7 @@ def fit_features(net: nn.Module, state_dict: dict[str, Tensor], prefix: str, _, 
         strict, errors: as torch gives them; weights of another number of blocks are an error.
         depth: blocks of the whole model.
     """
-    (child, _), = net.named_children()
+    ((child, _),) = net.named_children()
     inner = f"{prefix}{child}."
     names = [name for name in state_dict if name.startswith(prefix)]
     if any(name.startswith(inner) for name in names):

@@ -7,13 +7,21 @@ Papers:
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, Optional
+from typing import Any, Final, Optional, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import DropPath, calculate_drop_path_rates, lecun_normal_, register_notrace_function, \
-    resample_patch_embed, to_2tuple, trunc_normal_
+from timm.layers import (
+    DropPath,
+    calculate_drop_path_rates,
+    lecun_normal_,
+    register_notrace_function,
+    resample_patch_embed,
+    to_2tuple,
+    trunc_normal_,
+)
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, checkpoint_seq, generate_default_cfgs, register_model
 from timm.models._features import feature_take_indices
@@ -21,13 +29,13 @@ from torch import Tensor, nn
 
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers import create_mixer
-from vision_longhorn.models.vim_weights import fit_features, rename_official, unwrap
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
+from vision_longhorn.models.vim_weights import fit_features, rename_official, unwrap
 
 try:
     from timm.models._input import update_model_input_size
 except ImportError:  # timm before it recorded how a model was built, for save_for_hf
-    update_model_input_size = None
+    update_model_input_size = None  # type: ignore[assignment]
 
 __all__ = ["Block", "VisionLonghorn"]
 
@@ -46,8 +54,16 @@ class Block(nn.Module):
         mixer_args: its options.
     """
 
-    def __init__(self, dim: int, drop_path: float = 0.0, eps: float = 1e-5, mixer: str = "longhorn", device=None,
-                 dtype=None, **mixer_args):
+    def __init__(
+        self,
+        dim: int,
+        drop_path: float = 0.0,
+        eps: float = 1e-5,
+        mixer: str = "longhorn",
+        device: Any = None,
+        dtype: Any = None,
+        **mixer_args: Any,
+    ):
         super().__init__()
         self.norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
         self.mixer = create_mixer(mixer, dim, eps=eps, device=device, dtype=dtype, **mixer_args)
@@ -88,8 +104,9 @@ def _resample_grid(patches: Tensor, old_grid: tuple[int, int], new_grid: tuple[i
     return _resize(_resize(grid, new_grid[0]), new_grid[1]).flatten(0, 1).unsqueeze(0).to(patches.dtype)
 
 
-def resample_pos_embed(pos_embed: Tensor, class_token: str, old_grid: tuple[int, int],
-                       new_grid: tuple[int, int]) -> Tensor:
+def resample_pos_embed(
+    pos_embed: Tensor, class_token: str, old_grid: tuple[int, int], new_grid: tuple[int, int]
+) -> Tensor:
     """Position embedding for another grid of patches; the class token's own entry is kept and put where it belongs.
 
     Args:
@@ -103,9 +120,9 @@ def resample_pos_embed(pos_embed: Tensor, class_token: str, old_grid: tuple[int,
     if class_token == "none":
         return _resample_grid(pos_embed, old_grid, new_grid)
     old, new = (class_index(class_token, grid[0] * grid[1]) for grid in (old_grid, new_grid))
-    patches = torch.cat([pos_embed[:, :old], pos_embed[:, old + 1:]], dim=1)
+    patches = torch.cat([pos_embed[:, :old], pos_embed[:, old + 1 :]], dim=1)
     patches = _resample_grid(patches, old_grid, new_grid)
-    return torch.cat([patches[:, :new], pos_embed[:, old:old + 1], patches[:, new:]], dim=1)
+    return torch.cat([patches[:, :new], pos_embed[:, old : old + 1], patches[:, new:]], dim=1)
 
 
 class VisionLonghorn(nn.Module):
@@ -160,8 +177,8 @@ class VisionLonghorn(nn.Module):
         dynamic_img_size: bool = False,
         dynamic_img_pad: bool = False,
         patch_stride: Optional[int | tuple[int, int]] = None,
-        device=None,
-        dtype=None,
+        device: Any = None,
+        dtype: Any = None,
         **mixer_args: Any,
     ):
         super().__init__()
@@ -178,21 +195,33 @@ class VisionLonghorn(nn.Module):
         self._set_pool(global_pool)
 
         self.patch_embed = StridedPatchEmbed(
-            img_size=img_size, patch_size=patch_size, patch_stride=patch_stride, in_chans=in_chans,
-            embed_dim=embed_dim, strict_img_size=not dynamic_img_size, dynamic_img_pad=dynamic_img_pad, **dd)
+            img_size=img_size,
+            patch_size=patch_size,
+            patch_stride=patch_stride,
+            in_chans=in_chans,
+            embed_dim=embed_dim,
+            strict_img_size=not dynamic_img_size,
+            dynamic_img_pad=dynamic_img_pad,
+            **dd,
+        )
         if not self.patch_embed.num_patches:
-            raise ValueError(f"img_size={img_size} holds no patch of patch_size={patch_size}; "
-                             "make the images at least one patch high and wide")
+            raise ValueError(
+                f"img_size={img_size} holds no patch of patch_size={patch_size}; "
+                "make the images at least one patch high and wide"
+            )
         num_patches = self.patch_embed.num_patches
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if self.num_prefix_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches + self.num_prefix_tokens, embed_dim, **dd))
         self.pos_drop = nn.Dropout(pos_drop_rate)
-        self.blocks = nn.Sequential(*[
-            Block(embed_dim, drop_path=rate, eps=norm_eps, mixer=mixer, residual_layers=depth, **dd, **mixer_args)
-            for rate in calculate_drop_path_rates(drop_path_rate, depth)])
+        self.blocks = nn.Sequential(
+            *[
+                Block(embed_dim, drop_path=rate, eps=norm_eps, mixer=mixer, residual_layers=depth, **dd, **mixer_args)
+                for rate in cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth))
+            ]
+        )
         reduction = self.patch_embed.feat_ratio()
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)]
-        self.norm = nn.RMSNorm(embed_dim, eps=norm_eps, **dd)
+        self.norm: nn.Module = nn.RMSNorm(embed_dim, eps=norm_eps, **dd)
         self.head_drop = nn.Dropout(drop_rate)
         self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
         self.init_weights(needs_reset=False)
@@ -211,9 +240,9 @@ class VisionLonghorn(nn.Module):
             mixers = {block.mixer for block in self.blocks}
             for module in self.modules():
                 if module in mixers or isinstance(module, nn.RMSNorm):
-                    module.reset_parameters()
+                    cast(Any, module).reset_parameters()
         lecun_normal_(self.patch_embed.proj.weight)
-        nn.init.zeros_(self.patch_embed.proj.bias)
+        nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
@@ -227,14 +256,13 @@ class VisionLonghorn(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Names, with wildcards, that timm's optimiser factory must not decay (it spares 1-D parameters by itself)."""
-        names = {name for block in self.blocks for name in block.mixer.NO_WEIGHT_DECAY}
+        names = {name for block in self.blocks for name in cast(Any, block.mixer).NO_WEIGHT_DECAY}
         return {"pos_embed", "cls_token", *(f"*.mixer.{name}" for name in names)}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for layer-wise learning-rate decay."""
-        return dict(stem=r"^cls_token|pos_embed|patch_embed",
-                    blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+        return dict(stem=r"^cls_token|pos_embed|patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -251,13 +279,19 @@ class VisionLonghorn(nn.Module):
             self._set_pool(global_pool)
         self.num_classes = num_classes
         weight = self.pos_embed
-        self.head = nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype) \
-            if num_classes > 0 else nn.Identity()
+        self.head = (
+            nn.Linear(self.embed_dim, num_classes, device=weight.device, dtype=weight.dtype)
+            if num_classes > 0
+            else nn.Identity()
+        )
         self._init_head()
 
-    def set_input_size(self, img_size: Optional[int | tuple[int, int]] = None,
-                       patch_size: Optional[int | tuple[int, int]] = None,
-                       patch_stride: Optional[int | tuple[int, int]] = None) -> None:
+    def set_input_size(
+        self,
+        img_size: Optional[int | tuple[int, int]] = None,
+        patch_size: Optional[int | tuple[int, int]] = None,
+        patch_stride: Optional[int | tuple[int, int]] = None,
+    ) -> None:
         """Take images (patches) of another size from now on; position embedding and patch projection are resampled.
 
         Without `patch_stride` patches that do not overlap go on not to, and overlapping ones keep their stride.
@@ -265,24 +299,31 @@ class VisionLonghorn(nn.Module):
         old_grid = self.patch_embed.grid_size
         self.patch_embed.set_input_size(img_size=img_size, patch_size=patch_size, patch_stride=patch_stride)
         if self.patch_embed.grid_size != old_grid:
-            pos_embed = resample_pos_embed(self.pos_embed.detach(), self.class_token, old_grid,
-                                           self.patch_embed.grid_size)
+            pos_embed = resample_pos_embed(
+                self.pos_embed.detach(), self.class_token, old_grid, self.patch_embed.grid_size
+            )
             self.pos_embed = nn.Parameter(pos_embed, requires_grad=self.pos_embed.requires_grad)
         if update_model_input_size is not None:
-            update_model_input_size(self, self.patch_embed.img_size, patch_size=self.patch_embed.patch_size,
-                                    patch_stride=self.patch_embed.patch_stride)
+            update_model_input_size(
+                self,
+                self.patch_embed.img_size,
+                patch_size=self.patch_embed.patch_size,
+                patch_stride=self.patch_embed.patch_stride,
+            )
 
     def _embed(self, x: Tensor) -> Tensor:
         """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added."""
         if not self.dynamic_img_size:
             height, width = self.patch_embed.img_size
-            message = (f"images are {x.shape[-2]} x {x.shape[-1]} and the model is built for {height} x {width}: give "
-                       "img_size to create_model, call model.set_input_size(), or build it with dynamic_img_size=True")
+            message = (
+                f"images are {x.shape[-2]} x {x.shape[-1]} and the model is built for {height} x {width}: give "
+                "img_size to create_model, call model.set_input_size(), or build it with dynamic_img_size=True"
+            )
             _assert(x.shape[-2] == height, message)
             _assert(x.shape[-1] == width, message)
         x = self.patch_embed(x)  # (B, H, W, C)
         B, H, W, C = x.shape
-        pos_embed = self.pos_embed
+        pos_embed: Tensor = self.pos_embed
         if self.dynamic_img_size:
             pos_embed = resample_pos_embed(pos_embed, self.class_token, self.patch_embed.grid_size, (H, W))
         x = x.reshape(B, H * W, C)
@@ -309,7 +350,7 @@ class VisionLonghorn(nn.Module):
         if self.cls_token is None:
             return None, x
         i = class_index(self.class_token, x.shape[1] - 1)
-        return x[:, i:i + 1], torch.cat([x[:, :i], x[:, i + 1:]], dim=1)
+        return x[:, i : i + 1], torch.cat([x[:, :i], x[:, i + 1 :]], dim=1)
 
     def pool(self, x: Tensor) -> Tensor:
         """(B, L, C) tokens to (B, C), or all of them with global_pool=""."""
@@ -338,7 +379,7 @@ class VisionLonghorn(nn.Module):
         stop_early: bool = False,
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
-    ):
+    ) -> Any:
         """Outputs of chosen blocks, as timm's vision transformers give them.
 
         Args:
@@ -358,7 +399,7 @@ class VisionLonghorn(nn.Module):
         H, W = self.patch_embed.dynamic_feat_size(x.shape[-2:])
         x = self._embed(x)
         intermediates = []
-        for i, block in enumerate(self.blocks[:last + 1] if stop_early else self.blocks):
+        for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = checkpoint_seq([block], x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
             if i in take:
                 token, patches = self._split_class(self._norm(x) if norm else x)
@@ -367,11 +408,12 @@ class VisionLonghorn(nn.Module):
                 intermediates.append((patches, token) if return_prefix_tokens and token is not None else patches)
         return intermediates if intermediates_only else (self._norm(x), intermediates)
 
-    def prune_intermediate_layers(self, indices: int | list[int] = 1, prune_norm: bool = False,
-                                  prune_head: bool = True) -> list[int]:
+    def prune_intermediate_layers(
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
         """Drop the blocks after the last one that `indices` asks for, and on request the norm and the head."""
         take, last = feature_take_indices(len(self.blocks), indices)
-        self.blocks = self.blocks[:last + 1]
+        self.blocks = self.blocks[: last + 1]
         if prune_norm:
             self.norm = nn.Identity()
         if prune_head:
@@ -379,7 +421,7 @@ class VisionLonghorn(nn.Module):
         return take
 
 
-def _fit_pos_embed(pos_embed: Tensor, kernel: tuple[int, int], model: VisionLonghorn) -> Tensor:
+def _fit_pos_embed(pos_embed: Tensor, kernel: Sequence[int], model: VisionLonghorn) -> Tensor:
     """Position embedding of pretrained weights with patches of size `kernel`, resampled for `model` where needed."""
     num_patches = pos_embed.shape[1] - model.num_prefix_tokens
     # The image size that timm knows the weights to be of. A configuration that did not come with them is no use where
@@ -389,16 +431,21 @@ def _fit_pos_embed(pos_embed: Tensor, kernel: tuple[int, int], model: VisionLong
     if size is None and (cfg.get("source") or num_patches != model.patch_embed.num_patches):
         size = cfg.get("input_size", (3, 0, 0))[-2:]
     strides = (saved.get("patch_stride"), kernel, model.patch_embed.patch_stride)
-    grids = [tuple((side - patch) // step + 1 for side, patch, step in zip(to_2tuple(size), kernel, to_2tuple(stride)))
-             for stride in strides if size is not None and stride is not None]
+    grids = [
+        tuple((side - patch) // step + 1 for side, patch, step in zip(to_2tuple(size), kernel, to_2tuple(stride)))
+        for stride in strides
+        if size is not None and stride is not None
+    ]
     side = math.isqrt(num_patches)
-    grid = next((grid for grid in [*grids, model.patch_embed.grid_size, (side, side)]
-                 if grid[0] * grid[1] == num_patches), None)
+    grid = next(
+        (grid for grid in [*grids, model.patch_embed.grid_size, (side, side)] if grid[0] * grid[1] == num_patches), None
+    )
     if grid is None:
         raise RuntimeError(
             f"pos_embed of these weights has {num_patches} patches, which is no square, and the model has "
             f"{model.patch_embed.num_patches}: say what image size they are of, by "
-            "input_size=(channels, height, width) in the pretrained_cfg of these weights")
+            "input_size=(channels, height, width) in the pretrained_cfg of these weights"
+        )
     if grid == model.patch_embed.grid_size:
         return pos_embed
     return resample_pos_embed(pos_embed, model.class_token, grid, model.patch_embed.grid_size)
@@ -426,40 +473,55 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -
     return out
 
 
-def _cfg(url: str = "", **kwargs) -> dict[str, Any]:
+def _cfg(url: str = "", **kwargs: Any) -> dict[str, Any]:
     return {
-        "url": url, "num_classes": 1000, "input_size": (3, 224, 224), "pool_size": None, "crop_pct": 0.875,
-        "interpolation": "bicubic", "fixed_input_size": True, "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225), "first_conv": "patch_embed.proj", "classifier": "head", **kwargs,
+        "url": url,
+        "num_classes": 1000,
+        "input_size": (3, 224, 224),
+        "pool_size": None,
+        "crop_pct": 0.875,
+        "interpolation": "bicubic",
+        "fixed_input_size": True,
+        "mean": (0.485, 0.456, 0.406),
+        "std": (0.229, 0.224, 0.225),
+        "first_conv": "patch_embed.proj",
+        "classifier": "head",
+        **kwargs,
     }
 
 
 def _vim_cfg(size: str, file: str) -> dict[str, Any]:
     """Weights that the authors of Vision Mamba published on the Hugging Face hub."""
-    return _cfg(hf_hub_id=f"hustvl/Vim-{size}-midclstok", hf_hub_filename=file,
-                license="apache-2.0", paper_ids="arXiv:2401.09417",
-                origin_url="https://github.com/hustvl/Vim")
+    return _cfg(
+        hf_hub_id=f"hustvl/Vim-{size}-midclstok",
+        hf_hub_filename=file,
+        license="apache-2.0",
+        paper_ids="arXiv:2401.09417",
+        origin_url="https://github.com/hustvl/Vim",
+    )
 
 
-_TEST_SIZE = dict(input_size=(3, 96, 96))
-default_cfgs = generate_default_cfgs({
-    "vlonghorn_test.untrained": _cfg(**_TEST_SIZE),
-    "vlonghorn_tiny.untrained": _cfg(),
-    "vlonghorn_tiny_exact.untrained": _cfg(),
-    "vlonghorn_tiny_shared.untrained": _cfg(),
-    "vlonghorn_small.untrained": _cfg(),
-    "vlonghorn_small_exact.untrained": _cfg(),
-    "vlonghorn_small_shared.untrained": _cfg(),
-    "vlonghorn_base.untrained": _cfg(),
-    "vlonghorn_base_exact.untrained": _cfg(),
-    "vlonghorn_base_shared.untrained": _cfg(),
-    "vim_test.untrained": _cfg(**_TEST_SIZE),
-    "vim_tiny.in1k": _vim_cfg("tiny", "vim_t_midclstok_76p1acc.pth"),
-    "vim_tiny_stride8.in1k": _vim_cfg("tiny", "vim_t_midclstok_ft_78p3acc.pth"),
-    "vim_small.in1k": _vim_cfg("small", "vim_s_midclstok_80p5acc.pth"),
-    "vim_small_stride8.in1k": _vim_cfg("small", "vim_s_midclstok_ft_81p6acc.pth"),
-    "vim_base.in1k": _vim_cfg("base", "vim_b_midclstok_81p9acc.pth"),
-})
+_TEST_SIZE: dict[str, Any] = dict(input_size=(3, 96, 96))
+default_cfgs = generate_default_cfgs(
+    {
+        "vlonghorn_test.untrained": _cfg(**_TEST_SIZE),
+        "vlonghorn_tiny.untrained": _cfg(),
+        "vlonghorn_tiny_exact.untrained": _cfg(),
+        "vlonghorn_tiny_shared.untrained": _cfg(),
+        "vlonghorn_small.untrained": _cfg(),
+        "vlonghorn_small_exact.untrained": _cfg(),
+        "vlonghorn_small_shared.untrained": _cfg(),
+        "vlonghorn_base.untrained": _cfg(),
+        "vlonghorn_base_exact.untrained": _cfg(),
+        "vlonghorn_base_shared.untrained": _cfg(),
+        "vim_test.untrained": _cfg(**_TEST_SIZE),
+        "vim_tiny.in1k": _vim_cfg("tiny", "vim_t_midclstok_76p1acc.pth"),
+        "vim_tiny_stride8.in1k": _vim_cfg("tiny", "vim_t_midclstok_ft_78p3acc.pth"),
+        "vim_small.in1k": _vim_cfg("small", "vim_s_midclstok_80p5acc.pth"),
+        "vim_small_stride8.in1k": _vim_cfg("small", "vim_s_midclstok_ft_81p6acc.pth"),
+        "vim_base.in1k": _vim_cfg("base", "vim_b_midclstok_81p9acc.pth"),
+    }
+)
 
 _SIZES = {
     "test": dict(img_size=96, embed_dim=64, depth=4),
@@ -469,108 +531,113 @@ _SIZES = {
 }
 
 
-def _create(variant: str, pretrained: bool, **kwargs) -> VisionLonghorn:
+def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     kwargs = {**_SIZES[variant.split("_")[1]], **kwargs}
     out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
     model = build_model_with_cfg(
-        VisionLonghorn, variant, pretrained, pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"), **kwargs)
+        VisionLonghorn,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        **kwargs,
+    )
     if not isinstance(model, VisionLonghorn):
         model.register_load_state_dict_pre_hook(partial(fit_features, depth=kwargs["depth"]))
     return model
 
 
 @register_model
-def vlonghorn_test(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_test(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Longhorn for tests and demos: 4 blocks of width 64, 36 patches."""
     return _create("vlonghorn_test", pretrained, **kwargs)
 
 
 @register_model
-def vlonghorn_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Longhorn, 24 blocks of width 192, diagonal rule."""
     return _create("vlonghorn_tiny", pretrained, **kwargs)
 
 
 @register_model
-def vlonghorn_tiny_exact(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_tiny_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_tiny` with the exact rule."""
     return _create("vlonghorn_tiny_exact", pretrained, **{"rule": "exact", **kwargs})
 
 
 @register_model
-def vlonghorn_tiny_shared(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_tiny_shared(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_tiny` whose directions share their convolution and projections."""
     return _create("vlonghorn_tiny_shared", pretrained, **{"wiring": "shared", **kwargs})
 
 
 @register_model
-def vlonghorn_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Longhorn, 24 blocks of width 384, diagonal rule."""
     return _create("vlonghorn_small", pretrained, **kwargs)
 
 
 @register_model
-def vlonghorn_small_exact(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_small_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_small` with the exact rule."""
     return _create("vlonghorn_small_exact", pretrained, **{"rule": "exact", **kwargs})
 
 
 @register_model
-def vlonghorn_small_shared(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_small_shared(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_small` whose directions share their convolution and projections."""
     return _create("vlonghorn_small_shared", pretrained, **{"wiring": "shared", **kwargs})
 
 
 @register_model
-def vlonghorn_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Longhorn, 24 blocks of width 768, diagonal rule."""
     return _create("vlonghorn_base", pretrained, **kwargs)
 
 
 @register_model
-def vlonghorn_base_exact(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_base_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_base` with the exact rule."""
     return _create("vlonghorn_base_exact", pretrained, **{"rule": "exact", **kwargs})
 
 
 @register_model
-def vlonghorn_base_shared(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vlonghorn_base_shared(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_base` whose directions share their convolution and projections."""
     return _create("vlonghorn_base_shared", pretrained, **{"wiring": "shared", **kwargs})
 
 
 @register_model
-def vim_test(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vim_test(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Mamba for tests and demos: 4 blocks of width 64, 36 patches."""
     return _create("vim_test", pretrained, **{"mixer": "mamba", **kwargs})
 
 
 @register_model
-def vim_tiny(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vim_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Mamba (ViM), 24 blocks of width 192."""
     return _create("vim_tiny", pretrained, **{"mixer": "mamba", **kwargs})
 
 
 @register_model
-def vim_tiny_stride8(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vim_tiny_stride8(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vim_tiny` with a patch of 16 pixels every 8: 729 patches at 224 px."""
     return _create("vim_tiny_stride8", pretrained, **{"mixer": "mamba", "patch_stride": 8, **kwargs})
 
 
 @register_model
-def vim_small(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vim_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Mamba (ViM), 24 blocks of width 384."""
     return _create("vim_small", pretrained, **{"mixer": "mamba", **kwargs})
 
 
 @register_model
-def vim_small_stride8(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vim_small_stride8(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vim_small` with a patch of 16 pixels every 8: 729 patches at 224 px."""
     return _create("vim_small_stride8", pretrained, **{"mixer": "mamba", "patch_stride": 8, **kwargs})
 
 
 @register_model
-def vim_base(pretrained: bool = False, **kwargs) -> VisionLonghorn:
+def vim_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Mamba (ViM), 24 blocks of width 768."""
     return _create("vim_base", pretrained, **{"mixer": "mamba", **kwargs})

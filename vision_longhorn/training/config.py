@@ -27,16 +27,27 @@ CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is
 # Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
 WORDS = {"none": None, "null": None, "": None, "true": True, "false": False}
-TYPES = {int: "a whole number", float: "a number", str: "a word", bool: "true or false", list[float]: "numbers",
-         dict: "KEY=VALUE pairs"}
+TYPES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    bool: "true or false",
+    list[float]: "numbers",
+    dict: "KEY=VALUE pairs",
+}
 POSITIVE = Range(above=0)
 COUNT = Range(1, kind=int)
 SHARE = Range(0, 1)
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
 
 
-def _value(default: Any, doc: str, allowed: Range | tuple[str, ...] | None = None, also: tuple[str, ...] = (),
-           lengths: tuple[int, ...] | None = None) -> Any:
+def _value(
+    default: Any,
+    doc: str,
+    allowed: Range | tuple[str, ...] | None = None,
+    also: tuple[str, ...] = (),
+    lengths: tuple[int, ...] | None = None,
+) -> Any:
     """Field of `Config`.
 
     Args:
@@ -55,48 +66,76 @@ class Config:
     """All values of a run. The defaults are the ViM recipe for a tiny model at batch 1024, on one GPU."""
 
     # Model
-    model: str = _value("vlonghorn_tiny", "name of a timm model; importing vision_longhorn adds vlonghorn_* and vim_*",
-                        also=("arch", "model_name"))
-    model_kwargs: dict = _value({}, "arguments of the model, KEY=VALUE ...; on the command line they add to the file's,"
-                                    " KEY=none takes one away", also=("img_size", "image_size", "depth", "patch_size"))
+    model: str = _value(
+        "vlonghorn_tiny",
+        "name of a timm model; importing vision_longhorn adds vlonghorn_* and vim_*",
+        also=("arch", "model_name"),
+    )
+    model_kwargs: dict = _value(
+        {},
+        "arguments of the model, KEY=VALUE ...; on the command line they add to the file's, KEY=none takes one away",
+        also=("img_size", "image_size", "depth", "patch_size"),
+    )
     drop_path: float = _value(0.0, "stochastic depth rate", Range(0, below=1), also=("drop_path_rate",))
-    init: str | None = _value(None, "file of weights to start from, a run's best.pt or others of the model; position "
-                                    "embedding, patches and classifier are fitted",
-                              also=("pretrained", "finetune", "checkpoint", "initial_checkpoint", "weights"))
-    num_classes: int | None = _value(None, "number of classes; default: from the data", COUNT,
-                                     also=("nb_classes", "classes"))
+    init: str | None = _value(
+        None,
+        "file of weights to start from, a run's best.pt or others of the model; position "
+        "embedding, patches and classifier are fitted",
+        also=("pretrained", "finetune", "checkpoint", "initial_checkpoint", "weights"),
+    )
+    num_classes: int | None = _value(
+        None, "number of classes; default: from the data", COUNT, also=("nb_classes", "classes")
+    )
 
     # Data
-    data: str | None = _value(None, "shards (folder, brace pattern, glob or URL), or a folder of images with train/ "
-                                    "and val/; 'digits' is the built-in demo set",
-                              also=("data_path", "data_dir", "dataset", "root"))
+    data: str | None = _value(
+        None,
+        "shards (folder, brace pattern, glob or URL), or a folder of images with train/ "
+        "and val/; 'digits' is the built-in demo set",
+        also=("data_path", "data_dir", "dataset", "root"),
+    )
     val_data: str | None = _value(None, "shards or images for evaluation, where they are not part of `data`")
     train_split: str = _value("train", "split to train on")
     val_split: str = _value("val", "split to evaluate on")
     train_samples: int | None = _value(None, "training samples, for shards without an index", COUNT)
     val_samples: int | None = _value(None, "evaluation samples, for shards without an index", COUNT)
-    allow_pipe: bool = _value(False, "run the commands of `pipe:COMMAND` in data and val_data, which print shards; to "
-                                     "be given anew to resume a run")
-    workers: int | None = _value(None, "loader processes per training process; default: one to a core, 8 at most",
-                                 Range(0, kind=int), also=("num_workers", "dataloader_workers"))
-    max_bad_samples: float = _value(0, "training samples that a process may skip in an epoch because they cannot be "
-                                       "read, a number, or below 1 a share of them", Range(0))
+    allow_pipe: bool = _value(
+        False,
+        "run the commands of `pipe:COMMAND` in data and val_data, which print shards; to be given anew to resume a run",
+    )
+    workers: int | None = _value(
+        None,
+        "loader processes per training process; default: one to a core, 8 at most",
+        Range(0, kind=int),
+        also=("num_workers", "dataloader_workers"),
+    )
+    max_bad_samples: float = _value(
+        0,
+        "training samples that a process may skip in an epoch because they cannot be "
+        "read, a number, or below 1 a share of them",
+        Range(0),
+    )
 
     # Image transforms, timm's
     mean: list[float] | None = _value(None, "channel means in 0..1; default: the model's", SHARE, lengths=(1, 3))
-    std: list[float] | None = _value(None, "channel standard deviations in 0..1; default: the model's",
-                                     Range(above=0, high=1), lengths=(1, 3))
-    interpolation: str = _value("bicubic", "resampling in training and evaluation",
-                                ("bilinear", "bicubic", "nearest", "lanczos", "random"))
+    std: list[float] | None = _value(
+        None, "channel standard deviations in 0..1; default: the model's", Range(above=0, high=1), lengths=(1, 3)
+    )
+    interpolation: str = _value(
+        "bicubic", "resampling in training and evaluation", ("bilinear", "bicubic", "nearest", "lanczos", "random")
+    )
     crop_pct: float = _value(0.875, "evaluation crop, as a fraction of the resized image", Range(above=0, high=1))
-    scale: list[float] = _value([0.08, 1.0], "area of the random resized crop, as fractions of the image",
-                                Range(above=0, high=1), lengths=(2,))
+    scale: list[float] = _value(
+        [0.08, 1.0], "area of the random resized crop, as fractions of the image", Range(above=0, high=1), lengths=(2,)
+    )
     ratio: list[float] = _value([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
     hflip: float = _value(0.5, "probability of a horizontal flip", SHARE)
-    color_jitter: float | None = _value(0.3, "strength of colour jitter; timm leaves it out where auto_augment is on",
-                                        Range(0))
-    auto_augment: str | None = _value("rand-m9-mstd0.5-inc1", "timm's policy string, such as RandAugment's",
-                                      also=("aa", "randaugment"))
+    color_jitter: float | None = _value(
+        0.3, "strength of colour jitter; timm leaves it out where auto_augment is on", Range(0)
+    )
+    auto_augment: str | None = _value(
+        "rand-m9-mstd0.5-inc1", "timm's policy string, such as RandAugment's", also=("aa", "randaugment")
+    )
     re_prob: float = _value(0.25, "probability of random erasing", SHARE, also=("reprob", "random_erasing"))
     re_mode: str = _value("pixel", "filling of the erased part", ("const", "rand", "pixel"))
     repeats: int = _value(3, "repeated augmentation: views of each decoded sample in an epoch of unchanged size", COUNT)
@@ -109,51 +148,98 @@ class Config:
 
     # Optimiser and schedule
     opt: str = _value("adamw", "timm's name of the optimiser", also=("optimizer", "optim"))
-    lr: float = _value(1e-3, "peak learning rate, at `lr_base_batch` where that is set", POSITIVE,
-                       also=("learning_rate", "peak_lr", "max_lr", "base_lr", "blr"))
-    lr_base_batch: int | None = _value(1024, "global batch for lr; lr scales with the actual one; none: it does not",
-                                       COUNT)
-    layer_decay: float | None = _value(None, "factor of the learning rate from a block to the one before, such as 0.75 "
-                                             "in fine-tuning", Range(above=0, high=1))
-    weight_decay: float = _value(0.1, "weight decay; the model's no_weight_decay(), biases and norms are spared",
-                                 Range(0), also=("wd",))
-    clip_grad: float | None = _value(None, "largest norm of the gradient; none: no clipping", POSITIVE,
-                                     also=("max_grad_norm", "grad_clip", "gradient_clipping"))
-    batch_size: int = _value(1024, "samples per process and pass; the global batch is this x processes x grad_accum",
-                             COUNT, also=("per_device_train_batch_size", "bs", "batch"))
-    grad_accum: int = _value(1, "forward passes per update", COUNT,
-                             also=("gradient_accumulation_steps", "accum_iter", "grad_accum_steps"))
-    epochs: int = _value(300, "passes over as many samples as the training split holds", COUNT,
-                         also=("num_epochs", "num_train_epochs", "max_epochs"))
+    lr: float = _value(
+        1e-3,
+        "peak learning rate, at `lr_base_batch` where that is set",
+        POSITIVE,
+        also=("learning_rate", "peak_lr", "max_lr", "base_lr", "blr"),
+    )
+    lr_base_batch: int | None = _value(
+        1024, "global batch for lr; lr scales with the actual one; none: it does not", COUNT
+    )
+    layer_decay: float | None = _value(
+        None,
+        "factor of the learning rate from a block to the one before, such as 0.75 in fine-tuning",
+        Range(above=0, high=1),
+    )
+    weight_decay: float = _value(
+        0.1, "weight decay; the model's no_weight_decay(), biases and norms are spared", Range(0), also=("wd",)
+    )
+    clip_grad: float | None = _value(
+        None,
+        "largest norm of the gradient; none: no clipping",
+        POSITIVE,
+        also=("max_grad_norm", "grad_clip", "gradient_clipping"),
+    )
+    batch_size: int = _value(
+        1024,
+        "samples per process and pass; the global batch is this x processes x grad_accum",
+        COUNT,
+        also=("per_device_train_batch_size", "bs", "batch"),
+    )
+    grad_accum: int = _value(
+        1, "forward passes per update", COUNT, also=("gradient_accumulation_steps", "accum_iter", "grad_accum_steps")
+    )
+    epochs: int = _value(
+        300,
+        "passes over as many samples as the training split holds",
+        COUNT,
+        also=("num_epochs", "num_train_epochs", "max_epochs"),
+    )
     warmup_epochs: float = _value(5, "epochs of linear warm-up, part of `epochs`", Range(0), also=("warmup",))
     warmup_lr: float = _value(1e-6, "learning rate at the start of the warm-up", Range(0))
     min_lr: float = _value(1e-5, "learning rate at the end of the cosine", Range(0))
-    ema_decay: float = _value(0.99996, "decay of the averaged weights per update; 0: no averaging", Range(0, below=1),
-                              also=("model_ema_decay", "ema"))
-    ema_warmup: bool | None = _value(None, "let the decay grow from 0 over the first updates; default: where the run "
-                                           "is too short for it otherwise")
+    ema_decay: float = _value(
+        0.99996,
+        "decay of the averaged weights per update; 0: no averaging",
+        Range(0, below=1),
+        also=("model_ema_decay", "ema"),
+    )
+    ema_warmup: bool | None = _value(
+        None, "let the decay grow from 0 over the first updates; default: where the run is too short for it otherwise"
+    )
 
     # Run
-    run_dir: str | None = _value(None, "folder of the run; default: runs/NAME-TIME",
-                                 also=("output_dir", "output", "out", "save_dir", "log_dir"))
-    resume: str | None = _value(None, "go on with this run (its folder, or one of its checkpoints) under its own "
-                                      "config; without a value: with the run in --run-dir, if there is one yet")
+    run_dir: str | None = _value(
+        None, "folder of the run; default: runs/NAME-TIME", also=("output_dir", "output", "out", "save_dir", "log_dir")
+    )
+    resume: str | None = _value(
+        None,
+        "go on with this run (its folder, or one of its checkpoints) under its own "
+        "config; without a value: with the run in --run-dir, if there is one yet",
+    )
     seed: int = _value(0, "seed of weights, sample order and augmentation", Range(0, 2**32 - 1, kind=int))
     device: str = _value("auto", "auto is cuda where there is one", ("auto", "cuda", "cpu"))
-    precision: str = _value("auto", "auto is bf16 autocast on a GPU (fp16 on one without bf16), and fp32 on a CPU",
-                            ("auto", "bf16", "fp16", "fp32"), also=("amp", "mixed_precision", "dtype"))
+    precision: str = _value(
+        "auto",
+        "auto is bf16 autocast on a GPU (fp16 on one without bf16), and fp32 on a CPU",
+        ("auto", "bf16", "fp16", "fp32"),
+        also=("amp", "mixed_precision", "dtype"),
+    )
     compile: bool = _value(False, "torch.compile the model")
-    deterministic: bool = _value(False, "only algorithms of torch that give the same bits again; an error where it has "
-                                        "none")
+    deterministic: bool = _value(
+        False, "only algorithms of torch that give the same bits again; an error where it has none"
+    )
     compress_gradients: bool = _value(False, "average the processes' gradients in bfloat16, at half the traffic")
-    fsdp: bool = _value(False, "share out weights, gradients and the optimiser's state over the processes (FSDP2), for "
-                               "models too large for one GPU")
-    track: str | None = _value(None, "send the curves to this tracker of accelerate as well; its package has to be "
-                                     "installed", TRACKERS, also=("report_to", "log_with", "wandb", "tracker"))
+    fsdp: bool = _value(
+        False,
+        "share out weights, gradients and the optimiser's state over the processes (FSDP2), for "
+        "models too large for one GPU",
+    )
+    track: str | None = _value(
+        None,
+        "send the curves to this tracker of accelerate as well; its package has to be installed",
+        TRACKERS,
+        also=("report_to", "log_with", "wandb", "tracker"),
+    )
     log_interval: int = _value(50, "updates between two entries of the training curves", COUNT)
     eval_interval: int = _value(1, "epochs between two evaluations; the last epoch is always evaluated", COUNT)
-    checkpoint_interval: int = _value(1000, "updates between two checkpoints within an epoch; its end always has one",
-                                      COUNT, also=("save_interval", "save_steps"))
+    checkpoint_interval: int = _value(
+        1000,
+        "updates between two checkpoints within an epoch; its end always has one",
+        COUNT,
+        also=("save_interval", "save_steps"),
+    )
     keep_checkpoints: int = _value(2, "checkpoints to keep, beside the best", COUNT, also=("checkpoint_hist",))
     max_bad_steps: int = _value(10, "stop after so many updates in a row whose loss or gradients are not finite", COUNT)
 
@@ -161,8 +247,11 @@ class Config:
 
     def values(self) -> dict[str, Any]:
         """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
-        return {key: value for key, value in dataclasses.asdict(self).items()
-                if key not in ("run_dir", "resume", "allow_pipe")}
+        return {
+            key: value
+            for key, value in dataclasses.asdict(self).items()
+            if key not in ("run_dir", "resume", "allow_pipe")
+        }
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -182,8 +271,10 @@ class Config:
         """What a new run is refused for, and one that goes on was begun with: a list of lines."""
         faults = []
         if self.warmup_epochs >= self.epochs:
-            faults.append(f"warmup_epochs is {self.warmup_epochs:g} in a run of {self.epochs} epochs, which would not "
-                          f"leave its warm-up: give less, such as {self.epochs / 20:g}")
+            faults.append(
+                f"warmup_epochs is {self.warmup_epochs:g} in a run of {self.epochs} epochs, which would not "
+                f"leave its warm-up: give less, such as {self.epochs / 20:g}"
+            )
         if self.min_lr > self.lr:
             faults.append(f"min_lr is {self.min_lr} and lr {self.lr}: the cosine ends at min_lr, give one below lr")
         return faults
@@ -261,13 +352,16 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
 def _shorten_warmup(values: dict[str, Any]) -> list[str]:
     """Makes a warm-up that `values` leave to a file or the default fit into their epochs; what to say of that."""
     fields = Config.__dataclass_fields__
-    epochs, warmup = (_coerce(key, values.get(key, fields[key].default), fields[key].type)
-                      for key in ("epochs", "warmup_epochs"))
+    epochs, warmup = (
+        _coerce(key, values.get(key, fields[key].default), fields[key].type) for key in ("epochs", "warmup_epochs")
+    )
     if not warmup >= epochs > 0:
         return []
     values["warmup_epochs"] = epochs / 20
-    return [f"a warm-up of {warmup:g} epochs would fill this run of {epochs}, so it takes {epochs / 20:g}; "
-            "--warmup-epochs gives another"]
+    return [
+        f"a warm-up of {warmup:g} epochs would fill this run of {epochs}, so it takes {epochs / 20:g}; "
+        "--warmup-epochs gives another"
+    ]
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
@@ -288,8 +382,11 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
         raise UserError(f"{file} holds no `key: value` lines")
     for key in values:
         if key not in Config.__dataclass_fields__:
-            names = {word: field.name for field in dataclasses.fields(Config)
-                     for word in (*field.metadata["also"], field.name)}
+            names = {
+                word: field.name
+                for field in dataclasses.fields(Config)
+                for word in (*field.metadata["also"], field.name)
+            }
             near = names[difflib.get_close_matches(str(key), names, n=1, cutoff=0)[0]]
             raise UserError(f"{file}: unknown key {key!r}; the nearest known one is {near!r}")
     return values
@@ -302,25 +399,34 @@ class _OnceLoader(yaml.SafeLoader):
         seen = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} stands twice",
-                                                        key.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
 # The first field of each group of options in --help
-GROUPS = {"model": "model", "data": "data", "mean": "image transforms, timm's", "smoothing": "loss",
-          "opt": "optimiser and schedule", "run_dir": "run"}
+GROUPS = {
+    "model": "model",
+    "data": "data",
+    "mean": "image transforms, timm's",
+    "smoothing": "loss",
+    "opt": "optimiser and schedule",
+    "run_dir": "run",
+}
 
 
 def _parser() -> Parser:
     parser = Parser(
         description="Trains a model on image shards or a folder of images. Each value below may stand in the config "
-                    "file, too; in brackets its default.",
+        "file, too; in brackets its default.",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--config", help="YAML file, or the bare name of one of " +
-                        ", ".join(sorted(f.stem for f in CONFIGS.glob("*.yaml"))))
+    parser.add_argument(
+        "--config",
+        help="YAML file, or the bare name of one of " + ", ".join(sorted(f.stem for f in CONFIGS.glob("*.yaml"))),
+    )
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
@@ -331,9 +437,13 @@ def _parser() -> Parser:
         default = " ".join(map(str, default)) if isinstance(default, list) else default
         words = field.metadata["allowed"]
         choice = f": {', '.join(words)}" if isinstance(words, tuple) else ""
-        group.add_argument(option, metavar="VALUE", **many, **flag,
-                           help=f"{field.metadata['doc']}{choice} [{'none' if default in (None, {}) else default}]"
-                           .replace("%", "%%"))
+        group.add_argument(
+            option,
+            metavar="VALUE",
+            **many,
+            **flag,
+            help=f"{field.metadata['doc']}{choice} [{'none' if default in (None, {}) else default}]".replace("%", "%%"),
+        )
         parser.synonyms.update({word.replace("_", "-"): option for word in field.metadata["also"]})
     return parser
 

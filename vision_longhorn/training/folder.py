@@ -23,8 +23,17 @@ from vision_longhorn.training.config import Config
 from vision_longhorn.training.lock import RunLock
 from vision_longhorn.training.runlog import RunLog
 
-WRITTEN = ("config.yaml", "env.json", "metrics.json", "summary.csv", "bad_steps.json", "curves.png", "best.pt",
-           "last.pt", "update-*.pt")  # each aside first
+WRITTEN = (
+    "config.yaml",
+    "env.json",
+    "metrics.json",
+    "summary.csv",
+    "bad_steps.json",
+    "curves.png",
+    "best.pt",
+    "last.pt",
+    "update-*.pt",
+)  # each aside first
 
 
 class RunFolder:
@@ -44,8 +53,9 @@ class RunFolder:
         UserError: Where the folder holds another run, or another process writes to it.
     """
 
-    def __init__(self, path: Path, cfg: Config, resuming: bool, accelerator: Accelerator,
-                 held: contextlib.ExitStack) -> None:
+    def __init__(
+        self, path: Path, cfg: Config, resuming: bool, accelerator: Accelerator, held: contextlib.ExitStack
+    ) -> None:
         self.path, self.cfg, self.resuming, self.accelerator, self.held = path, cfg, resuming, accelerator, held
         self.lock: RunLock | None = None
         self.log: RunLog | None = None
@@ -87,8 +97,9 @@ class RunFolder:
             self.accelerator.print(f"Note: what a run without a checkpoint left in {self.path} is in {aside} now.")
         write_text(self.path / "config.yaml", yaml.safe_dump(self.cfg.values(), sort_keys=False))
         write_text(self.path / "env.json", json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
-        self.log = RunLog(self.accelerator, self.path, self.cfg, started,
-                          purge_step=updates + 1 if self.resuming else None)
+        self.log = RunLog(
+            self.accelerator, self.path, self.cfg, started, purge_step=updates + 1 if self.resuming else None
+        )
         self.held.callback(self.log.close)
 
     def save(self, checkpoint: dict[str, Any], is_best: bool) -> None:
@@ -162,8 +173,10 @@ def write_summary(path: str | os.PathLike[str], history: list[dict[str, Any]]) -
     """
     rows = []
     for entry in history:
-        nested = [({f"{key}_{inner}": number for inner, number in value.items()} if isinstance(value, dict)
-                   else {key: value}) for key, value in entry.items()]
+        nested = [
+            ({f"{key}_{inner}": number for inner, number in value.items()} if isinstance(value, dict) else {key: value})
+            for key, value in entry.items()
+        ]
         rows.append({key: value for part in nested for key, value in part.items()})
     table = io.StringIO()
     writer = csv.DictWriter(table, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")

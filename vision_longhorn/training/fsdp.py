@@ -37,8 +37,10 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
         raise UserError("compress_gradients together with fsdp needs GPUs: leave one of them out")
     for model in models:
         if not hasattr(model, "blocks") or any(True for _ in model.buffers()):
-            raise UserError("fsdp takes models with a stack of `blocks` and without buffers, and "
-                            f"{type(model).__name__} is none: leave fsdp out")
+            raise UserError(
+                "fsdp takes models with a stack of `blocks` and without buffers, and "
+                f"{type(model).__name__} is none: leave fsdp out"
+            )
     # Torch leaves averages of float32 to gloo, which in 2.7 sums. Those of float64 it divides by itself.
     dtype = torch.float64 if cpu else torch.bfloat16 if compress_gradients else None
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
@@ -76,9 +78,12 @@ def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     # torch goes by the parameters' names here, optimisers count them.
     names = [name for group in state["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
-    return {"state": {number[name]: value for name, value in state["state"].items()},
-            "param_groups": [{**group, "params": [number[name] for name in group["params"]]}
-                             for group in state["param_groups"]]}
+    return {
+        "state": {number[name]: value for name, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -88,9 +93,10 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
         return
     name = {parameter: name for name, parameter in model.named_parameters()}
     names = [name[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {"state": {names[i]: value for i, value in state["state"].items()},
-             "param_groups": [{**group, "params": [names[i] for i in group["params"]]}
-                              for group in state["param_groups"]]}
+    state = {
+        "state": {names[i]: value for i, value in state["state"].items()},
+        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
+    }
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
     for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
         own.update({**group, "params": own["params"]})  # torch makes lists of what were tuples

@@ -49,8 +49,10 @@ class RunLock:
                 return
             self._file.close()
             holder = path.read_text(encoding="utf-8").strip() or "another process"
-            raise UserError(f"{folder} is being written by {holder}: end that one first, it saves on SIGTERM; if that "
-                            f"machine is gone, remove {path}") from None
+            raise UserError(
+                f"{folder} is being written by {holder}: end that one first, it saves on SIGTERM; if that "
+                f"machine is gone, remove {path}"
+            ) from None
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()

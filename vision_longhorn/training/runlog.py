@@ -30,8 +30,9 @@ class RunLog:
         purge_step: Entries from this step on that stand there already are hidden.
     """
 
-    def __init__(self, accelerator: Accelerator, run_dir: Path, cfg: Config, started: str,
-                 purge_step: int | None = None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, run_dir: Path, cfg: Config, started: str, purge_step: int | None = None
+    ) -> None:
         self.accelerator, self.tracked = accelerator, cfg.track is not None
         self.writer = SummaryWriter(run_dir, purge_step=purge_step)
         self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(cfg.values(), sort_keys=False) + "```")

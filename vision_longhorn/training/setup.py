@@ -42,13 +42,18 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     check_tracker(cfg.track)
     hook = DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO
     return make_accelerator(
-        cfg.device, cfg.precision, gradient_accumulation_steps=cfg.grad_accum, log_with=cfg.track,
-        project_dir=str(run_dir), kwargs_handlers=[
+        cfg.device,
+        cfg.precision,
+        gradient_accumulation_steps=cfg.grad_accum,
+        log_with=cfg.track,
+        project_dir=str(run_dir),
+        kwargs_handlers=[
             GradScalerKwargs(init_scale=SCALE),
             DistributedDataParallelKwargs(
-                gradient_as_bucket_view=True, comm_hook=hook,
-                static_graph=cfg.grad_accum == 1),  # torch has no static graph with accumulation
-        ])
+                gradient_as_bucket_view=True, comm_hook=hook, static_graph=cfg.grad_accum == 1
+            ),  # torch has no static graph with accumulation
+        ],
+    )
 
 
 class Data(NamedTuple):
@@ -61,26 +66,37 @@ class Data(NamedTuple):
 
     def names(self) -> dict[str, list[str] | None]:
         """Names of classes, each kind if there is one for each class of the model."""
-        return {kind: list(names) if names and len(names) == self.num_classes else None
-                for kind, names in (("class_names", self.train.class_names),
-                                    ("display_names", self.train.display_names))}
+        return {
+            kind: list(names) if names and len(names) == self.num_classes else None
+            for kind, names in (("class_names", self.train.class_names), ("display_names", self.train.display_names))
+        }
 
 
 def open_data(cfg: Config, accelerator: Accelerator) -> Data:
     """Finds the splits to train and to evaluate on."""
     if cfg.data is None:
-        raise UserError("no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and "
-                        "val/CLASS/IMAGE")
+        raise UserError(
+            "no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and val/CLASS/IMAGE"
+        )
     if cfg.data == DIGITS:
-        accelerator.print("No data named by --data DIR: this is the demo, which learns scikit-learn's handwritten "
-                          "digits.")
+        accelerator.print(
+            "No data named by --data DIR: this is the demo, which learns scikit-learn's handwritten digits."
+        )
     place = locate_data(cfg.data, accelerator)
-    train = open_shards(place, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe,
-                        samples_option="--train-samples")
+    train = open_shards(
+        place, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe, samples_option="--train-samples"
+    )
     if not cfg.val_data and not os.path.isdir(place):
         raise UserError(f"data is {place!r}, which names training shards only: give --val-data, or a folder of both")
-    val = open_shards(cfg.val_data or place, cfg.val_split, cfg.val_samples, cfg.num_classes, cfg.allow_pipe,
-                      train=train, samples_option="--val-samples")
+    val = open_shards(
+        cfg.val_data or place,
+        cfg.val_split,
+        cfg.val_samples,
+        cfg.num_classes,
+        cfg.allow_pipe,
+        train=train,
+        samples_option="--val-samples",
+    )
     check_classes(train.class_names, val.class_names)
     num_classes = cfg.num_classes or train.num_classes
     if num_classes is None:
@@ -91,15 +107,19 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
 def check_classes(train: list[str] | None, val: list[str] | None) -> None:
     """Raises UserError where both splits say what their classes are called, and not the same."""
     if train and val and list(train) != list(val):
-        i = next((i for i, pair in enumerate(zip(train, val, strict=False)) if pair[0] != pair[1]),
-                 min(len(train), len(val)))
+        i = next(
+            (i for i, pair in enumerate(zip(train, val, strict=False)) if pair[0] != pair[1]), min(len(train), len(val))
+        )
         first, second = (repr(some[i]) if i < len(some) else "missing" for some in (train, val))
-        raise UserError(f"class {i} is {first} in the training data and {second} in that for evaluation: give data "
-                        "with the same classes")
+        raise UserError(
+            f"class {i} is {first} in the training data and {second} in that for evaluation: give data "
+            "with the same classes"
+        )
 
 
-def build_model(cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool
-                ) -> tuple[TimmModel, ModelEmaV3 | None]:
+def build_model(
+    cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool
+) -> tuple[TimmModel, ModelEmaV3 | None]:
     """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy of it."""
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
@@ -148,15 +168,30 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
             transform, finish = split_transform(transform)
         except UserError as error:
             accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
-    share = dict(batch_size=cfg.batch_size, num_workers=cfg.workers, rank=accelerator.process_index,
-                 world_size=accelerator.num_processes, num_classes=data.num_classes, pin_memory=on_gpu)
-    train = train_loader(data.train, transform, seed=cfg.seed, repeats=cfg.repeats,
-                         max_bad_samples=cfg.max_bad_samples, keys=True, **share)
+    share = dict(
+        batch_size=cfg.batch_size,
+        num_workers=cfg.workers,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        num_classes=data.num_classes,
+        pin_memory=on_gpu,
+    )
+    train = train_loader(
+        data.train,
+        transform,
+        seed=cfg.seed,
+        repeats=cfg.repeats,
+        max_bad_samples=cfg.max_bad_samples,
+        keys=True,
+        **share,
+    )
     val = eval_loader(data.val, create_transform(**settings), **share)
     updates_per_epoch = len(train) // cfg.grad_accum
     if updates_per_epoch == 0:
-        raise UserError(f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give "
-                        "a smaller grad_accum or batch_size")
+        raise UserError(
+            f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give "
+            "a smaller grad_accum or batch_size"
+        )
     return Loaders(train, val, finish, updates_per_epoch)
 
 
@@ -172,8 +207,10 @@ def peak_rate(cfg: Config, global_batch: int, resuming: bool, say: Say) -> float
     """The learning rate at the end of the warm-up, for updates of `global_batch` samples."""
     peak = cfg.lr * global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
     if cfg.min_lr > peak:
-        text = (f"min_lr is {cfg.min_lr}, above the peak of {peak:.2e} (lr {cfg.lr} at a batch of {cfg.lr_base_batch}, "
-                f"here {global_batch}): give a smaller min_lr, or a larger lr")
+        text = (
+            f"min_lr is {cfg.min_lr}, above the peak of {peak:.2e} (lr {cfg.lr} at a batch of {cfg.lr_base_batch}, "
+            f"here {global_batch}): give a smaller min_lr, or a larger lr"
+        )
         if not resuming:
             raise UserError(text)
         say(f"Note: {text}.")
@@ -184,37 +221,55 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
     """timm's optimiser, fused where that lets the device skip an update by itself."""
     with bad_input(f"opt={cfg.opt}"):
         fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
-        return create_optimizer_v2(model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay,
-                                   layer_decay=cfg.layer_decay, **fused)
+        return create_optimizer_v2(
+            model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **fused
+        )
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:
     """A linear warm-up, then a whole cosine, by updates."""
     epochs: dict[str, Any] = dict(  # fractions of them, too, which timm's types do not know of
-        num_epochs=max(cfg.epochs - cfg.warmup_epochs, 1 / updates_per_epoch), warmup_epochs=cfg.warmup_epochs)
+        num_epochs=max(cfg.epochs - cfg.warmup_epochs, 1 / updates_per_epoch), warmup_epochs=cfg.warmup_epochs
+    )
     scheduler, _ = create_scheduler_v2(
-        optimizer, "cosine", **epochs, warmup_prefix=True, warmup_lr=min(cfg.warmup_lr, peak_lr), min_lr=cfg.min_lr,
-        step_on_epochs=False, updates_per_epoch=updates_per_epoch)
+        optimizer,
+        "cosine",
+        **epochs,
+        warmup_prefix=True,
+        warmup_lr=min(cfg.warmup_lr, peak_lr),
+        min_lr=cfg.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=updates_per_epoch,
+    )
     return scheduler
 
 
 def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, say: Say) -> None:
     """Lets the decay grow from 0 where the run's updates are too few for the average to leave the first weights."""
-    start_left = cfg.ema_decay ** updates
+    start_left = cfg.ema_decay**updates
     if cfg.ema_warmup is None:
         cfg.ema_warmup = start_left > 0.05
         if cfg.ema_warmup:
-            say(f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this "
-                f"run has {updates:,}, so its decay grows from 0 (ema_warmup).")
+            say(
+                f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this "
+                f"run has {updates:,}, so its decay grows from 0 (ema_warmup)."
+            )
     elif not cfg.ema_warmup and start_left > 0.05:
-        say(f"Note: {start_left:.0%} of the averaged weights will be those at the start, after {updates:,} updates "
+        say(
+            f"Note: {start_left:.0%} of the averaged weights will be those at the start, after {updates:,} updates "
             f"with an EMA of decay {cfg.ema_decay}: give --ema-warmup, or --ema-decay "
-            f"{max(0.0, 1 - 20 / updates):.4g}; best.pt goes by these weights.")
+            f"{max(0.0, 1 - 20 / updates):.4g}; best.pt goes by these weights."
+        )
     ema.use_warmup = cfg.ema_warmup
 
 
-def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, input_size: tuple[int, ...],
-         accelerator: Accelerator) -> nn.Module:
+def wrap(
+    cfg: Config,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    input_size: tuple[int, ...],
+    accelerator: Accelerator,
+) -> nn.Module:
     """The network that trains: `model`, wrapped where there are several processes, and compiled where cfg says so.
 
     Args:
@@ -224,18 +279,21 @@ def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, input_
     # every process from the first one's stream. A sharded model sums over the processes by itself, and gets no more
     # than autocast.
     sharded = is_sharded(model)
-    net = (accelerator.prepare_model(model, device_placement=False, evaluation_mode=True) if sharded
-           else accelerator.prepare(model))
+    net = (
+        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        if sharded
+        else accelerator.prepare(model)
+    )
     if cfg.compile:
         compile_blocks(model) if sharded else model.compile()
     if accelerator.num_processes > 1 and not sharded:
-        settle_buckets(accelerator, net, optimizer,
-                       torch.zeros(cfg.batch_size, *input_size, device=accelerator.device))
+        settle_buckets(accelerator, net, optimizer, torch.zeros(cfg.batch_size, *input_size, device=accelerator.device))
     return net
 
 
-def settle_buckets(accelerator: Accelerator, net: nn.Module, optimizer: torch.optim.Optimizer,
-                   images: torch.Tensor) -> None:
+def settle_buckets(
+    accelerator: Accelerator, net: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor
+) -> None:
     """Two forward and backward passes that change nothing, for DistributedDataParallel.
 
     It sorts the gradients into its buckets anew after its first pass, or with a static graph after the second, by the

@@ -50,10 +50,16 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """The state, for a checkpoint. All processes take part, the first one gets whole tensors."""
         state = dict(
-            epoch=self.epoch, updates=self.updates, watch=self.monitor.state_dict(),
-            state_dict=whole_weights(self.model), optimizer=whole_optimizer_state(self.model, self.optimizer),
-            best_metric=self.best, history=self.history, started=self.started,
-            scaler=self.scaler and self.scaler.state_dict())
+            epoch=self.epoch,
+            updates=self.updates,
+            watch=self.monitor.state_dict(),
+            state_dict=whole_weights(self.model),
+            optimizer=whole_optimizer_state(self.model, self.optimizer),
+            best_metric=self.best,
+            history=self.history,
+            started=self.started,
+            scaler=self.scaler and self.scaler.state_dict(),
+        )
         if self.ema:
             state["state_dict_ema"] = whole_weights(self.ema.module)
         return state
@@ -96,15 +102,16 @@ class RunState:
         return is_best
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any],
-                   cfg: Config) -> None:
+def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any], cfg: Config) -> None:
     """Loads moments and step counts of a checkpoint; the settings stay those of `cfg`, which may have changed."""
     if checkpoint["config"]["opt"] != cfg.opt:
         raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
     saved = checkpoint["optimizer"]
     # Some of timm's optimisers count their steps among the settings; a new one has no count yet.
-    groups = [{**group, **own, "params": group["params"]}
-              for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)]
+    groups = [
+        {**group, **own, "params": group["params"]}
+        for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
+    ]
     with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
         load_optimizer_state(model, optimizer, {"state": saved["state"], "param_groups": groups})
 
@@ -113,6 +120,11 @@ def changes_since(state: dict[str, Any], cfg: Config, facts: dict[str, Any]) -> 
     """What is other than it was in the run of a checkpoint, as "KEY BEFORE -> NOW"."""
     new = {**cfg.values(), **facts}
     # What the checkpoint's time did not know yet was as it is by default.
-    old = {"threads": new.get("threads"), "schedule": "a cosine that counts the warm-up", **Config().values(),
-           **state["config"], **state["facts"]}
+    old = {
+        "threads": new.get("threads"),
+        "schedule": "a cosine that counts the warm-up",
+        **Config().values(),
+        **state["config"],
+        **state["facts"],
+    }
     return [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]

@@ -93,8 +93,15 @@ class Trainer:
         self.shows_bar = accelerator.is_main_process and sys.stderr.isatty()
         self.signals = StopSignals(run_dir)
         monitor = UpdateMonitor(
-            accelerator, self.signals, run_dir, images=self.global_batch, updates_per_epoch=per_epoch,
-            log_interval=cfg.log_interval, max_bad_steps=cfg.max_bad_steps, say=None if self.shows_bar else self.say)
+            accelerator,
+            self.signals,
+            run_dir,
+            images=self.global_batch,
+            updates_per_epoch=per_epoch,
+            log_interval=cfg.log_interval,
+            max_bad_steps=cfg.max_bad_steps,
+            say=None if self.shows_bar else self.say,
+        )
         self.state = RunState(model, ema, optimizer, accelerator.scaler, monitor, per_epoch)
         if resuming:
             self.resume()
@@ -111,8 +118,10 @@ class Trainer:
         if state.epoch >= self.cfg.epochs:
             raise UserError(f"{self.folder.path} has finished its {state.epoch} epochs: give more by --epochs to go on")
         done = state.updates - state.epoch * state.updates_per_epoch
-        self.say(f"Going on with {self.cfg.resume} after epoch {state.epoch} and {done} of {state.updates_per_epoch} "
-                 "updates.")
+        self.say(
+            f"Going on with {self.cfg.resume} after epoch {state.epoch} and {done} of {state.updates_per_epoch} "
+            "updates."
+        )
         if changes := changes_since(checkpoint, self.cfg, self.facts()):
             self.say(f"Note: since it stopped these have changed, so it may go on another way: {', '.join(changes)}.")
 
@@ -121,8 +130,14 @@ class Trainer:
     def train(self) -> None:
         """Trains to the end, or to a signal."""
         cfg, state = self.cfg, self.state
-        self.progress = tqdm(initial=state.updates * self.global_batch, unit="img", unit_scale=True, dynamic_ncols=True,
-                             total=cfg.epochs * state.updates_per_epoch * self.global_batch, disable=not self.shows_bar)
+        self.progress = tqdm(
+            initial=state.updates * self.global_batch,
+            unit="img",
+            unit_scale=True,
+            dynamic_ncols=True,
+            total=cfg.epochs * state.updates_per_epoch * self.global_batch,
+            disable=not self.shows_bar,
+        )
         with self.progress, self.signals:
             if self.folder.resuming:
                 self.open_folder()
@@ -195,8 +210,9 @@ class Trainer:
         done = self.state.epoch + 1
         if done % self.cfg.eval_interval and done != self.cfg.epochs:
             return {}
-        return evaluate(self.evaluated, self.loaders.val, self.accelerator, self.data.val.num_samples,
-                        self.cfg.batch_size)
+        return evaluate(
+            self.evaluated, self.loaders.val, self.accelerator, self.data.val.num_samples, self.cfg.batch_size
+        )
 
     def save(self, is_best: bool = False) -> None:
         """Saves a checkpoint, with all that a resumed run needs."""
@@ -204,14 +220,22 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """The checkpoint: what the run is, and its state. All processes take part, the first one gets whole tensors."""
-        return dict(arch=self.cfg.model, num_classes=self.data.num_classes, **self.data.names(),
-                    config=self.cfg.values(), facts=self.facts(), **self.state.state_dict())
+        return dict(
+            arch=self.cfg.model,
+            num_classes=self.data.num_classes,
+            **self.data.names(),
+            config=self.cfg.values(),
+            facts=self.facts(),
+            **self.state.state_dict(),
+        )
 
     def stop(self) -> NoReturn:
         """Ends the process by the code that a shell gives to one ended by the signal that came."""
         number = self.state.monitor.stop
-        self.say(f"Stopped by {signal.Signals(number).name} after update {self.state.updates}, --resume "
-                 f"{self.folder.path} goes on.")
+        self.say(
+            f"Stopped by {signal.Signals(number).name} after update {self.state.updates}, --resume "
+            f"{self.folder.path} goes on."
+        )
         leave(self.accelerator)
         sys.exit(128 + number)
 
@@ -229,11 +253,17 @@ class Trainer:
     def facts(self) -> dict[str, Any]:
         """What the run's bits depend on beside its config."""
         cpu = self.device.type == "cpu"
-        return {"processes": self.accelerator.num_processes, "global_batch": self.global_batch,
-                "updates_per_epoch": self.loaders.updates_per_epoch, "peak_lr": self.peak_lr,
-                "num_classes": self.data.num_classes, "schedule": SCHEDULE, "torch": str(torch.__version__),
-                "device": "cpu" if cpu else torch.cuda.get_device_name(),
-                **({"threads": torch.get_num_threads()} if cpu else {})}
+        return {
+            "processes": self.accelerator.num_processes,
+            "global_batch": self.global_batch,
+            "updates_per_epoch": self.loaders.updates_per_epoch,
+            "peak_lr": self.peak_lr,
+            "num_classes": self.data.num_classes,
+            "schedule": SCHEDULE,
+            "torch": str(torch.__version__),
+            "device": "cpu" if cpu else torch.cuda.get_device_name(),
+            **({"threads": torch.get_num_threads()} if cpu else {}),
+        }
 
     def epoch_facts(self) -> dict[str, Any]:
         """What the history says of an epoch beside its evaluation."""
@@ -246,13 +276,17 @@ class Trainer:
         size = "x".join(map(str, self.settings["input_size"]))
         count = sum(parameter.numel() for parameter in self.state.model.parameters())
         self.say(f"model   {cfg.model}, {count:,} parameters, input {size}, {self.data.num_classes} classes")
-        self.say(f"data    {self.data.place}: {self.data.train.num_samples:,} samples to train on, "
-                 f"{self.data.val.num_samples:,} to evaluate")
+        self.say(
+            f"data    {self.data.place}: {self.data.train.num_samples:,} samples to train on, "
+            f"{self.data.val.num_samples:,} to evaluate"
+        )
         if self.data.train.hint:
             self.say(f"        {self.data.train.hint}")
-        self.say(f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in "
-                 f"{'fp32' if mixed == 'no' else mixed}, {cfg.epochs} epochs of {self.loaders.updates_per_epoch} "
-                 f"updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}")
+        self.say(
+            f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in "
+            f"{'fp32' if mixed == 'no' else mixed}, {cfg.epochs} epochs of {self.loaders.updates_per_epoch} "
+            f"updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}"
+        )
         self.say(f"folder  {self.folder.path}")
 
     def report_epoch(self) -> None:
@@ -262,10 +296,14 @@ class Trainer:
         entry = self.state.history[-1]
         results, skipped = {tag: entry[tag] for tag in self.evaluated if tag in entry}, entry["skipped_samples"]
         accuracies = "".join(f"  {tag} top-1 {result['top1']:.2f} %" for tag, result in results.items())
-        self.progress.write(f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  {entry['images_per_s']:,.0f} "
-                            f"images/s{accuracies}{f'  {skipped} samples skipped' if skipped else ''}")
-        self.folder.log.add({f"{tag}/{key}": result[key] for tag, result in results.items()
-                             for key in ("top1", "top5", "loss")}, self.state.updates)
+        self.progress.write(
+            f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  {entry['images_per_s']:,.0f} "
+            f"images/s{accuracies}{f'  {skipped} samples skipped' if skipped else ''}"
+        )
+        self.folder.log.add(
+            {f"{tag}/{key}": result[key] for tag, result in results.items() for key in ("top1", "top5", "loss")},
+            self.state.updates,
+        )
 
     def finish(self) -> None:
         """Draws the curves, and says what came of the run: its last epoch is always evaluated."""
@@ -275,7 +313,8 @@ class Trainer:
             self.folder.log.finish(self.cfg, results, best)
             plot_runs([run_dir], run_dir / "curves.png")
         for tag, result in results.items():
-            self.say(f"{'raw weights' if tag == 'val' else 'EMA weights'}  {describe(result)} of "
-                     f"{self.data.val.num_samples}")
+            self.say(
+                f"{'raw weights' if tag == 'val' else 'EMA weights'}  {describe(result)} of {self.data.val.num_samples}"
+            )
         self.say(f"best epoch   top-1 {best:.2f} %, saved as {run_dir / 'best.pt'}")
         self.say(f"curves       {run_dir / 'curves.png'}, or live: tensorboard --logdir {run_dir.parent}")

@@ -61,9 +61,18 @@ class UpdateMonitor:
         last: Dict with the latest entry's "train_loss", "lr" and "images_per_s".
     """
 
-    def __init__(self, accelerator: Accelerator, signals: StopSignals, run_dir: str | Path, *, images: int,
-                 updates_per_epoch: int, log_interval: int, max_bad_steps: int,
-                 say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        signals: StopSignals,
+        run_dir: str | Path,
+        *,
+        images: int,
+        updates_per_epoch: int,
+        log_interval: int,
+        max_bad_steps: int,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.accelerator, self.signals, self.run_dir = accelerator, signals, Path(run_dir)
         self.log: RunLog | None = None
         self.say, self._said = say, time.monotonic()
@@ -80,8 +89,13 @@ class UpdateMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, so that its curves go on as well. `read_all` comes first."""
-        return {"loss_sum": self._loss_sum, "losses": self._losses, "skipped": self._skipped, "bad": self._bad,
-                "last": self.last}
+        return {
+            "loss_sum": self._loss_sum,
+            "losses": self._losses,
+            "skipped": self._skipped,
+            "bad": self._bad,
+            "last": self.last,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_sum, self._losses, self._skipped = state["loss_sum"], state["losses"], state["skipped"]
@@ -98,8 +112,10 @@ class UpdateMonitor:
         begin = self._now()
         batch = next(batches, None)
         if batch is None:
-            raise UserError("the training data ended within an epoch: check the shards by `python -m "
-                            "vision_longhorn.shards verify DIR`")
+            raise UserError(
+                "the training data ended within an epoch: check the shards by `python -m "
+                "vision_longhorn.shards verify DIR`"
+            )
         self._waits.append((begin, self._now()))
         images, targets, places = batch
         self._places += places
@@ -163,13 +179,22 @@ class UpdateMonitor:
         self.last = {"train_loss": loss, "lr": lr, "images_per_s": self._updates * self.images / seconds}
         if self.say and time.monotonic() > self._said + QUIET and number % self.updates_per_epoch:
             self._said = time.monotonic()
-            self.say(f"update {number % self.updates_per_epoch} of {self.updates_per_epoch}, epoch "
-                     f"{number // self.updates_per_epoch + 1}  loss {loss:.4f}  {self.last['images_per_s']:,.0f} "
-                     "images/s")
+            self.say(
+                f"update {number % self.updates_per_epoch} of {self.updates_per_epoch}, epoch "
+                f"{number // self.updates_per_epoch + 1}  loss {loss:.4f}  {self.last['images_per_s']:,.0f} "
+                "images/s"
+            )
         if self.log:
-            scalars = {"loss": loss, "lr": lr, "images_per_s": self.last["images_per_s"], "grad_norm": grad_norm,
-                       "epoch": number / self.updates_per_epoch, "data_wait": self._waited / seconds,
-                       "skipped": self._skipped, **self._memory()}
+            scalars = {
+                "loss": loss,
+                "lr": lr,
+                "images_per_s": self.last["images_per_s"],
+                "grad_norm": grad_norm,
+                "epoch": number / self.updates_per_epoch,
+                "data_wait": self._waited / seconds,
+                "skipped": self._skipped,
+                **self._memory(),
+            }
             self.log.add({f"train/{tag}": value for tag, value in scalars.items()}, number)
         self._loss_sum, self._losses = 0.0, 0
         self._since, self._updates, self._waited = end, 0, 0.0
@@ -199,6 +224,7 @@ class UpdateMonitor:
             if self.accelerator.is_main_process:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 write_text(file, json.dumps(evidence, indent=2) + "\n")
+
         write()  # before the others are asked, as one of them may be gone
         evidence["samples_unknown"] = self._name_samples()
         write()
@@ -215,8 +241,10 @@ class UpdateMonitor:
         Returns:
             Dict of process number to why they are unknown.
         """
-        named = {number: [place({"__url__": shard, "__key__": key}) for shard, key in places]
-                 for number, places in self._bad_places.items()}
+        named = {
+            number: [place({"__url__": shard, "__key__": key}) for shard, key in places]
+            for number, places in self._bad_places.items()
+        }
         try:
             parts = gather_object([named])
         except Exception as error:  # whatever it is, the run has something else to say

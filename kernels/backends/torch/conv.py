@@ -65,14 +65,15 @@ def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor) ->
         dbias[g] = dpre.sum((0, 1))
         for i in range(K):
             start = g * (K - 1) + i
-            dtaps[g, i] = torch.mul(dpre, padded[:, start:start + L], out=pre).sum((0, 1))
-            dpadded[:, start:start + L].addcmul_(dpre, taps[g, i])
-    dx.copy_(dpadded[:, K - 1:K - 1 + L])
+            dtaps[g, i] = torch.mul(dpre, padded[:, start : start + L], out=pre).sum((0, 1))
+            dpadded[:, start : start + L].addcmul_(dpre, taps[g, i])
+    dx.copy_(dpadded[:, K - 1 : K - 1 + L])
     return _flipped(dtaps).transpose(1, 2).contiguous(), dbias
 
 
 # The torch backend. Sums of shifted tokens, in place and with the channels last as they lie, take a half to a quarter
 # of the time of the library's convolution on a CPU, which wants them in another order and back.
+
 
 def _operands(x: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x with K - 1 zeros on both sides, (B, L + 2 (K - 1), D), the weights, (G, K, D), each direction's in the order of
@@ -92,7 +93,7 @@ def _pre_activation(padded: Tensor, taps: Tensor, bias: Tensor, g: int) -> Tenso
     """(B, L, D) of direction g, from `_operands`."""
     past = taps.shape[1] - 1
     L = padded.shape[1] - 2 * past
-    pre = torch.addcmul(bias[g], padded[:, g * past:g * past + L], taps[g, 0])
+    pre = torch.addcmul(bias[g], padded[:, g * past : g * past + L], taps[g, 0])
     for i in range(1, past + 1):
-        pre.addcmul_(padded[:, g * past + i:g * past + i + L], taps[g, i])
+        pre.addcmul_(padded[:, g * past + i : g * past + i + L], taps[g, i])
     return pre

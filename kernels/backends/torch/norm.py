@@ -27,8 +27,7 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return ((n * weight.to(wide)[:, None, None]).sum(0) * F.silu(z.to(wide))).to(z.dtype)
 
 
-def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor
-             ) -> tuple[Tensor, Tensor]:
+def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of o and weight; that of z is written to `dz`.
 
     Args:

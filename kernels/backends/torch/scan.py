@@ -7,16 +7,16 @@ tokens does only
     "decay":  S_t = a_t * S_{t-1} + k_t w_t^T,  w_t = eps_t x_t
     "error":  S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
 
-(one call for each token, or three, by the rule's `kind`), and everything that needs no order, the decays, what is written, the read-out and
-all gradients but the adjoint of the state, is done for the span at once. The forward pass saves the state at the start
-of each chunk; the backward pass rebuilds each span from the one at its start.
+(one call for each token, or three, by the rule's `kind`), and everything that needs no order, the decays, what is
+written, the read-out and all gradients but the adjoint of the state, is done for the span at once. The forward pass
+saves the state at the start of each chunk; the backward pass rebuilds each span from the one at its start.
 
 Layout: time first, (L, sequences, ...), the state (sequences, N, D). docs/scan.md derives the gradients.
 """
 
 import math
 import threading
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ class _Inputs(NamedTuple):
     The R sequences of the batch axis are the batch of each direction, one direction after the other.
     """
 
+    # fmt: off
     x: Tensor               # (L, R, D)
     step: Optional[Tensor]  # (L, R, D), bias included
     k: Tensor               # (L, R, N)
@@ -46,15 +47,18 @@ class _Inputs(NamedTuple):
     z: Optional[Tensor]     # (L, R, D)
     D: Optional[Tensor]     # (R, D)
     state: Tensor           # (R, N, D)
+    # fmt: on
 
 
 class _Walk(NamedTuple):
     """What `_advance` finds on its way through T tokens of b sequences."""
 
+    # fmt: off
     states: Tensor          # (T + 1, b, N, D): before the first token, and after each
     targets: Tensor         # (T, b, D): x, or, for the rules of kind "error", the error x_t - S_{t-1} k_t
     writes: Tensor          # (T, b, D): eps times the target, which is written along k_t
     a: Optional[Tensor]     # (T, b, N, D): decays; None for kind "error"
+    # fmt: on
 
 
 def _time_first(scan: Scan, value: Tensor) -> Tensor:
@@ -71,15 +75,16 @@ def _time_first(scan: Scan, value: Tensor) -> Tensor:
 def _batch_first(scan: Scan, value: Tensor) -> Tensor:
     """The way back: (L, R, C) to (G, B, L, C)."""
     parts = value.unflatten(1, scan.sizes[:2]).unbind(1)
-    return torch.stack([(part.flip(0) if backward else part).transpose(0, 1)
-                        for part, backward in zip(parts, scan.reversed)])
+    return torch.stack(
+        [(part.flip(0) if backward else part).transpose(0, 1) for part, backward in zip(parts, scan.reversed)]
+    )
 
 
 def _inputs(scan: Scan) -> _Inputs:
     G, B, L, D, N = scan.sizes
 
-    def each(value: Optional[Tensor], ndim: int) -> Optional[Tensor]:
-        return None if value is None else stack(scan, value, ndim).to(scan.accumulator)  # (G, ...)
+    def each(value: Tensor, ndim: int) -> Tensor:
+        return stack(scan, value, ndim).to(scan.accumulator)  # (G, ...)
 
     def each_sequence(value: Tensor) -> Tensor:
         return value.unsqueeze(1).expand(G, B, *value.shape[1:]).flatten(0, 1)
@@ -98,7 +103,7 @@ def _inputs(scan: Scan) -> _Inputs:
     return _Inputs(_time_first(scan, scan.x), None if step is None else step.expand(L, G * B, D),
                    _time_first(scan, scan.k),
                    _time_first(scan, scan.q), A, None if scan.z is None else _time_first(scan, scan.z),
-                   None if scan.D is None else each_sequence(each(scan.D, 1)), state)
+                   None if scan.D is None else each_sequence(each(scan.D, 1)), state)  # fmt: skip
 
 
 def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
@@ -106,18 +111,23 @@ def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
     L, R, D = d.x.shape
     room = max(1, BLOCK_ELEMENTS // (CHUNK * D * d.k.shape[-1]))  # chunks of one sequence
     span = CHUNK * max(1, room // max(1, R))
-    return ([slice(start, min(start + room, R)) for start in range(0, R, room)],
-            [slice(start, min(start + span, L)) for start in range(0, L, span)])
+    return (
+        [slice(start, min(start + room, R)) for start in range(0, R, room)],
+        [slice(start, min(start + span, L)) for start in range(0, L, span)],
+    )
 
 
 def _cut(scan: Scan, d: _Inputs, s: Sizes, b: slice, t: slice) -> tuple[_Inputs, Sizes]:
     """The sequences `b` at the times `t`."""
-    def cut(value: Optional[Tensor]) -> Optional[Tensor]:
+
+    def cut(value: Any) -> Any:
         return None if value is None else value[t, b]
+
     A = cut(d.A) if scan.A_per_token or d.A is None else d.A[b]
-    return (_Inputs(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), None if d.D is None else d.D[b],
-                    d.state[b]),
-            Sizes(*map(cut, s)))
+    return (
+        _Inputs(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), None if d.D is None else d.D[b], d.state[b]),
+        Sizes(*map(cut, s)),
+    )
 
 
 _kept = threading.local()
@@ -152,14 +162,15 @@ def _columns(value: Tensor) -> tuple[Tensor, ...]:
 def _advance(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, work: Tensor) -> _Walk:
     """Walk from `state` through the times of `d`; the states and the decays lie in the first two fields of `work`."""
     T = d.x.shape[0]
-    states = work[0, :T + 1]
+    states = work[0, : T + 1]
     states[0] = state
     rows = states.unbind(0)
     if scan.law.kind == "error":
         errors = d.x.clone(memory_format=torch.contiguous_format)
         writes = torch.empty_like(errors)
         for before, after, error, write, eps, key, key_column in zip(
-                rows, rows[1:], _rows(errors), _rows(writes), _rows(s.eps), _rows(d.k), _columns(d.k)):
+            rows, rows[1:], _rows(errors), _rows(writes), _rows(s.eps), _rows(d.k), _columns(d.k)
+        ):
             error.baddbmm_(key, before, alpha=-1)
             torch.mul(eps, error, out=write)
             torch.addcmul(before, key_column, write, out=after)
@@ -203,7 +214,7 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
             part, sizes = _cut(scan, d, s, b, t)
             states = _advance(scan, part, sizes, state, work).states
             if save_states:
-                saved[t.start // CHUNK:-(-t.stop // CHUNK), b] = states[:-1:CHUNK]
+                saved[t.start // CHUNK : -(-t.stop // CHUNK), b] = states[:-1:CHUNK]
             y = _read_out(part, states[1:])
             out[t, b] = y if part.z is None else y.mul_(F.silu(part.z))
             state = states[-1]
@@ -215,8 +226,9 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     return y.to(scan.x.dtype), final, saved
 
 
-def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor,
-             dz: Optional[Tensor] = None) -> dict[str, Tensor]:
+def backward(
+    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None
+) -> dict[str, Tensor]:
     """A gradient for each tensor of `scan`, given those of y and of the final state and what `forward` saved; that of z
     is written to `dz` instead, if given: (B, L, D), for a gate that both directions share."""
     G, B, L, D, N = scan.sizes
@@ -231,8 +243,11 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
         dfinal = torch.zeros_like(d.state)
     else:
         dfinal = dfinal.to(scan.accumulator).reshape(G * B, D, N).transpose(1, 2)
-    grads = {name: torch.zeros_like(value, memory_format=torch.contiguous_format)
-             for name, value in d._asdict().items() if value is not None}
+    grads = {
+        name: torch.zeros_like(value, memory_format=torch.contiguous_format)
+        for name, value in d._asdict().items()
+        if value is not None
+    }
     for b in blocks:
         adjoint, work = dfinal[b], _workspace(d, b, spans, 3)
         for start, t in reversed(list(zip(starts, spans))):
@@ -259,7 +274,7 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
 
 
 def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, adjoint: Tensor,
-                   work: Tensor, grads: dict[str, Tensor], b: slice, t: slice) -> Tensor:
+                   work: Tensor, grads: dict[str, Tensor], b: slice, t: slice) -> Tensor:  # fmt: skip
     """Rebuild the span from the state at its start, write its gradients into `grads`, and return the adjoint of that
     state. `adjoint` is that of the state at its end, from all later tokens."""
     walk, targets, writes, a = _advance(scan, d, s, state, work)
@@ -271,7 +286,7 @@ def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, 
     if d.D is not None:
         grads["D"][b] += (dy * d.x).sum(0)
 
-    adjoints = work[2, :len(states)]  # of S_t, the read-out at t included
+    adjoints = work[2, : len(states)]  # of S_t, the read-out at t included
     rows = adjoints.unbind(0)
     if a is not None:
         torch.mul(d.q.unsqueeze(3), dy.unsqueeze(2), out=adjoints)
@@ -282,8 +297,9 @@ def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, 
         adjoint = decays[0] * rows[0]
     else:
         reads, dx = torch.empty_like(targets), torch.empty_like(targets)
-        for row, query, dy_t, key, key_column, eps, read, product in reversed(list(zip(
-                rows, _columns(d.q), _rows(dy), _rows(d.k), _columns(d.k), _rows(s.eps), _rows(reads), _rows(dx)))):
+        for row, query, dy_t, key, key_column, eps, read, product in reversed(
+            list(zip(rows, _columns(d.q), _rows(dy), _rows(d.k), _columns(d.k), _rows(s.eps), _rows(reads), _rows(dx)))
+        ):
             torch.addcmul(adjoint, query, dy_t, out=row)
             torch.bmm(key, row, out=read)
             torch.mul(eps, read, out=product)

@@ -9,6 +9,8 @@ stores.
 Channels beyond D repeat the last one and nothing of them is stored.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,16 @@ from torch import Tensor
 
 from ...contract import ceil_div
 from .lanes import (
-    LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of,
+    LOG2E,
+    all_lanes,
+    channels_of,
+    fill,
+    gate,
+    kernel,
+    reciprocal,
+    takes_ptx,
+    warp_lanes,
+    work_of,
 )
 from .tuning import multiprocessors
 
@@ -96,7 +107,7 @@ def _conv_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, L, B, blocks, segments, span, x_b, x_l,
     D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr,
     UNIT: tl.constexpr, PTX: tl.constexpr,
-):
+):  # fmt: skip
     """The steps from segment * span on, of BC channels of one sequence. There are L steps, and K - 1 more for the
     second direction, which is that much behind: no segment computes what another one does."""
     block, segment, b, _ = work_of(blocks, segments)
@@ -139,7 +150,7 @@ def _conv_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, sums_ptr, L, B, blocks, segments, span, x_b, x_l, dx_b, dx_l,
     D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr,
     UNIT: tl.constexpr, PTX: tl.constexpr,
-):
+):  # fmt: skip
     """dx of the segment's tokens, of BC channels of one sequence, and the segment's part of the other gradients.
 
     dx of token u takes the gradients of K pre-activations, of u and what follows it in the first direction, of u and
@@ -255,8 +266,9 @@ def _aligned(value: Tensor) -> bool:
     return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[-3:-1])
 
 
-def _prepare(steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor,
-             **others: Tensor) -> tuple[int, dict]:
+def _prepare(
+    steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor, **others: Tensor
+) -> tuple[int, dict]:
     """(programs, arguments) of a kernel whose walk through a sequence has so many steps; `others` are y, dy and dx."""
     if x.dtype == torch.float64:
         raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
@@ -272,16 +284,17 @@ def _prepare(steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tenso
     segments, span = _cut(steps, blocks * B, x.device, part)
     args = dict(x_ptr=x, weight_ptr=weight, bias_ptr=bias, L=L, B=B, blocks=blocks, segments=segments, span=span,
                 x_b=x.stride(0) // unit, x_l=x.stride(1) // unit, D=D, K=K, G=G, BC=width, U=part,
-                WHOLE=D % width == 0, UNIT=unit, PTX=takes_ptx(x.device))
+                WHOLE=D % width == 0, UNIT=unit, PTX=takes_ptx(x.device))  # fmt: skip
     for name, value in others.items():
         args |= {f"{name}_ptr": value, f"{name}_b": value.stride(-3) // unit, f"{name}_l": value.stride(-2) // unit}
     return blocks * segments * B, args
 
 
-def _launch(kernel, programs: int, args: dict) -> None:
+def _launch(kernel: Any, programs: int, args: dict[str, Any]) -> None:
     with torch.cuda.device_of(args["x_ptr"]):
-        kernel[(programs,)](**{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1,
-                            enable_fp_fusion=True)
+        kernel[(programs,)](
+            **{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1, enable_fp_fusion=True
+        )
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """What the kernels of the scans are made of: loads and stores of tokens, rows and states, and the sums over states and
-over channels. What a rule computes stands with the rule, in `kernels/rules`. Names and shapes are those of `scan_kernels`.
+over channels. What a rule computes stands with the rule, in `kernels/rules`. Names and shapes are those of
+`scan_kernels`.
 """
 
 import inspect
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -16,15 +18,19 @@ from triton.backends.compiler import GPUTarget
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def kernel(runtime: list[str], unaligned: list[str]):
+def kernel(runtime: list[str], unaligned: list[str]) -> Callable[[Callable[..., None]], Any]:
     """`triton.jit` that compiles nothing anew for other values of the arguments in `runtime`, nor for pointers in
     `unaligned` that lie at other addresses."""
+
     # A pointer and its strides would read better as one NamedTuple, but Triton 3.3 specialises the members of a tuple
     # whatever `do_not_specialize` says, so that another stride would be another kernel.
-    def decorate(function):
+    def decorate(function: Callable[..., None]) -> Any:
         names = inspect.signature(function).parameters
-        return triton.jit(do_not_specialize=[name for name in runtime if name in names],
-                          do_not_specialize_on_alignment=[name for name in unaligned if name in names])(function)
+        return triton.jit(
+            do_not_specialize=[name for name in runtime if name in names],
+            do_not_specialize_on_alignment=[name for name in unaligned if name in names],
+        )(function)
+
     return decorate
 
 
@@ -56,8 +62,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def reciprocal(v, PTX: tl.constexpr):
     # Triton's division guards the ends of the exponent range, at six instructions; 1 <= v <= 2^126 needs no guard.
     if PTX:
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True,
-                                         pack=1)
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
         return 1.0 / v
 
@@ -150,7 +157,7 @@ def load_row(ptr, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, PA
 
 @triton.jit
 def load_rows(row, stride, origin, sign, i, L, U: tl.constexpr, first, N: tl.constexpr, NI: tl.constexpr,
-               NS: tl.constexpr, PACK: tl.constexpr):
+               NS: tl.constexpr, PACK: tl.constexpr):  # fmt: skip
     """`load_row` of U tokens from the i-th of the scan on, the last one again beyond the end."""
     rows = ()
     for j in tl.static_range(U):
@@ -278,7 +285,7 @@ def load_A(ptr, like, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr
 
 @triton.jit
 def start_of_A(ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN: tl.constexpr, RULE: tl.constexpr, N: tl.constexpr,
-               NI: tl.constexpr, NS: tl.constexpr):
+               NI: tl.constexpr, NS: tl.constexpr):  # fmt: skip
     """(where a sequence's A begin, for `load_A`; A for exp2, if all tokens have the same, else nothing)."""
     row = ptr + g * A_g + b * A_b
     A = ()
@@ -295,7 +302,7 @@ def start_of_A(ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN: tl.constexp
 def walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row, d_ok,
           origin, sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
           A_PER_TOKEN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
-          K_PACK: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):
+          K_PACK: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
     """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
     stored one after the other at `scratch_row`."""
     for i in tl.range(begin, end, U, num_stages=1):
@@ -412,23 +419,31 @@ def _matrix_fold(values: int) -> tuple[str, str]:
     number of the element, and where it is another than the lane's the result is NaN and not a wrong number.
     """
     tiles = values // 16
-    code = ["{ .reg .pred p; .reg .u32 lane, quad, bit; .reg .f32 a, b, c;",
-            f".reg .b32 one<8>; .reg .f32 s<{4 * tiles}>;", "mov.u32 lane, %laneid; shr.u32 quad, lane, 2;"]
+    code = [
+        "{ .reg .pred p; .reg .u32 lane, quad, bit; .reg .f32 a, b, c;",
+        f".reg .b32 one<8>; .reg .f32 s<{4 * tiles}>;",
+        "mov.u32 lane, %laneid; shr.u32 quad, lane, 2;",
+    ]
     code += [f"setp.eq.u32 p, quad, {n}; selp.b32 one{n}, 0x3f800000, 0, p;" for n in range(8)]
     code += [f"mov.f32 s{i}, 0f00000000;" for i in range(4 * tiles)]
     for tile in range(tiles):
         sums = ", ".join(f"s{4 * tile + i}" for i in range(4))
         for m in range(0, 8, 2):
             first = 2 + 16 * tile + m
-            code.append(f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{sums}}}, "
-                        f"{{${first}, ${first + 8}, ${first + 1}, ${first + 9}}}, {{one{m}, one{m + 1}}}, {{{sums}}};")
+            code.append(
+                f"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{{sums}}}, "
+                f"{{${first}, ${first + 8}, ${first + 1}, ${first + 9}}}, {{one{m}, one{m + 1}}}, {{{sums}}};"
+            )
     left = 4 * tiles
     for bit in (16, 8, 4):
         if left > 1:
             left //= 2
             code.append(f"and.b32 bit, lane, {bit}; setp.ne.u32 p, bit, 0;")
-            code += [f"selp.f32 a, s{i}, s{i + left}, p; selp.f32 b, s{i + left}, s{i}, p; "
-                     f"shfl.sync.bfly.b32 c, a, {bit}, 31, 0xffffffff; add.f32 s{i}, b, c;" for i in range(left)]
+            code += [
+                f"selp.f32 a, s{i}, s{i + left}, p; selp.f32 b, s{i + left}, s{i}, p; "
+                f"shfl.sync.bfly.b32 c, a, {bit}, 31, 0xffffffff; add.f32 s{i}, b, c;"
+                for i in range(left)
+            ]
         else:
             code.append(f"shfl.sync.bfly.b32 c, s0, {bit}, 31, 0xffffffff; add.f32 s0, s0, c;")
     code.append("setp.ne.u32 p, $1, lane; selp.f32 $0, 0f7FFFFFFF, s0, p; }")
@@ -441,7 +456,7 @@ _FOLD_32, _FOLD_32_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(32
 
 @triton.jit
 def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
-                V: tl.constexpr, W: tl.constexpr, FACTOR: tl.constexpr, MATRIX: tl.constexpr):
+                V: tl.constexpr, W: tl.constexpr, FACTOR: tl.constexpr, MATRIX: tl.constexpr):  # fmt: skip
     """Sum `values`, GROUPS times NI tensors (NS, W), over the lanes and store state n of a group at ptr[group N + n],
     if token < end; the first group times FACTOR. V is GROUPS NI or the next power of two."""
     for _ in tl.static_range(V - GROUPS * NI):
@@ -454,12 +469,18 @@ def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, N: tl.constexpr, N
         for i in tl.static_range(V):
             words = words + (values[i].to(tl.int32, bitcast=True),)
         if V == 32:
-            sums = (tl.inline_asm_elementwise(_FOLD_32, _FOLD_32_CONSTRAINTS, words, dtype=tl.float32, is_pure=True,
-                                              pack=1),)
+            sums = (
+                tl.inline_asm_elementwise(
+                    _FOLD_32, _FOLD_32_CONSTRAINTS, words, dtype=tl.float32, is_pure=True, pack=1
+                ),
+            )
             index = (lane & 24) + 2 * (lane & 3) + (lane // 4 & 1)
         else:
-            sums = (tl.inline_asm_elementwise(_FOLD_16, _FOLD_16_CONSTRAINTS, words, dtype=tl.float32, is_pure=True,
-                                              pack=1),)
+            sums = (
+                tl.inline_asm_elementwise(
+                    _FOLD_16, _FOLD_16_CONSTRAINTS, words, dtype=tl.float32, is_pure=True, pack=1
+                ),
+            )
             index = (lane // 2 & 8) + 2 * (lane & 3) + (lane // 8 & 1)
             valid = (lane & 4) == 0
     else:

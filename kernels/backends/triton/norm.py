@@ -26,8 +26,9 @@ def _row_at(row, L, stride_b, stride_l, ALIGNED: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
-def _gated_norm_kernel(o_ptr, z_ptr, weight_ptr, y_ptr, rows, L, z_b, z_l, eps, D: tl.constexpr, BLOCK: tl.constexpr,
-                       ALIGNED: tl.constexpr):
+def _gated_norm_kernel(
+    o_ptr, z_ptr, weight_ptr, y_ptr, rows, L, z_b, z_l, eps, D: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     ok = d < D
@@ -35,8 +36,9 @@ def _gated_norm_kernel(o_ptr, z_ptr, weight_ptr, y_ptr, rows, L, z_b, z_l, eps, 
     z = tl.load(z_ptr + _row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
     first, _ = _normed(o_ptr, at, ok, D, eps)
     second, _ = _normed(o_ptr + rows.to(tl.int64) * D, at, ok, D, eps)
-    total = first * tl.load(weight_ptr + d, mask=ok, other=0).to(tl.float32) \
-        + second * tl.load(weight_ptr + D + d, mask=ok, other=0).to(tl.float32)
+    total = first * tl.load(weight_ptr + d, mask=ok, other=0).to(tl.float32) + second * tl.load(
+        weight_ptr + D + d, mask=ok, other=0
+    ).to(tl.float32)
     y = total * z / (1.0 + tl.exp2(z * -LOG2E))
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)
 
@@ -45,7 +47,7 @@ def _gated_norm_kernel(o_ptr, z_ptr, weight_ptr, y_ptr, rows, L, z_b, z_l, eps, 
 def _gated_norm_backward_kernel(
     dy_ptr, o_ptr, z_ptr, weight_ptr, do_ptr, dz_ptr, dweight_ptr, rows, L, dy_b, dy_l, z_b, z_l, dz_b, dz_l, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
-):
+):  # fmt: skip
     """A program takes every so many-th row and leaves its sum over them in dweight (programs, 2, D)."""
     d = tl.arange(0, BLOCK)
     ok = d < D
@@ -109,5 +111,5 @@ def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: T
         with torch.cuda.device_of(o):
             _gated_norm_backward_kernel[(programs,)](
                 dy, o, z, weight, do, dz, dweight, B * L, L, *dy.stride()[:2], *z.stride()[:2], *dz.stride()[:2], eps,
-                **_options(dy, z, dz))
+                **_options(dy, z, dz))  # fmt: skip
     return do, dweight.sum(0)

@@ -7,14 +7,15 @@ to the state and how much of the state it keeps, a short walk over the segments 
 second pass starts each segment from its state. The backward pass does the same with the adjoint.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from . import scan_kernels as kernels
 from ...contract import Scan, ceil_div, power_of_2, stack, unstack
+from . import scan_kernels as kernels
 from .lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
@@ -55,8 +56,10 @@ class _Call(NamedTuple):
         names = self.kernel.arg_names
         runtime = set(names) - {names[i] for i in self.kernel.constexprs}
         return self.kernel.fn.__name__, *(
-            value.dtype if torch.is_tensor(value) else value for name, value in self.args.items()
-            if torch.is_tensor(value) or name not in runtime)
+            value.dtype if torch.is_tensor(value) else value
+            for name, value in self.args.items()
+            if torch.is_tensor(value) or name not in runtime
+        )
 
 
 _compiled: set[tuple] = set()
@@ -133,19 +136,25 @@ class _Launch:
         skip = view(scan.D, 1)
         step = x if scan.step is None else stack(scan, scan.step, 3).expand(G, B, L, D)
         bias = view(None, 1) if scan.bias is None else stack(scan, scan.bias, 1).expand(G, D)
-        A = scan.x if scan.A is None else view(scan.A, 3) if scan.A_per_token else stack(scan, scan.A, 2)
-        A_strides = (0,) * 5 if scan.A is None else \
-            (*A.stride()[:3], 0, 0) if scan.A_per_token else (A.stride(0), 0, 0, A.stride(1), A.stride(2))
-        self.args = dict(
+        A = scan.x
+        A_strides: tuple[int, ...] = (0,) * 5
+        if scan.A is not None and scan.A_per_token:
+            A = view(scan.A, 3)
+            A_strides = (*A.stride()[:3], 0, 0)
+        elif scan.A is not None:
+            A = stack(scan, scan.A, 2)
+            A_strides = (A.stride(0), 0, 0, A.stride(1), A.stride(2))
+        self.args: dict[str, Any] = dict(
             x_ptr=x, step_ptr=step, k_ptr=k, q_ptr=q, A_ptr=A, z_ptr=z, D_ptr=skip, bias_ptr=bias, L=L, B=B, D=D,
             scale=scan.output_scale, **_strides("x", x, "gbl"), **_strides("step", step, "gbld"),
             **_strides("k", k, "gbl"), **_strides("q", q, "gbl"),
             **dict(zip(("A_g", "A_b", "A_l", "A_d", "A_n"), A_strides)),
             **_strides("z", None if scan.z is None else z, "gbl"),
             **_strides("D", None if scan.D is None else skip, "g"),
-            **_strides("bias", None if scan.bias is None else bias, "gd"))
-        self.matrix = torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 \
-            and takes_ptx(x.device, FOLD_CAPABILITY)
+            **_strides("bias", None if scan.bias is None else bias, "gd"))  # fmt: skip
+        self.matrix = (
+            torch.finfo(k.dtype).bits == 16 and torch.finfo(q.dtype).bits == 16 and takes_ptx(x.device, FOLD_CAPABILITY)
+        )
         # A lane takes up to 16 states of a channel.
         NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
         NI = ceil_div(N, NS)
@@ -158,7 +167,7 @@ class _Launch:
             FIRST_REVERSED=int(scan.direction == "backward"), N=N, NI=NI, NS=NS,
             T=ANCHOR if scan.law.kind == "error" else CHUNK,
             K_PACK=_pack(k, NI if NS * NI == N else 1), Q_PACK=_pack(q, NI if NS * NI == N else 1),
-            PTX=takes_ptx(x.device))
+            PTX=takes_ptx(x.device))  # fmt: skip
 
     def norms(self) -> None:
         """Find what eps needs of k, in the order of the scan and infinite beyond its end: once for all programs and
@@ -172,10 +181,10 @@ class _Launch:
         if self.scan.law.takes_norm:
             kernels._norm_kernel[(ceil_div(padded, 128) * B, G)](
                 k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
-                BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)
+                BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)  # fmt: skip
         self.args |= dict(norm_ptr=norm, padded=padded)
 
-    def call(self, kernel, choice: Choice, cut: tuple[int, int], **args) -> _Call:
+    def call(self, kernel: Any, choice: Choice, cut: tuple[int, int], **args: Any) -> _Call:
         """One program for each block of channels, segment, sequence and direction."""
         G, B, L, D, N = self.sizes
         segments, span = cut
@@ -183,18 +192,18 @@ class _Launch:
         blocks = ceil_div(D, width)
         args = {**self.args, "ALIGNED": self.aligned, "BC": width, "W": self.lanes, "U": choice.unroll,
                 "DEEP": choice.deep, "WHOLE": D % width == 0, "blocks": blocks, "segments": segments, "span": span,
-                **args}
+                **args}  # fmt: skip
         options = dict(num_warps=1, num_stages=1, enable_fp_fusion=True)
         if choice.registers is not None and self.args["PTX"]:
             options["maxnreg"] = choice.registers
         return _Call(kernel, (blocks * segments * B, G), {name: args[name] for name in kernel.arg_names} | options)
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
-        """What is kept for the backward pass: states, and of a rule that is undone what each token wrote before them."""
+        """What the backward pass starts from: states, and of a rule that is undone also what each token wrote."""
         if self.scan.law.kind != "error" or not saved.numel():
             return dict(saved_ptr=saved, written_ptr=saved)
         G, B, L, D, N = self.sizes
-        return dict(saved_ptr=saved[G * B * L * D:], written_ptr=saved)
+        return dict(saved_ptr=saved[G * B * L * D :], written_ptr=saved)
 
     def width(self, choice: Choice) -> int:
         """Channels of a program: several a lane where they can be loaded together and no lanes share a channel."""
@@ -221,9 +230,13 @@ class _Launch:
         G, B, L, D, N = self.sizes
         kernel = kernels._carry_kernel
         values = (local, decay, local if start is None else start, D, N * D, local.shape[2], B,
-                  *((0,) * 4 if start is None else start.stride()))
-        return _Call(kernel, (ceil_div(N * D, 64), G * B), dict(zip(kernel.arg_names, values)) | dict(
-            HAS_START=start is not None, REVERSED=reverse, BLOCK=64, U=8, num_warps=1, num_stages=1))
+                  *((0,) * 4 if start is None else start.stride()))  # fmt: skip
+        return _Call(
+            kernel,
+            (ceil_div(N * D, 64), G * B),
+            dict(zip(kernel.arg_names, values))
+            | dict(HAS_START=start is not None, REVERSED=reverse, BLOCK=64, U=8, num_warps=1, num_stages=1),
+        )
 
 
 def _strides(name: str, value: Optional[Tensor], axes: str) -> dict[str, int]:
@@ -267,14 +280,14 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
                 return launch.call(
                     kernels._forward_kernel, choice, cut, **common, start_ptr=final if start is None else start,
                     final_ptr=final, HAS_START=start is not None, OUTPUT=output, SUMMARY=False, SAVE=save_states,
-                    **_state_strides("start", start, cut[0] > 1))
+                    **_state_strides("start", start, cut[0] > 1))  # fmt: skip
 
             cut = launch.cut("forward")
             if cut[0] > 1:
                 local, decay = scan.x.new_empty(2, G, B, cut[0], N, D, dtype=torch.float32).unbind(0)
                 summary = launch.call(kernels._forward_kernel, first_choice("summary", scan), cut, **common | dict(
                     start_ptr=local, final_ptr=local, decay_ptr=decay, HAS_START=False, OUTPUT=False, SUMMARY=True,
-                    SAVE=False, **_state_strides("start", None, True)))
+                    SAVE=False, **_state_strides("start", None, True)))  # fmt: skip
                 carry = launch.carry(local, decay, start, reverse=False)
                 start = local
                 _launch_all(scan.x.device, [summary, carry, call(first_choice("forward", scan))])
@@ -285,8 +298,9 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
     return y, final.view(scan.state_shape), saved
 
 
-def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor,
-             dz: Optional[Tensor] = None) -> dict[str, Tensor]:
+def backward(
+    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None
+) -> dict[str, Tensor]:
     """As `backends.torch.scan.backward`."""
     launch = _Launch(scan)
     G, B, L, D, N = launch.sizes
@@ -309,8 +323,9 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
 
     def whole(value: Optional[Tensor]) -> Tensor:
         # To be summed over the directions at most, two numbers, it has its dtype already; over channels, float32.
-        return grad(value, G, B, L, D, dtype=value.dtype if value is not None and value.shape[-1] == D
-                    else torch.float32)
+        return grad(
+            value, G, B, L, D, dtype=value.dtype if value is not None and value.shape[-1] == D else torch.float32
+        )
 
     dx, dstep, dgate = whole(scan.x), whole(scan.step), whole(scan.z)
     dA = grad(None if scan.A_per_token else scan.A, *parts, N, D)
@@ -324,14 +339,13 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
             local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
             before = [launch.call(kernels._adjoint_kernel, launch.choice("adjoint", cut), cut, **common,
                                   local_ptr=local, decay_ptr=decay),
-                      launch.carry(local, decay, adjoint, reverse=True)]
+                      launch.carry(local, decay, adjoint, reverse=True)]  # fmt: skip
             adjoint = local
         values = power_of_2(2 * launch.args["NI"])
 
         def call(choice: Choice) -> _Call:
             # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
-            sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N,
-                                    dtype=torch.float32)
+            sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N, dtype=torch.float32)
             between = 0 if scan.law.kind == "error" else CHUNK // choice.unroll - 1
             return launch.call(
                 kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
@@ -339,7 +353,8 @@ def backward(scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: 
                 dA_ptr=dA, dz_ptr=dgate, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
                 scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
                 HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
-                MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1))
+                MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1),
+            )  # fmt: skip
 
         last = call(launch.choice("backward", cut, lambda choice: call(choice).launch()))
         if cut[0] > 1:
@@ -374,7 +389,7 @@ def _add(pair: Tensor, out: Tensor) -> None:
     with torch.cuda.device_of(out):
         kernels._add_kernel[(B * L,)](
             pair, out, B * L, L, *out.stride()[:2], D=D, BLOCK=block, num_warps=min(4, max(1, block // 256)),
-            ALIGNED=D % 16 == 0 and all(s % 16 == 0 for s in out.stride()[:2]))
+            ALIGNED=D % 16 == 0 and all(s % 16 == 0 for s in out.stride()[:2]))  # fmt: skip
 
 
 def plan(scan: Scan) -> dict[str, Plan]:

@@ -16,16 +16,40 @@ import triton
 import triton.language as tl
 
 from .lanes import (
-    LOG2E, all_lanes, channels_of, channels_of_a_lane, dot, fill, gate, kernel, load_A, load_bias, load_norm, load_rows,
-    load_skip, load_state, load_tokens, offset_of, part_of, reciprocal, row_of, start_of_A, state_row_of, store_state,
-    store_sums, tokens_of, unpack, walk, work_of,
+    LOG2E,
+    all_lanes,
+    channels_of,
+    channels_of_a_lane,
+    dot,
+    fill,
+    gate,
+    kernel,
+    load_A,
+    load_bias,
+    load_norm,
+    load_rows,
+    load_skip,
+    load_state,
+    load_tokens,
+    offset_of,
+    part_of,
+    reciprocal,
+    row_of,
+    start_of_A,
+    state_row_of,
+    store_state,
+    store_sums,
+    tokens_of,
+    unpack,
+    walk,
+    work_of,
 )
 
 # Only what changes the code is compiled for: not lengths, not strides (`ALIGNED` tells what matters about those), not
 # where rows of k and q begin (`K_PACK`, `Q_PACK`).
 _RUNTIME = [f"{name}_{axis}" for name in ("x", "step", "k", "q", "A", "z", "D", "bias", "dy", "start", "adjoint")
             for axis in "gbsl"] + ["L", "B", "padded", "size", "blocks", "segments", "span", "A_d", "A_n",
-                                   "start_d", "start_n", "adjoint_d", "adjoint_n"]
+                                   "start_d", "start_n", "adjoint_d", "adjoint_n"]  # fmt: skip
 _UNALIGNED = ["k_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 
 
@@ -34,22 +58,24 @@ _kernel = kernel(_RUNTIME, _UNALIGNED)
 
 @triton.jit(do_not_specialize=["L", "B", "padded", "k_g", "k_b", "k_l"], do_not_specialize_on_alignment=["k_ptr"])
 def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: tl.constexpr, N: tl.constexpr,
-                 BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):
+                 BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
     blocks = (padded + BLOCK - 1) // BLOCK
     block, _, b, g = work_of(blocks, 1)
     i = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, BLOCK_N)
     t = tl.where(g + FIRST_REVERSED > 0, L - 1 - i, i).to(tl.int64)
-    k = tl.load(k_ptr + g * k_g + b * k_b + t[:, None] * k_l + n[None, :],
-                mask=(i < L)[:, None] & (n < N)[None, :], other=0).to(tl.float32)
+    k = tl.load(
+        k_ptr + g * k_g + b * k_b + t[:, None] * k_l + n[None, :], mask=(i < L)[:, None] & (n < N)[None, :], other=0
+    ).to(tl.float32)
     norm = tl.where(i < L, tl.sum(k * k, 1), float("inf"))
     tl.store(norm_ptr + (g * B + b) * padded + i, norm, mask=i < padded)
 
 
 @triton.jit(do_not_specialize=["tokens", "L", "out_b", "out_l"])
-def _add_kernel(pair_ptr, out_ptr, tokens, L, out_b, out_l, D: tl.constexpr, ALIGNED: tl.constexpr,
-                BLOCK: tl.constexpr):
+def _add_kernel(
+    pair_ptr, out_ptr, tokens, L, out_b, out_l, D: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     """A token of out (B, L, D), of any strides but the last, = pair[0] + pair[1]; torch.add takes twice as long."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
@@ -72,13 +98,13 @@ def _forward_kernel(
     SUMMARY: tl.constexpr, SAVE: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr, Q_PACK: tl.constexpr,
     T: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, DEEP: tl.constexpr, PTX: tl.constexpr,
-):
+):  # fmt: skip
     """One segment of `span` tokens, BC channels of one sequence and direction.
 
     OUTPUT writes y. SAVE keeps what the backward pass starts from: the state before every T-th token, or, for a rule
-    that is undone, the states after T tokens each and what every token wrote, w. The state after the segment goes to final_ptr:
-    with SUMMARY as (G, B, segments, N, D), beside the product of its decays at decay_ptr, else, for the last segment
-    alone, as (G, B, D, N).
+    that is undone, the states after T tokens each and what every token wrote, w. The state after the segment goes to
+    final_ptr: with SUMMARY as (G, B, segments, N, D), beside the product of its decays at decay_ptr, else, for the last
+    segment alone, as (G, B, D, N).
     """
     block, segment, b, g = work_of(blocks, segments)
     sign, origin, begin, end = tokens_of(segment, g, span, L, FIRST_REVERSED)
@@ -105,7 +131,7 @@ def _forward_kernel(
         total = RULE.value.start_total(NI, NS, BC, A_PER_TOKEN)
     if HAS_START:
         S = load_state(start_ptr + g * start_g + b * start_b + segment * start_s + d * start_d + first * start_n,
-                        start_n, first, N, NI, NS)
+                        start_n, first, N, NI, NS)  # fmt: skip
     else:
         S = fill(0.0, NI, NS, BC)
 
@@ -192,7 +218,7 @@ def _forward_kernel(
 def _carry_kernel(
     local_ptr, decay_ptr, start_ptr, D, size, segments, B, start_g, start_b, start_d, start_n,
     HAS_START: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, U: tl.constexpr,
-):
+):  # fmt: skip
     """The state that enters each segment, in the place of what the segment adds to it: a walk over the segments with
     state = decay * state + local, from the first or (REVERSED, for adjoints) from the last. A state has `size` numbers,
     (N, D)."""
@@ -205,8 +231,9 @@ def _carry_kernel(
         offset += (segments - 1) * size
     state = tl.zeros([BLOCK], tl.float32)
     if HAS_START:
-        state = tl.load(start_ptr + row // B * start_g + row % B * start_b + at % D * start_d + at // D * start_n,
-                        mask=ok, other=0).to(tl.float32)
+        state = tl.load(
+            start_ptr + row // B * start_g + row % B * start_b + at % D * start_d + at // D * start_n, mask=ok, other=0
+        ).to(tl.float32)
     for s in tl.range(0, segments, U, num_stages=1):
         locals = ()
         decays = ()
@@ -231,7 +258,7 @@ def _adjoint_kernel(
     HAS_BIAS: tl.constexpr, FIRST_REVERSED: tl.constexpr, WHOLE: tl.constexpr, ALIGNED: tl.constexpr,
     D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr, Q_PACK: tl.constexpr,
     BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr,
-):
+):  # fmt: skip
     """What each segment adds to the adjoint of the state, and the product of its decays: `_forward_kernel` with
     SUMMARY, walking the other way. For the rules whose decay is one number for each state."""
     block, segment, b, g = work_of(blocks, segments)
@@ -310,7 +337,7 @@ def _backward_kernel(
     D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, K_PACK: tl.constexpr, Q_PACK: tl.constexpr,
     T: tl.constexpr, BC: tl.constexpr, W: tl.constexpr, U: tl.constexpr, V: tl.constexpr, VA: tl.constexpr,
     MATRIX: tl.constexpr, PTX: tl.constexpr,
-):
+):  # fmt: skip
     """One segment of `span` tokens backwards, BC channels of one sequence and direction.
 
     The tokens are taken in parts of U, the last part first: walk forward to the part from a saved state, through it
@@ -350,7 +377,7 @@ def _backward_kernel(
     G = fill(0.0, NI, NS, BC)  # the adjoint
     if HAS_ADJOINT:
         G = load_state(adjoint_ptr + g * adjoint_g + b * adjoint_b + segment * adjoint_s + d * adjoint_d
-                        + first * adjoint_n, adjoint_n, first, N, NI, NS)
+                        + first * adjoint_n, adjoint_n, first, N, NI, NS)  # fmt: skip
         if not WHOLE:
             masked = ()
             for n in tl.static_range(NI):
@@ -371,11 +398,10 @@ def _backward_kernel(
         zs = load_tokens(z_row, origin, sign, last, z_l, L, U, BC, ALIGNED)
     if UNDOES:
         ws = load_tokens(written_row, origin, sign, last, D, L, U, BC, ALIGNED)
-    # The state after a part is the one before the part that follows; for the last part (of a rule that is undone: part of a chunk) it is
-    # found in the loop.
+    # The state after a part is the one before the part that follows; for the last part (of a rule that is undone: part
+    # of a chunk) it is found in the loop.
     S = fill(0.0, NI, NS, BC)
-    k_next = load_rows(k_row, k_l, origin, sign, last + U - 1 if UNDOES else last, L, 1, first, N, NI, NS,
-                        K_PACK)
+    k_next = load_rows(k_row, k_l, origin, sign, last + U - 1 if UNDOES else last, L, 1, first, N, NI, NS, K_PACK)
     for r in tl.range(0, rounds, num_stages=1):
         i = begin + (rounds - 1 - r) * U
         q_next = load_rows(q_row, q_l, origin, sign, i + U - 1, L, 1, first, N, NI, NS, Q_PACK)
@@ -401,7 +427,7 @@ def _backward_kernel(
             if U < T:
                 state = walk(state, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr,
                               A_ptr, scratch_row, d_ok, origin, sign, i // T * T, walked, L, first, ALIGNED, RULE,
-                              SOFTPLUS, A_PER_TOKEN, D, N, NI, NS, K_PACK, BC, U, PTX)
+                              SOFTPLUS, A_PER_TOKEN, D, N, NI, NS, K_PACK, BC, U, PTX)  # fmt: skip
             states = state
             for j in tl.static_range(U):
                 keep = tl.where(all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
@@ -443,8 +469,7 @@ def _backward_kernel(
                 q_next = load_rows(q_row, q_l, origin, sign, i + j - 1, L, 1, first, N, NI, NS, Q_PACK)
             else:
                 # The first key that the next part needs: of its first token, or (of a rule that is undone) of its last.
-                k_next = load_rows(k_row, k_l, origin, sign, i - 1 if UNDOES else i - U, L, 1, first, N, NI, NS,
-                                    K_PACK)
+                k_next = load_rows(k_row, k_l, origin, sign, i - 1 if UNDOES else i - U, L, 1, first, N, NI, NS, K_PACK)
             A_t = A
             if A_PER_TOKEN:
                 A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
@@ -482,7 +507,7 @@ def _backward_kernel(
                     for n in tl.static_range(NI):
                         of_lanes = of_lanes + (channels_of_a_lane(dA_t[n], NS, W, BC),)
                     store_sums(sums_row + t.to(tl.int64) * SUMS + 2 * N, of_lanes, i + j, end, 1, N, NI, NS, VA, W,
-                                1.0, MATRIX and VA >= 16)
+                                1.0, MATRIX and VA >= 16)  # fmt: skip
                 else:
                     new = ()
                     for n in tl.static_range(NI):
@@ -502,7 +527,7 @@ def _backward_kernel(
                 for n in tl.static_range(NI):
                     sums = sums + (channels_of_a_lane(dk[n], NS, W, BC),)
             store_sums(sums_row + t.to(tl.int64) * SUMS, sums + dq, i + j, end, 2, N, NI, NS, V, W,
-                        2.0 if RULE.value.halves_key_sums and N > 1 else 1.0, MATRIX)
+                        2.0 if RULE.value.halves_key_sums and N > 1 else 1.0, MATRIX)  # fmt: skip
             S = before
         xs = next_xs
         us = next_us

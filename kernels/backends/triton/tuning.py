@@ -13,8 +13,9 @@ not for batch and length: in memory, and in a JSON file under VISION_LONGHORN_CA
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 
@@ -24,11 +25,13 @@ from ...contract import Scan
 class Choice(NamedTuple):
     """How a kernel is built, and how good that is where it fills the GPU."""
 
+    # fmt: off
     channels: int                    # that a lane keeps
     unroll: int                      # tokens that a program takes at a time
     registers: Optional[int] = None  # a lane's limit, where a smaller one lets more programs run at once
     deep: bool = False               # rows of k and q loaded as far ahead as the rest: for programs that run alone
     speed: float = 1.0               # relative to the others of its list, where the GPU is full
+    # fmt: on
 
     @property
     def resident(self) -> int:
@@ -38,7 +41,7 @@ class Choice(NamedTuple):
 
 # The first of a list is for many programs. Found on an H200, whose multiprocessors an H100 has too;
 # `benchmarks/bench_scan.py --choices` times every entry.
-_HOPPER = {
+_HOPPER: dict[tuple[str, Optional[str]], tuple[Choice, ...]] = {
     ("forward", "diagonal"): (Choice(4, 2, 168), Choice(2, 2, 128, speed=0.8), Choice(1, 4, deep=True, speed=0.4)),
     ("forward", "exact"): (Choice(4, 2, 168), Choice(2, 2, 128, speed=0.75), Choice(1, 4, deep=True, speed=0.4)),
     ("forward", "mamba"): (Choice(2, 2, 128), Choice(1, 4, deep=True, speed=0.5)),
@@ -78,8 +81,9 @@ def _choices(kernel: str, scan: Scan) -> tuple[Choice, ...]:
     return choices
 
 
-def choose(kernel: str, scan: Scan, programs: Callable[[Choice], int],
-           run: Optional[Callable[[Choice], None]] = None) -> Choice:
+def choose(
+    kernel: str, scan: Scan, programs: Callable[[Choice], int], run: Optional[Callable[[Choice], object]] = None
+) -> Choice:
     """The choice for "forward", "backward" or "adjoint". (Where time is cut into segments, it is so that the first
     choice of the first two fills the GPU.)
 
@@ -103,8 +107,13 @@ def choose(kernel: str, scan: Scan, programs: Callable[[Choice], int],
 
 def _may_time(known: bool) -> bool:
     wanted = os.environ.get("VISION_LONGHORN_TUNE", "")
-    return wanted != "0" and (wanted == "1" or not known) and not torch.are_deterministic_algorithms_enabled() \
-        and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing()
+    return (
+        wanted != "0"
+        and (wanted == "1" or not known)
+        and not torch.are_deterministic_algorithms_enabled()
+        and torch.cuda.is_available()
+        and not torch.cuda.is_current_stream_capturing()
+    )
 
 
 _known: Optional[dict[str, list]] = None
@@ -115,7 +124,7 @@ def _cache_file() -> Path:
     return Path(folder) / "scan_choices.json"
 
 
-def _timed(kernel: str, scan: Scan, choices: tuple[Choice, ...], run: Callable[[Choice], None]) -> Choice:
+def _timed(kernel: str, scan: Scan, choices: tuple[Choice, ...], run: Callable[[Choice], object]) -> Choice:
     global _known
     if _known is None:
         try:
@@ -124,7 +133,7 @@ def _timed(kernel: str, scan: Scan, choices: tuple[Choice, ...], run: Callable[[
             _known = {}
     _, _, _, D, N = scan.sizes
     parts = (torch.cuda.get_device_name(scan.x.device), torch.__version__, kernel, scan.law.name, D, N,
-             scan.x.element_size(), scan.z is not None)
+             scan.x.element_size(), scan.z is not None)  # fmt: skip
     key = "/".join(map(str, parts))
     found = next((choice for choice in choices if list(choice) == _known.get(key)), None)
     if found is None:
@@ -134,9 +143,10 @@ def _timed(kernel: str, scan: Scan, choices: tuple[Choice, ...], run: Callable[[
     return found
 
 
-def _time(run: Callable[[Choice], None], choice: Choice) -> float:
+def _time(run: Callable[[Choice], object], choice: Choice) -> float:
     """Milliseconds of the fastest of three runs after one that compiles; infinite for a choice that cannot run."""
     from triton.runtime.errors import OutOfResources, PTXASError
+
     try:
         run(choice)
     except (OutOfResources, PTXASError):  # more than this GPU has, or instructions that it does not know

@@ -1,7 +1,7 @@
 """What stands in a block where a transformer has attention: any module from (B, L, dim) to (B, L, dim), by name.
 
-A mixer is called with the width of the tokens and the keyword arguments `residual_layers` (blocks whose outputs add up),
-`eps` (of norms), `device` and `dtype`; whatever else it takes are its options. Besides `forward` it has
+A mixer is called with the width of the tokens and the keyword arguments `residual_layers` (blocks whose outputs add
+up), `eps` (of norms), `device` and `dtype`; whatever else it takes are its options. Besides `forward` it has
 
 - `reset_parameters()`,
 - `NO_WEIGHT_DECAY`, names of parameters that no optimiser should decay,
@@ -20,7 +20,11 @@ from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers.attention import GatedAttention
 from vision_longhorn.models.mixers.state_space import BidirectionalMixer, mamba
 
-MIXERS: dict[str, Callable[..., nn.Module]] = {"longhorn": BidirectionalMixer, "mamba": mamba, "attention": GatedAttention}
+MIXERS: dict[str, Callable[..., nn.Module]] = {
+    "longhorn": BidirectionalMixer,
+    "mamba": mamba,
+    "attention": GatedAttention,
+}
 
 
 def create_mixer(name: str, dim: int, **options: Any) -> nn.Module:
@@ -35,6 +39,8 @@ def create_mixer(name: str, dim: int, **options: Any) -> nn.Module:
     unknown = next((option for option in options if option not in taken), None)
     if unknown is not None:
         own = [option for option in taken if option not in ("dim", "residual_layers", "eps", "device", "dtype")]
-        raise TypeError(f"got an unexpected keyword argument '{unknown}'; beside the model's own, mixer={name!r} takes "
-                        f"{', '.join(own)}")
+        raise TypeError(
+            f"got an unexpected keyword argument '{unknown}'; beside the model's own, mixer={name!r} takes "
+            f"{', '.join(own)}"
+        )
     return MIXERS[name](dim, **options)

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 def _inner_width(dim: int, heads: int) -> int:
-    """Width of queries, keys, values and gate, in whole heads of a multiple of 8, with which the mixer has about as many
-    parameters as `BidirectionalMixer` with its default arguments."""
+    """Width of queries, keys, values and gate, in whole heads of a multiple of 8, with which the mixer has about as
+    many parameters as `BidirectionalMixer` with its default arguments."""
     inner, rank, d_state, taps = 2 * dim, math.ceil(dim / 16), 16, 4
     ours = 3 * dim * inner + 2 * inner * (taps + rank + 2 * d_state + rank + 3)
     return heads * max(1, round(ours / (5 * dim * heads * 8))) * 8
@@ -34,8 +34,16 @@ class GatedAttention(nn.Module):
 
     NO_WEIGHT_DECAY: tuple[str, ...] = ()
 
-    def __init__(self, dim: int, num_heads: Optional[int] = None, causal: bool = False, residual_layers: int = 1,
-                 eps: float = 1e-5, device: Any = None, dtype: Any = None):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: Optional[int] = None,
+        causal: bool = False,
+        residual_layers: int = 1,
+        eps: float = 1e-5,
+        device: Any = None,
+        dtype: Any = None,
+    ):
         super().__init__()
         self.num_heads = max(1, dim // 64) if num_heads is None else num_heads
         if self.num_heads < 1:
@@ -55,7 +63,8 @@ class GatedAttention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         q, k, v, z = self.in_proj(h).chunk(4, -1)  # (B, L, inner)
-        q, k, v = (value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for value in (q, k, v))  # (B, heads, L, ..)
+        # (B, heads, L, ..)
+        q, k, v = (value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for value in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         return self.out_proj(y.transpose(1, 2).flatten(2) * F.silu(z))
 

@@ -5,7 +5,7 @@ backward scan are those of Vision Mamba (arXiv 2401.09417) and of the Longhorn a
 """
 
 import math
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,8 @@ class BidirectionalMixer(nn.Module):
         residual_layers: int = 1,
         eps: float = 1e-5,
         save_states: bool = False,
-        device=None,
-        dtype=None,
+        device: Any = None,
+        dtype: Any = None,
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
@@ -77,7 +77,9 @@ class BidirectionalMixer(nn.Module):
         check_option("beta", beta, BETAS)
         law = get_rule(rule)
         if beta == "scalar" and law.step_per != "channel":
-            raise ValueError(f"beta='scalar' with rule={rule!r}, which has a decay for each state: leave it at 'vector'")
+            raise ValueError(
+                f"beta='scalar' with rule={rule!r}, which has a decay for each state: leave it at 'vector'"
+            )
         if A_per_token and not law.takes_A:
             raise ValueError(f"A_per_token=True with rule={rule!r}, which has no A: it belongs to Mamba")
         dd = {"device": device, "dtype": dtype}
@@ -117,9 +119,9 @@ class BidirectionalMixer(nn.Module):
         bound = self.conv_weight.shape[-1] ** -0.5
         nn.init.uniform_(self.conv_weight, -bound, bound)
         nn.init.uniform_(self.conv_bias, -bound, bound)
-        bound = self.d_inner ** -0.5  # what kaiming_uniform_(a=sqrt(5)) gives each direction's own matrix
+        bound = self.d_inner**-0.5  # what kaiming_uniform_(a=sqrt(5)) gives each direction's own matrix
         nn.init.uniform_(self.x_proj, -bound, bound)
-        bound = self.dt_rank ** -0.5
+        bound = self.dt_rank**-0.5
         nn.init.uniform_(self.dt_proj, -bound, bound)
         get_rule(self.rule).reset_bias(self.dt_bias)
         if self.A_log is not None:
@@ -135,7 +137,8 @@ class BidirectionalMixer(nn.Module):
         # The operator itself rather than a wrapper: torch.fx and TorchScript trace through operators.
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
-            self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend)
+            self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
+        )  # fmt: skip
         return self.out_proj(y)
 
     def forgetting_and_write(self, h: Tensor) -> Tensor:
@@ -162,8 +165,8 @@ class BidirectionalMixer(nn.Module):
 
 def mamba(dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank: Optional[int] = None,
           rule: str = "mamba", wiring: str = "vim", beta: str = "vector", A_per_token: bool = False,
-          residual_layers: int = 1, eps: float = 1e-5, save_states: bool = False, device=None, dtype=None
-          ) -> BidirectionalMixer:
+          residual_layers: int = 1, eps: float = 1e-5, save_states: bool = False, device: Any = None, dtype: Any = None
+          ) -> BidirectionalMixer:  # fmt: skip
     """`BidirectionalMixer` with Mamba's rule.
 
     Raises:
@@ -171,5 +174,7 @@ def mamba(dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank
     """
     if rule not in ("mamba", "diagonal"):  # the latter is what older configs give
         raise ValueError(f"rule={rule!r} belongs to Longhorn; with mixer='mamba' leave it out")
-    return BidirectionalMixer(dim, d_state, d_conv, expand, dt_rank, "mamba", wiring, beta, A_per_token, residual_layers,
-                              eps, save_states, device, dtype)
+    return BidirectionalMixer(
+        dim, d_state, d_conv, expand, dt_rank, "mamba", wiring, beta, A_per_token, residual_layers, eps, save_states,
+        device, dtype,
+    )  # fmt: skip
