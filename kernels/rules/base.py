@@ -30,9 +30,9 @@ class Functions:
     - `step_size(u, bias, norm, keep, SOFTPLUS, PTX)`: eps and e from the logit u. `norm` is ||k||^2 where the rule
       `takes_norm`, infinite beyond the end; `keep` is 0 beyond the end, where eps has to be 0.
     - `advance(S, x, k, A, eps, e, N, NI, NS)`: the new state, and w, what is written along k.
-    - `step_back(now, before, x, w, k, A, eps, e, N, NI, NS)`: from the adjoint `now` of the state after the token, its
-      read-out included: the adjoint of the state before, the gradients of x (without the skip), of eps or its log
-      (dlog), of k, and of A (where the walk takes one, else an empty tuple).
+    - `step_back(now, before, x, w, k, A, eps, e, N, NI, NS, HAS_ADJOINT)`: from the adjoint `now` of the state after
+      the token, its read-out included: the adjoint of the state before, the gradients of x (without the skip), of eps
+      or its log (dlog), of k, and of A (where the walk takes one, else an empty tuple).
     - `logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS, PTX)`: the gradient of the logit.
 
     And if the norm of k enters the step size:

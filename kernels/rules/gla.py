@@ -96,7 +96,9 @@ if HAS_TRITON:
         return keep, keep
 
     @triton.jit
-    def _step_back(now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    def _step_back(
+        now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, HAS_ADJOINT: tl.constexpr
+    ):
         dk = ()
         G = ()
         dA = ()

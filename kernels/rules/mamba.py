@@ -145,7 +145,9 @@ if HAS_TRITON:
         return product
 
     @triton.jit
-    def _step_back(now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    def _step_back(
+        now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, HAS_ADJOINT: tl.constexpr
+    ):
         reads = dot(now, k, NI, NS)
         dx = eps * reads
         dk = ()

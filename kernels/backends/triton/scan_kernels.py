@@ -499,7 +499,7 @@ def _backward_kernel(
                     before = before + (states[j * NI + n],)
                 dq = dq + (channels_of_a_lane(S[n] * dy, NS, W, BC),)
                 now = now + (G[n] + q[n] * dy,)
-            G, dx, dlog, dk, dA_t = RULE.value.step_back(now, before, x, w, k, A_t, eps, e, N, NI, NS)
+            G, dx, dlog, dk, dA_t = RULE.value.step_back(now, before, x, w, k, A_t, eps, e, N, NI, NS, HAS_ADJOINT)
             dstep = RULE.value.logit_back(dlog, us[j], bias, eps, e, inside, SOFTPLUS, PTX)
             if TAKES_A:
                 if A_PER_TOKEN:
