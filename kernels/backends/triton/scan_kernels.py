@@ -372,7 +372,11 @@ def _backward_kernel(
     A_row, A = start_of_A(A_ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN, RULE, N, NI, NS)
     UNDOES: tl.constexpr = RULE.value.undoes
     TAKES_A: tl.constexpr = RULE.value.takes_A
-    THROUGH: tl.constexpr = RULE.value.takes_norm and N > 1
+    # The flags are Python's own; Triton 3.3 combines constexprs only.
+    TAKES_NORM: tl.constexpr = RULE.value.takes_norm
+    THROUGH: tl.constexpr = TAKES_NORM and N > 1
+    HALVES: tl.constexpr = RULE.value.halves_key_sums
+    FACTOR: tl.constexpr = 2.0 if HALVES and N > 1 else 1.0
     dA = fill(0.0, NI if TAKES_A and not A_PER_TOKEN else 0, NS, BC)
     G = fill(0.0, NI, NS, BC)  # the adjoint
     if HAS_ADJOINT:
@@ -527,7 +531,7 @@ def _backward_kernel(
                 for n in tl.static_range(NI):
                     sums = sums + (channels_of_a_lane(dk[n], NS, W, BC),)
             store_sums(sums_row + t.to(tl.int64) * SUMS, sums + dq, i + j, end, 2, N, NI, NS, V, W,
-                        2.0 if RULE.value.halves_key_sums and N > 1 else 1.0, MATRIX)  # fmt: skip
+                        FACTOR, MATRIX)  # fmt: skip
             S = before
         xs = next_xs
         us = next_us
