@@ -101,6 +101,19 @@ def test_evaluation_sees_every_sample_once(tmp_path, lengths):
             assert sorted(n for part in parts for n in numbers(part)) == list(range(sum(lengths))), (ranks, workers)
 
 
+def test_evaluation_is_shared_out_evenly(tmp_path):
+    """No worker reads it all while the others have nothing."""
+    shards = write_shards(tmp_path / "s", [24, 36], indexed=True)
+    for ranks, workers in (1, 3), (2, 2), (3, 2):
+        parts = all_parts(
+            lambda rank: eval_loader(shards, number_of, batch_size=4, num_workers=0, rank=rank, world_size=ranks),
+            ranks,
+            workers,
+        )
+        fair = 60 / (ranks * workers)
+        assert all(abs(len(numbers(part)) - fair) <= 3 for part in parts), (ranks, workers)
+
+
 class OneOfSeveral:
     """Stands in for an accelerator: sums over processes that take their turns."""
 

@@ -43,7 +43,8 @@ from vision_longhorn.checkpoint import load_checkpoint, save_run
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.data import open_shards, train_loader
-from vision_longhorn.training import lock, trainer
+from vision_longhorn.devices import make_accelerator
+from vision_longhorn.training import lock, trainer, updates
 from vision_longhorn.training.folder import write_summary
 from vision_longhorn.training.setup import SoftTargetCrossEntropy
 from vision_longhorn.training.state import RunState, load_optimizer
@@ -518,8 +519,8 @@ def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, cap
 
 
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
-    for updates in 1, 2, 3, 4:
-        save_run(tmp_path, {"updates": updates, "state_dict": {"a": torch.zeros(1)}}, keep=2, is_best=updates == 1)
+    for count in 1, 2, 3, 4:
+        save_run(tmp_path, {"updates": count, "state_dict": {"a": torch.zeros(1)}}, keep=2, is_best=count == 1)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000003.pt", "update-0000004.pt"]
     assert [load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")] == [1, 4]
     save_run(tmp_path, {"updates": 2, "state_dict": {"a": torch.zeros(1)}}, keep=2)  # a run that went back
@@ -724,3 +725,26 @@ def test_a_step_on_a_gpu_is_skipped_without_waiting_for_it():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     same(before, [weight.detach(), state["exp_avg"], state["step"]])
+
+
+def test_where_no_bar_shows_it_a_line_now_and_then_says_how_far_a_run_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(updates, "QUIET", -1)
+    lines = []
+    monitor = UpdateMonitor(
+        make_accelerator("cpu"),
+        SimpleNamespace(received=0),
+        tmp_path,
+        images=4,
+        updates_per_epoch=3,
+        log_interval=1,
+        max_bad_steps=2,
+        say=lines.append,
+    )
+    for number in range(1, 5):
+        monitor.update(number, torch.tensor(2.0), torch.tensor(1.0), 0.1)
+    monitor.read_all()
+    assert [line.partition("  loss 2.0000  ")[0] for line in lines] == [
+        "update 1 of 3, epoch 1",
+        "update 2 of 3, epoch 1",
+        "update 1 of 3, epoch 2",
+    ]
