@@ -61,10 +61,18 @@ def test_attention_has_the_parameters_of_a_longhorn_block(size):
     assert abs(parameters(mixer="attention") / parameters() - 1) < 0.05
 
 
-@pytest.mark.parametrize("name", MIXERS)
-def test_a_model_trains_with_every_mixer(name):
+@pytest.mark.parametrize(
+    "options",
+    [
+        *(dict(mixer=name) for name in MIXERS),
+        *(dict(rule=rule) for rule in NAMES),
+        dict(mixer="mamba", A_per_token=True),
+    ],
+    ids=str,
+)
+def test_a_model_trains_with_every_mixer_and_rule(options):
     """Every parameter takes part, and names that must not decay are parameters."""
-    model = small_model(mixer=name)
+    model = small_model(**options)
     model(torch.randn(2, 3, 32, 32)).square().mean().backward()
     assert all(value.grad is not None and value.grad.isfinite().all() for value in model.parameters())
     names = {parameter.rpartition(".mixer.")[2] for parameter, _ in model.named_parameters()}

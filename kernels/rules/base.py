@@ -38,6 +38,8 @@ class Functions:
     And if the norm of k enters the step size:
 
     - `through_norm(dlog, eps)`: the factor whose product with k, summed over the channels, belongs to k's gradient too.
+      It is not asked with one state: there `step_back` (in torch `through_decays`) gives k's whole gradient. Half of it
+      where the rule `halves_key_sums`, as of k's gradient.
 
     And if its transition is one number for each state (`kind` "decay"), so that time can be cut:
 
@@ -92,7 +94,6 @@ class Rule:
     # (multiply-adds, exponentials) for each state of each channel and step: the arithmetic that any walk through time
     # must do, whatever its instructions.
     operations: ClassVar[dict[str, tuple[int, int]]]
-    sources: ClassVar[str] = ""               # where it is published
     # fmt: on
 
     def for_states(self, N: int) -> "Rule":

@@ -126,54 +126,55 @@ if HAS_TRITON:
         return bias * -LOG2E
 
     @triton.jit
-    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
         # Beyond the end `norm` is infinite.
         e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
         return reciprocal(1.0 + e + norm, PTX), e
 
     @triton.jit
-    def _lone_decay(k, eps, e):
-        # With one state a large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same without the difference.
+    def lone_decay(k, eps, e):
+        # With one state a large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same without the difference. That
+        # holds for this eps: a rule with another step size needs its own.
         a = 1.0 - eps * (k * k)
         return tl.where(a < 0.5, eps * (1.0 + e), a)
 
     @triton.jit
-    def _diagonal_decay(k, A, eps, e, N: tl.constexpr):
+    def diagonal_decay(k, A, eps, e, N: tl.constexpr):
         if N == 1:
-            return _lone_decay(k, eps, e)
+            return lone_decay(k, eps, e)
         else:
             return 1.0 - eps * (k * k)
 
     @triton.jit
-    def _diagonal_advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    def diagonal_advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
         w = eps * x
         new = ()
         for i in tl.static_range(NI):
             if N == 1:
-                new = new + (_lone_decay(k[i], eps, e) * S[i] + k[i] * w,)
+                new = new + (lone_decay(k[i], eps, e) * S[i] + k[i] * w,)
             else:
                 new = new + (S[i] + k[i] * (w - eps * (k[i] * S[i])),)
         return new, w
 
     @triton.jit
-    def _start_total(NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+    def start_total(NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, A_PER_TOKEN: tl.constexpr):
         return fill(1.0, NI, NS, BC)
 
     @triton.jit
-    def _summarize(
+    def summarize(
         S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, A_PER_TOKEN: tl.constexpr
     ):
         w = eps * x
         new = ()
         new_total = ()
         for n in tl.static_range(NI):
-            a = _diagonal_decay(k[n], 0.0, eps, e, N)
+            a = diagonal_decay(k[n], 0.0, eps, e, N)
             new = new + (a * S[n] + k[n] * w,)
             new_total = new_total + (total[n] * a,)
         return new, new_total
 
     @triton.jit
-    def _end_total(total, A, NI: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+    def end_total(total, A, NI: tl.constexpr, A_PER_TOKEN: tl.constexpr):
         return total
 
     @triton.jit
@@ -181,14 +182,14 @@ if HAS_TRITON:
         return dlog * (eps * e)
 
     @triton.jit
-    def _diagonal_step_back(
+    def diagonal_step_back(
         now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, HAS_ADJOINT: tl.constexpr
     ):
         # dlog is d loss / d log(eps), here and below.
         dk = ()
         G = ()
         if N == 1:
-            a = _lone_decay(k[0], eps, e)
+            a = lone_decay(k[0], eps, e)
             reads = now[0] * k[0]
             dx = eps * reads
             flow = now[0] * before[0]
@@ -221,7 +222,7 @@ if HAS_TRITON:
             return G, dx, dlog, dk, ()
 
     @triton.jit
-    def _diagonal_through_norm(dlog, eps):
+    def diagonal_through_norm(dlog, eps):
         return -1.0 * eps * dlog  # half of it, as of dk
 
     @triton.jit
@@ -247,13 +248,13 @@ if HAS_TRITON:
         return G, dx, dlog, dk, ()
 
     @triton.jit
-    def _exact_through_norm(dlog, eps):
+    def exact_through_norm(dlog, eps):
         return -2.0 * eps * dlog
 
     _DIAGONAL = Functions(
-        RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=_diagonal_advance,
-        step_back=_diagonal_step_back, logit_back=logit_back, through_norm=_diagonal_through_norm,
-        decay=_diagonal_decay, start_total=_start_total, summarize=_summarize, end_total=_end_total,
+        RULES[0], scaled_bias=scaled_bias, step_size=step_size, advance=diagonal_advance,
+        step_back=diagonal_step_back, logit_back=logit_back, through_norm=diagonal_through_norm,
+        decay=diagonal_decay, start_total=start_total, summarize=summarize, end_total=end_total,
     )  # fmt: skip
-    _EXACT = Functions(RULES[1], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
-                       step_back=error_step_back, logit_back=logit_back, through_norm=_exact_through_norm)  # fmt: skip
+    _EXACT = Functions(RULES[1], scaled_bias=scaled_bias, step_size=step_size, advance=error_advance,
+                       step_back=error_step_back, logit_back=logit_back, through_norm=exact_through_norm)  # fmt: skip
