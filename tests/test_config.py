@@ -70,6 +70,7 @@ def test_command_line_overrides_the_file(tmp_path):
         (["--scale", "1", "0.5"], ["scale", "1.0 0.5", "smaller number first"]),
         (["--scale", "0.5"], ["scale", "2 numbers"]),
         (["--mean", "1", "2", "3", "4"], ["mean", "1 or 3 numbers"]),
+        (["--seed", str(2**32)], ["seed", "4294967296"]),  # more than NumPy takes
         (["--lr", "nan"], ["lr", "nan"]),
         (["--min-lr", "0.1"], ["min_lr", "0.1", "lr 0.002"]),
         (["--epochs", "2", "--warmup-epochs", "2"], ["warmup_epochs", "2", "0.1"]),
