@@ -55,6 +55,8 @@ def longhorn_step(
     """
     if rule not in ("diagonal", "exact"):
         raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
+    if rule not in ("diagonal", "exact"):
+        raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
     beta = beta if beta_bias is None else beta + beta_bias
     state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
     return read_out(state, x, q, z, D), state

@@ -45,7 +45,9 @@ class Delta(Rule):
 
     def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
         energy = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
-        scale = op.Where(op.Greater(energy, 0.0), op.Reciprocal(op.Sqrt(energy)), 0.0)
+        scale = op.Where(
+            op.GreaterOrEqual(energy, torch.finfo(torch.float32).tiny), op.Reciprocal(op.Sqrt(energy)), 0.0
+        )
         return {"k": op.Mul(k, scale), "b": op.Sigmoid(step), "x": x}, {}
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
