@@ -117,11 +117,16 @@ def test_opcheck_of_other_shapes_and_dtypes(rule, options):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("direction,combine", DIRECTIONS)
 def test_opcheck_of_the_backward_operator(rule, direction, combine):
-    for options in (dict(stacked=False, dtype=torch.bfloat16), dict(gate=False, state=False, scalar_step=True)):
+    """All that it may be given, and with each of its options one that is left out."""
+    for options, absent in (
+        (dict(stacked=False, dtype=torch.bfloat16), "dfinal"),
+        (dict(gate=False, state=False, scalar_step=True), "dy"),
+    ):
         arguments = operator_arguments(rule, direction, combine, **options)
         y, final, saved = torch.ops.vision_longhorn.scan(*arguments)
         dy, dfinal = torch.randn_like(y), torch.randn_like(final)
-        for given in ((dy, dfinal, saved), (dy, None, saved.new_empty(0)), (None, dfinal, saved)):
+        part = (dy, None, saved.new_empty(0)) if absent == "dfinal" else (None, dfinal, saved)
+        for given in ((dy, dfinal, saved), part):
             torch.library.opcheck(
                 torch.ops.vision_longhorn.scan_backward.default, (*given, *arguments[:14], "auto", "auto")
             )

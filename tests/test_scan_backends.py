@@ -93,7 +93,7 @@ def test_key_sizes(backend, rule, keys):
 
 @pytest.mark.parametrize("backend,rule,dtype", cases((torch.bfloat16, torch.float16), [torch.bfloat16]))
 def test_low_precision(backend, rule, dtype):
-    check(rule, backend, 1, 19, 17, 8, dtype=dtype, direction="both", combine="mean")
+    check(rule, backend, 1, 11, 17, 8, dtype=dtype, direction="both", combine="mean")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -107,7 +107,7 @@ def test_scalar_step_size(backend, rule):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("rule", NAMES)
 def test_optional_inputs_may_be_absent(backend, rule):
-    inputs = make_inputs(rule, 2, 18, 5, 4, gate=False, state=False)
+    inputs = make_inputs(rule, 2, 10, 5, 4, gate=False, state=False)
     del inputs["D"], inputs["bias"]
     found = errors(rule, inputs, backend)
     assert max(found.values()) <= 1e-5, found
@@ -115,7 +115,7 @@ def test_optional_inputs_may_be_absent(backend, rule):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mamba_without_softplus(backend):
-    inputs = make_inputs("mamba", 2, 18, 5, 4)
+    inputs = make_inputs("mamba", 2, 10, 5, 4)
     inputs["step"] = inputs["step"].abs()
     inputs["bias"] = inputs["bias"].abs()
     found = errors("mamba", inputs, backend, dt_softplus=False)
@@ -149,7 +149,7 @@ def test_same_input_gives_the_same_bits(backend, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_views_of_a_projection_give_what_their_copies_give(backend, rule):
     """x and z as halves of one projection, k and q as slices of another, channels not contiguous for one of them."""
-    inputs = make_inputs(rule, 2, 18, 6, 4)
+    inputs = make_inputs(rule, 2, 10, 6, 4)
     views = dict(inputs)
     views["x"], views["z"] = torch.cat([inputs["x"], inputs["z"]], -1).chunk(2, -1)
     views["k"], views["q"] = torch.cat([inputs["k"], inputs["q"]], -1).split(4, -1)
@@ -183,7 +183,12 @@ def test_extreme_values_stay_finite_and_right(backend, rule):
 
 @needs_triton
 @pytest.mark.parametrize(
-    "rule,direction", [*((rule, "backward") for rule in DECAYS), ("mamba_per_token", "forward"), ("diagonal", "both")]
+    "rule,direction",
+    [
+        ("diagonal", "both"),  # each of them alone with one of the others
+        *((rule, "backward") for rule in DECAYS if rule != "diagonal"),
+        ("mamba_per_token", "forward"),
+    ],
 )
 def test_segments_of_time_side_by_side(rule, direction):
     """67 tokens in three segments, the last one short, with an initial state and a gradient of the final one."""
@@ -284,7 +289,11 @@ def test_the_plan_follows_the_sizes_and_can_be_forced():
     """Few long sequences are cut along time where the rule allows it, many short ones are not."""
 
     def segments(rule, B, L, **options):
-        inputs = make_inputs(rule, B, L, 64, 16, gate=False, state=False)
+        sizes = {name: value.shape for name, value in make_inputs(rule, 1, 1, 64, 16, gate=False, state=False).items()}
+        inputs = {
+            name: torch.empty(B, L, shape[-1]) if name in ("x", "step", "k", "q") else torch.empty(shape)
+            for name, shape in sizes.items()
+        }
         scan = kernels.Scan(*(inputs.get(name) for name in kernels.Scan._fields[:9]), rule, **options)
         plan = kernels.scan_plan(scan, backend="triton")
         return plan["forward"].segments, plan["backward"].segments

@@ -156,9 +156,8 @@ def test_strides_in_any_order(backend, B):
 
 
 @needs_triton
-@pytest.mark.parametrize("multiprocessors,segments", ((1, 3), (0, 1)))
-@pytest.mark.parametrize("K,G", ((4, 1), (4, 2), (8, 2)))
-def test_segments(multiprocessors, segments, G, K, monkeypatch):
+@pytest.mark.parametrize("K,G,multiprocessors,segments", ((4, 1, 1, 3), (4, 2, 1, 3), (8, 2, 1, 3), (4, 2, 0, 1)))
+def test_segments(K, G, multiprocessors, segments, monkeypatch):
     """Many segments and one give the same y and gradients."""
     from vision_longhorn.kernels.backends.triton import conv as triton_conv
 

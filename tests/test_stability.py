@@ -8,7 +8,6 @@ from sklearn.datasets import load_digits
 
 import vision_longhorn  # noqa: F401
 
-WINDOW = 100  # steps that a point of a curve is the mean of
 VARIANTS = {
     "diagonal": dict(),
     "exact": dict(rule="exact"),
@@ -44,11 +43,12 @@ def loss_curve(steps, bf16, device, **variant):
     return torch.stack(losses).cpu()
 
 
-def compare(steps, device, variant):
+def compare(steps, window, device, variant):
+    """`window` steps make a point of a curve, their mean."""
     curves = [loss_curve(steps, bf16, device, **variant) for bf16 in (False, True)]
     assert all(curve.isfinite().all() for curve in curves)
     assert not torch.equal(*curves)  # or one of them was not what it says
-    exact, rounded = (curve.view(-1, WINDOW).mean(1) for curve in curves)
+    exact, rounded = (curve.view(-1, window).mean(1) for curve in curves)
     assert exact[-1] < 0.65 * exact[0], exact  # it has learned; 0.5 is what label smoothing leaves
     # At such a rate a curve wanders, at other steps in each; what overflows or loses digits would leave its range.
     assert ((rounded - exact).abs() < 0.25 * exact).all(), (exact, rounded)
@@ -56,11 +56,11 @@ def compare(steps, device, variant):
     assert abs(rounded[half:].mean() / exact[half:].mean() - 1) < 0.05, (exact, rounded)
 
 
-def test_300_steps_in_bfloat16_follow_float32():
-    compare(300, "cpu", VARIANTS["diagonal"])
+def test_200_steps_in_bfloat16_follow_float32():
+    compare(200, 50, "cpu", VARIANTS["diagonal"])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gpu_2000_steps_in_bfloat16_follow_float32(variant):
-    compare(2000, "cuda", VARIANTS[variant])
+    compare(2000, 100, "cuda", VARIANTS[variant])
