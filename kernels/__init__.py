@@ -68,12 +68,14 @@ def longhorn_scan(
         return_final_state: also return the state after the last token scanned.
         save_states: keep for the backward pass what it starts from, instead of finding it again there: the state of
             every 8th token, D N / 2 bytes a token and direction, or with Triton's exact rule what each token wrote and
-            every 64th state, D (4 + N / 16) bytes. By default it is kept when a gradient will be wanted.
+            some states, D (4 + N / 16) bytes, in chunks D (2 + N / 64). By default it is kept when a gradient will be
+            wanted.
         backend: "auto", "torch", "triton", or "reference" for the plain loop under autograd. "auto" is triton on a GPU
             and torch elsewhere.
         regime: how Triton goes through time: "sequential", a walk for each block of channels; "parallel", in segments
-            side by side, for few long sequences ("diagonal" only); "auto" chooses from the sizes and the GPU.
-            `scan_plan` tells what is chosen.
+            side by side, for few long sequences ("diagonal" only); "chunked", in chunks of 8 tokens on tensor cores
+            ("exact" only: x, beta, k, q and z in bfloat16, N 8, 16 or 32, an NVIDIA GPU of compute capability 8.0);
+            "auto" chooses from the sizes and the GPU. `scan_plan` tells what is chosen.
 
     Returns:
         y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with

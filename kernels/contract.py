@@ -13,7 +13,7 @@ from . import rules
 
 DIRECTIONS = ("forward", "backward", "both")
 COMBINES = ("none", "sum", "mean")
-REGIMES = ("auto", "sequential", "parallel")
+REGIMES = ("auto", "sequential", "parallel", "chunked")
 BACKENDS = ("auto", "torch", "triton")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -98,6 +98,11 @@ def check(scan: Scan) -> None:
         raise ValueError(
             f"regime='parallel' with rule={scan.rule!r}: its steps are no products of numbers; "
             "use regime='auto' or rule='diagonal'"
+        )
+    if scan.regime == "chunked" and rule.name != "exact":
+        raise ValueError(
+            f"regime='chunked' with rule={scan.rule!r}: its transition differs for each channel and state; "
+            "use regime='auto' or rule='exact'"
         )
     if scan.combine != "none" and scan.direction != "both":
         raise ValueError(f"combine={scan.combine!r} adds two directions; with direction={scan.direction!r} use 'none'")

@@ -21,9 +21,10 @@ def implementation(scan: Scan, backend: str) -> ModuleType:
         ValueError: `scan` asks for a regime that this backend has not.
     """
     name = choose_backend(backend, scan.x.device)
-    if scan.regime == "parallel" and name == "torch":
+    if scan.regime in ("parallel", "chunked") and name == "torch":
         raise ValueError(
-            "regime='parallel' is one of the Triton kernels', and these tensors take the torch path; use regime='auto'"
+            f"regime={scan.regime!r} is one of the Triton kernels', and these tensors take the torch path; "
+            "use regime='auto'"
         )
     return load_backend(name, "scan")
 
@@ -47,9 +48,9 @@ def saved_shape(scan: Scan, backend: str) -> tuple[int, ...]:
     return implementation(scan, backend).saved_shape(scan)
 
 
-def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int]]:
+def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int, str]]:
     """How the Triton kernels would run `scan`: for "forward" and "backward" the segments into which time is cut, their
-    tokens, and the channels of a program, as a named tuple. Empty where `scan` takes the torch path."""
+    tokens, the channels of a program, and the regime, as a named tuple. Empty where `scan` takes the torch path."""
     check(scan)
     if choose_backend(backend, scan.x.device) != "triton":
         return {}

@@ -1,10 +1,13 @@
-"""The scans on a GPU: what the Triton kernels are launched with, and in which of two regimes.
+"""The scans on a GPU: what the Triton kernels are launched with, and in which of three regimes.
 
 Many sequences: one warp walks through each block of channels of each sequence, from its first token to its last. Few
 long sequences would leave most of the GPU idle so; for the rules whose transition is one number for each state (kind
 "decay") time is then cut into segments that run side by side. A first pass finds what each segment adds
 to the state and how much of the state it keeps, a short walk over the segments carries the state through, and the
 second pass starts each segment from its state. The backward pass does the same with the adjoint.
+
+The exact rule, whose transition all channels share but for a step size, takes chunks of tokens to the tensor cores
+where it can (`chunks`).
 """
 
 from collections.abc import Callable
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ...contract import Scan, ceil_div, power_of_2, stack, unstack
+from . import chunks
 from . import scan_kernels as kernels
 from .lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
@@ -30,11 +34,12 @@ _LONG = 128
 
 class Plan(NamedTuple):
     """How a kernel goes over its work: `segments` pieces of `span` tokens side by side (1: one walk through time), in
-    programs of `channels` channels of one sequence and direction."""
+    programs of `channels` channels of one sequence and direction; `regime` is what "auto" comes to."""
 
     segments: int
     span: int
     channels: int
+    regime: str = "sequential"
 
 
 class _Call(NamedTuple):
@@ -253,6 +258,8 @@ def _state_strides(name: str, value: Optional[Tensor], segmented: bool) -> dict[
 def saved_shape(scan: Scan) -> tuple[int, ...]:
     """As `backends.torch.scan.saved_shape`: states, or of a rule that is undone what each token wrote and states."""
     G, B, L, D, N = scan.sizes
+    if chunks.chosen(scan):
+        return chunks.saved_shape(scan)
     if scan.law.kind == "error":
         return (G * B * D * (L + ceil_div(L, ANCHOR) * N),)
     return G, ceil_div(L, CHUNK), B, N, D
@@ -260,13 +267,17 @@ def saved_shape(scan: Scan) -> tuple[int, ...]:
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     """As `backends.torch.scan.forward`."""
-    return _forward(_Launch(scan), save_states, output=True)
+    y, final, saved = _forward(_Launch(scan), save_states, output=True)
+    y = torch.add(y[0], y[1]) if y.ndim == 4 and scan.combine != "none" else y.view(scan.output_shape)
+    return y, final.view(scan.state_shape), saved
 
 
 def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`forward`; without `output` only the states are found."""
+    """`forward` with a direction axis; without `output` only the states are found."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
+    if chunks.chosen(scan) and B:
+        return chunks.forward(launch, save_states, output)
     y = scan.x.new_empty((G, B, L, D) if output else (0,))
     final = scan.x.new_empty(G, B, D, N, dtype=torch.float32)
     saved = scan.x.new_empty(saved_shape(scan) if save_states else (0,), dtype=torch.float32)
@@ -293,9 +304,7 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
                 _launch_all(scan.x.device, [summary, carry, call(first_choice("forward", scan))])
             else:
                 call(launch.choice("forward", cut, lambda choice: call(choice).launch())).launch()
-    if output:
-        y = torch.add(y[0], y[1]) if scan.direction == "both" and scan.combine != "none" else y.view(scan.output_shape)
-    return y, final.view(scan.state_shape), saved
+    return y, final, saved
 
 
 def backward(
@@ -314,6 +323,25 @@ def backward(
     if dy.stride(-1) != 1:
         dy = dy.contiguous()
     launch.aligned &= _aligned(dy)
+    adjoint = dfinal if dfinal is None else dfinal.reshape(G, B, D, N)
+    with torch.cuda.device_of(scan.x):
+        if chunks.chosen(scan):
+            grads = chunks.backward(launch, dy, adjoint, saved, dz)
+        else:
+            grads = _walk_back(launch, dy, adjoint, saved)
+    if dz is not None and scan.z is not None:
+        found = grads.pop("z")
+        if found.ndim == 4 and len(found) == 2:
+            _add(found, dz)
+        elif found is not dz:
+            dz.copy_(found.view_as(dz))
+    return {name: unstack(grads[name], value) for name, value in scan.tensors().items() if name in grads}
+
+
+def _walk_back(launch: _Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor) -> dict[str, Tensor]:
+    """The gradients by field, with a direction axis."""
+    scan = launch.scan
+    G, B, L, D, N = launch.sizes
     groups = 3 if scan.A_per_token else 2
     cut = launch.cut("backward")
     parts = G, B, cut[0]
@@ -327,41 +355,39 @@ def backward(
             value, G, B, L, D, dtype=value.dtype if value is not None and value.shape[-1] == D else torch.float32
         )
 
-    dx, dstep, dgate = whole(scan.x), whole(scan.step), whole(scan.z)
+    dx, dstep, dz = whole(scan.x), whole(scan.step), whole(scan.z)
     dA = grad(None if scan.A_per_token else scan.A, *parts, N, D)
     dD, dbias = grad(scan.D, *parts, D), grad(scan.bias, *parts, D)
     dinitial = grad(scan.initial_state, G, B, D, N)
-    with torch.cuda.device_of(scan.x):
-        launch.norms()
-        adjoint = dfinal if dfinal is None else dfinal.reshape(G, B, D, N)
-        common = dict(dy_ptr=dy, **_strides("dy", dy, "gbl"))
-        if cut[0] > 1:
-            local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
-            before = [launch.call(kernels._adjoint_kernel, launch.choice("adjoint", cut), cut, **common,
-                                  local_ptr=local, decay_ptr=decay),
-                      launch.carry(local, decay, adjoint, reverse=True)]  # fmt: skip
-            adjoint = local
-        values = power_of_2(2 * launch.args["NI"])
+    launch.norms()
+    common = dict(dy_ptr=dy, **_strides("dy", dy, "gbl"))
+    if cut[0] > 1:
+        local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
+        before = [launch.call(kernels._adjoint_kernel, launch.choice("adjoint", cut), cut, **common,
+                              local_ptr=local, decay_ptr=decay),
+                  launch.carry(local, decay, adjoint, reverse=True)]  # fmt: skip
+        adjoint = local
+    values = power_of_2(2 * launch.args["NI"])
 
-        def call(choice: Choice) -> _Call:
-            # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
-            sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N, dtype=torch.float32)
-            between = 0 if scan.law.kind == "error" else CHUNK // choice.unroll - 1
-            return launch.call(
-                kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
-                adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
-                dA_ptr=dA, dz_ptr=dgate, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
-                scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
-                HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
-                MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1),
-            )  # fmt: skip
+    def call(choice: Choice) -> _Call:
+        # Each block of channels leaves its part of the sums over channels (k, q, a token's A).
+        sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N, dtype=torch.float32)
+        between = 0 if scan.law.kind == "error" else CHUNK // choice.unroll - 1
+        return launch.call(
+            kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
+            adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
+            dA_ptr=dA, dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
+            scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
+            HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
+            MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1),
+        )  # fmt: skip
 
-        last = call(launch.choice("backward", cut, lambda choice: call(choice).launch()))
-        if cut[0] > 1:
-            _launch_all(scan.x.device, [*before, last])
-        else:
-            last.launch()
-        sums = last.args["sums_ptr"]
+    last = call(launch.choice("backward", cut, lambda choice: call(choice).launch()))
+    if cut[0] > 1:
+        _launch_all(scan.x.device, [*before, last])
+    else:
+        last.launch()
+    sums = last.args["sums_ptr"]
     # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
     sums = sums.sum(0) if len(sums) > 1 else sums[0]
     if torch.float32 in (scan.k.dtype, scan.q.dtype) or scan.A_per_token:
@@ -369,17 +395,14 @@ def backward(
         dk, dq, *dA_t = (part.clone(memory_format=torch.contiguous_format) for part in sums.split(N, -1))
     else:
         dk, dq = sums.split(N, -1)
-    grads = {"x": dx, "step": dstep, "k": dk, "q": dq, "z": dgate, "initial_state": dinitial}
+    grads = {"x": dx, "step": dstep, "k": dk, "q": dq, "z": dz, "initial_state": dinitial}
     if scan.A is not None:
         grads["A"] = dA_t[0] if scan.A_per_token else dA.sum((1, 2)).transpose(1, 2)
     if scan.D is not None:
         grads["D"] = dD.sum((1, 2))
     if scan.bias is not None:
         grads["bias"] = dbias.sum((1, 2))
-    if dz is not None and scan.z is not None:
-        _add(dgate, dz) if len(dgate) == 2 else dz.copy_(dgate[0])
-        del grads["z"]
-    return {name: unstack(grads[name], value) for name, value in scan.tensors().items() if name in grads}
+    return grads
 
 
 def _add(pair: Tensor, out: Tensor) -> None:
@@ -397,6 +420,10 @@ def plan(scan: Scan) -> dict[str, Plan]:
     launch = _Launch(scan)
     plans = {}
     for kernel in ("forward", "backward"):
-        cut = launch.cut(kernel)
-        plans[kernel] = Plan(*cut, launch.width(launch.choice(kernel, cut)))
+        if chunks.chosen(scan):
+            plans[kernel] = Plan(1, scan.sizes[2], chunks.choose(kernel, scan).channels, "chunked")
+        else:
+            cut = launch.cut(kernel)
+            regime = "parallel" if cut[0] > 1 else "sequential"
+            plans[kernel] = Plan(*cut, launch.width(launch.choice(kernel, cut)), regime)
     return plans

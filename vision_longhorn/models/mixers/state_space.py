@@ -48,7 +48,7 @@ class BidirectionalMixer(nn.Module):
         eps: of the norms in the "shared" wiring.
         save_states: in training, keep the states that the scan's backward pass starts from instead of finding them
             again: faster, at d_inner N / 2 bytes a token and direction for each block (on a GPU the exact rule
-            d_inner (4 + N / 16)).
+            d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)).
 
     Raises:
         ValueError: an option is not known, or the rule cannot have it.

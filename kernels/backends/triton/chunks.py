@@ -1,0 +1,255 @@
+"""The exact rule in chunks on tensor cores: when it can run so, and what the kernels of `chunk_kernels` are launched
+with."""
+
+import warnings
+from contextlib import nullcontext
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+
+import torch
+import triton
+from torch import Tensor
+
+from ...contract import Scan, ceil_div, power_of_2, stack
+from . import chunk_kernels as kernels
+from . import fragments
+from .lanes import takes_ptx
+from .tuning import multiprocessors
+
+if TYPE_CHECKING:
+    from .scan import _Launch
+
+CHUNK = 8
+# Chunks from one kept state to the next: the backward pass goes back from those by differences.
+ANCHOR = 32
+STATES = (8, 16, 32)
+
+
+class Shape(NamedTuple):
+    """How channels are dealt out: `pairs` of neighbours to a lane, `warps` to a program."""
+
+    pairs: int
+    warps: int
+    registers: Optional[int] = None
+
+    @property
+    def channels(self) -> int:
+        """Of a program."""
+        return 16 * self.pairs * self.warps
+
+
+# Found on an H200 with 16 states: where there is work for all of the GPU, and where there is little.
+_SHAPES = {
+    "forward": (Shape(4, 2, 168), Shape(1, 1)),
+    "backward": (Shape(2, 4, 168), Shape(1, 4, 128)),
+}
+
+
+def choose(kernel: str, scan: Scan) -> Shape:
+    """For "forward" or "backward"."""
+    G, B, _, D, N = scan.sizes
+    many, few = _SHAPES[kernel]
+    pairs = many.pairs if N <= 16 else many.pairs // 2
+    if D % (16 * pairs) or G * B * D // (16 * pairs) < 8 * multiprocessors(scan.x.device):
+        warps = min(few.warps, power_of_2(ceil_div(D, 16)))
+        return Shape(few.pairs, warps, few.registers if N <= 16 else None)
+    warps = many.warps
+    while D % (8 * pairs * warps if kernel == "forward" else 16 * pairs * warps):
+        warps //= 2
+    return Shape(pairs, warps, many.registers)
+
+
+def obstacle(scan: Scan) -> Optional[str]:
+    """Why `scan` cannot run in chunks; None if it can."""
+    _, _, L, _, N = scan.sizes
+    if scan.rule != "exact":
+        return f"rule={scan.rule!r} has no chunked form here"
+    if N not in STATES:
+        return f"d_state is {N}; it must be one of {', '.join(map(str, STATES))}"
+    names = scan.law.names
+    for name in ("x", "step", "k", "q", "z"):
+        value = getattr(scan, name)
+        if value is not None and value.dtype != torch.bfloat16:
+            return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
+    strides = [abs(s) for v in (scan.x, scan.step, scan.k, scan.q, scan.z) if v is not None for s in v.stride()[-2:]]
+    if L * max(strides) >= 2**31:
+        return f"the {L} tokens of a sequence span 2**31 numbers or more"
+    if not takes_ptx(scan.x.device, fragments.CAPABILITY):
+        return f"{scan.x.device} is no NVIDIA GPU of compute capability 8.0 or more"
+    return _trouble(scan.x.device)
+
+
+@cache
+def _trouble(device: torch.device) -> Optional[str]:
+    """Why this Triton cannot compile what the kernels are made of; None if it can. Says so once."""
+    try:
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            kernels._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
+    except Exception as error:
+        why = f"Triton {triton.__version__} does not compile its products ({type(error).__name__})"
+        warnings.warn(f"rule='exact' walks token by token on {device}: {why}", stacklevel=2)
+        return why
+    return None
+
+
+def chosen(scan: Scan) -> bool:
+    """Whether `scan` runs in chunks.
+
+    Raises:
+        ValueError: it is asked to and cannot.
+    """
+    if scan.regime not in ("auto", "chunked"):
+        return False
+    why = obstacle(scan)
+    if scan.regime == "chunked" and why is not None:
+        raise ValueError(f"regime='chunked': {why}; use regime='auto'")
+    return why is None
+
+
+def saved_shape(scan: Scan) -> tuple[int, ...]:
+    """Of what the backward pass starts from, in float32: w of every token in bfloat16, and some states."""
+    G, B, L, D, N = scan.sizes
+    chunks = ceil_div(L, CHUNK)
+    return (G * B * (chunks * 8 * ceil_div(D, 2) + ceil_div(chunks, ANCHOR) * D * N),)
+
+
+def _word(values: list[Tensor], whole: bool) -> int:
+    """How many channels one load takes; `whole`: no lane has channels beyond the last."""
+
+    def aligned(size: int) -> bool:
+        return all(v.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in v.stride()[:-1]) for v in values)
+
+    if whole and aligned(4):
+        return 4
+    return 2 if values[0].shape[-1] % 2 == 0 and aligned(2) else 1
+
+
+def _in_turn(scan: Scan, shape: Shape) -> bool:
+    """Whether the directions take turns, so that the second can add to what the first left, and not a pass of its own:
+    where one alone keeps all schedulers busy."""
+    _, B, _, D, _ = scan.sizes
+    warps = B * ceil_div(D, shape.channels) * shape.warps
+    return _combined(scan) and warps >= 8 * multiprocessors(scan.x.device)
+
+
+def _combined(scan: Scan) -> bool:
+    """Whether y is one sum of both directions under one gate."""
+    return scan.direction == "both" and scan.combine != "none" and (scan.z is None or scan.z.ndim == 3)
+
+
+def _common(launch: "_Launch", shape: Shape, channels: int, *others: Tensor) -> dict[str, Any]:
+    """Of both kernels: a program takes `channels` channels of a sequence, and `others` are read and written as x is."""
+    scan = launch.scan
+    G, B, L, D, N = launch.sizes
+    scalar = scan.step is not None and scan.step.shape[-1] == 1 and D > 1
+    step = launch.args["step_ptr"]
+    if not scalar and step.stride(-1) != 1:
+        step = step.contiguous()
+    rows = [launch.args["x_ptr"]] + ([] if scalar else [step])
+    rows += ([] if scan.z is None else [launch.args["z_ptr"]]) + list(others)
+    keys = [launch.args["k_ptr"], launch.args["q_ptr"]]
+    states = next((w for w in (4, 2) if N // 4 % w == 0 and all(
+        v.data_ptr() % (2 * w) == 0 and all(s % w == 0 for s in v.stride()[:-1]) for v in keys)), 1)  # fmt: skip
+    aligned = launch.aligned and all(s % 16 == 0 for v in others for s in v.stride()[:-1])
+    args = launch.args | dict(
+        step_ptr=step, **dict(zip(("step_g", "step_b", "step_l", "step_d"), step.stride())), SCALAR=scalar,
+        blocks=ceil_div(D, channels), unscale=1 / scan.output_scale, ALIGNED=aligned, MEET=False, IN_TURN=False,
+        OTHER=False, direction=0, NP=N // 8, CP=shape.pairs, NW=shape.warps, STATES=states, ANCHOR=ANCHOR,
+        WORD=_word(rows, shape.pairs % 2 == 0 and D % channels == 0), num_warps=shape.warps, num_stages=1,
+        enable_fp_fusion=True)  # fmt: skip
+    if shape.registers is not None:
+        args["maxnreg"] = shape.registers
+    return args
+
+
+def _run(kernel: Any, grid: tuple[int, int], args: dict[str, Any]) -> None:
+    options = {name: args[name] for name in ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg") if name in args}
+    kernel[grid](**{name: args[name] for name in kernel.arg_names}, **options)
+
+
+def _parts(launch: "_Launch", saved: Tensor) -> dict[str, Tensor]:
+    G, B, L, D, N = launch.sizes
+    return dict(written_ptr=saved, anchor_ptr=saved[G * B * ceil_div(L, CHUNK) * 8 * ceil_div(D, 2) :])
+
+
+def forward(
+    launch: "_Launch", save: bool, output: bool, shape: Optional[Shape] = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """y (G, B, L, D), or (B, L, D) where the directions are combined already, the final state (G, B, D, N) and what is
+    kept."""
+    scan = launch.scan
+    G, B, L, D, N = launch.sizes
+    shape = shape or choose("forward", scan)
+    # Of few programs each has the longer way where they meet.
+    meet = output and _combined(scan) and shape.warps > 1
+    y = scan.x.new_empty((B, L, D) if meet else (G, B, L, D) if output else (0,))
+    final = scan.x.new_empty(G, B, D, N, dtype=torch.float32)
+    saved = scan.x.new_empty(saved_shape(scan) if save else (0,), dtype=torch.float32)
+    start = None if scan.initial_state is None else stack(scan, scan.initial_state, 3)
+    channels = shape.channels // 2 if meet else shape.channels
+    args = _common(launch, shape, channels) | dict(
+        y_ptr=y, final_ptr=final, **_parts(launch, saved), start_ptr=final if start is None else start,
+        HAS_START=start is not None, OUTPUT=output, SAVE=save, MEET=meet, **_state_strides("start", start))  # fmt: skip
+    with torch.cuda.device_of(scan.x):
+        _run(kernels._forward_kernel, (args["blocks"] * B, 1 if meet else G), args)
+    return y, final, saved
+
+
+def backward(
+    launch: "_Launch", dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dz: Optional[Tensor],
+    shape: Optional[Shape] = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The gradients by field, with a direction axis, float32 where a sum over directions or channels may follow. That
+    of z lacks the axis where both directions are in it already, and is `dz` itself if that can be written to."""
+    scan = launch.scan
+    G, B, L, D, N = launch.sizes
+    shape = shape or choose("backward", scan)
+    blocks = ceil_div(D, shape.channels)
+    in_turn = scan.z is not None and _in_turn(scan, shape)
+    if not in_turn:
+        dz = scan.x.new_empty((G, B, L, D) if scan.z is not None else (0, 0, 0, 0))
+    elif dz is None or dz.stride(-1) != 1:
+        dz = scan.x.new_empty(B, L, D)
+    args = _common(launch, shape, shape.channels, dy, dz)
+    scalar = args["SCALAR"]
+
+    def numbers(*sizes: int) -> Tensor:
+        return scan.x.new_empty(sizes, dtype=torch.float32)
+
+    dx = scan.x.new_empty(G, B, L, D)
+    dstep = numbers(blocks, G, B, L) if scalar else torch.empty_like(dx)
+    dD, dbias, dinitial = numbers(G, B, D), numbers(G, B, D), numbers(G, B, D, N)
+    sums = numbers(blocks, G, B, L, 2 * N)
+    args |= dict(
+        dy_ptr=dy, **dict(zip(("dy_g", "dy_b", "dy_l"), dy.stride())), **_parts(launch, saved), dstep_ptr=dstep,
+        dz_ptr=dz, **dict(zip(("dz_g", "dz_b", "dz_l"), (0, *dz.stride()) if in_turn else dz.stride())),
+        adjoint_ptr=saved if adjoint is None else adjoint, HAS_ADJOINT=adjoint is not None,
+        HAS_INITIAL=scan.initial_state is not None, **_state_strides("adjoint", adjoint), dx_ptr=dx, dD_ptr=dD,
+        dbias_ptr=dbias, dinitial_ptr=dinitial, sums_ptr=sums,
+        ROOM=fragments.room(shape.warps * (N // 4 + 1) * 512))  # fmt: skip
+    if in_turn:
+        args["IN_TURN"] = True
+        for direction in range(2):
+            _run(kernels._backward_kernel, (blocks * B, 1), args | dict(OTHER=direction > 0, direction=direction))
+    else:
+        _run(kernels._backward_kernel, (blocks * B, G), args)
+
+    # In a fixed order, over the blocks of channels and over the sequences. A sum over directions wants all digits.
+    dk, dq = (
+        scan.x.new_empty(G, B, L, N, dtype=v.dtype if v.ndim == 4 or G == 1 else torch.float32)
+        for v in (scan.k, scan.q)
+    )
+    kernels._finish_rows_kernel[(ceil_div(G * B * L, 32),)](
+        sums, dk, dq, G * B * L, blocks, N=N, R=32, num_warps=4 if N > 8 else 2
+    )
+    skip, bias = numbers(G, D), numbers(G, D)
+    kernels._finish_columns_kernel[(ceil_div(D, 32), G, 2)](dD, dbias, skip, bias, B, D, R=32, C=32, num_warps=4)
+    if scalar:
+        dstep = dstep.sum(0).unsqueeze(-1)
+    grads = dict(x=dx, step=dstep, k=dk, q=dq, z=dz, D=skip, bias=bias, initial_state=dinitial)
+    return {name: value for name, value in grads.items() if getattr(scan, name) is not None}
+
+
+def _state_strides(name: str, value: Optional[Tensor]) -> dict[str, int]:
+    strides = (0,) * 4 if value is None else value.stride()
+    return {f"{name}_{axis}": stride for axis, stride in zip("gbdn", strides)}

@@ -1,0 +1,178 @@
+"""Tensor cores in plain Triton: PTX on tensors of one number a lane, and the fragments of matrices that lanes hold.
+
+A kernel of `chunk_kernels` is written as one writes for a single lane: every tensor is one-dimensional with as many
+elements as the program has lanes, and element r belongs to lane r % 32 of warp r // 32. Triton has one layout for such
+a tensor; `probe` finds out at run time whether that still holds.
+
+Lane 4 g + t of a warp, g = 0..7 and t = 0..3, holds of the matrices of a product C += A B
+
+                     columns 2t, 2t+1          a word is two 16-bit numbers, the left one in its low half
+    C   row g          c0      c1
+        row g + 8      c2      c3
+                     columns 2t, 2t+1   columns 2t+8, 2t+9
+    A   row g          a0 (word)          a2 (word)          16 columns; with 8 there are a0 and a1 alone
+        row g + 8      a1 (word)          a3 (word)
+                     column g
+    B   rows 2t, 2t+1      b0 (word)                         16 rows; with 8 there is b0 alone
+        rows 2t+8, 2t+9    b1 (word)
+
+so that the two columns of a C, rounded and put into one word, are an A of the next product. With 32-bit operands (TF32,
+of which the products take the upper 19 bits) A's columns t and t + 4 stand in the place of 2t and 2t + 1: if both
+operands number what they sum over alike, C is such an A too.
+"""
+
+import triton
+import triton.language as tl
+
+# The compute capability that the products need.
+CAPABILITY = 80
+
+
+def _product(kind: str, columns: int, words: int, b_words: int) -> tuple[tl.constexpr, tl.constexpr]:
+    """PTX of C += A B with A of 16 rows and B of 8 columns, and its constraints."""
+    a = ", ".join(f"${4 + i}" for i in range(words))
+    b = ", ".join(f"${4 + words + i}" for i in range(b_words))
+    c = ", ".join(f"${4 + words + b_words + i}" for i in range(4))
+    text = f"mma.sync.aligned.m16n8k{columns}.row.col.f32.{kind}.{kind}.f32 "
+    text += f"{{$0, $1, $2, $3}}, {{{a}}}, {{{b}}}, {{{c}}};"
+    return tl.constexpr(text), tl.constexpr("=f,=f,=f,=f" + ",r" * (words + b_words) + ",f,f,f,f")
+
+
+_MMA_8, _MMA_8_CONSTRAINTS = _product("bf16", 8, 2, 1)
+_MMA_16, _MMA_16_CONSTRAINTS = _product("bf16", 16, 4, 2)
+_MMA_TF32, _MMA_TF32_CONSTRAINTS = _product("tf32", 8, 4, 2)
+
+
+@triton.jit
+def product_8(c, a0, a1, b0):
+    """c + A B of 16-bit numbers, summing over 8."""
+    return tl.inline_asm_elementwise(
+        _MMA_8, _MMA_8_CONSTRAINTS, [a0, a1, b0, c[0], c[1], c[2], c[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
+def product_16(c, a0, a1, a2, a3, b0, b1):
+    """c + A B of 16-bit numbers, summing over 16."""
+    return tl.inline_asm_elementwise(
+        _MMA_16, _MMA_16_CONSTRAINTS, [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
+def product_tf32(c, a, b0, b1):
+    """c + A B of float32 cut to TF32, summing over 8; A as C lies."""
+    return tl.inline_asm_elementwise(
+        _MMA_TF32, _MMA_TF32_CONSTRAINTS,
+        [bits(a[0]), bits(a[2]), bits(a[1]), bits(a[3]), bits(b0), bits(b1), c[0], c[1], c[2], c[3]],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
+
+
+@triton.jit
+def bits(v):
+    return v.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def transposed(word):
+    """An 8 x 8 matrix of 16-bit numbers, in words as C's rows g (columns 2t, 2t + 1), to its transpose in the same
+    order; which is that matrix as a B."""
+    return tl.inline_asm_elementwise(
+        "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def from_lane(v, lane):
+    """The float32 that lane number `lane` of the warp holds."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, lane], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def from_partner(v, mask):
+    """The float32 that the lane whose number differs in the bits of `mask` holds."""
+    return tl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, mask], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def sum_quad(v, lane):
+    """The sum over the four lanes of the same g, in each of them."""
+    v = v + from_partner(v, lane * 0 + 1)
+    return v + from_partner(v, lane * 0 + 2)
+
+
+@triton.jit
+def sum_column(v, lane):
+    """The sum over the eight lanes of the same t, in each of them."""
+    v = v + from_partner(v, lane * 0 + 4)
+    v = v + from_partner(v, lane * 0 + 8)
+    return v + from_partner(v, lane * 0 + 16)
+
+
+@triton.jit
+def packed(low, high):
+    """Two float32, rounded to bfloat16, in one word."""
+    return tl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def low(word):
+    """The left number of a word of two bfloat16, as float32."""
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(word):
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exp2(v):
+    # The hardware's own: Triton's guards subnormal results, at three instructions.
+    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def reciprocal(v):
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def probe(index):
+    """Zero; NaN where element `index` of a tensor does not belong to lane index % 32, as everything here takes it: a
+    wrong layout must not give a wrong number."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .u32 lane, own; .reg .pred p; mov.u32 lane, %laneid; and.b32 own, $1, 31; setp.ne.u32 p, own, lane; "
+        "selp.f32 $0, 0f7FFFFFFF, 0f00000000, p; }",
+        "=f,r", [index], dtype=tl.float32, is_pure=True, pack=1)  # fmt: skip
+
+
+def room(size: int) -> str:
+    """PTX that reserves `size` bytes of shared memory for a program and gives their address."""
+    return f"{{ .shared .align 16 .b8 room[{size}]; mov.u32 $0, room; }}"
+
+
+@triton.jit
+def shared_room(ROOM: tl.constexpr, index):
+    """The address of a program's own shared memory, `room`, in every lane."""
+    return tl.inline_asm_elementwise(ROOM, "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def put_shared(address, a, b):
+    tl.inline_asm_elementwise(
+        "st.shared.v2.f32 [$1], {$2, $3}; mov.u32 $0, $1;", "=r,r,f,f", [address, a, b], dtype=tl.int32, is_pure=False,
+        pack=1)  # fmt: skip
+
+
+@triton.jit
+def get_shared(address):
+    return tl.inline_asm_elementwise(
+        "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [address], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
+    )

@@ -1,0 +1,377 @@
+"""The exact rule in chunks on tensor cores against the float64 reference: on a CPU, where the interpreter's PTX is
+emulated, and, marked `gpu`, on a GPU."""
+
+import contextlib
+import os
+import warnings
+
+import pytest
+import torch
+from scan_cases import call, make_inputs, relative_rms
+from vision_longhorn.kernels import ops
+
+from vision_longhorn import kernels
+
+pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
+if kernels.HAS_TRITON:
+    import ptx_emulator
+    import triton
+    import triton.language as tl
+    from vision_longhorn.kernels.backends.triton import chunks, fragments
+
+    @triton.jit
+    def probe_kernel(out_ptr, index_ptr):
+        r = tl.arange(0, 64)
+        tl.store(out_ptr + r, fragments.probe(tl.load(index_ptr + r)))
+
+
+needs_interpreter = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton's interpreter is needed"
+)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    ptx_emulator.install()
+    monkeypatch.setattr(chunks, "takes_ptx", lambda *_: True)
+    monkeypatch.setattr(chunks, "_trouble", lambda _: None)
+
+
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=needs_interpreter), pytest.param("cuda", marks=pytest.mark.gpu)], ids=str
+)
+def device(request):
+    if request.param == "cpu":
+        request.getfixturevalue("emulated")
+    elif torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("an NVIDIA GPU of compute capability 8.0 is needed")
+    return request.param
+
+
+def inputs_of(*sizes, absent="", **options):
+    inputs = make_inputs("exact", *sizes, dtype=torch.bfloat16, **options)
+    return {name: value for name, value in inputs.items() if name not in absent.split()}
+
+
+def outputs_and_gradients(leaves, view=dict, final_only=False, dy_offset=0, **options):
+    """y, the final state and a gradient for each leaf; `view` turns leaves into the inputs of the scan. The gradient of
+    y is a view from `dy_offset` on."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in leaves.items()}
+    outs = call("exact", view(leaves), return_final_state=True, **options)
+    generator = torch.Generator().manual_seed(1)
+    weights = []
+    for out, offset in zip(outs, (dy_offset, 0)):
+        weight = torch.randn(*out.shape[:-1], out.shape[-1] + offset, generator=generator).bfloat16()
+        weights.append(weight.to(out.device, out.dtype)[..., offset:])
+    first = 1 if final_only else 0
+    grads = torch.autograd.grad(outs[first:], list(leaves.values()), weights[first:], materialize_grads=True)
+    return {"y": outs[0].detach(), "state": outs[1].detach(), **{f"d{n}": grad for n, grad in zip(leaves, grads)}}
+
+
+def check(leaves, device, tolerance=5e-3, save_states=None, **options):
+    """Each output and gradient by its relative RMS error. Of few numbers that scatters; what is smaller than 1e-30 may
+    be zero."""
+    expected = outputs_and_gradients({n: v.double() for n, v in leaves.items()}, backend="reference", **options)
+    leaves = {name: value.to(device) for name, value in leaves.items()}
+    found = outputs_and_gradients(leaves, backend="triton", regime="chunked", save_states=save_states, **options)
+    wrong = {}
+    for name, right in expected.items():
+        value = found[name].to(right)
+        assert value.shape == right.shape, (name, value.shape, right.shape)
+        # The few sums over all tokens may cancel; they are as exact as what is summed.
+        size = max(right.norm(), expected["dstep"].norm()) if name == "dbias" and "dstep" in expected else right.norm()
+        error = (value - right).norm()
+        if not error <= tolerance * (1 + 2 / right.numel() ** 0.5) * size + 1e-30:  # NaN is wrong too
+            wrong[name] = f"{error:.1e} of {size:.1e}"
+    assert not wrong, wrong
+    return found
+
+
+def equal(one, other):
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "B,L,D,N,direction,combine,stacked,absent",
+    [
+        (2, 1, 33, 8, "both", "none", True, ""),
+        (1, 7, 64, 16, "backward", "none", True, "z"),
+        (1, 8, 16, 32, "both", "sum", False, "z initial_state"),
+        (3, 9, 1, 16, "both", "mean", True, "D"),
+        (1, 17, 33, 32, "forward", "none", True, "bias"),
+        (1, 33, 64, 16, "both", "mean", False, "D bias initial_state"),
+    ],
+)
+def test_sizes_directions_and_absent_inputs(device, B, L, D, N, direction, combine, stacked, absent):
+    inputs = inputs_of(B, L, D, N, absent=absent, direction=direction, stacked=stacked)
+    check(inputs, device, direction=direction, combine=combine)
+
+
+def gpu_is_full(monkeypatch, full):
+    """Whether the kernels are launched as where there is enough to do, or too little."""
+    monkeypatch.setattr(chunks, "multiprocessors", lambda *_: 0 if full else 10**6)
+
+
+@pytest.mark.parametrize("L,full", [(1, True), (7, False), (8, True), (9, False), (16, True), (23, False), (33, True)])
+def test_wherever_two_directions_meet(device, L, full, monkeypatch):
+    gpu_is_full(monkeypatch, full)
+    check(inputs_of(1, L, 32, 8, direction="both"), device, direction="both", combine="sum")
+
+
+@pytest.mark.parametrize(
+    "pairs,warps,D,N,scalar,both",
+    [
+        (1, 1, 35, 16, False, True),
+        (1, 2, 33, 32, True, False),
+        (1, 4, 64, 8, True, True),
+        (2, 1, 64, 16, True, False),
+        (2, 2, 64, 32, False, False),
+        (2, 4, 140, 8, False, True),
+    ],
+)
+def test_channels_dealt_out_in_any_way(device, pairs, warps, D, N, scalar, both, monkeypatch):
+    """Programs of one warp and several, of as many channels as there are and of more; one logit for all channels."""
+    monkeypatch.setattr(chunks, "choose", lambda *_: chunks.Shape(pairs, warps))
+    options = dict(direction="both", combine="mean") if both else {}
+    check(inputs_of(1, 11, D, N, scalar_step=scalar, direction=options.get("direction", "forward")), device, **options)
+
+
+@pytest.mark.parametrize("offset", (0, 1, 2))
+def test_views_of_projections(device, offset):
+    """x, z, k and q as slices of two projections, the gradient of y as one of its own: rows that begin at a multiple of
+    8 bytes, at odd numbers, and at words of two."""
+    B, L, D, N = 2, 9, 64 if offset == 0 else 34, 16
+    sizes = dict(xz=2 * D + offset, rank=2 * N + offset)
+    inputs = inputs_of(B, L, D, N, direction="both", stacked=False)
+    leaves = {name: value for name, value in inputs.items() if name not in "xzkq"}
+    leaves |= {name: inputs_of(B, L, size, 1)["x"] for name, size in sizes.items()}
+    leaves["rank"] = leaves["rank"] * 0.25
+
+    def view(leaves):
+        inputs = {name: value for name, value in leaves.items() if name not in sizes}
+        for left, right, whole, size in (("x", "z", "xz", D), ("k", "q", "rank", N)):
+            inputs[left], inputs[right] = leaves[whole][..., offset:].split(size, -1)
+        if offset == 1:
+            inputs["step"] = inputs["step"].transpose(1, 2).contiguous().transpose(1, 2)  # its channels lie apart
+        return inputs
+
+    assert not any(view(leaves)[name].is_contiguous() for name in "xzkq")
+    check(leaves, device, view=view, dy_offset=offset, direction="both", combine="mean")
+
+
+@pytest.mark.parametrize("offset,full", [(0, True), (0, False), (1, True)])
+def test_the_gradient_of_z_in_a_place_that_is_given(device, offset, full, monkeypatch):
+    """As the fused mixer has it: the half of the gradient of a projection, whose other half stays as it is."""
+    gpu_is_full(monkeypatch, full)
+    inputs = {name: value.to(device) for name, value in inputs_of(2, 9, 32, 8, direction="both").items()}
+    scan = scan_of(inputs, direction="both", combine="mean", regime="chunked")
+    y, _, saved = ops.forward(scan, True, "triton")
+    dy = inputs_of(*y.shape, 8, seed=1)["x"].to(device)
+    expected = ops.backward(scan, dy, None, saved, "triton")["z"]
+    place = torch.full((*y.shape[:2], 2 * 32 + offset), 7.0, dtype=torch.bfloat16, device=device)
+    dz = place[..., offset : offset + 32]
+    assert "z" not in ops.backward(scan, dy, None, saved, "triton", dz)
+    assert relative_rms(dz, expected) <= 5e-3
+    assert place[..., :offset].eq(7).all() and place[..., offset + 32 :].eq(7).all()
+
+
+def test_a_loss_of_the_final_state_alone(device):
+    check(inputs_of(1, 11, 32, 8, direction="both"), device, final_only=True, direction="both")
+
+
+def keys_of_any_size(inputs):
+    inputs["k"] *= (
+        10 ** torch.linspace(-3, 3, 24)[torch.randperm(24, generator=torch.Generator().manual_seed(0))][:, None]
+    )
+    inputs["k"][:, ::5] = 0
+
+
+def all_at_once(inputs):
+    inputs["step"][:, 0:6] = 100.0
+    inputs["step"][:, 6:12] = -100.0
+    inputs["x"][:, 12:18] = 0.0
+    inputs["k"][:, 12:15] = 0.0
+    inputs["z"][:, 18:20] = 100.0
+    inputs["z"][:, 20:22] = -100.0
+    inputs["k"][:, 3:9] *= 1e3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda inputs: inputs["k"].zero_(), id="zero-keys"),
+        pytest.param(lambda inputs: inputs["k"].mul_(1e-3), id="small-keys"),
+        pytest.param(lambda inputs: inputs["k"].mul_(1e3), id="large-keys"),
+        pytest.param(lambda inputs: inputs["step"].fill_(100.0), id="logits-100"),
+        pytest.param(lambda inputs: inputs["step"].fill_(-100.0), id="logits-minus-100"),
+        keys_of_any_size,
+        all_at_once,
+    ],
+)
+def test_extremes(device, change):
+    inputs = inputs_of(1, 24, 64, 16)
+    change(inputs)
+    check(inputs, device, tolerance=1e-2)
+
+
+def test_beyond_a_kept_state_and_the_same_bits_if_found_again(device):
+    """More chunks than lie between two states that are kept, so that the backward pass takes up one in the middle."""
+    tokens = chunks.CHUNK * chunks.ANCHOR + 14
+    inputs = inputs_of(1, tokens, 16, 8)
+    kept = check(inputs, device, save_states=True, direction="backward")
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    options = dict(direction="backward", backend="triton", regime="chunked")
+    assert equal(kept, outputs_and_gradients(inputs, save_states=False, **options))
+
+
+@pytest.mark.parametrize("full", (True, False))
+def test_the_same_bits_again_and_without_what_is_kept(device, full, monkeypatch):
+    gpu_is_full(monkeypatch, full)
+    inputs = {n: v.to(device) for n, v in inputs_of(1, 9, 32, 16, direction="both").items()}
+    options = dict(direction="both", combine="mean", backend="triton", regime="chunked")
+    first = outputs_and_gradients(inputs, save_states=True, **options)
+    for save_states in (True, False):
+        assert equal(first, outputs_and_gradients(inputs, save_states=save_states, **options)), save_states
+
+
+def scan_of(inputs, rule="exact", **options):
+    return kernels.Scan(*(inputs.get(name) for name in kernels.Scan._fields[:9]), rule, **options)
+
+
+def regimes(scan):
+    return {plan.regime for plan in kernels.scan_plan(scan, backend="triton").values()}
+
+
+def test_auto_takes_chunks_where_it_can_and_says_so(device):
+    inputs = {n: v.to(device) for n, v in inputs_of(1, 9, 33, 8).items()}
+    assert regimes(scan_of(inputs)) == regimes(scan_of(inputs, regime="chunked")) == {"chunked"}
+    assert regimes(scan_of(inputs, regime="sequential")) == {"sequential"}
+    found = {
+        regime: outputs_and_gradients(inputs, backend="triton", regime=regime)
+        for regime in ("auto", "chunked", "sequential")
+    }
+    assert equal(found["auto"], found["chunked"]) and not equal(found["auto"], found["sequential"])
+
+
+@pytest.mark.parametrize(
+    "N,dtypes,says",
+    [
+        (4, {}, "d_state is 4"),
+        (8, dict(x=torch.float32), "x is torch.float32"),
+        (8, dict(step=torch.float16), "beta is torch.float16"),
+        (8, dict(q=torch.float32), "q is torch.float32"),
+        (8, dict(z=torch.float32), "z is torch.float32"),
+    ],
+)
+def test_what_has_no_chunks_walks_and_is_named_if_forced(device, N, dtypes, says):
+    inputs = {name: value.to(device, dtypes.get(name)) for name, value in inputs_of(1, 9, 5, N).items()}
+    with pytest.raises(ValueError, match=f"regime='chunked': {says}"):
+        call("exact", inputs, backend="triton", regime="chunked")
+    assert regimes(scan_of(inputs)) == {"sequential"}
+    walked, auto = (call("exact", inputs, backend="triton", regime=regime) for regime in ("sequential", "auto"))
+    assert torch.equal(walked, auto)
+
+
+@pytest.mark.parametrize(
+    "rule,backend,says",
+    [
+        ("diagonal", "triton", "rule='diagonal'"),
+        ("exact", "torch", "torch path"),
+        pytest.param("exact", "triton", "cpu is no NVIDIA GPU", marks=needs_interpreter),
+    ],
+)
+def test_where_there_are_no_chunks_forcing_them_is_an_error(rule, backend, says):
+    with pytest.raises(ValueError, match=f"regime='chunked'.*{says}"):
+        call(rule, inputs_of(1, 9, 5, 8), backend=backend, regime="chunked")
+
+
+def test_offsets_beyond_32_bits_are_not_taken_in_chunks(emulated):
+    inputs = {name: value.to("meta") for name, value in inputs_of(1, 9, 16, 8).items()}
+    for name in ("x", "z", "k"):
+        far = torch.empty_strided((1, 9, inputs[name].shape[-1]), (0, 2**28, 1), dtype=torch.bfloat16, device="meta")
+        assert "2**31" in chunks.obstacle(scan_of({**inputs, name: far})), name
+    assert chunks.obstacle(scan_of(inputs)) is None
+
+
+def test_a_triton_that_does_not_compile_the_products_walks_with_one_warning(monkeypatch):
+    class Kernel:
+        def warmup(self, *args, **options):
+            raise NotImplementedError("mma")
+
+    inputs = inputs_of(1, 9, 5, 8)
+    monkeypatch.setattr(chunks, "takes_ptx", lambda *_: True)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    monkeypatch.setattr(chunks.kernels, "_probe_kernel", Kernel())
+    chunks._trouble.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert [regimes(scan_of(inputs)) for _ in range(2)] == [{"sequential"}] * 2
+            with pytest.raises(ValueError, match="regime='chunked': Triton .* does not compile .*NotImplementedError"):
+                kernels.scan_plan(scan_of(inputs, regime="chunked"), backend="triton")
+        assert ["does not compile" in str(one.message) for one in said] == [True]
+    finally:
+        chunks._trouble.cache_clear()
+
+
+@needs_interpreter
+def test_a_probe_is_not_a_number_in_each_lane_that_is_another(emulated):
+    index, out = torch.arange(64), torch.ones(64)
+    probe_kernel[(1,)](out, index.int())
+    assert (out == 0).all()
+    index[[0, 1, 40]] = index[[1, 0, 41]]
+    probe_kernel[(1,)](out, index.int())
+    assert out.isnan().nonzero().flatten().tolist() == [0, 1, 40] and out.nansum() == 0
+
+
+@needs_interpreter
+@pytest.mark.parametrize("two_a_lane", (True, False), ids=("two-a-lane", "reversed"))
+def test_another_layout_gives_no_number(emulated, monkeypatch, two_a_lane):
+    """Of a Triton whose element r does not belong to lane r % 32, no output or gradient may look like one."""
+    real = ptx_emulator.special
+
+    def lanes(name, size):
+        if name != "%laneid":
+            return real(name, size)
+        return (
+            torch.arange(size)
+            .div(2 if two_a_lane else 1)
+            .mul(1 if two_a_lane else -1)
+            .remainder(32)
+            .numpy()
+            .astype("uint32")
+        )
+
+    monkeypatch.setattr(ptx_emulator, "special", lanes)
+    found = outputs_and_gradients(inputs_of(1, 9, 32, 8), backend="triton", regime="chunked")
+    assert [name for name, value in found.items() if not value.isnan().all()] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "B,L,D,N,options",
+    [
+        (8, 197, 768, 16, {}),
+        (8, 197, 384, 16, {}),
+        (2, 1000, 100, 16, {}),
+        (1, 6085, 64, 16, {}),
+        (3, 65, 769, 32, {}),
+        (8, 197, 384, 8, dict(scalar_step=True)),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_gpu_sizes_of_models(device, B, L, D, N, options):
+    inputs = inputs_of(B, L, D, N, direction="both", device=device, **options)
+    check(inputs, device, direction="both", combine="mean")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("B,L,D", [(8, 197, 768), (2, 1000, 100)])
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_gpu_same_bits_20_times_kept_or_found_again(device, B, L, D):
+    inputs = inputs_of(B, L, D, 16, direction="both", device=device)
+    options = dict(direction="both", combine="mean", backend="triton", regime="chunked")
+    first = outputs_and_gradients(inputs, **options)
+    for time in range(20):
+        again = outputs_and_gradients(inputs, save_states=time % 2 == 0, **options)
+        assert equal(first, again), time
