@@ -385,7 +385,11 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=words, default=[], metavar="WORD", help=f"({' '.join(words)})")
     parser.add_argument("--every", action="store_true", help="compile all variants in all dtypes")
     parser.add_argument("--jobs", type=int, default=1, help="processes side by side (1)")
-    parser.add_argument("--list", action="store_true", help="print what would be launched on the first target")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print what would be launched on an H100, if that is a target, else on the first",
+    )
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="for compile_without_gpu.json")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # for the processes it starts itself
     args = parser.parse_args(argv)
@@ -403,7 +407,7 @@ def main(argv: Optional[list[str]] = None) -> int:
     if args.list:
         launches = []
         run_cases(
-            TARGETS[args.targets[0]].gpu,
+            TARGETS["cuda:90" if "cuda:90" in args.targets else args.targets[0]].gpu,
             sum(args.cases.values(), []),
             lambda number, row: launches.append(row),
             compiling=False,
