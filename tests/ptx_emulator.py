@@ -33,7 +33,7 @@ BITWISE = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 SHIFTS = {("shl", "b32"): np.left_shift, ("shr", "u32"): np.right_shift, ("shr", "b32"): np.right_shift}
 SHIFTS["shr", "s32"] = np.right_shift
 MMA = re.compile(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32")
-NO_OPERATION = re.compile(r"(bar|barrier|membar|fence)\..*")
+NO_OPERATION = re.compile(r"(bar|barrier|membar|fence)\..*|cp\.async\.(commit|wait)_group")
 
 
 def flush(x):
@@ -113,6 +113,27 @@ def store_shared(address, a, b):
 
 def load_shared(address):
     return [SHARED[address // 4 + i] for i in range(2)]
+
+
+def load_word(address):
+    return SHARED[address // 4]
+
+
+def copy_words(words):
+    """cp.async: as if it were there at once, which is the latest a kernel may see it without a wait."""
+
+    kind = {1: np.int32, 2: np.int64}[words]
+
+    def copy(address, source, _, size):
+        from triton._C.libtriton import interpreter
+
+        address, source, size = np.broadcast_arrays(address, source, size)
+        found = interpreter.load(np.ascontiguousarray(source), size > 0, np.zeros(len(source), kind), np.dtype(kind))
+        for i, word in enumerate(found.view(np.uint32).reshape(-1, words).T):
+            SHARED[address // 4 + i] = word
+        return []
+
+    return copy
 
 
 def transpose_matrices(a):
@@ -296,6 +317,11 @@ class Program:
                 ["f32"] * 4,
                 ["u32"] * (3 * width // 4) + ["f32"] * 4,
             )
+        if opcode in ("ld.shared.b32", "ld.shared.v2.b32"):
+            several = "v2" in opcode
+            return (load_shared, ["b32"] * 2, ["u32"]) if several else (load_word, ["b32"], ["u32"])
+        if opcode == "cp.async.ca.shared.global":
+            return copy_words(int(words[2]) // 4), [], ["u32", "u64", "u32", "u32"]
         if opcode in ("st.shared.v2.f32", "ld.shared.v2.f32"):
             stores = opcode[0] == "s"
             return (store_shared, [], ["u32", "f32", "f32"]) if stores else (load_shared, ["f32"] * 2, ["u32"])

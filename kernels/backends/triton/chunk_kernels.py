@@ -14,6 +14,10 @@ import triton
 import triton.language as tl
 
 from .fragments import (
+    DIRECT,
+    START,
+    TAKE,
+    end_group,
     exp2,
     from_lane,
     get_shared,
@@ -25,11 +29,14 @@ from .fragments import (
     product_16,
     product_tf32,
     put_shared,
+    read_one,
+    read_two,
     reciprocal,
     shared_room,
     sum_column,
     sum_quad,
     transposed,
+    wait_group,
 )
 from .lanes import LOG2E, kernel, offset_of, part_of
 
@@ -56,22 +63,20 @@ def _probe_kernel(out_ptr):
 
 
 @triton.jit
-def load_channels(row, offset, left, CP: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr = True):
+def load_channels(place, row, offset, left, CP: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr,
+                  LANES: tl.constexpr):  # fmt: skip
     """CP words at row + offset, two channels each; zeros from the `left`-th channel on. WORD numbers are loaded at
-    once; 4 takes it that all channels exist, or without ALL that none does where `left` is 0."""
+    once; 4 takes it that all channels exist, or without ALL that none does where `left` is 0. HOW and `place` as
+    `read_two` has them."""
     words = ()
     if WORD == 4:
         wide = (row + offset).to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(CP // 2):
-            if ALL:
-                v = tl.load(wide + i)
-            else:
-                v = tl.load(wide + i, mask=left > 0, other=0)
-            words = words + (v.to(tl.int32), (v >> 32).to(tl.int32))
+            words = words + read_two(place + 8 * LANES * i, wide + i, left > 0, ALL, HOW)
     elif WORD == 2:
         pairs = (row + offset).to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(CP):
-            words = words + (tl.load(pairs + i, mask=2 * i < left, other=0),)
+            words = words + read_one(place + 8 * LANES * i, pairs + i, 2 * i < left, False, HOW)
     else:
         single = (row + offset).to(tl.pointer_type(tl.int16), bitcast=True)
         for i in tl.static_range(CP):
@@ -104,18 +109,17 @@ def joined(first, second):
 
 
 @triton.jit
-def load_states(row, offset, NP: tl.constexpr, WORD: tl.constexpr):
-    """A lane's share of a row of keys or queries: NP words of two states, WORD numbers loaded at once."""
+def load_states(place, row, offset, NP: tl.constexpr, WORD: tl.constexpr, HOW: tl.constexpr, LANES: tl.constexpr):
+    """A lane's share of a row of keys or queries: NP words of two states, as `load_channels`."""
     words = ()
     if WORD == 4:
         wide = (row + offset).to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(NP // 2):
-            v = tl.load(wide + i)
-            words = words + (v.to(tl.int32), (v >> 32).to(tl.int32))
+            words = words + read_two(place + 8 * LANES * i, wide + i, place > 0, True, HOW)
     elif WORD == 2:
         pairs = (row + offset).to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(NP):
-            words = words + (tl.load(pairs + i),)
+            words = words + read_one(place + 8 * LANES * i, pairs + i, place > 0, True, HOW)
     else:
         single = (row + offset).to(tl.pointer_type(tl.int16), bitcast=True)
         for i in tl.static_range(NP):
@@ -125,13 +129,22 @@ def load_states(row, offset, NP: tl.constexpr, WORD: tl.constexpr):
 
 
 @triton.jit
-def load_steps(row, offset, step_d, left, CP: tl.constexpr, WORD: tl.constexpr, SCALAR: tl.constexpr):
-    """Logits as `load_channels`; SCALAR: one number for all channels, in one word."""
+def load_steps(place, row, offset, left, CP: tl.constexpr, WORD: tl.constexpr, SCALAR: tl.constexpr, HOW: tl.constexpr,
+               LANES: tl.constexpr):  # fmt: skip
+    """Logits as `load_channels`; SCALAR: one number for all channels, in the low half of one word."""
     if SCALAR:
-        single = (row + offset).to(tl.pointer_type(tl.int16), bitcast=True)
-        words = (tl.load(single).to(tl.int32) & 65535,)
+        if HOW == DIRECT:
+            single = (row + offset).to(tl.pointer_type(tl.int16), bitcast=True)
+            words = (tl.load(single).to(tl.int32) & 65535,)
+        else:
+            # Copies are of whole words: that in which the number lies.
+            at = (row + offset).to(tl.int64)
+            whole = (at & -4).to(tl.pointer_type(tl.int32), bitcast=True)
+            words = read_one(place, whole, place > 0, True, HOW)
+            if HOW == TAKE:
+                words = ((words[0] >> ((at & 2).to(tl.int32) * 8)) & 65535,)
     else:
-        words = load_channels(row, offset, left, CP, WORD)
+        words = load_channels(place, row, offset, left, CP, WORD, True, HOW, LANES)
     return words
 
 
@@ -281,26 +294,34 @@ def scaled(values, factor):
 
 @triton.jit
 def load_chunk(
-    x_row, step_row, k_row, q_row, z_row, other_row, x_l, step_l, step_d, k_l, q_l, z_l, other_l, i, origin, sign, L, g,
+    place, x_row, step_row, k_row, q_row, z_row, other_row, x_l, step_l, k_l, q_l, z_l, other_l, i, origin, sign, L, g,
     t, left, left_of_z, HAS_Z: tl.constexpr, OTHER: tl.constexpr, SCALAR: tl.constexpr, NP: tl.constexpr,
-    CP: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, ALL: tl.constexpr = True,
+    CP: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """What a chunk from the i-th token of the scan on reads: words of keys, queries, x, logits, z and what the other
     direction left (two tokens each); beyond the last token that one again."""
     row = origin + sign * tl.maximum(tl.minimum(i + g, L - 1), 0)
     first = origin + sign * tl.maximum(tl.minimum(i + 2 * t, L - 1), 0)
     second = origin + sign * tl.maximum(tl.minimum(i + 2 * t + 1, L - 1), 0)
-    words = load_states(k_row, row * k_l, NP, STATES) + load_states(q_row, row * q_l, NP, STATES)
-    words = words + load_channels(x_row, first * x_l, left, CP, WORD)
-    words = words + load_channels(x_row, second * x_l, left, CP, WORD)
-    words = words + load_steps(step_row, first * step_l, step_d, left, CP, WORD, SCALAR)
-    words = words + load_steps(step_row, second * step_l, step_d, left, CP, WORD, SCALAR)
+    OF_STATES: tl.constexpr = 8 * LANES * (NP // 2 if STATES == 4 else NP)
+    OF_TOKEN: tl.constexpr = 8 * LANES * (CP // 2 if WORD == 4 else CP)
+    words = load_states(place, k_row, row * k_l, NP, STATES, HOW, LANES)
+    words = words + load_states(place + OF_STATES, q_row, row * q_l, NP, STATES, HOW, LANES)
+    place = place + 2 * OF_STATES
+    words = words + load_channels(place, x_row, first * x_l, left, CP, WORD, True, HOW, LANES)
+    words = words + load_channels(place + OF_TOKEN, x_row, second * x_l, left, CP, WORD, True, HOW, LANES)
+    place = place + 2 * OF_TOKEN
+    words = words + load_steps(place, step_row, first * step_l, left, CP, WORD, SCALAR, HOW, LANES)
+    words = words + load_steps(place + OF_TOKEN, step_row, second * step_l, left, CP, WORD, SCALAR, HOW, LANES)
+    place = place + 2 * OF_TOKEN
     if HAS_Z:
-        words = words + load_channels(z_row, first * z_l, left_of_z, CP, WORD, ALL)
-        words = words + load_channels(z_row, second * z_l, left_of_z, CP, WORD, ALL)
+        words = words + load_channels(place, z_row, first * z_l, left_of_z, CP, WORD, ALL, HOW, LANES)
+        words = words + load_channels(place + OF_TOKEN, z_row, second * z_l, left_of_z, CP, WORD, ALL, HOW, LANES)
+        place = place + 2 * OF_TOKEN
     if OTHER:
-        words = words + load_channels(other_row, first * other_l, left, CP, WORD)
-        words = words + load_channels(other_row, second * other_l, left, CP, WORD)
+        words = words + load_channels(place, other_row, first * other_l, left, CP, WORD, True, HOW, LANES)
+        words = words + load_channels(place + OF_TOKEN, other_row, second * other_l, left, CP, WORD, True, HOW, LANES)
     return words
 
 
@@ -326,7 +347,8 @@ def _forward_kernel(
     HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_START: tl.constexpr,
     FIRST_REVERSED: tl.constexpr, MEET: tl.constexpr, SCALAR: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
     ALIGNED: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, NW: tl.constexpr,
-    WORD: tl.constexpr, STATES: tl.constexpr, ANCHOR: tl.constexpr,
+    WORD: tl.constexpr, STATES: tl.constexpr, ANCHOR: tl.constexpr, STAGES: tl.constexpr, STAGE: tl.constexpr,
+    WAIT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """All chunks of NW blocks of 16 CP channels of one sequence and direction.
 
@@ -376,14 +398,36 @@ def _forward_kernel(
         for _ in tl.static_range(4 * CP * NP):
             S = S + (zero,)
     STEPS: tl.constexpr = 1 if SCALAR else CP
-    ahead = load_chunk(x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, step_d, k_l, q_l, z_l, D, 0, origin,
-                       sign, L, g, t, left, tl.where(meeting > 0, 0, left), HAS_Z, False, SCALAR, NP, CP, WORD, STATES,
-                       not MEET)  # fmt: skip
+    LANES: tl.constexpr = 32 * NW
+    ahead = ()
+    place = r * 8
+    if STAGES > 0:
+        place = place + shared_room(ROOM, r)
+        for n in tl.static_range(STAGES - 1):
+            load_chunk(place + n * STAGE, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, k_l, q_l, z_l, D,
+                       8 * n, origin, sign, L, g, t, left, tl.where(n < meeting, 0, left), HAS_Z, False, SCALAR, NP, CP,
+                       WORD, STATES, not MEET, START, LANES)  # fmt: skip
+            end_group(place)
+    else:
+        ahead = load_chunk(place, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, k_l, q_l, z_l, D, 0, origin,
+                           sign, L, g, t, left, tl.where(meeting > 0, 0, left), HAS_Z, False, SCALAR, NP, CP, WORD,
+                           STATES, not MEET, DIRECT, LANES)  # fmt: skip
     for c in tl.range(0, chunks, num_stages=1):
-        words = ahead
-        ahead = load_chunk(x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, step_d, k_l, q_l, z_l, D,
-                           8 * c + 8, origin, sign, L, g, t, left, tl.where(c + 1 < meeting, 0, left), HAS_Z, False,
-                           SCALAR, NP, CP, WORD, STATES, not MEET)  # fmt: skip
+        if STAGES > 0:
+            wait_group(WAIT, place)
+            words = load_chunk(place + c % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l,
+                               k_l, q_l, z_l, D, 8 * c, origin, sign, L, g, t, left, left, HAS_Z, False, SCALAR, NP, CP,
+                               WORD, STATES, not MEET, TAKE, LANES)  # fmt: skip
+            load_chunk(place + (c + STAGES - 1) % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, y_row, x_l,
+                       step_l, k_l, q_l, z_l, D, 8 * (c + STAGES - 1), origin, sign, L, g, t, left,
+                       tl.where(c + STAGES - 1 < meeting, 0, left), HAS_Z, False, SCALAR, NP, CP, WORD, STATES,
+                       not MEET, START, LANES)  # fmt: skip
+            end_group(place)
+        else:
+            words = ahead
+            ahead = load_chunk(place, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, k_l, q_l, z_l, D,
+                               8 * c + 8, origin, sign, L, g, t, left, tl.where(c + 1 < meeting, 0, left), HAS_Z, False,
+                               SCALAR, NP, CP, WORD, STATES, not MEET, DIRECT, LANES)  # fmt: skip
         first = 8 * c + 2 * t
         at = (origin + sign * first) * D
         next_at = (origin + sign * (first + 1)) * D
@@ -395,8 +439,11 @@ def _forward_kernel(
             early = early & ((theirs > c) | ((theirs == c) & (G == 0)))
             next_early = next_early & ((next_theirs > c) | ((next_theirs == c) & (G == 0)))
             others_left = tl.where(c > meeting, left, 0)
-            others = load_channels(y_row, at, tl.where(first < L, others_left, 0), CP, WORD, False)
-            others = others + load_channels(y_row, next_at, tl.where(first + 1 < L, others_left, 0), CP, WORD, False)
+            others = load_channels(
+                place, y_row, at, tl.where(first < L, others_left, 0), CP, WORD, False, DIRECT, LANES
+            )
+            others = others + load_channels(place, y_row, next_at, tl.where(first + 1 < L, others_left, 0), CP, WORD,
+                                            False, DIRECT, LANES)  # fmt: skip
         k = span_of(words, 0, NP)
         q = span_of(words, NP, NP)
         xs = span_of(words, 2 * NP, 2 * CP)
@@ -454,8 +501,10 @@ def _forward_kernel(
                     next_late = (first + 1 < L) & (next_early == 0)
                     if c == meeting:
                         tl.debug_barrier()
-                        others = load_channels(y_row, at, tl.where(late, left, 0), CP, WORD, False)
-                        others = others + load_channels(y_row, next_at, tl.where(next_late, left, 0), CP, WORD, False)
+                        others = load_channels(place, y_row, at, tl.where(late, left, 0), CP, WORD, False, DIRECT,
+                                               LANES)  # fmt: skip
+                        others = others + load_channels(place, y_row, next_at, tl.where(next_late, left, 0), CP, WORD,
+                                                        False, DIRECT, LANES)  # fmt: skip
                     ys = gate_tokens(ys, zs, others, unscale, HAS_Z, True, CP)
                     put_tokens(y_row, at, next_at, ys, left, late, next_late, CP, WORD)
             else:
@@ -485,34 +534,37 @@ def gate_tokens(values, zs, others, unscale, HAS_Z: tl.constexpr, ADD: tl.conste
 
 
 @triton.jit
-def load_written(row, offset, left, CP: tl.constexpr):
-    """What the forward pass kept of the lane's tokens: two words a tile."""
+def load_chunk_back(
+    place, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l, k_l, q_l, z_l, dz_l, dy_l, c,
+    origin, sign, L, g, t, left, HAS_Z: tl.constexpr, OTHER: tl.constexpr, SCALAR: tl.constexpr, NP: tl.constexpr,
+    CP: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, HOW: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """What chunk c reads: w, two words a tile, dy, and as `load_chunk`. Before the first chunk the first again."""
+    c = tl.maximum(c, 0)
+    first = 8 * c + 2 * t
+    OF_TOKEN: tl.constexpr = 8 * LANES * (CP // 2 if WORD == 4 else CP)
     words = ()
     for i in tl.static_range(CP):
-        v = tl.load(row + (offset + 4 * i), mask=2 * i < left, other=0)
-        words = words + (v.to(tl.int32), (v >> 32).to(tl.int32))
-    return words
+        words = words + read_two(
+            place + 8 * LANES * i, written + (c * (4 * PAIRS) + 4 * i), 2 * i < left, WORD == 4, HOW
+        )
+    place = place + 8 * LANES * CP
+    for j in tl.static_range(2):
+        token = origin + sign * tl.minimum(first + j, L - 1)
+        words = words + load_channels(place + j * OF_TOKEN, dy_row, token * dy_l, left, CP, WORD, True, HOW, LANES)
+    return words + load_chunk(place + 2 * OF_TOKEN, x_row, step_row, k_row, q_row, z_row, dz_row, x_l, step_l, k_l, q_l,
+                              z_l, dz_l, 8 * c, origin, sign, L, g, t, left, left, HAS_Z, OTHER, SCALAR, NP, CP, WORD,
+                              STATES, True, HOW, LANES)  # fmt: skip
 
 
 @triton.jit
-def load_chunk_back(
-    x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l, step_d, k_l, q_l, z_l, dz_l, dy_l, c,
-    origin, sign, L, g, t, left, HAS_Z: tl.constexpr, OTHER: tl.constexpr, SCALAR: tl.constexpr, NP: tl.constexpr,
-    CP: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr,
-):  # fmt: skip
-    """What chunk c reads: w, dy (zeros beyond the last token), and as `load_chunk`. Before the first chunk the first
-    again."""
-    c = tl.maximum(c, 0)
-    first = 8 * c + 2 * t
-    words = load_written(written, c * (4 * PAIRS), left, CP)
-    for j in tl.static_range(2):
-        token = origin + sign * tl.minimum(first + j, L - 1)
-        dy = load_channels(dy_row, token * dy_l, left, CP, WORD)
-        for i in tl.static_range(CP):
-            words = words + (tl.where(first + j < L, dy[i], 0),)
-    return words + load_chunk(x_row, step_row, k_row, q_row, z_row, dz_row, x_l, step_l, step_d, k_l, q_l, z_l, dz_l,
-                              8 * c, origin, sign, L, g, t, left, left, HAS_Z, OTHER, SCALAR, NP, CP, WORD,
-                              STATES)  # fmt: skip
+def within(words, first, L, CP: tl.constexpr):
+    """Of both tokens, zeros beyond the last one."""
+    kept = ()
+    for i in tl.static_range(2 * CP):
+        kept = kept + (tl.where(first + i // CP < L, words[i], 0),)
+    return kept
 
 
 @triton.jit
@@ -554,7 +606,8 @@ def _backward_kernel(
     HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADJOINT: tl.constexpr,
     HAS_INITIAL: tl.constexpr, FIRST_REVERSED: tl.constexpr, IN_TURN: tl.constexpr, OTHER: tl.constexpr,
     SCALAR: tl.constexpr, ALIGNED: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr,
-    NW: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, ANCHOR: tl.constexpr, ROOM: tl.constexpr,
+    NW: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, ANCHOR: tl.constexpr, STAGES: tl.constexpr,
+    STAGE: tl.constexpr, WAIT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """The chunks from the last to the first, NW blocks of 16 CP channels of one sequence and direction.
 
@@ -595,7 +648,10 @@ def _backward_kernel(
     sums_row = sums_ptr + ((i % blocks * directions + G) * B + b) * L * (2 * N) + state
     bias = scaled(weights(bias_ptr + G * bias_g, d, bias_d, left, HAS_BIAS, zero, CP), -LOG2E)
     skip = weights(D_ptr + G * D_g, d, 1, left, HAS_D, zero, CP)
-    place = shared_room(ROOM, r) + r % 32 * 8
+    LANES: tl.constexpr = 32 * NW
+    room = shared_room(ROOM, r)
+    place = room + r * 8
+    exchange = room + STAGES * STAGE + r % 32 * 8
     STEPS: tl.constexpr = 1 if SCALAR else CP
     S = ()
     for _n in tl.static_range(4 * CP * NP):
@@ -608,19 +664,37 @@ def _backward_kernel(
     for _n in tl.static_range(2 * CP):
         dskip = dskip + (zero,)
         dbias = dbias + (zero,)
-    ahead = load_chunk_back(x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l, step_d, k_l,
-                            q_l, z_l, dz_l, dy_l, chunks - 1, origin, sign, L, g, t, left, HAS_Z, OTHER, SCALAR, NP,
-                            CP, PAIRS, WORD, STATES)  # fmt: skip
+    ahead = ()
+    if STAGES > 0:
+        for n in tl.static_range(STAGES - 1):
+            load_chunk_back(place + n * STAGE, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l,
+                            step_l, k_l, q_l, z_l, dz_l, dy_l, chunks - 1 - n, origin, sign, L, g, t, left, HAS_Z,
+                            OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, START, LANES)  # fmt: skip
+            end_group(place)
+    else:
+        ahead = load_chunk_back(place, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l, k_l,
+                                q_l, z_l, dz_l, dy_l, chunks - 1, origin, sign, L, g, t, left, HAS_Z, OTHER, SCALAR, NP,
+                                CP, PAIRS, WORD, STATES, DIRECT, LANES)  # fmt: skip
     for n in tl.range(0, chunks, num_stages=1):
         c = chunks - 1 - n
         if (c + 1) % ANCHOR == 0 or n == 0:
             S = state_at(anchor_row + c // ANCHOR * (D * N), d, state, N, 1, left, NP, CP)
-        words = ahead
-        ahead = load_chunk_back(x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l, step_d, k_l,
-                                q_l, z_l, dz_l, dy_l, c - 1, origin, sign, L, g, t, left, HAS_Z, OTHER, SCALAR, NP, CP,
-                                PAIRS, WORD, STATES)  # fmt: skip
+        if STAGES > 0:
+            wait_group(WAIT, place)
+            words = load_chunk_back(place + n % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row,
+                                    written, x_l, step_l, k_l, q_l, z_l, dz_l, dy_l, c, origin, sign, L, g, t, left,
+                                    HAS_Z, OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, TAKE, LANES)  # fmt: skip
+            load_chunk_back(place + (n + STAGES - 1) % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, dz_row,
+                            dy_row, written, x_l, step_l, k_l, q_l, z_l, dz_l, dy_l, c - (STAGES - 1), origin, sign, L,
+                            g, t, left, HAS_Z, OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, START, LANES)  # fmt: skip
+            end_group(place)
+        else:
+            words = ahead
+            ahead = load_chunk_back(place, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l,
+                                    k_l, q_l, z_l, dz_l, dy_l, c - 1, origin, sign, L, g, t, left, HAS_Z, OTHER, SCALAR,
+                                    NP, CP, PAIRS, WORD, STATES, DIRECT, LANES)  # fmt: skip
         ws = span_of(words, 0, 2 * CP)
-        dys = span_of(words, 2 * CP, 2 * CP)
+        dys = within(span_of(words, 2 * CP, 2 * CP), 8 * c + 2 * t, L, CP)
         k = span_of(words, 4 * CP, NP)
         q = span_of(words, 4 * CP + NP, NP)
         xs = span_of(words, 4 * CP + 2 * NP, 2 * CP)
@@ -735,7 +809,7 @@ def _backward_kernel(
                 even += dsteps[4 * cp] + dsteps[4 * cp + 2]
                 odd += dsteps[4 * cp + 1] + dsteps[4 * cp + 3]
             parts = parts + (sum_column(even, r), sum_column(odd, r))
-        total = sum_warps(parts, place, warp, n % 2, 2 * NP + SCALAR, NW)
+        total = sum_warps(parts, exchange, warp, n % 2, 2 * NP + SCALAR, NW)
         row = origin + sign * (8 * c + g)
         for j in tl.static_range((2 * NP + NW - 1) // NW):
             pair = j * NW + warp  # dk's pairs of states first, then dq's

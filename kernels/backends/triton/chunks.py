@@ -23,6 +23,7 @@ CHUNK = 8
 # Chunks from one kept state to the next: the backward pass goes back from those by differences.
 ANCHOR = 32
 STATES = (8, 16, 32)
+_SHARED = 48 << 10  # bytes that a program may reserve
 
 
 class Shape(NamedTuple):
@@ -31,6 +32,7 @@ class Shape(NamedTuple):
     pairs: int
     warps: int
     registers: Optional[int] = None
+    stages: int = 2  # chunks that shared memory holds, the one at hand and those under way
 
     @property
     def channels(self) -> int:
@@ -40,8 +42,8 @@ class Shape(NamedTuple):
 
 # Found on an H200 with 16 states: where there is work for all of the GPU, and where there is little.
 _SHAPES = {
-    "forward": (Shape(4, 2, 168), Shape(1, 1)),
-    "backward": (Shape(2, 4, 168), Shape(1, 4, 128)),
+    "forward": (Shape(4, 2, 168, 3), Shape(1, 1, None, 4)),
+    "backward": (Shape(2, 4, 168, 2), Shape(1, 2, None, 4)),
 }
 
 
@@ -52,11 +54,11 @@ def choose(kernel: str, scan: Scan) -> Shape:
     pairs = many.pairs if N <= 16 else many.pairs // 2
     if D % (16 * pairs) or G * B * D // (16 * pairs) < 8 * multiprocessors(scan.x.device):
         warps = min(few.warps, power_of_2(ceil_div(D, 16)))
-        return Shape(few.pairs, warps, few.registers if N <= 16 else None)
+        return Shape(few.pairs, warps, few.registers if N <= 16 else None, few.stages)
     warps = many.warps
     while D % (8 * pairs * warps if kernel == "forward" else 16 * pairs * warps):
         warps //= 2
-    return Shape(pairs, warps, many.registers)
+    return Shape(pairs, warps, many.registers, many.stages)
 
 
 def obstacle(scan: Scan) -> Optional[str]:
@@ -137,8 +139,11 @@ def _combined(scan: Scan) -> bool:
     return scan.direction == "both" and scan.combine != "none" and (scan.z is None or scan.z.ndim == 3)
 
 
-def _common(launch: "_Launch", shape: Shape, channels: int, *others: Tensor) -> dict[str, Any]:
-    """Of both kernels: a program takes `channels` channels of a sequence, and `others` are read and written as x is."""
+def _common(
+    launch: "_Launch", shape: Shape, channels: int, *others: Tensor, extra: int = 0, exchange: int = 0
+) -> dict[str, Any]:
+    """Of both kernels: a program takes `channels` channels of a sequence, `others` are read and written as x is, tokens
+    are read of `extra` tensors beside x, logits and z, and `exchange` bytes of shared memory are for other use."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     scalar = scan.step is not None and scan.step.shape[-1] == 1 and D > 1
@@ -157,6 +162,16 @@ def _common(launch: "_Launch", shape: Shape, channels: int, *others: Tensor) -> 
         OTHER=False, direction=0, NP=N // 8, CP=shape.pairs, NW=shape.warps, STATES=states, ANCHOR=ANCHOR,
         WORD=_word(rows, shape.pairs % 2 == 0 and D % channels == 0), num_warps=shape.warps, num_stages=1,
         enable_fp_fusion=True)  # fmt: skip
+    # Copies into shared memory are of whole words.
+    stages = shape.stages if args["WORD"] > 1 and states > 1 else 0
+    rows = 2 * (2 + (scan.z is not None) + extra)  # of two tokens
+    slots = rows * ceil_div(2 * shape.pairs, args["WORD"]) + 2 * ceil_div(N // 4, states)
+    slots += shape.pairs if others else 0  # what the forward pass kept
+    stage = slots * 8 * 32 * shape.warps
+    stages = min(stages, (_SHARED - exchange) // stage)
+    stages = stages if stages > 1 else 0
+    args |= dict(STAGES=stages, STAGE=stage, WAIT=fragments.wait(max(0, stages - 2)),
+                 ROOM=fragments.room(max(16, stages * stage + exchange)))  # fmt: skip
     if shape.registers is not None:
         args["maxnreg"] = shape.registers
     return args
@@ -210,7 +225,8 @@ def backward(
         dz = scan.x.new_empty((G, B, L, D) if scan.z is not None else (0, 0, 0, 0))
     elif dz is None or dz.stride(-1) != 1:
         dz = scan.x.new_empty(B, L, D)
-    args = _common(launch, shape, shape.channels, dy, dz)
+    exchange = shape.warps * (N // 4 + 1) * 512
+    args = _common(launch, shape, shape.channels, dy, dz, extra=2, exchange=exchange)
     scalar = args["SCALAR"]
 
     def numbers(*sizes: int) -> Tensor:
@@ -225,8 +241,7 @@ def backward(
         dz_ptr=dz, **dict(zip(("dz_g", "dz_b", "dz_l"), (0, *dz.stride()) if in_turn else dz.stride())),
         adjoint_ptr=saved if adjoint is None else adjoint, HAS_ADJOINT=adjoint is not None,
         HAS_INITIAL=scan.initial_state is not None, **_state_strides("adjoint", adjoint), dx_ptr=dx, dD_ptr=dD,
-        dbias_ptr=dbias, dinitial_ptr=dinitial, sums_ptr=sums,
-        ROOM=fragments.room(shape.warps * (N // 4 + 1) * 512))  # fmt: skip
+        dbias_ptr=dbias, dinitial_ptr=dinitial, sums_ptr=sums)  # fmt: skip
     if in_turn:
         args["IN_TURN"] = True
         for direction in range(2):

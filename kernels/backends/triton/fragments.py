@@ -176,3 +176,63 @@ def get_shared(address):
     return tl.inline_asm_elementwise(
         "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [address], dtype=(tl.float32, tl.float32), is_pure=False, pack=1
     )
+
+
+# How a kernel reads: at once; by a copy into shared memory that it starts; what such a copy brought.
+DIRECT, START, TAKE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def read_two(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
+    """Two words from `ptr`, of 64-bit numbers, zeros where not `ok`; ALL: it is everywhere. `place` is the lane's own
+    eight bytes of shared memory."""
+    words = ()
+    if HOW == START:
+        size = place * 0 + 8 if ALL else tl.where(ok, 8, 0)
+        tl.inline_asm_elementwise(
+            "cp.async.ca.shared.global [$1], [$2], 8, $3; mov.u32 $0, $1;", "=r,r,l,r", [place, ptr.to(tl.int64), size],
+            dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    elif HOW == TAKE:
+        words = tl.inline_asm_elementwise(
+            "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+        )
+    else:
+        v = tl.load(ptr) if ALL else tl.load(ptr, mask=ok, other=0)
+        words = (v.to(tl.int32), (v >> 32).to(tl.int32))
+    return words
+
+
+@triton.jit
+def read_one(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
+    """The same for one word, from `ptr` of 32-bit numbers."""
+    words = ()
+    if HOW == START:
+        size = place * 0 + 4 if ALL else tl.where(ok, 4, 0)
+        tl.inline_asm_elementwise(
+            "cp.async.ca.shared.global [$1], [$2], 4, $3; mov.u32 $0, $1;", "=r,r,l,r", [place, ptr.to(tl.int64), size],
+            dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    elif HOW == TAKE:
+        word = tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [place], tl.int32, is_pure=False, pack=1)
+        words = (word,)
+    else:
+        word = tl.load(ptr) if ALL else tl.load(ptr, mask=ok, other=0)
+        words = (word,)
+    return words
+
+
+@triton.jit
+def end_group(place):
+    """What was started since the last call is one group."""
+    tl.inline_asm_elementwise(
+        "cp.async.commit_group; mov.u32 $0, $1;", "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+def wait(groups: int) -> str:
+    """PTX that waits until no more than the last `groups` groups of copies are under way."""
+    return f"cp.async.wait_group {groups}; mov.u32 $0, $1;"
+
+
+@triton.jit
+def wait_group(WAIT: tl.constexpr, place):
+    tl.inline_asm_elementwise(WAIT, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
