@@ -164,8 +164,8 @@ def _common(
         enable_fp_fusion=True)  # fmt: skip
     # Copies into shared memory are of whole words.
     stages = shape.stages if args["WORD"] > 1 and states > 1 else 0
-    rows = 2 * (2 + (scan.z is not None) + extra)  # of two tokens
-    slots = rows * ceil_div(2 * shape.pairs, args["WORD"]) + 2 * ceil_div(N // 4, states)
+    reads = 2 * (2 + (scan.z is not None) + extra)  # of two tokens
+    slots = reads * ceil_div(2 * shape.pairs, args["WORD"]) + 2 * ceil_div(N // 4, states)
     slots += shape.pairs if others else 0  # what the forward pass kept
     stage = slots * 8 * 32 * shape.warps
     stages = min(stages, (_SHARED - exchange) // stage)
@@ -221,7 +221,8 @@ def backward(
     shape = shape or choose("backward", scan)
     blocks = ceil_div(D, shape.channels)
     in_turn = scan.z is not None and _in_turn(scan, shape)
-    if not in_turn:
+    in_place = in_turn or (scan.z is not None and G == 1)
+    if not in_place:
         dz = scan.x.new_empty((G, B, L, D) if scan.z is not None else (0, 0, 0, 0))
     elif dz is None or dz.stride(-1) != 1:
         dz = scan.x.new_empty(B, L, D)
@@ -238,7 +239,7 @@ def backward(
     sums = numbers(blocks, G, B, L, 2 * N)
     args |= dict(
         dy_ptr=dy, **dict(zip(("dy_g", "dy_b", "dy_l"), dy.stride())), **_parts(launch, saved), dstep_ptr=dstep,
-        dz_ptr=dz, **dict(zip(("dz_g", "dz_b", "dz_l"), (0, *dz.stride()) if in_turn else dz.stride())),
+        dz_ptr=dz, **dict(zip(("dz_g", "dz_b", "dz_l"), (0, *dz.stride()) if in_place else dz.stride())),
         adjoint_ptr=saved if adjoint is None else adjoint, HAS_ADJOINT=adjoint is not None,
         HAS_INITIAL=scan.initial_state is not None, **_state_strides("adjoint", adjoint), dx_ptr=dx, dD_ptr=dD,
         dbias_ptr=dbias, dinitial_ptr=dinitial, sums_ptr=sums)  # fmt: skip
