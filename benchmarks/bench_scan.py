@@ -3,6 +3,7 @@
     python benchmarks/bench_scan.py             # everything that this machine's GPU can show; without one, the CPU
     python benchmarks/bench_scan.py --quick     # the same in about a minute
     python benchmarks/bench_scan.py --choices   # every entry of kernels/backends/triton/tuning.py's table, to prove it
+    python benchmarks/bench_scan.py --exact     # the exact rule alone, on tensor cores and walking
     python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler to watch
 
 Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
@@ -148,8 +149,11 @@ def make_inputs(shape: tuple[int, int, int], N: int, rule: str, dtype: torch.dty
     return inputs
 
 
-def make_scan(inputs: dict[str, Tensor], rule: str) -> Scan:
+def make_scan(inputs: dict[str, Tensor], rule: str, directions: int = 2) -> Scan:
     values = {name: inputs.get(name) for name in ("x", "step", "k", "q", "A", "z", "D", "bias")}
+    if directions == 1:
+        values = {name: value if value is None or name == "z" else value[0] for name, value in values.items()}
+        return Scan(**values, initial_state=None, rule=rule)
     return Scan(**values, initial_state=None, rule=rule, direction="both", combine="mean")
 
 
@@ -200,17 +204,21 @@ def time_scan(
     rule: str,
     rep: float,
     passes: tuple[str, ...] = PASSES,
+    directions: int = 2,
+    scalar: bool = False,
+    regime: str = "auto",
 ) -> list[dict]:
-    """A row for each pass of one scan."""
+    """A row for each pass of one scan; `scalar`: with one step size for all channels."""
     B, L, D = shape
     base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule)
+    base |= {"beta": "scalar"} if scalar else {}
     try:
-        scan = make_scan(make_inputs(shape, N, rule, dtype, "cuda" if torch.cuda.is_available() else "cpu"), rule)
+        inputs = make_inputs(shape, N, rule, dtype, "cuda" if torch.cuda.is_available() else "cpu")
+        scan = make_scan(inputs, rule, directions)._replace(regime=regime)
+        if scalar:
+            scan = scan._replace(step=scan.step[..., :1].contiguous(), bias=scan.bias[..., :1].contiguous())
         saved = ops.forward(scan, True, "triton")[2]
-        plans = {
-            name: plan._asdict() | {"regime": "parallel" if plan.segments > 1 else "sequential"}
-            for name, plan in kernels.scan_plan(scan, "triton").items()
-        }
+        plans = {name: plan._asdict() for name, plan in kernels.scan_plan(scan, "triton").items()}
     except Exception as error:  # as in `attempt`
         return [failed(base | {"pass": "all"}, error)]
     dy, empty = torch.randn_like(scan.z), saved.new_empty(0)
@@ -220,18 +228,19 @@ def time_scan(
         "backward": lambda: ops.backward(scan, dy, None, saved, "triton"),
         "backward, nothing saved": lambda: ops.backward(scan, dy, None, empty, "triton"),
     }
-    inputs, output = sum(t.nbytes for t in scan.tensors().values()), scan.z.nbytes
+    read, written = sum(t.nbytes for t in scan.tensors().values()), scan.z.nbytes
     rows = []
     for name in passes:
         direction = name.split(",")[0]
         fma, exp = scan.law.operations[direction]
-        bytes_moved = inputs + output if direction == "forward" else 2 * inputs + output
+        bytes_moved = read + written if direction == "forward" else 2 * read + written
         if name in ("forward, saves", "backward"):
             bytes_moved += saved.nbytes
         if name == "backward, nothing saved":
             again = scan.law.operations["forward"]
             fma, exp = fma + again[0] - READ_OUT, exp + again[1]
-        steps = 2 * B * L * D * N
+        # On tensor cores there is no arithmetic of a walk.
+        steps = 0 if plans[direction]["regime"] == "chunked" else directions * B * L * D * N
         floor_ms, binds = floor(rates, bytes_moved, fma * steps, exp * steps)
         row = base | {
             "pass": name,
@@ -275,6 +284,16 @@ def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
         "pass": "operator, forward + backward",
     }
     rows.append(attempt(row, lambda: measure_eager(through_autograd(inputs, "diagonal"), rep)))
+    return rows
+
+
+def exact_rows(rates: Rates, rep: float) -> list[dict]:
+    """The exact rule on tensor cores, with a step size of each channel and one for all, beside its walk."""
+    rows = []
+    for shape in (IMAGES, SMALL_IMAGES, LONG, WIDE_LONG):
+        for scalar, regime in ((False, "chunked"), (True, "chunked"), (False, "sequential")):
+            rows += time_scan(rates, shape, 16, torch.bfloat16, "exact", rep, scalar=scalar, regime=regime)
+            torch.cuda.empty_cache()
     return rows
 
 
@@ -534,18 +553,22 @@ SIZES = dict(B=("B", "d"), L=("L", "d"), D=("D", "d"))
 def print_passes(title: str, rows: list[dict]) -> None:
     shown = []
     for row in rows:
-        plan = row.get("plan")
+        row = dict(beta="", plan=None) | row
+        plan = row["plan"]
         words = (
             ""
             if plan is None
+            else f"chunks, {plan['channels']} channels"
+            if plan["regime"] == "chunked"
             else f"walk, {plan['channels']} channels"
             if plan["segments"] == 1
             else f"{plan['segments']} segments of {plan['span']}, {plan['channels']} channels"
         )
         shown.append(row | {"plan": words})
-    table(title, shown, **SIZES, N=("N", "d"), dtype=("dtype", ""), rule=("rule", ""), **{"pass": ("pass", "")},
-          ms=("ms", ".3f"), floor_ms=("floor", ".3f"), binds=("binds", ""), times_floor=("x floor", ".1f"),
-          saved_MB=("saved MB", ".0f"), saved_bytes_per_token=("B/token", ".0f"), plan=("plan", ""))  # fmt: skip
+    table(title, shown, **SIZES, N=("N", "d"), dtype=("dtype", ""), rule=("rule", ""), beta=("beta", ""),
+          **{"pass": ("pass", "")}, ms=("ms", ".3f"), floor_ms=("floor", ".3f"), binds=("binds", ""),
+          times_floor=("x floor", ".1f"), saved_MB=("saved MB", ".0f"), saved_bytes_per_token=("B/token", ".0f"),
+          plan=("plan", ""))  # fmt: skip
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
@@ -590,6 +613,7 @@ def main() -> None:
     parser.add_argument(
         "--only-first-use", action="store_true", help="how long a first use takes and nothing else, to first_use.json"
     )
+    parser.add_argument("--exact", action="store_true", help="time the exact rule and nothing else, to exact.json")
     parser.add_argument("--once", choices=RULES, help="run a rule once and time nothing, for a profiler")
     parser.add_argument("--rep", type=float, metavar="MS", help="length of one timing (50; with --quick 10)")
     parser.add_argument("--first-use", choices=RULES, help=argparse.SUPPRESS)  # for the process it starts itself
@@ -601,8 +625,8 @@ def main() -> None:
         once(args.once)
         return
     gpu = torch.cuda.is_available() and kernels.HAS_TRITON
-    if (args.choices or args.only_first_use) and not gpu:
-        raise UserError("--choices and --only-first-use time GPU kernels, and there is no GPU here")
+    if (args.choices or args.only_first_use or args.exact) and not gpu:
+        raise UserError("--choices, --only-first-use and --exact time GPU kernels, and there is no GPU here")
     rep = args.rep or (10 if args.quick else 50)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / (
@@ -610,6 +634,8 @@ def main() -> None:
         if args.choices
         else "first_use.json"
         if args.only_first_use
+        else "exact.json"
+        if args.exact
         else "scan.json"
         if gpu
         else "scan_cpu.json"
@@ -661,6 +687,10 @@ def main() -> None:
             f"copy {rates.bytes / 1e12:.2f} TB/s, {rates.fma / 1e12:.1f} T multiply-adds/s, "
             f"{rates.exp / 1e12:.2f} T exponentials/s"
         )
+        if args.exact:
+            keep("scans", exact_rows(rates, rep))
+            print_passes("the exact rule, both directions, gated", results["scans"])
+            return
         keep("scans", gpu_rows(rates, args.quick, rep))
         print_passes("scans, both directions, gated", results["scans"])
         keep("peers", peer_rows(args.quick, rep))

@@ -139,10 +139,10 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
 def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import conv as triton_conv
 
-    G = {"one_direction": 1, "both_directions": 2}[variant]
+    G, reversed = 2 if variant == "both_directions" else 1, variant == "reversed"
     x, weight, bias = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), _tensor(G, CHANNELS, 4), _tensor(G, CHANNELS)
-    y = triton_conv.forward(x, weight, bias)
-    triton_conv.backward(y, x, weight, bias, torch.empty_like(x))
+    y = triton_conv.forward(x, weight, bias, reversed)
+    triton_conv.backward(y, x, weight, bias, torch.empty_like(x), reversed)
 
 
 def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
@@ -168,7 +168,7 @@ def scan_variants(rule: Rule) -> tuple[str, ...]:
 
 FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
     **{name: (compile_scan, scan_variants(get_rule(name))) for name in NAMES},
-    "conv": (compile_conv, ("one_direction", "both_directions")),
+    "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
     "norm": (compile_norm, ("both_directions",)),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))

@@ -135,6 +135,7 @@ def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training
         mixer.rule,
         REP,
         tuple(names)[: 2 if training else 1],
+        1 if mixer.wiring in ("forward", "alternate") else 2,
     )
     return {names[row["pass"]]: len(model.blocks) * row["ms"] for row in rows if row["ms"] is not None}
 
@@ -153,7 +154,7 @@ def products_ms(blocks: nn.Module, tokens: int, flops: float, bandwidth: float, 
 def passes_ms(model: VisionLonghorn, tokens: int, bandwidth: float, training: bool) -> dict[str, float]:
     """What the passes over memory of all blocks, and of the optimizer, take at this bandwidth."""
     mixer, dim = model.blocks[0].mixer, model.embed_dim
-    D, sets = mixer.d_inner, 1 if mixer.wiring == "shared" else 2
+    D, sets = mixer.d_inner, mixer.sets
     # Bytes a token, forward and backward. The convolution reads x and writes a result for each set of weights; back, it
     # reads x and the results' gradients and writes that of x. The norm takes the block's output and the residual and
     # leaves the residual and the normalised; back, it takes the gradients of both and the residual, and leaves two.

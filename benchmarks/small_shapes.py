@@ -27,7 +27,8 @@ def scans() -> None:
 def mixers() -> None:
     """Short convolution, gated norm and the sum of two directions, around the scans."""
     for B, L, dim in ((2, 37, 40), (1, 5, 24)):
-        for arguments in (dict(), dict(wiring="shared"), *(dict(rule=rule) for rule in NAMES)):
+        wirings = dict(wiring="shared"), *(dict(wiring="alternate", index=i) for i in range(2))
+        for arguments in (dict(), *wirings, *(dict(rule=rule) for rule in NAMES)):
             mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
             x = torch.randn(B, L, dim, device="cuda", requires_grad=True)
             with torch.autocast("cuda", torch.bfloat16):

@@ -21,7 +21,7 @@ from .dispatch import choose_backend, load_backend
 class Mix(NamedTuple):
     """Inputs of one mixing. With S = 2 each direction has its own set of parameters and the gated outputs are averaged.
     With S = 1 both share one, and `norm_weight` says how their outputs meet (see `backends.torch.norm`); without it
-    there is the forward direction alone."""
+    there is one direction alone, the forward one unless `reversed`."""
 
     # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
@@ -35,6 +35,7 @@ class Mix(NamedTuple):
     norm_weight: Optional[Tensor]  # (2, D)
     rule: str                      # one of `rules.NAMES`
     eps: float                     # of the norms
+    reversed: bool = False         # convolve and scan from the last token to the first
     # fmt: on
 
     @property
@@ -85,7 +86,9 @@ class Mix(NamedTuple):
             # Without the leading axis both directions read the same values.
             x, step, k, q, D, bias = x[0], step[0], k[0], q[0], D[0], bias[0]
             A = None if A is None else A[0]
-            direction, combine, z = ("both", "none", None) if self.shared else ("forward", "none", z)
+            direction, combine = "backward" if self.reversed else "forward", "none"
+            if self.shared:
+                direction, z = "both", None
         return Scan(x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token)
 
 
@@ -107,6 +110,8 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
+    if mix.reversed and mix.directions == 2:
+        raise ValueError("reversed=True is for one direction alone: leave it out with two sets of parameters or norms")
     parts = 3 if mix.A_per_token else 2
     if x_rows <= R or (x_rows - R) % parts:
         raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + {parts} d_state")
@@ -163,7 +168,7 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
-    x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias)  # (S, B, L, D)
+    x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)  # (S, B, L, D)
     low = torch.bmm(_rows(x), mix.padded_x_proj(x.dtype).transpose(1, 2)).view(len(x), B, L, mix.low_width)
     scan = mix.scan(x, _step_sizes(mix, low), low)
     check(scan)
@@ -180,7 +185,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     dxz = mix.xz.new_empty(mix.xz.shape)
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
-    convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias)
+    convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
     scan = mix.scan(convolved, _step_sizes(mix, low), low)
     scan_rates = scan.A if scan.A is None or len(mix.conv_weight) == 2 else scan.A.unsqueeze(0)
     if mix.shared:
@@ -204,7 +209,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backen
     grads["x_proj"] = dx_proj if width == R else torch.cat([dx_proj[:, :R], dx_proj[:, width:]], 1)
     dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.padded_x_proj(low.dtype)).view_as(convolved)
     grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
-        dconvolved, x, mix.conv_weight, mix.conv_bias, dx
+        dconvolved, x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
     )
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
     if mix.A_log is not None and not mix.A_per_token:
@@ -219,11 +224,12 @@ TENSORS = 9  # of the fields of `Mix`, the first
 def mix(
     xz: Tensor, conv_weight: Tensor, conv_bias: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor,
     A_log: Optional[Tensor], D: Tensor, norm_weight: Optional[Tensor], rule: str, eps: float, save_states: bool,
-    backend: str,
+    backend: str, reversed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`forward` as an operator; its tensors and options are the fields of `Mix`. The first output is y, (B, L, D) in
-    the dtype of xz; the others are for the backward pass, and no gradient flows through them."""
-    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
+    the dtype of xz; the others are for the backward pass, and no gradient flows through them. (Programs that were
+    exported before there was `reversed` call it without: new options come last, and have a default.)"""
+    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
     with torch.autocast(xz.device.type, enabled=False):  # xz has the dtype that is meant
         return forward(values, save_states, choose_backend(backend, xz.device))
 
@@ -232,9 +238,11 @@ def mix(
 def _(
     xz: Tensor, conv_weight: Tensor, conv_bias: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor,
     A_log: Optional[Tensor], D: Tensor, norm_weight: Optional[Tensor], rule: str, eps: float, save_states: bool,
-    backend: str,
+    backend: str, reversed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    values = prepare(Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps))
+    values = prepare(
+        Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
+    )
     S, d_inner, _ = conv_weight.shape
     B, L, _ = xz.shape
     low = xz.new_empty(S, B, L, values.low_width)
@@ -253,10 +261,10 @@ def _(
 def mix_backward(
     dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
     x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
-    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str,
+    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str, reversed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each tensor of `Mix`, empty where the tensor is absent."""
-    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps)
+    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
     with torch.autocast(xz.device.type, enabled=False):
         grads = backward(values, dy.contiguous(), low, saved, o, choose_backend(backend, xz.device))
     found = (
@@ -270,7 +278,7 @@ def mix_backward(
 def _(
     dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
     x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
-    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str,
+    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str, reversed: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     return tuple(
         xz.new_empty(0) if value is None else value.new_empty(value.shape)
@@ -279,18 +287,18 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (rule, eps, _, backend) = inputs[:TENSORS], inputs[TENSORS:]
+    tensors, (rule, eps, _, backend, reversed) = inputs[:TENSORS], inputs[TENSORS:]
     ctx.save_for_backward(*output[1:], *tensors)
-    ctx.options = rule, eps, backend
+    ctx.options = rule, eps, backend, reversed
     ctx.set_materialize_grads(False)
 
 
 def _autograd(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Optional[Tensor], ...]:
     if dy is None:
-        return (None,) * (TENSORS + 4)
+        return (None,) * (TENSORS + 5)
     low, saved, o, *tensors = ctx.saved_tensors
     grads = torch.ops.vision_longhorn.mix_backward(dy, low, saved, o, *tensors, *ctx.options)
-    return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 4)
+    return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 5)
 
 
 mix.register_autograd(_autograd, setup_context=_setup_context)

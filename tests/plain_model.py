@@ -49,8 +49,10 @@ def plain_mixer(p, h, mixer):
         x = plain_conv(p, 0, x)
         forward, backward = plain_scan(p, 0, x, mixer), plain_scan(p, 0, x.flip(1), mixer).flip(1)
         y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
-    elif mixer.wiring == "forward":
-        y = plain_scan(p, 0, plain_conv(p, 0, x), mixer) * gate
+    elif mixer.wiring in ("forward", "alternate"):
+        x = x.flip(1) if mixer.reversed else x
+        y = plain_scan(p, 0, plain_conv(p, 0, x), mixer)
+        y = (y.flip(1) if mixer.reversed else y) * gate
     else:
         # The backward direction is a forward one that is shown the tokens in reverse order.
         forward = plain_scan(p, 0, plain_conv(p, 0, x), mixer)

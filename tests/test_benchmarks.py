@@ -171,7 +171,7 @@ def test_sums_of_parts():
     ]
 
 
-@pytest.mark.parametrize("wiring, sets", [("vim", 2), ("shared", 1)])
+@pytest.mark.parametrize("wiring, sets", [("vim", 2), ("shared", 1), ("alternate", 1)])
 def test_budget_from_the_dimensions(wiring, sets):
     with torch.device("meta"):
         model = timm.create_model("vlonghorn_tiny", wiring=wiring, depth=3)

@@ -23,7 +23,9 @@ from vision_longhorn.export import export_program, largest_error, load_onnx, mai
 # Between them every rule, mixer, wiring, kind of step size, pooling and place of the class token.
 VARIANTS = {
     "diagonal": dict(model_name="vlonghorn_test"),
-    "exact": dict(model_name="vlonghorn_test", rule="exact", global_pool="avg", class_token="first"),
+    "exact alternate": dict(
+        model_name="vlonghorn_test", rule="exact", wiring="alternate", global_pool="avg", class_token="first"
+    ),
     "exact shared": dict(model_name="vlonghorn_test", rule="exact", wiring="shared", global_pool="max", beta="scalar"),
     "diagonal shared": dict(model_name="vlonghorn_test", wiring="shared", class_token="last"),
     "mamba": dict(model_name="vim_test", global_pool=""),
@@ -99,7 +101,7 @@ def test_compiled_model_takes_new_sizes_without_compiling_again(variant, trainin
 
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(patch_stride=4, global_pool="avg"), dict(dynamic_img_pad=True)],
+    [dict(), dict(patch_stride=4, global_pool="avg"), dict(dynamic_img_pad=True, wiring="alternate")],
     ids=("whole patches", "overlapping", "padded"),
 )
 def test_exported_program_takes_any_image_size(options):
@@ -130,7 +132,7 @@ for images, expected in cases:
 
 @needs_compiler
 def test_package_runs_in_another_process_that_imports_us(tmp_path):
-    model, file = build(depth=1), tmp_path / "model.pt2"
+    model, file = build(wiring="alternate"), tmp_path / "model.pt2"  # calls the operator with and without an option
     to_package(model, file)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
     cases = [torch.randn(batch, 3, 32, 32) for batch in (1, 5)]
@@ -206,7 +208,8 @@ def test_onnx_file_is_standard_and_gives_the_models_outputs(variant, onnx, tmp_p
     nodes = list(nodes_of(proto.graph))
     assert {node.domain for node in nodes} == {""} and {opset.domain for opset in proto.opset_import} == {""}
     assert not proto.functions
-    assert sum(node.op_type == "Scan" for node in nodes) == 4  # two directions of two blocks
+    scans = [node for node in nodes if node.op_type == "Scan"]
+    assert len(scans) == (2 if variant.get("wiring") == "alternate" else 4)  # of two blocks
     assert [axis.dim_param for axis in proto.graph.input[0].type.tensor_type.shape.dim] == ["batch", "", "", ""]
 
     run = load_onnx(file)

@@ -61,11 +61,12 @@ def plain_maps(model, images):
         inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
         ahead = measured(p, 0, plain_conv(p, 0, inner), block.mixer)
         # The backward direction is a forward one that is shown the tokens in reverse order.
-        back = (
-            ahead
-            if block.mixer.wiring == "shared"
-            else [value.flip(1) for value in measured(p, 1, plain_conv(p, 1, inner.flip(1)), block.mixer)]
-        )
+        if block.mixer.wiring == "vim" or block.mixer.reversed:
+            last = len(p["D"]) - 1
+            back = [value.flip(1) for value in measured(p, last, plain_conv(p, last, inner.flip(1)), block.mixer)]
+            ahead = back if block.mixer.reversed else ahead
+        else:
+            back = ahead
         found.append([torch.stack(pair, 1) for pair in zip(ahead, back)])
         x = x + plain_mixer(p, h, block.mixer)
     return [torch.stack(values) for values in zip(*found)]
@@ -79,6 +80,7 @@ OPTIONS = [
     dict(beta="scalar"),
     dict(name="vim_test"),
     dict(name="vim_test", wiring="shared"),
+    dict(wiring="alternate"),
     dict(name="vim_test", beta="scalar"),
     dict(name="vim_test", A_per_token=True),
     *(dict(rule=rule) for rule in NAMES if rule not in ("diagonal", "exact", "mamba")),

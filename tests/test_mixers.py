@@ -31,6 +31,22 @@ def test_a_causal_mixer_sees_no_later_token(name, options):
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
+@pytest.mark.parametrize("rule", NAMES)
+def test_blocks_of_the_alternate_wiring_scan_from_either_end(rule):
+    """An odd block is an even one that is shown the tokens in reverse order, and an even one has wiring "forward"."""
+    name, h = "mamba" if rule == "mamba" else "longhorn", torch.randn(2, 9, 16)
+    forward, *blocks = (
+        create_mixer(name, 16, rule=rule, wiring=wiring, index=i)
+        for wiring, i in (("forward", 1), ("alternate", 0), ("alternate", 1), ("alternate", 2))
+    )
+    for mixer in blocks:
+        mixer.load_state_dict(forward.state_dict())
+    first, second, third = (mixer(h) for mixer in blocks)
+    assert torch.equal(first, forward(h)) and torch.equal(third, first)
+    torch.testing.assert_close(second, forward(h.flip(1)).flip(1))
+    assert (first - second).abs().max() > 0.1 * first.abs().max()
+
+
 @pytest.mark.parametrize("causal", (False, True))
 def test_attention_is_its_formula(causal):
     torch.manual_seed(0)
@@ -67,6 +83,7 @@ def test_attention_has_the_parameters_of_a_longhorn_block(size):
         *(dict(mixer=name) for name in MIXERS),
         *(dict(rule=rule) for rule in NAMES),
         dict(mixer="mamba", A_per_token=True),
+        dict(wiring="alternate"),
     ],
     ids=str,
 )
@@ -100,6 +117,7 @@ def test_initialising_again_changes_every_matrix(name):
             dict(mixer="attention", rule="exact"),
             "'rule'; beside the model's own, mixer='attention' takes num_heads, causal",
         ),
+        (dict(mixer="attention", wiring="alternate"), "'wiring'; beside the model's own, mixer='attention' takes"),
         (dict(mixer="attention", num_heads=0), "num_heads=0"),
         (dict(deepth=3), "unexpected keyword argument 'deepth'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact' belongs to Longhorn"),

@@ -16,12 +16,13 @@ from vision_longhorn.models.mixers.state_space import WIRINGS
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 UPDATES = [*(dict(rule=rule) for rule in NAMES), dict(rule="mamba", A_per_token=True)]
+# The block's index lets the "alternate" wiring go backward, which no other one does.
 LAYOUTS = [dict(wiring=wiring, beta=beta) for wiring, beta in itertools.product(WIRINGS, ("vector", "scalar"))]
 
 
 def build(backend="auto", dim=6, **options):
     torch.manual_seed(0)
-    mixer = BidirectionalMixer(dim, d_state=4, **options)
+    mixer = BidirectionalMixer(dim, d_state=4, index=1, **options)
     mixer.scan_backend = backend
     with torch.no_grad():
         for value in mixer.parameters():  # no two of them alike
@@ -58,7 +59,11 @@ def check(mixer, h, tolerance):
         for layout in LAYOUTS
         if (layout["beta"] == "vector" or get_rule(update["rule"]).step_per == "channel")
         # All layouts with one rule of each kind, three that differ in everything with the others.
-        and (update["rule"] in ("diagonal", "exact") or (layout["wiring"] == "shared") == (layout["beta"] == "scalar"))
+        and (
+            update["rule"] in ("diagonal", "exact")
+            or (layout["wiring"] == "shared") == (layout["beta"] == "scalar")
+            and layout["wiring"] != "forward"
+        )
     ],
     ids=str,
 )
@@ -91,12 +96,18 @@ def operator_inputs(update, layout, save_states):
     mixer = build(**update, **layout)
     xz = torch.randn(2, 5, 2 * mixer.d_inner, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
-            mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto")  # fmt: skip
+            mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
+            *([True] if mixer.reversed else []))  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "update,layout,save_states",
-    [(UPDATES[0], LAYOUTS[0], True), (UPDATES[1], LAYOUTS[3], False), (UPDATES[2], LAYOUTS[2], False)],
+    [
+        (UPDATES[0], LAYOUTS[0], True),
+        (UPDATES[1], LAYOUTS[3], False),
+        (UPDATES[2], LAYOUTS[2], False),
+        (UPDATES[0], LAYOUTS[6], True),
+    ],
     ids=str,
 )
 def test_operator_keeps_torchs_rules(update, layout, save_states):
@@ -166,6 +177,12 @@ def test_inputs_of_any_strides(backend):
         for grad, right in zip(torch.autograd.grad(y.sum(), others), grads):
             torch.testing.assert_close(grad, right)
             assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)
+def test_two_directions_cannot_be_reversed(layout):
+    with pytest.raises(ValueError, match="reversed=True is for one direction alone"):
+        torch.ops.vision_longhorn.mix(*operator_inputs(UPDATES[0], layout, False), True)
 
 
 @pytest.mark.gpu

@@ -47,10 +47,19 @@ def gradients(model, images, target=None):
 # Sizes
 
 
+def parameters(name, **options):
+    with torch.device("meta"):
+        return sum(value.numel() for value in timm.create_model(name, **options).parameters())
+
+
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameter_count(name):
-    with torch.device("meta"):
-        assert sum(value.numel() for value in timm.create_model(name).parameters()) == COUNTS[name]
+    assert parameters(name) == COUNTS[name]
+
+
+@pytest.mark.parametrize("size,count", [("tiny", 6_272_488), ("small", 23_603_176), ("base", 91_442_152)])
+def test_parameter_count_of_one_direction_a_block(size, count):
+    assert parameters(f"vlonghorn_{size}", wiring="alternate") == count
 
 
 def test_every_name_makes_a_model_of_its_own_kind():
@@ -135,6 +144,18 @@ def test_model_is_its_plain_description(mixer, wiring, beta, class_token, pool):
         global_pool=pool,
         **update,
     )
+    compare_with_plain_model(model, torch.randn(2, 3, 32, 32))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(), dict(rule="exact", beta="scalar", class_token="last"), dict(mixer="mamba", class_token="none")],
+    ids=str,
+)
+def test_model_of_one_direction_a_block_is_its_plain_description(options):
+    options = dict(embed_dim=16, d_state=3, depth=3, wiring="alternate", global_pool="avg") | options
+    model = small(**options)
+    assert [block.mixer.reversed for block in model.blocks] == [False, True, False]
     compare_with_plain_model(model, torch.randn(2, 3, 32, 32))
 
 
@@ -408,8 +429,9 @@ def test_model_in_bf16(options, fp32):
 # timm's interface and training
 
 
-def test_checkpointing_gives_the_same_gradients_and_recomputes():
-    model, images = small(depth=3, drop_path_rate=0.5).train(), torch.randn(4, 3, 32, 32)
+@pytest.mark.parametrize("wiring", ("vim", "alternate"))
+def test_checkpointing_gives_the_same_gradients_and_recomputes(wiring):
+    model, images = small(depth=3, drop_path_rate=0.5, wiring=wiring).train(), torch.randn(4, 3, 32, 32)
     calls = []
     model.blocks[1].mixer.in_proj.register_forward_hook(lambda *_: calls.append(1))
     found = []
@@ -496,14 +518,14 @@ def test_reset_classifier_and_pruning():
     with pytest.raises(ValueError, match="global_pool='mean'"):
         model.reset_classifier(3, "mean")
 
-    model = small(depth=3).eval()
+    model = small(depth=3, wiring="alternate").eval()
     expected = model.forward_intermediates(images, [1], intermediates_only=True)[0]
     assert model.prune_intermediate_layers([1], prune_norm=True) == [1] and len(model.blocks) == 2
     tokens = model(images)  # no norm, no head, no pooling: the stream
     torch.testing.assert_close(tokens[:, [i for i in range(17) if i != 8]], expected.flatten(2).transpose(1, 2))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared")])
+@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(wiring="alternate")])
 def test_weights_survive_their_file(options, tmp_path):
     model, images = small(**options).eval(), torch.randn(2, 3, 32, 32)
     torch.save(model.state_dict(), tmp_path / "weights.pth")

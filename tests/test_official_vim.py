@@ -214,7 +214,7 @@ def test_a_head_that_is_not_whole_is_an_error(change, tmp_path):
 def test_another_architecture_refuses_official_weights(tmp_path):
     torch.save(official_weights(), tmp_path / "official.pth")
     overlay = dict(file=str(tmp_path / "official.pth"), num_classes=CLASSES)
-    for options in (dict(name="vlonghorn_test"), dict(wiring="shared"), dict(depth=1)):
+    for options in (dict(name="vlonghorn_test"), dict(wiring="shared"), dict(wiring="alternate"), dict(depth=1)):
         with pytest.raises(RuntimeError, match="of the official Vision Mamba"):
             small(pretrained=True, pretrained_cfg_overlay=overlay, **options)
 

@@ -21,7 +21,11 @@ from vision_longhorn.models.mixers import BidirectionalMixer, create_mixer
 
 DIRECTIONS = (("forward", "none"), ("backward", "none"), ("both", "none"), ("both", "mean"))
 FIELDS = ("x", "step", "k", "q", "A", "z", "D", "bias", "initial_state")
-MODELS = {"longhorn": dict(), "exact": dict(rule="exact", beta="scalar"), "mamba": dict(mixer="mamba", wiring="shared")}
+MODELS = {
+    "longhorn": dict(),
+    "exact": dict(rule="exact", beta="scalar", wiring="alternate"),
+    "mamba": dict(mixer="mamba", wiring="shared"),
+}
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++"))
     or not Path(sysconfig.get_paths()["include"], "Python.h").is_file(),

@@ -214,7 +214,7 @@ def test_the_filter_alone_asks_for_no_configuration():
     [
         ("vlonghorn_test", dict(rule="exact", class_token="last")),
         ("vlonghorn_test", dict(wiring="shared", in_chans=1)),
-        ("vim_test", dict(patch_stride=2, global_pool="avg")),
+        ("vim_test", dict(patch_stride=2, global_pool="avg", wiring="alternate")),
     ],
 )
 def test_folder_in_the_layout_of_the_hub_gives_the_model_back(name, options, tmp_path):

@@ -17,7 +17,7 @@ BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 LENGTHS = (1, 2, 3, 5, 37, 197)
 
 
-def plain(x, weight, bias):
+def plain(x, weight, bias, reversed=False):
     """The formula, token by token and tap by tap."""
     G, D, K = weight.shape
     B, L, _ = x.shape
@@ -27,7 +27,7 @@ def plain(x, weight, bias):
         for t in range(L):
             pre = bias[g].expand(B, D)
             for i in range(K):
-                at = t - (K - 1) + i if g == 0 else t + (K - 1) - i
+                at = t + (K - 1) - i if g == 1 or reversed else t - (K - 1) + i
                 if 0 <= at < L:
                     pre = pre + weight[g, :, i] * x[:, at]
             tokens.append(F.silu(pre))
@@ -35,13 +35,14 @@ def plain(x, weight, bias):
     return torch.stack(directions)
 
 
-def shifted(x, weight, bias):
+def shifted(x, weight, bias, reversed=False):
     """The same for all tokens at once, for real sizes."""
     L, K = x.shape[1], weight.shape[2]
     directions = []
     for g in range(len(weight)):
-        taps = weight[g] if g == 0 else weight[g].flip(-1)
-        padded = F.pad(x, [0, 0, K - 1, 0] if g == 0 else [0, 0, 0, K - 1])
+        ahead = g == 0 and not reversed
+        taps = weight[g] if ahead else weight[g].flip(-1)
+        padded = F.pad(x, [0, 0, K - 1, 0] if ahead else [0, 0, 0, K - 1])
         directions.append(F.silu(bias[g] + sum(padded[:, i : i + L] * taps[:, i] for i in range(K))))
     return torch.stack(directions)
 
@@ -70,15 +71,15 @@ def make(B, L, D, K, G, dtype, *, device="cpu", seed=0):
     )
 
 
-def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0):
+def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0, reversed=False):
     """y and the gradients, with views for x and dx, and what the views must leave alone."""
     B, L, D = x.shape
     _, x = half(x, dtype, shift)
     whole, dx = half(torch.full_like(x, float("nan")), dtype, shift)
     weight, bias = weight.to(weights), bias.to(weights)
     short_conv = load_backend(backend, "conv")
-    y = short_conv.forward(x, weight, bias)
-    dweight, dbias = short_conv.backward(dy.to(dtype), x, weight, bias, dx)
+    y = short_conv.forward(x, weight, bias, reversed)
+    dweight, dbias = short_conv.backward(dy.to(dtype), x, weight, bias, dx, reversed)
     assert y.is_contiguous() and y.dtype == dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert dweight.dtype == dbias.dtype == wide and dweight.is_contiguous() and dbias.is_contiguous()
@@ -86,9 +87,9 @@ def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0):
     return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
 
 
-def compare(got, x, weight, bias, dy, dtype, formula=plain):
+def compare(got, x, weight, bias, dy, dtype, reversed=False):
     leaves = [value.requires_grad_() for value in (x, weight, bias)]
-    y = formula(*leaves)
+    y = plain(*leaves, reversed)
     expected = dict(zip(("y", "dx", "dweight", "dbias"), (y.detach(), *torch.autograd.grad(y, leaves, dy))))
     for name, value in got.items():
         assert value.shape == expected[name].shape, (name, value.shape)
@@ -98,7 +99,7 @@ def compare(got, x, weight, bias, dy, dtype, formula=plain):
 
 def check(backend, B, L, D, K, G, dtype, **options):
     inputs = make(B, L, D, K, G, dtype)
-    compare(run(backend, *inputs, dtype, **options), *inputs, dtype)
+    compare(run(backend, *inputs, dtype, **options), *inputs, dtype, options.get("reversed", False))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -108,6 +109,12 @@ def test_values_and_gradients(backend, dtype, D):
     """Every D with every K and G, and with lengths that go round."""
     for (K, G), L in zip(itertools.product((1, 2, 4, 5), (1, 2)), itertools.cycle((5, 2, 9, 1, 3))):
         check(backend, 2 if L < 4 else 1, L, D, K, G, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_second_direction_alone(backend):
+    for L, K, D, dtype in ((5, 1, 33, torch.float32), (9, 4, 64, torch.bfloat16), (3, 5, 6, torch.float32)):
+        check(backend, 2, L, D, K, 1, dtype, reversed=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -156,14 +163,17 @@ def test_strides_in_any_order(backend, B):
 
 
 @needs_triton
-@pytest.mark.parametrize("K,G,multiprocessors,segments", ((4, 1, 1, 3), (4, 2, 1, 3), (8, 2, 1, 3), (4, 2, 0, 1)))
-def test_segments(K, G, multiprocessors, segments, monkeypatch):
+@pytest.mark.parametrize(
+    "K,G,multiprocessors,segments,reversed",
+    ((4, 1, 1, 3, False), (4, 1, 1, 3, True), (4, 2, 1, 3, False), (8, 2, 1, 3, False), (4, 2, 0, 1, False)),
+)
+def test_segments(K, G, multiprocessors, segments, reversed, monkeypatch):
     """Many segments and one give the same y and gradients."""
     from vision_longhorn.kernels.backends.triton import conv as triton_conv
 
     monkeypatch.setattr(triton_conv, "multiprocessors", lambda device: multiprocessors)
     assert triton_conv._cut(70, 2, torch.device("cpu"), 4)[0] == segments
-    check("triton", 2, 70, 6, K, G, torch.float32)
+    check("triton", 2, 70, 6, K, G, torch.float32, reversed=reversed)
 
 
 @needs_triton
@@ -189,7 +199,7 @@ def gpu_check(B, L, D, K, G, dtype, **options):
         leaves = [
             value.requires_grad_() for value in (x[part].double(), weight.detach().clone(), bias.detach().clone())
         ]
-        y = shifted(*leaves)
+        y = shifted(*leaves, options.get("reversed", False))
         dx, *more = torch.autograd.grad(y, leaves, dy[:, part].double())
         found = relative_rms(got["y"][:, part], y), relative_rms(got["dx"][part], dx)
         assert max(found) <= TOLERANCE[dtype], (B, L, D, K, G, dtype, part, found)
@@ -201,9 +211,9 @@ def gpu_check(B, L, D, K, G, dtype, **options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("B,L,D", ((256, 197, 768), (2, 6085, 384)))
-@pytest.mark.parametrize("G", (1, 2))
-def test_gpu_real_sizes(B, L, D, G):
-    gpu_check(B, L, D, 4, G, torch.bfloat16)
+@pytest.mark.parametrize("G,reversed", ((1, False), (1, True), (2, False)))
+def test_gpu_real_sizes(B, L, D, G, reversed):
+    gpu_check(B, L, D, 4, G, torch.bfloat16, reversed=reversed)
 
 
 @pytest.mark.gpu
@@ -211,7 +221,7 @@ def test_gpu_real_sizes(B, L, D, G):
 @pytest.mark.parametrize("D", (1, 33, 64, 70, 192))
 def test_gpu_awkward_sizes(dtype, D):
     for L, (K, G) in itertools.product(LENGTHS, ((1, 2), (2, 1), (4, 2), (5, 1), (8, 2))):
-        gpu_check(3, L, D, K, G, dtype, shift=3 if L == 5 else 0)
+        gpu_check(3, L, D, K, G, dtype, shift=3 if L == 5 else 0, reversed=G == 1 and L % 2 == 0)
 
 
 @pytest.mark.gpu

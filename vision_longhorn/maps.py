@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 class TokenMaps(NamedTuple):
     """Forgetting and write strength of every token. The axis of 2 holds the directions: the scan from the first token
-    to the last, the scan back. In the "shared" wiring both are the same: both scans read one key and one step size."""
+    to the last, the scan back. In the "shared" wiring both are the same: both scans read one key and one step size. So
+    they are where a block has one scan, whatever its direction."""
 
     # fmt: off
     forgetting: Tensor                   # (depth, B, 2, H, W), H x W patches

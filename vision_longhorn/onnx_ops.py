@@ -151,7 +151,7 @@ def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT | None, z: FLOAT | 
 
 def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj: FLOAT, dt_bias: FLOAT,
         A_log: FLOAT | None, D: FLOAT, norm_weight: FLOAT | None, rule: str, eps: float, save_states: bool,
-        backend: str) -> Any:  # fmt: skip
+        backend: str, reversed: bool = False) -> Any:  # fmt: skip
     """`torch.ops.vision_longhorn.mix`."""
     sets, d_inner, taps = _shape(conv_weight)
     rank = _shape(dt_proj)[2]
@@ -163,7 +163,7 @@ def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj:
     def prepared(s: int) -> tuple[Any, Any, Any, Any, Any]:
         """Of a set of parameters: convolved x (L, B, D), step sizes with their bias, keys and queries, A."""
         weight, pads = _entry(conv_weight, s), [taps - 1, 0]
-        if s == 1:  # against the order of the tokens
+        if s == 1 or reversed:  # against the order of the tokens
             weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]
         u = op.Conv(x, _axis(weight, 1), _entry(conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
         u = op.Transpose(_silu(u), perm=[2, 0, 1])
@@ -183,7 +183,7 @@ def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj:
     for g in range(2 if shared else sets):
         s = min(g, sets - 1)
         u, step, k, q, A = parameters[s]
-        y, _ = _recurrence(u, step, k, q, A, _zero_state(u, d_state), rule, True, per_token, g == 1)
+        y, _ = _recurrence(u, step, k, q, A, _zero_state(u, d_state), rule, True, per_token, g == 1 or reversed)
         y = op.Add(y, op.Mul(_entry(D, s), u))
         if shared:
             mean = op.ReduceMean(op.Mul(y, y), _ints(-1), keepdims=1)

@@ -71,12 +71,15 @@ def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
         else:
             unknown += [f"{key} without a counterpart of its shape" for key, _ in pair.values()]
 
+    here = model.state_dict()
+
     def body(names: Iterable[str]) -> set[str]:
         return {name for name in names if not name.startswith("head.")}
 
-    wanted = body(model.state_dict())
+    wanted = body(here)
     missing = sorted(wanted - out.keys())
     unknown += sorted(body(out) - wanted)
+    unknown += [f"the two directions of {name}" for name in parts if name in here and len(here[name]) == 1]
     if missing or unknown:
         raise RuntimeError(
             "these weights of the official Vision Mamba are not those of this model: "

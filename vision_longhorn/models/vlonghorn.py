@@ -51,7 +51,7 @@ class Block(nn.Module):
         drop_path: probability of leaving the block out for a sample.
         eps: of the norm.
         mixer: name of the mixer, see `vision_longhorn.models.mixers`.
-        mixer_args: its options.
+        mixer_args: its options, and `index`, of this block in the model.
     """
 
     def __init__(
@@ -215,8 +215,17 @@ class VisionLonghorn(nn.Module):
         self.pos_drop = nn.Dropout(pos_drop_rate)
         self.blocks = nn.Sequential(
             *[
-                Block(embed_dim, drop_path=rate, eps=norm_eps, mixer=mixer, residual_layers=depth, **dd, **mixer_args)
-                for rate in cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth))
+                Block(
+                    embed_dim,
+                    drop_path=rate,
+                    eps=norm_eps,
+                    mixer=mixer,
+                    index=i,
+                    residual_layers=depth,
+                    **dd,
+                    **mixer_args,
+                )
+                for i, rate in enumerate(cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth)))
             ]
         )
         reduction = self.patch_embed.feat_ratio()

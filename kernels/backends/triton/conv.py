@@ -4,7 +4,7 @@ A program is one warp that walks through a segment of a sequence, channels along
 once for both directions: the K tokens up to s, which stay in registers, give the first direction its token s and the
 second one its token s - (K - 1). Loads are of U tokens and stand one part before their use, since a warp alone could
 not hide them. Tokens outside the sequence are read as zeros, so the walk needs no other condition than that of its
-stores.
+stores. The second direction alone (G = 1, REVERSED) takes the place of the first, with its reads K - 1 tokens further.
 
 Channels beyond D repeat the last one and nothing of them is stored.
 """
@@ -105,14 +105,15 @@ def _convolve(window, weight, bias, K: tl.constexpr, FUTURE: tl.constexpr):
 @_kernel
 def _conv_forward_kernel(
     x_ptr, weight_ptr, bias_ptr, y_ptr, L, B, blocks, segments, span, x_b, x_l,
-    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr,
-    UNIT: tl.constexpr, PTX: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, REVERSED: tl.constexpr, BC: tl.constexpr, U: tl.constexpr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """The steps from segment * span on, of BC channels of one sequence. There are L steps, and K - 1 more for the
     second direction, which is that much behind: no segment computes what another one does."""
     block, segment, b, _ = work_of(blocks, segments)
     d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
     PAST: tl.constexpr = K - 1
+    AHEAD: tl.constexpr = PAST if REVERSED else 0  # of the last token read, from the one computed
     begin = segment * span
     end = tl.minimum(begin + span, L + PAST if G == 2 else L)
     x_step = x_l.to(tl.int64) * UNIT
@@ -120,8 +121,8 @@ def _conv_forward_kernel(
     y_row = y_ptr + b * L * D + d
     y2_row = y_ptr + (b + B * (G - 1)) * L * D + d
 
-    window = _floats(_load_tokens(x_row, begin - PAST, x_step, L, PAST, BC))
-    xs = _load_tokens(x_row, begin, x_step, L, U, BC)
+    window = _floats(_load_tokens(x_row, begin - PAST + AHEAD, x_step, L, PAST, BC))
+    xs = _load_tokens(x_row, begin + AHEAD, x_step, L, U, BC)
     weight = _load_floats(weight_ptr + d * K, K, 1)
     bias = _load_floats(bias_ptr + d, G, D)
     weight2 = ()
@@ -129,12 +130,12 @@ def _conv_forward_kernel(
         weight2 = _load_floats(weight_ptr + D * K + d * K, K, 1)
     for i in tl.range(0, end - begin, U, num_stages=1):
         s = begin + i
-        next_xs = _load_tokens(x_row, s + U, x_step, L, U, BC)
+        next_xs = _load_tokens(x_row, s + U + AHEAD, x_step, L, U, BC)
         y_at = y_row + s.to(tl.int64) * D
         y2_at = y2_row + (s - PAST).to(tl.int64) * D
         for j in tl.static_range(U):
             window = window + (xs[j].to(tl.float32),)
-            pre = _convolve(window, weight, bias[0], K, False)
+            pre = _convolve(window, weight, bias[0], K, REVERSED)
             y = pre * reciprocal(1.0 + tl.exp2(pre * -LOG2E), PTX)
             tl.store(y_at + j * D, y.to(y_ptr.dtype.element_ty), mask=d_ok & _exists(s + j, L, BC))
             if G == 2:
@@ -148,8 +149,8 @@ def _conv_forward_kernel(
 @_kernel
 def _conv_backward_kernel(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, dx_ptr, sums_ptr, L, B, blocks, segments, span, x_b, x_l, dx_b, dx_l,
-    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, WHOLE: tl.constexpr,
-    UNIT: tl.constexpr, PTX: tl.constexpr,
+    D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, REVERSED: tl.constexpr, BC: tl.constexpr, U: tl.constexpr,
+    WHOLE: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """dx of the segment's tokens, of BC channels of one sequence, and the segment's part of the other gradients.
 
@@ -163,6 +164,7 @@ def _conv_backward_kernel(
     block, segment, b, _ = work_of(blocks, segments)
     d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
     PAST: tl.constexpr = K - 1
+    AHEAD: tl.constexpr = 0 if REVERSED else PAST  # of the last gradient read, from the token of dx
     begin = segment * span
     end = tl.minimum(begin + span, L)
     x_step = x_l.to(tl.int64) * UNIT
@@ -175,7 +177,7 @@ def _conv_backward_kernel(
     # Before the first step: tokens up to that before the first (second direction), and PAST tokens on (first one).
     window = _floats(_load_tokens(x_row, begin - PAST, x_step, L, PAST, BC))
     early_xs = _load_tokens(x_row, begin, x_step, L, PAST, BC)
-    early_gs = _load_tokens(dy_row, begin, D, L, PAST, BC)
+    early_gs = _load_tokens(dy_row, begin - PAST + AHEAD, D, L, PAST, BC)
     early_gs2 = ()
     gs2 = ()
     weight2 = ()
@@ -184,7 +186,7 @@ def _conv_backward_kernel(
         gs2 = _load_tokens(dy2_row, begin, D, L, U, BC)
         weight2 = _load_floats(weight_ptr + D * K + d * K, K, 1)
     xs = _load_tokens(x_row, begin + PAST, x_step, L, U, BC)
-    gs = _load_tokens(dy_row, begin + PAST, D, L, U, BC)
+    gs = _load_tokens(dy_row, begin + AHEAD, D, L, U, BC)
     weight = _load_floats(weight_ptr + d * K, K, 1)
     bias = _load_floats(bias_ptr + d, G, D)
 
@@ -192,7 +194,7 @@ def _conv_backward_kernel(
     grads2 = ()
     for j in tl.static_range(PAST):
         window = window + (early_xs[j].to(tl.float32),)
-        grad = _grad_of_pre(early_gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, False), PTX)
+        grad = _grad_of_pre(early_gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, REVERSED), PTX)
         grads = grads + (grad,)
         if G == 2:
             grad = _grad_of_pre(early_gs2[j].to(tl.float32), _convolve(window, weight2, bias[1], K, True), PTX)
@@ -207,24 +209,24 @@ def _conv_backward_kernel(
         u = begin + i
         dx_at = dx_row + u.to(tl.int64) * dx_step
         next_xs = _load_tokens(x_row, u + U + PAST, x_step, L, U, BC)
-        next_gs = _load_tokens(dy_row, u + U + PAST, D, L, U, BC)
+        next_gs = _load_tokens(dy_row, u + U + AHEAD, D, L, U, BC)
         next_gs2 = ()
         if G == 2:
             next_gs2 = _load_tokens(dy2_row, u + U, D, L, U, BC)
         for j in tl.static_range(U):
             # x and the first direction are PAST tokens ahead of the second direction and dx.
             window = window + (xs[j].to(tl.float32),)
-            grad = _grad_of_pre(gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, False), PTX)
+            grad = _grad_of_pre(gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, REVERSED), PTX)
             grads = grads + (grad,)
             x = window[0]
-            dx = grads[0] * weight[K - 1]
+            dx = grads[0] * weight[0 if REVERSED else K - 1]
             for n in tl.static_range(1, K):
-                dx += grads[n] * weight[K - 1 - n]
+                dx += grads[n] * weight[n if REVERSED else K - 1 - n]
             new = ()
             for n in tl.static_range(K):
-                new = new + (dweight[n] + x * grads[K - 1 - n],)
+                new = new + (dweight[n] + x * grads[n if REVERSED else K - 1 - n],)
             dweight = new
-            dbias += grads[0]
+            dbias += grads[K - 1 if REVERSED else 0]
             if G == 2:
                 grad = _grad_of_pre(gs2[j].to(tl.float32), _convolve(window, weight2, bias[1], K, True), PTX)
                 grads2 = grads2 + (grad,)
@@ -267,7 +269,7 @@ def _aligned(value: Tensor) -> bool:
 
 
 def _prepare(
-    steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor, **others: Tensor
+    steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor, reversed: bool, **others: Tensor
 ) -> tuple[int, dict]:
     """(programs, arguments) of a kernel whose walk through a sequence has so many steps; `others` are y, dy and dx."""
     if x.dtype == torch.float64:
@@ -283,7 +285,7 @@ def _prepare(
     part = part_bytes // x.element_size()
     segments, span = _cut(steps, blocks * B, x.device, part)
     args = dict(x_ptr=x, weight_ptr=weight, bias_ptr=bias, L=L, B=B, blocks=blocks, segments=segments, span=span,
-                x_b=x.stride(0) // unit, x_l=x.stride(1) // unit, D=D, K=K, G=G, BC=width, U=part,
+                x_b=x.stride(0) // unit, x_l=x.stride(1) // unit, D=D, K=K, G=G, REVERSED=reversed, BC=width, U=part,
                 WHOLE=D % width == 0, UNIT=unit, PTX=takes_ptx(x.device))  # fmt: skip
     for name, value in others.items():
         args |= {f"{name}_ptr": value, f"{name}_b": value.stride(-3) // unit, f"{name}_l": value.stride(-2) // unit}
@@ -297,20 +299,22 @@ def _launch(kernel: Any, programs: int, args: dict[str, Any]) -> None:
         )
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False) -> Tensor:
     """As `backends.torch.conv.forward`."""
     G, _, K = weight.shape
     y = x.new_empty(G, *x.shape)
-    programs, args = _prepare(x.shape[1] + (G - 1) * (K - 1), _FORWARD_PART, x, weight, bias, y=y)
+    programs, args = _prepare(x.shape[1] + (G - 1) * (K - 1), _FORWARD_PART, x, weight, bias, reversed, y=y)
     if programs:
         _launch(_conv_forward_kernel, programs, args)
     return y
 
 
-def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+def backward(
+    dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, reversed: bool = False
+) -> tuple[Tensor, Tensor]:
     """As `backends.torch.conv.backward`."""
     (B, L, D), (G, _, K) = x.shape, weight.shape
-    programs, args = _prepare(L, _BACKWARD_PART, x, weight, bias, dy=dy, dx=dx)
+    programs, args = _prepare(L, _BACKWARD_PART, x, weight, bias, reversed, dy=dy, dx=dx)
     sums = x.new_empty(B * args["segments"], G, K + 1, D, dtype=torch.float32)
     if programs:
         _launch(_conv_backward_kernel, programs, args | {"sums_ptr": sums})

@@ -16,7 +16,7 @@ from vision_longhorn.kernels.dispatch import load_backend
 from vision_longhorn.kernels.mixing import token_facts
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
-WIRINGS = ("vim", "shared", "forward")
+WIRINGS = ("vim", "shared", "forward", "alternate")
 BETAS = ("vector", "scalar")
 
 
@@ -31,6 +31,8 @@ class BidirectionalMixer(nn.Module):
     - wiring "shared": one set serves both directions (its convolution looks backward in both); each scan's output is
       RMS-normalised with a weight of its own, and their sum is gated.
     - wiring "forward": one direction, from the first token to the last, for causal tasks.
+    - wiring "alternate": one direction, in a block of even index from the first token to the last, else from the last
+      to the first, for scan and convolution.
 
     Parameters of the directions are stacked along a leading axis of 2 ("vim") or 1, so that one product serves both.
 
@@ -41,7 +43,7 @@ class BidirectionalMixer(nn.Module):
         expand: inner width over `dim`.
         dt_rank: rank of the step-size head; ceil(dim / 16) if None.
         rule: the update, one of `kernels.rules.NAMES`.
-        wiring: "vim", "shared" or "forward".
+        wiring: "vim", "shared", "forward" or "alternate".
         beta: "vector" for a step size per channel, "scalar" for one per token.
         A_per_token: a decay rate A = -exp(A_log + linear(x)) of each token in the place of one for all (Mamba only).
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
@@ -49,6 +51,7 @@ class BidirectionalMixer(nn.Module):
         save_states: in training, keep the states that the scan's backward pass starts from instead of finding them
             again: faster, at d_inner N / 2 bytes a token and direction for each block (on a GPU the exact rule
             d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)).
+        index: of the block, from 0; what the "alternate" wiring goes by.
 
     Raises:
         ValueError: an option is not known, or the rule cannot have it.
@@ -70,6 +73,7 @@ class BidirectionalMixer(nn.Module):
         save_states: bool = False,
         device: Any = None,
         dtype: Any = None,
+        index: int = 0,
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
@@ -93,6 +97,7 @@ class BidirectionalMixer(nn.Module):
         self.save_states = save_states
         self.scan_backend = "auto"
         self.sets = sets = 2 if wiring == "vim" else 1
+        self.reversed = wiring == "alternate" and index % 2 == 1
         steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
         of_token = 3 if A_per_token else 2  # key, query, and perhaps A
 
@@ -138,18 +143,20 @@ class BidirectionalMixer(nn.Module):
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
+            self.reversed,
         )  # fmt: skip
         return self.out_proj(y)
 
     def forgetting_and_write(self, h: Tensor) -> Tensor:
         """(2, B, 2, L): forgetting and write strength of the tokens h (B, L, dim) by direction, as
-        `vision_longhorn.maps` defines them; in the "forward" wiring both directions are the same."""
+        `vision_longhorn.maps` defines them; of a single scan, both directions are the same."""
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         xz = self.in_proj(h)
         with torch.autocast(h.device.type, enabled=False):
             x = xz.chunk(2, -1)[0].to(wide)
             conv = load_backend("torch", "conv")
-            x = conv.forward(x, self.conv_weight.contiguous(), self.conv_bias.contiguous())  # (S, B, L, D)
+            weight, bias = self.conv_weight.contiguous(), self.conv_bias.contiguous()
+            x = conv.forward(x, weight, bias, self.reversed)  # (S, B, L, D)
             step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
             found = get_rule(self.rule).maps(step, k, A)
         return torch.stack(found).expand(2, 2, -1, -1).transpose(1, 2)
@@ -160,13 +167,14 @@ class BidirectionalMixer(nn.Module):
         return f"{name}, state size {self.d_state}, {self.wiring} wiring"
 
     def extra_repr(self) -> str:
-        return f"rule={self.rule}, wiring={self.wiring}, d_state={self.d_state}"
+        reversed = ", reversed" if self.reversed else ""
+        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}"
 
 
 def mamba(dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank: Optional[int] = None,
           rule: str = "mamba", wiring: str = "vim", beta: str = "vector", A_per_token: bool = False,
-          residual_layers: int = 1, eps: float = 1e-5, save_states: bool = False, device: Any = None, dtype: Any = None
-          ) -> BidirectionalMixer:  # fmt: skip
+          residual_layers: int = 1, eps: float = 1e-5, save_states: bool = False, device: Any = None,
+          dtype: Any = None, index: int = 0) -> BidirectionalMixer:  # fmt: skip
     """`BidirectionalMixer` with Mamba's rule.
 
     Raises:
@@ -176,5 +184,5 @@ def mamba(dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank
         raise ValueError(f"rule={rule!r} belongs to Longhorn; with mixer='mamba' leave it out")
     return BidirectionalMixer(
         dim, d_state, d_conv, expand, dt_rank, "mamba", wiring, beta, A_per_token, residual_layers, eps, save_states,
-        device, dtype,
+        device, dtype, index,
     )  # fmt: skip
