@@ -84,7 +84,7 @@ def call(rule, inputs, **options):
 
 def outputs_and_gradients(rule, inputs, *, seed=1, **options):
     """y, the final state and the gradient of every input, for random output gradients that depend on `seed` only."""
-    leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
+    leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
     y, state = call(rule, leaves, return_final_state=True, **options)
     generator = torch.Generator().manual_seed(seed)
     # Rounded to what bf16 holds, so that the gradient that reaches the scan is the same at every precision.
