@@ -24,7 +24,8 @@ def pytest_configure(config):
 def language_made_interpreted_once_a_launch():
     """Triton's interpreter puts its own functions into `triton.language` anew for every call of a function within a
     kernel, and that is half of what an interpreted kernel takes. Once in each launch, for each module whose functions
-    it runs, leaves the same."""
+    it runs, leaves the same. Half of the rest are checks that no sum of integers overflows; sizes here are small, and a
+    GPU makes none."""
     interpreter = None
     if os.environ.get("TRITON_INTERPRET") == "1":
         try:
@@ -45,6 +46,9 @@ def language_made_interpreted_once_a_launch():
         modules.clear()
         return launch(self, *args, **kwargs)
 
+    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
+    if hasattr(options, "sanitize_overflow"):
+        object.__setattr__(options, "sanitize_overflow", False)  # they are frozen
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(interpreter, "_patch_lang", put_once)
         patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
