@@ -239,13 +239,28 @@ def solve_pair(R, eps, linked):
 
 
 @triton.jit
+def solve(base, eps, linked, G0, G1, CP: tl.constexpr):
+    """W of all tiles, as C lies, from what the state leaves of x. Four rounds, each right for one lane of the quad
+    more: the tokens of lane t read those of the lanes before."""
+    R = base
+    W = ()
+    for turn in tl.static_range(4):
+        W = ()
+        for cp in tl.static_range(CP):
+            W = W + solve_pair(part_of(R, cp, CP), part_of(eps, cp, CP), part_of(linked, cp, CP))
+        if turn < 3:
+            R = ()
+            for cp in tl.static_range(CP):
+                R = R + product_tf32(part_of(base, cp, CP), part_of(W, cp, CP), G0, G1)
+    return W
+
+
+@triton.jit
 def solve_pair_back(R, eps, between):
-    """(u, v) of the lane's two tokens, u = eps v: the first reads the second."""
+    """U of the lane's two tokens: the first reads the second."""
     u1 = eps[1] * R[1]
     u3 = eps[3] * R[3]
-    v0 = R[0] - between * u1
-    v2 = R[2] - between * u3
-    return (eps[0] * v0, u1, eps[2] * v2, u3), (v0, R[1], v2, R[3])
+    return eps[0] * (R[0] - between * u1), u1, eps[2] * (R[2] - between * u3), u3
 
 
 @triton.jit
@@ -293,14 +308,18 @@ def scaled(values, factor):
 
 
 @triton.jit
-def load_chunk(
-    place, x_row, step_row, k_row, q_row, z_row, other_row, x_l, step_l, k_l, q_l, z_l, other_l, i, origin, sign, L, g,
-    t, left, left_of_z, HAS_Z: tl.constexpr, OTHER: tl.constexpr, SCALAR: tl.constexpr, NP: tl.constexpr,
-    CP: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
+def load_chunk(place, rows, strides, lane, i, left_of_z, HAS_Z: tl.constexpr, OTHER: tl.constexpr,
+               SCALAR: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr,
+               ALL: tl.constexpr, HOW: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """What a chunk from the i-th token of the scan on reads: words of keys, queries, x, logits, z and what the other
-    direction left (two tokens each); beyond the last token that one again."""
+    direction left (two tokens each); beyond the last token that one again.
+
+    `rows` is where these begin for the lane's channels and states, in the order k, q, x, logits, z, other; `strides`
+    how far their tokens are apart; `lane` its (g, t), channels left, and the scan's origin, sign and L.
+    """
+    k_row, q_row, x_row, step_row, z_row, other_row = rows
+    k_l, q_l, x_l, step_l, z_l, other_l = strides
+    g, t, left, origin, sign, L = lane
     row = origin + sign * tl.maximum(tl.minimum(i + g, L - 1), 0)
     first = origin + sign * tl.maximum(tl.minimum(i + 2 * t, L - 1), 0)
     second = origin + sign * tl.maximum(tl.minimum(i + 2 * t + 1, L - 1), 0)
@@ -399,34 +418,33 @@ def _forward_kernel(
             S = S + (zero,)
     STEPS: tl.constexpr = 1 if SCALAR else CP
     LANES: tl.constexpr = 32 * NW
-    ahead = ()
     place = r * 8
+    rows = k_row, q_row, x_row, step_row, z_row, y_row
+    strides = k_l, q_l, x_l, step_l, z_l, L
+    lane = g, t, left, origin, sign, L
+    ahead = ()
+    # z is of no use before the directions meet.
     if STAGES > 0:
         place = place + shared_room(ROOM, r)
         for n in tl.static_range(STAGES - 1):
-            load_chunk(place + n * STAGE, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, k_l, q_l, z_l, D,
-                       8 * n, origin, sign, L, g, t, left, tl.where(n < meeting, 0, left), HAS_Z, False, SCALAR, NP, CP,
-                       WORD, STATES, not MEET, START, LANES)  # fmt: skip
+            load_chunk(place + n * STAGE, rows, strides, lane, 8 * n, tl.where(n < meeting, 0, left), HAS_Z, False,
+                       SCALAR, NP, CP, WORD, STATES, not MEET, START, LANES)  # fmt: skip
             end_group(place)
     else:
-        ahead = load_chunk(place, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, k_l, q_l, z_l, D, 0, origin,
-                           sign, L, g, t, left, tl.where(meeting > 0, 0, left), HAS_Z, False, SCALAR, NP, CP, WORD,
-                           STATES, not MEET, DIRECT, LANES)  # fmt: skip
+        ahead = load_chunk(place, rows, strides, lane, 0, tl.where(meeting > 0, 0, left), HAS_Z, False, SCALAR, NP, CP,
+                           WORD, STATES, not MEET, DIRECT, LANES)  # fmt: skip
     for c in tl.range(0, chunks, num_stages=1):
         if STAGES > 0:
             wait_group(WAIT, place)
-            words = load_chunk(place + c % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l,
-                               k_l, q_l, z_l, D, 8 * c, origin, sign, L, g, t, left, left, HAS_Z, False, SCALAR, NP, CP,
-                               WORD, STATES, not MEET, TAKE, LANES)  # fmt: skip
-            load_chunk(place + (c + STAGES - 1) % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, y_row, x_l,
-                       step_l, k_l, q_l, z_l, D, 8 * (c + STAGES - 1), origin, sign, L, g, t, left,
-                       tl.where(c + STAGES - 1 < meeting, 0, left), HAS_Z, False, SCALAR, NP, CP, WORD, STATES,
-                       not MEET, START, LANES)  # fmt: skip
+            words = load_chunk(place + c % STAGES * STAGE, rows, strides, lane, 8 * c, left, HAS_Z, False, SCALAR, NP,
+                               CP, WORD, STATES, not MEET, TAKE, LANES)  # fmt: skip
+            then = c + STAGES - 1
+            load_chunk(place + then % STAGES * STAGE, rows, strides, lane, 8 * then, tl.where(then < meeting, 0, left),
+                       HAS_Z, False, SCALAR, NP, CP, WORD, STATES, not MEET, START, LANES)  # fmt: skip
             end_group(place)
         else:
             words = ahead
-            ahead = load_chunk(place, x_row, step_row, k_row, q_row, z_row, y_row, x_l, step_l, k_l, q_l, z_l, D,
-                               8 * c + 8, origin, sign, L, g, t, left, tl.where(c + 1 < meeting, 0, left), HAS_Z, False,
+            ahead = load_chunk(place, rows, strides, lane, 8 * c + 8, tl.where(c + 1 < meeting, 0, left), HAS_Z, False,
                                SCALAR, NP, CP, WORD, STATES, not MEET, DIRECT, LANES)  # fmt: skip
         first = 8 * c + 2 * t
         at = (origin + sign * first) * D
@@ -465,17 +483,7 @@ def _forward_kernel(
             eps = eps + e
             linked = linked + (e[1] * between, e[3] * between)
             base = base + over_states(numbers(xs, cp, CP), a, minus_k, NP)
-        # Four times, each right for one lane of the quad more: the tokens of lane t read those of the lanes before.
-        R = base
-        W = ()
-        for turn in tl.static_range(4):
-            W = ()
-            for cp in tl.static_range(CP):
-                W = W + solve_pair(part_of(R, cp, CP), part_of(eps, cp, CP), part_of(linked, cp, CP))
-            if turn < 3:
-                R = ()
-                for cp in tl.static_range(CP):
-                    R = R + product_tf32(part_of(base, cp, CP), part_of(W, cp, CP), G0, G1)
+        W = solve(base, eps, linked, G0, G1, CP)
         ys = ()
         new = ()
         for cp in tl.static_range(CP):
@@ -534,13 +542,11 @@ def gate_tokens(values, zs, others, unscale, HAS_Z: tl.constexpr, ADD: tl.conste
 
 
 @triton.jit
-def load_chunk_back(
-    place, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l, k_l, q_l, z_l, dz_l, dy_l, c,
-    origin, sign, L, g, t, left, HAS_Z: tl.constexpr, OTHER: tl.constexpr, SCALAR: tl.constexpr, NP: tl.constexpr,
-    CP: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, HOW: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
+def load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, c, HAS_Z: tl.constexpr, OTHER: tl.constexpr,
+                    SCALAR: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr,
+                    STATES: tl.constexpr, HOW: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """What chunk c reads: w, two words a tile, dy, and as `load_chunk`. Before the first chunk the first again."""
+    g, t, left, origin, sign, L = lane
     c = tl.maximum(c, 0)
     first = 8 * c + 2 * t
     OF_TOKEN: tl.constexpr = 8 * LANES * (CP // 2 if WORD == 4 else CP)
@@ -553,9 +559,8 @@ def load_chunk_back(
     for j in tl.static_range(2):
         token = origin + sign * tl.minimum(first + j, L - 1)
         words = words + load_channels(place + j * OF_TOKEN, dy_row, token * dy_l, left, CP, WORD, True, HOW, LANES)
-    return words + load_chunk(place + 2 * OF_TOKEN, x_row, step_row, k_row, q_row, z_row, dz_row, x_l, step_l, k_l, q_l,
-                              z_l, dz_l, 8 * c, origin, sign, L, g, t, left, left, HAS_Z, OTHER, SCALAR, NP, CP, WORD,
-                              STATES, True, HOW, LANES)  # fmt: skip
+    return words + load_chunk(place + 2 * OF_TOKEN, rows, strides, lane, 8 * c, left, HAS_Z, OTHER, SCALAR, NP, CP,
+                              WORD, STATES, True, HOW, LANES)  # fmt: skip
 
 
 @triton.jit
@@ -594,6 +599,25 @@ def sum_warps(parts, place, warp, turn, PAIRS: tl.constexpr, NW: tl.constexpr):
             total = (total[0] + more[0], total[1] + more[1])
         sums = sums + (total[0], total[1])
     return sums
+
+
+@triton.jit
+def sums_of_keys(sums, pair_sums, kT, qT, none, g, t, NP: tl.constexpr):
+    """Of the warp's channels, pairs of states of dk and then of dq for token g: what `sums` holds of the chunk's ends,
+    and what goes through its own tokens, whose w was read by themselves and those after them. `pair_sums` are products
+    of dO (above) and -U (below) with W."""
+    upper = packed(tl.where(2 * t <= g, pair_sums[0], 0.0), tl.where(2 * t < g, pair_sums[1], 0.0))
+    lower = packed(tl.where(2 * t <= g, pair_sums[2], 0.0), tl.where(2 * t < g, pair_sums[3], 0.0))
+    upperT = transposed(upper)
+    lowerT = transposed(lower)
+    dk = ()
+    dq = ()
+    for j in tl.static_range(NP):
+        part = product_8(span_of(sums, 4 * j, 4), upper, lower, kT[j])
+        part = product_16(part, none, upperT, none, lowerT, qT[j], kT[j])
+        dk = dk + (part[2], part[3])
+        dq = dq + (part[0], part[1])
+    return dk + dq
 
 
 @_kernel
@@ -664,16 +688,17 @@ def _backward_kernel(
     for _n in tl.static_range(2 * CP):
         dskip = dskip + (zero,)
         dbias = dbias + (zero,)
+    rows = k_row, q_row, x_row, step_row, z_row, dz_row
+    strides = k_l, q_l, x_l, step_l, z_l, dz_l
+    lane = g, t, left, origin, sign, L
     ahead = ()
     if STAGES > 0:
         for n in tl.static_range(STAGES - 1):
-            load_chunk_back(place + n * STAGE, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l,
-                            step_l, k_l, q_l, z_l, dz_l, dy_l, chunks - 1 - n, origin, sign, L, g, t, left, HAS_Z,
-                            OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, START, LANES)  # fmt: skip
+            load_chunk_back(place + n * STAGE, rows, strides, lane, dy_row, dy_l, written, chunks - 1 - n, HAS_Z, OTHER,
+                            SCALAR, NP, CP, PAIRS, WORD, STATES, START, LANES)  # fmt: skip
             end_group(place)
     else:
-        ahead = load_chunk_back(place, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l, k_l,
-                                q_l, z_l, dz_l, dy_l, chunks - 1, origin, sign, L, g, t, left, HAS_Z, OTHER, SCALAR, NP,
+        ahead = load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, chunks - 1, HAS_Z, OTHER, SCALAR, NP,
                                 CP, PAIRS, WORD, STATES, DIRECT, LANES)  # fmt: skip
     for n in tl.range(0, chunks, num_stages=1):
         c = chunks - 1 - n
@@ -681,18 +706,17 @@ def _backward_kernel(
             S = state_at(anchor_row + c // ANCHOR * (D * N), d, state, N, 1, left, NP, CP)
         if STAGES > 0:
             wait_group(WAIT, place)
-            words = load_chunk_back(place + n % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row,
-                                    written, x_l, step_l, k_l, q_l, z_l, dz_l, dy_l, c, origin, sign, L, g, t, left,
-                                    HAS_Z, OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, TAKE, LANES)  # fmt: skip
-            load_chunk_back(place + (n + STAGES - 1) % STAGES * STAGE, x_row, step_row, k_row, q_row, z_row, dz_row,
-                            dy_row, written, x_l, step_l, k_l, q_l, z_l, dz_l, dy_l, c - (STAGES - 1), origin, sign, L,
-                            g, t, left, HAS_Z, OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, START, LANES)  # fmt: skip
+            words = load_chunk_back(place + n % STAGES * STAGE, rows, strides, lane, dy_row, dy_l, written, c, HAS_Z,
+                                    OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, TAKE, LANES)  # fmt: skip
+            then = n + STAGES - 1
+            load_chunk_back(place + then % STAGES * STAGE, rows, strides, lane, dy_row, dy_l, written,
+                            c - (STAGES - 1), HAS_Z, OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, START,
+                            LANES)  # fmt: skip
             end_group(place)
         else:
             words = ahead
-            ahead = load_chunk_back(place, x_row, step_row, k_row, q_row, z_row, dz_row, dy_row, written, x_l, step_l,
-                                    k_l, q_l, z_l, dz_l, dy_l, c - 1, origin, sign, L, g, t, left, HAS_Z, OTHER, SCALAR,
-                                    NP, CP, PAIRS, WORD, STATES, DIRECT, LANES)  # fmt: skip
+            ahead = load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, c - 1, HAS_Z, OTHER, SCALAR, NP,
+                                    CP, PAIRS, WORD, STATES, DIRECT, LANES)  # fmt: skip
         ws = span_of(words, 0, 2 * CP)
         dys = within(span_of(words, 2 * CP, 2 * CP), 8 * c + 2 * t, L, CP)
         k = span_of(words, 4 * CP, NP)
@@ -754,9 +778,9 @@ def _backward_kernel(
             PA = words_of(p, NP)
             base = product_8(over_states((zero, zero, zero, zero), PA, k, NP), o0, o1, reads_back)
             eps, e = step_sizes(us, bias, n0, n1, cp, CP, SCALAR)
-            U, V = solve_pair_back(base, eps, between)
+            U = solve_pair_back(base, eps, between)
             for _turn in tl.static_range(3):
-                U, V = solve_pair_back(product_tf32(base, U, G0, G1), eps, between)
+                U = solve_pair_back(product_tf32(base, U, G0, G1), eps, between)
             dxs = dxs + (U[0] + skip[2 * cp] * dO[0], U[1] + skip[2 * cp] * dO[1],
                          U[2] + skip[2 * cp + 1] * dO[2], U[3] + skip[2 * cp + 1] * dO[3])  # fmt: skip
             # d log eps / d logit is eps e.
@@ -789,19 +813,7 @@ def _backward_kernel(
             put_tokens(dz_row, at * dz_l, next_at * dz_l, dzs, left, first < L, first + 1 < L, CP, WORD)
         if not SCALAR:
             put_tokens(dstep_ptr + of_sequence, at * D, next_at * D, dsteps, left, first < L, first + 1 < L, CP, WORD)
-        # What goes through the tokens of the chunk itself: w of a token was read by that and later ones.
-        s0 = packed(tl.where(2 * t <= g, pair_sums[0], 0.0), tl.where(2 * t < g, pair_sums[1], 0.0))
-        s1 = packed(tl.where(2 * t <= g, pair_sums[2], 0.0), tl.where(2 * t < g, pair_sums[3], 0.0))
-        s0T = transposed(s0)
-        s1T = transposed(s1)
-        parts = ()
-        other = ()
-        for j in tl.static_range(NP):
-            part = product_8(span_of(sums, 4 * j, 4), s0, s1, kT[j])
-            part = product_16(part, none, s0T, none, s1T, qT[j], kT[j])
-            parts = parts + (part[2], part[3])
-            other = other + (part[0], part[1])
-        parts = parts + other
+        parts = sums_of_keys(sums, pair_sums, kT, qT, none, g, t, NP)
         if SCALAR:
             even = zero
             odd = zero
