@@ -74,7 +74,7 @@ def obstacle(scan: Scan) -> Optional[str]:
         if value is not None and value.dtype != torch.bfloat16:
             return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
     strides = [abs(s) for v in (scan.x, scan.step, scan.k, scan.q, scan.z) if v is not None for s in v.stride()[-2:]]
-    if L * max(strides) >= 2**31:
+    if L * max(scan.x.shape[-1], *strides) >= 2**31:
         return f"the {L} tokens of a sequence span 2**31 numbers or more"
     if not takes_ptx(scan.x.device, fragments.CAPABILITY):
         return f"{scan.x.device} is no NVIDIA GPU of compute capability 8.0 or more"
