@@ -54,7 +54,7 @@ _kernel = kernel(_RUNTIME, _UNALIGNED)
 
 @triton.jit
 def _probe_kernel(out_ptr):
-    """A product of everything that the kernels below are made of, to see whether Triton compiles it."""
+    """Products and exchanges as the kernels below make them, to see whether Triton compiles them."""
     r = tl.arange(0, 32)
     zero = probe(r)
     c = product_16((zero, zero, zero, zero), r, r, r, r, transposed(r), r)
@@ -196,14 +196,14 @@ def products_of_tokens(k, q, zero, g, t, NP: tl.constexpr):
 
 
 @triton.jit
-def own_products(G0, G1, t, left):
+def own_products(G0, G1, t, tokens):
     """Of the lane's tokens 2t and 2t + 1: their keys' product, and 1 + ||k||^2 of each, infinite (so that eps is zero)
-    from token `left` of the chunk on."""
+    from token `tokens` of the chunk on."""
     n0 = from_lane(G0, 9 * t)
     between = from_lane(G0, 9 * t + 4)
     n1 = from_lane(G1, 9 * t + 4)
-    n0 = tl.where(2 * t < left, 1.0 + n0, float("inf"))
-    n1 = tl.where(2 * t + 1 < left, 1.0 + n1, float("inf"))
+    n0 = tl.where(2 * t < tokens, 1.0 + n0, float("inf"))
+    n1 = tl.where(2 * t + 1 < tokens, 1.0 + n1, float("inf"))
     return between, n0, n1
 
 
@@ -479,9 +479,9 @@ def _forward_kernel(
         for cp in tl.static_range(CP):
             a = words_of(span_of(S, 4 * NP * cp, 4 * NP), NP)
             A = A + a
-            e, decays = step_sizes(us, bias, n0, n1, cp, CP, SCALAR)
-            eps = eps + e
-            linked = linked + (e[1] * between, e[3] * between)
+            own, e = step_sizes(us, bias, n0, n1, cp, CP, SCALAR)
+            eps = eps + own
+            linked = linked + (own[1] * between, own[3] * between)
             base = base + over_states(numbers(xs, cp, CP), a, minus_k, NP)
         W = solve(base, eps, linked, G0, G1, CP)
         ys = ()
@@ -583,19 +583,19 @@ def gate_back(dy, z, unscale):
 
 
 @triton.jit
-def sum_warps(parts, place, warp, turn, PAIRS: tl.constexpr, NW: tl.constexpr):
-    """The sums over the program's warps of `parts`, pairs of numbers; warp w gets pairs w, w + NW and so on. `turn`
-    alternates between 0 and 1, so that one barrier is enough."""
-    base = place + turn * (NW * PAIRS * 256)
-    for i in tl.static_range(PAIRS):
-        put_shared(base + (warp * PAIRS + i) * 256, parts[2 * i], parts[2 * i + 1])
+def sum_warps(parts, place, warp, turn, COUNT: tl.constexpr, NW: tl.constexpr):
+    """The sums over the program's warps of `parts`, COUNT pairs of numbers; warp w gets pairs w, w + NW and so on.
+    `turn` alternates between 0 and 1, so that one barrier is enough."""
+    base = place + turn * (NW * COUNT * 256)
+    for i in tl.static_range(COUNT):
+        put_shared(base + (warp * COUNT + i) * 256, parts[2 * i], parts[2 * i + 1])
     tl.debug_barrier()
     sums = ()
-    for i in tl.static_range((PAIRS + NW - 1) // NW):
-        pair = tl.minimum(i * NW + warp, PAIRS - 1)
+    for i in tl.static_range((COUNT + NW - 1) // NW):
+        pair = tl.minimum(i * NW + warp, COUNT - 1)
         total = get_shared(base + pair * 256)
         for w in tl.static_range(1, NW):
-            more = get_shared(base + (w * PAIRS + pair) * 256)
+            more = get_shared(base + (w * COUNT + pair) * 256)
             total = (total[0] + more[0], total[1] + more[1])
         sums = sums + (total[0], total[1])
     return sums

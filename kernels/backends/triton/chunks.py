@@ -56,7 +56,9 @@ def choose(kernel: str, scan: Scan) -> Shape:
         warps = min(few.warps, power_of_2(ceil_div(D, 16)))
         return Shape(few.pairs, warps, few.registers if N <= 16 else None, few.stages)
     warps = many.warps
-    while D % (8 * pairs * warps if kernel == "forward" else 16 * pairs * warps):
+    # Where directions meet, half of the warps have the same channels as the other half.
+    meet = kernel == "forward" and _combined(scan)
+    while D % ((8 if meet else 16) * pairs * warps):
         warps //= 2
     return Shape(pairs, warps, many.registers, many.stages)
 
@@ -73,12 +75,19 @@ def obstacle(scan: Scan) -> Optional[str]:
         value = getattr(scan, name)
         if value is not None and value.dtype != torch.bfloat16:
             return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
-    strides = [abs(s) for v in (scan.x, scan.step, scan.k, scan.q, scan.z) if v is not None for s in v.stride()[-2:]]
-    if L * max(scan.x.shape[-1], *strides) >= 2**31:
+    if any(_too_wide(v) for v in (scan.x, scan.step, scan.k, scan.q, scan.z) if v is not None):
         return f"the {L} tokens of a sequence span 2**31 numbers or more"
     if not takes_ptx(scan.x.device, fragments.CAPABILITY):
         return f"{scan.x.device} is no NVIDIA GPU of compute capability 8.0 or more"
     return _trouble(scan.x.device)
+
+
+def _too_wide(value: Tensor) -> bool:
+    """Whether the tokens of a sequence span 2**31 numbers or more, in `value` or in a contiguous copy, which it is read
+    from unless its channels lie side by side."""
+    width = value.shape[-1]
+    stride = value.stride(-2) if value.stride(-1) == 1 or width == 1 else width
+    return value.shape[-2] * max(stride, width) >= 2**31
 
 
 @cache
@@ -220,14 +229,17 @@ def backward(
     G, B, L, D, N = launch.sizes
     shape = shape or choose("backward", scan)
     blocks = ceil_div(D, shape.channels)
+    if _too_wide(dy):
+        dy = dy.contiguous()  # of a cat, say; the others were looked at before the forward pass
     in_turn = scan.z is not None and _in_turn(scan, shape)
     in_place = in_turn or (scan.z is not None and G == 1)
     if not in_place:
         dz = scan.x.new_empty((G, B, L, D) if scan.z is not None else (0, 0, 0, 0))
-    elif dz is None or dz.stride(-1) != 1:
+    elif dz is None or dz.stride(-1) != 1 or _too_wide(dz):
         dz = scan.x.new_empty(B, L, D)
     exchange = shape.warps * (N // 4 + 1) * 512
-    args = _common(launch, shape, shape.channels, dy, dz, extra=2, exchange=exchange)
+    others = (dy,) if scan.z is None else (dy, dz)
+    args = _common(launch, shape, shape.channels, *others, extra=2, exchange=exchange)
     scalar = args["SCALAR"]
 
     def numbers(*sizes: int) -> Tensor:
