@@ -55,6 +55,7 @@ SIZES = [(256, 224), (8, 1248)]
 SWEEP_RESOLUTIONS, SWEEP_PATCHES, PATCH = (224, 448, 640, 896, 1248, 1760, 2496), 256 * 196, 16
 COMPILE = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 PASSES = ("train", "infer")
+KEYS = ("model", "mode", "batch", "resolution", "pass")  # of a measurement
 WARM_UP = 5  # steps, of which the last two tell how many fill the time of a measurement
 BLOCKS = 3
 GIB = 2**30
@@ -334,7 +335,6 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument(
         "--models",
         nargs="+",
-        default=MODELS,
         metavar="NAME[,KEY=VALUE]",
         help="timm models, each with arguments of its own (default: the standard comparison)",
     )
@@ -368,6 +368,15 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="about how long a measurement lasts (2)")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no measurement after that time")
     parser.add_argument(
+        "--merge",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="JSON",
+        help="rows of earlier runs on the same hardware join the tables, the plot and the crossings; without --models "
+        "nothing is measured",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=RESULTS,
@@ -377,7 +386,7 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     own = set(timm.list_models(module="vlonghorn"))
     shared = parse_pairs(args.arg)
-    models = [parse_model(word) for word in args.models]
+    models = [parse_model(word) for word in args.models or ([] if args.merge else MODELS)]
     args.models = [model._replace(args=shared | model.args) if model.name in own else model for model in models]
     if args.graphs and "graphs" not in args.modes:
         args.modes = [*args.modes, "graphs"]
@@ -387,6 +396,22 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     return args
 
 
+def earlier_runs(paths: list[Path], gpu: Optional[str]) -> tuple[list[dict], list[dict]]:
+    """(environments, rows) of the files that earlier runs left, of each measurement the last."""
+    environments, rows = [], {}
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+            was = found["environment"].get("gpu")
+            environments += [*found.get("earlier", ()), found["environment"]]
+            rows |= {tuple(row[key] for key in KEYS): row for row in found["models"]}
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(f"--merge {path}: it is no result of this script ({describe(error)})") from error
+        if was != gpu:
+            raise UserError(f"--merge {path}: it is of {was or 'a CPU'}, and this is {gpu or 'a CPU'}")
+    return environments, list(rows.values())
+
+
 def main(argv: Optional[list[str]] = None) -> None:
     start = time.monotonic()
     args = parse_args(argv)
@@ -394,6 +419,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     path = args.out / ("model_sweep.json" if args.sweep else "model.json")
     results = {"environment": environment() | {"timm": timm.__version__}}
     print_environment(results["environment"])
+    results["earlier"], earlier = earlier_runs(args.merge, results["environment"].get("gpu"))
     models = args.models
     if args.official:
         error = register_official(args.official)
@@ -412,11 +438,13 @@ def main(argv: Optional[list[str]] = None) -> None:
         for mode in args.modes
         for name in args.passes
     ]
-    rows = results["models"] = []
+    planned = {tuple(row[key] for key in KEYS) for row, _ in plan}
+    rows = results["models"] = [row for row in earlier if tuple(row[key] for key in KEYS) not in planned]
+    before = len(rows)
 
     def keep() -> None:
         # After each measurement, so that a run that is cut short leaves what it had.
-        results["missing"] = [row for row, _ in plan[len(rows) :]]
+        results["missing"] = [row for row, _ in plan[len(rows) - before :]]
         results["best"] = best_of_modes(rows)
         path.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -4,24 +4,35 @@ compute-sanitizer --tool memcheck python benchmarks/small_shapes.py
 compute-sanitizer --tool racecheck python benchmarks/small_shapes.py
 """
 
+from unittest import mock
+
 import bench_scan  # first, since it lets a checkout do without installation
 import torch
+from vision_longhorn.kernels.backends.triton import chunks
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn.models.mixers import BidirectionalMixer
 
 
+def run(rule: str, shape: tuple[int, int, int], N: int, regime: str) -> None:
+    inputs = bench_scan.make_inputs(shape, N, rule, torch.bfloat16, "cuda")
+    leaves = [value.requires_grad_() for value in inputs.values()]
+    y = bench_scan.call(inputs, rule, regime=regime, backend="triton")
+    y.float().square().mean().backward()
+    torch.cuda.synchronize()
+    assert all(value.grad.isfinite().all() for value in leaves)
+    print(rule, (*shape, N), regime, "ran")
+
+
 def scans() -> None:
     for rule in NAMES:
         for B, L, D, N in ((2, 37, 70, 16), (1, 101, 64, 5), (1, 70, 33, 33)):
-            for regime in ("sequential", "parallel") if get_rule(rule).kind == "decay" else ("sequential",):
-                inputs = bench_scan.make_inputs((B, L, D), N, rule, torch.bfloat16, "cuda")
-                leaves = [value.requires_grad_() for value in inputs.values()]
-                y = bench_scan.call(inputs, rule, regime=regime, backend="triton")
-                y.float().square().mean().backward()
-                torch.cuda.synchronize()
-                assert all(value.grad.isfinite().all() for value in leaves)
-                print(rule, (B, L, D, N), regime, "ran")
+            regimes = ("sequential", "parallel") if get_rule(rule).kind == "decay" else ("sequential",)
+            for regime in (*regimes, "chunked") if rule == "exact" and N in chunks.STATES else regimes:
+                run(rule, (B, L, D), N, regime)
+    # As for many programs, which small sizes are not.
+    with mock.patch.object(chunks, "multiprocessors", lambda device: 0):
+        run("exact", (2, 35, 128), 16, "chunked")
 
 
 def mixers() -> None:

@@ -3,8 +3,9 @@ keys and queries, the scan in both directions, gate and mean (or norms).
 
 As one operator, because of what is kept for the backward pass: its input xz, the step sizes at their low rank with keys
 and queries, and, where norms follow the scan, what they are given. The convolution and the step sizes cost less to find
-again than to keep, and so, unless `save_states`, do the states of the scan. What a compiler could still fuse across the
-operator's border is nothing: both neighbours are matrix products.
+again than to keep, and so, unless `save_states`, do the states of the scan. Where those are kept that weigh several
+times as much as the convolved x, that is, too. What a compiler could still fuse across the operator's border is
+nothing: both neighbours are matrix products.
 """
 
 from typing import Any, NamedTuple, Optional, cast
@@ -16,6 +17,7 @@ from torch import Tensor
 from . import ops
 from .contract import Scan, ceil_div, check
 from .dispatch import choose_backend, load_backend
+from .rules import get_rule
 
 
 class Mix(NamedTuple):
@@ -45,6 +47,11 @@ class Mix(NamedTuple):
     @property
     def directions(self) -> int:
         return 2 if self.shared else len(self.conv_weight)
+
+    def keeps_convolved(self, save_states: bool) -> bool:
+        """Whether the convolved x is kept beside the states: where those are of every chunk ("decay"). With norms, what
+        they are given takes its place."""
+        return save_states and get_rule(self.rule).kind == "decay" and not self.shared
 
     @property
     def A_per_token(self) -> bool:
@@ -164,7 +171,8 @@ def _step_sizes(mix: Mix, low: Tensor) -> Tensor:
 
 
 def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y (B, L, D), low (S, B, L, low_width), what the scan saved, its outputs (2, B, L, D) if norms follow)."""
+    """(y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
+    (2, B, L, D) if norms follow, or the convolved x (S, B, L, D), or nothing)."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
@@ -174,22 +182,25 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
     if not mix.shared:
-        return y, low, saved, y.new_empty(0)
+        return y, low, saved, x if mix.keeps_convolved(save_states) else y.new_empty(0)
     return load_backend(backend, "norm").forward(y, z, mix.norm_weight, mix.eps), low, saved, y
 
 
-def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, backend: str) -> dict[str, Tensor]:
+def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, backend: str) -> dict[str, Tensor]:
     """The gradient of each tensor of `mix`, from that of y and what `forward` left."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     dxz = mix.xz.new_empty(mix.xz.shape)
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
-    convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
+    if kept.numel() and not mix.shared:
+        convolved = kept
+    else:
+        convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
     scan = mix.scan(convolved, _step_sizes(mix, low), low)
     scan_rates = scan.A if scan.A is None or len(mix.conv_weight) == 2 else scan.A.unsqueeze(0)
     if mix.shared:
-        dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, o, z, mix.norm_weight, mix.eps, dz)
+        dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
     found = ops.backward(scan, dy, None, saved, backend, dz)
 
     def stacked(name: str) -> Tensor:
@@ -253,20 +264,22 @@ def _(
         xz.new_empty(B, L, d_inner),
         low,
         xz.new_empty(saved, dtype=scan.accumulator),
-        xz.new_empty((2, B, L, d_inner) if values.shared else (0,)),
+        xz.new_empty(
+            (2, B, L, d_inner) if values.shared else (S, B, L, d_inner) if values.keeps_convolved(save_states) else (0,)
+        ),
     )
 
 
 @torch.library.custom_op("vision_longhorn::mix_backward", mutates_args=())
 def mix_backward(
-    dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
+    dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
     x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
     norm_weight: Optional[Tensor], rule: str, eps: float, backend: str, reversed: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of each tensor of `Mix`, empty where the tensor is absent."""
     values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
     with torch.autocast(xz.device.type, enabled=False):
-        grads = backward(values, dy.contiguous(), low, saved, o, choose_backend(backend, xz.device))
+        grads = backward(values, dy.contiguous(), low, saved, kept, choose_backend(backend, xz.device))
     found = (
         xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
         for name, value in zip(Mix._fields, values[:9])
@@ -276,7 +289,7 @@ def mix_backward(
 
 @mix_backward.register_fake
 def _(
-    dy: Tensor, low: Tensor, saved: Tensor, o: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
+    dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
     x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
     norm_weight: Optional[Tensor], rule: str, eps: float, backend: str, reversed: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -296,8 +309,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 def _autograd(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Optional[Tensor], ...]:
     if dy is None:
         return (None,) * (TENSORS + 5)
-    low, saved, o, *tensors = ctx.saved_tensors
-    grads = torch.ops.vision_longhorn.mix_backward(dy, low, saved, o, *tensors, *ctx.options)
+    low, saved, kept, *tensors = ctx.saved_tensors
+    grads = torch.ops.vision_longhorn.mix_backward(dy, low, saved, kept, *tensors, *ctx.options)
     return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 5)
 
 

@@ -68,6 +68,23 @@ def test_sweep_leaves_a_plot(tmp_path, monkeypatch):
     assert [row["resolution"] for row in found["best"]] == [32, 64]
     assert (tmp_path / "model_over_resolution.png").stat().st_size > 1000
 
+    # Earlier rows stay, those measured again are replaced, and the file says what each part ran on.
+    first = tmp_path / "first.json"
+    (tmp_path / "model_sweep.json").rename(first)
+    options = ["--sweep", "--merge", str(first), "--out", str(tmp_path)]
+    bench_model.main([*options, "--models", "vlonghorn_test", "--sizes", "1x64", "--passes", "infer", *CPU])
+    again = json.loads((tmp_path / "model_sweep.json").read_text())
+    assert [(row["resolution"], row["pass"]) for row in again["models"]] == [
+        (32, "train"), (32, "infer"), (64, "train"), (64, "infer")]  # fmt: skip
+    assert again["models"][:3] == found["models"][:3] and again["models"][3] != found["models"][3]
+    assert again["earlier"] == [found["environment"]] and again["missing"] == []
+    bench_model.main(options)
+    assert json.loads((tmp_path / "model_sweep.json").read_text())["models"] == found["models"]
+    found["environment"]["gpu"] = "another"
+    first.write_text(json.dumps(found))
+    with pytest.raises(UserError, match="of another, and this is a CPU"):
+        bench_model.main(options)
+
 
 def test_out_of_time_says_what_is_missing(tmp_path, capsys):
     bench_model.main(["--budget", "-1", "--models", "vim_test", "--sizes", "1x32", "--out", str(tmp_path)])

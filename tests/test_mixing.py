@@ -146,7 +146,8 @@ def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring):
     # h for in_proj, xz and the low-rank values for the mixing, y for out_proj; what the norms are given.
     outputs = 2 * d_inner if wiring == "shared" else 0
     assert kept[False] == tokens * (64 + 2 * d_inner + sets * (width + 2 * N) + outputs + d_inner)
-    assert kept[True] == kept[False] + 2 * (tokens // 8) * N * d_inner
+    convolved = 0 if wiring == "shared" else sets * d_inner
+    assert kept[True] == kept[False] + 2 * (tokens // 8) * N * d_inner + tokens * convolved
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -854,35 +854,3 @@ def put_tokens(row, at, next_at, values, left, ok, next_ok, CP: tl.constexpr, WO
         late = late + (packed(values[4 * cp + 1], values[4 * cp + 3]),)
     store_channels(row, at, early, left, ok, CP, WORD)
     store_channels(row, next_at, late, left, next_ok, CP, WORD)
-
-
-@triton.jit(do_not_specialize=["rows", "blocks"])
-def _finish_rows_kernel(sums_ptr, dk_ptr, dq_ptr, rows, blocks, N: tl.constexpr, R: tl.constexpr):
-    """dk and dq (rows, N): the sums over the blocks of channels, (blocks, rows, 2 N), one after the other."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
-    n = tl.arange(0, N)[None, :]
-    at = sums_ptr + row * (2 * N) + n
-    dk = tl.zeros([R, N], tl.float32)
-    dq = tl.zeros([R, N], tl.float32)
-    for j in range(blocks):
-        dk += tl.load(at + j * rows.to(tl.int64) * (2 * N), mask=row < rows, other=0.0)
-        dq += tl.load(at + (j * rows.to(tl.int64) * (2 * N) + N), mask=row < rows, other=0.0)
-    tl.store(dk_ptr + row * N + n, dk.to(dk_ptr.dtype.element_ty), mask=row < rows)
-    tl.store(dq_ptr + row * N + n, dq.to(dq_ptr.dtype.element_ty), mask=row < rows)
-
-
-@triton.jit(do_not_specialize=["B", "D"])
-def _finish_columns_kernel(dD_ptr, dbias_ptr, D_ptr, bias_ptr, B, D, R: tl.constexpr, C: tl.constexpr):
-    """(G, D) of dD and of dbias, (G, B, D): the sums over the sequences."""
-    d = tl.program_id(0) * C + tl.arange(0, C)[None, :]
-    G = tl.program_id(1)
-    source = dD_ptr
-    target = D_ptr
-    if tl.program_id(2) == 1:
-        source = dbias_ptr
-        target = bias_ptr
-    total = tl.zeros([R, C], tl.float32)
-    for i in range(0, B, R):
-        b = i + tl.arange(0, R)[:, None]
-        total += tl.load(source + (G * B + b).to(tl.int64) * D + d, mask=(b < B) & (d < D), other=0.0)
-    tl.store(target + G * D + d, tl.sum(total, 0)[None, :], mask=d < D)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...contract import Scan, ceil_div, power_of_2, stack
 from . import chunk_kernels as kernels
 from . import fragments
+from .finish import sum_blocks, sum_sequences
 from .lanes import takes_ptx
 from .tuning import multiprocessors
 
@@ -262,16 +263,13 @@ def backward(
     else:
         _run(kernels._backward_kernel, (blocks * B, G), args)
 
-    # In a fixed order, over the blocks of channels and over the sequences. A sum over directions wants all digits.
+    # A sum over directions wants all digits.
     dk, dq = (
         scan.x.new_empty(G, B, L, N, dtype=v.dtype if v.ndim == 4 or G == 1 else torch.float32)
         for v in (scan.k, scan.q)
     )
-    kernels._finish_rows_kernel[(ceil_div(G * B * L, 32),)](
-        sums, dk, dq, G * B * L, blocks, N=N, R=32, num_warps=4 if N > 8 else 2
-    )
-    skip, bias = numbers(G, D), numbers(G, D)
-    kernels._finish_columns_kernel[(ceil_div(D, 32), G, 2)](dD, dbias, skip, bias, B, D, R=32, C=32, num_warps=4)
+    sum_blocks(sums, dk, dq)
+    skip, bias = sum_sequences(dD, dbias)
     if scalar:
         dstep = dstep.sum(0).unsqueeze(-1)
     grads = dict(x=dx, step=dstep, k=dk, q=dq, z=dz, D=skip, bias=bias, initial_state=dinitial)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ...contract import Scan, ceil_div, power_of_2, stack, unstack
 from . import chunks
 from . import scan_kernels as kernels
+from .finish import add_directions, sum_blocks, sum_sequences
 from .lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
@@ -332,7 +333,7 @@ def backward(
     if dz is not None and scan.z is not None:
         found = grads.pop("z")
         if found.ndim == 4 and len(found) == 2:
-            _add(found, dz)
+            add_directions(found, dz)
         elif found is not dz:
             dz.copy_(found.view_as(dz))
     return {name: unstack(grads[name], value) for name, value in scan.tensors().items() if name in grads}
@@ -387,32 +388,21 @@ def _walk_back(launch: _Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Te
         _launch_all(scan.x.device, [*before, last])
     else:
         last.launch()
-    sums = last.args["sums_ptr"]
-    # Sums in a fixed order: over the blocks of channels, over sequences and segments, then (in unstack) directions.
-    sums = sums.sum(0) if len(sums) > 1 else sums[0]
-    if torch.float32 in (scan.k.dtype, scan.q.dtype) or scan.A_per_token:
-        # No cast may come, and an operator must not return two views of one tensor.
-        dk, dq, *dA_t = (part.clone(memory_format=torch.contiguous_format) for part in sums.split(N, -1))
-    else:
-        dk, dq = sums.split(N, -1)
-    grads = {"x": dx, "step": dstep, "k": dk, "q": dq, "z": dz, "initial_state": dinitial}
-    if scan.A is not None:
-        grads["A"] = dA_t[0] if scan.A_per_token else dA.sum((1, 2)).transpose(1, 2)
-    if scan.D is not None:
-        grads["D"] = dD.sum((1, 2))
-    if scan.bias is not None:
-        grads["bias"] = dbias.sum((1, 2))
+    # A sum over directions wants all digits.
+    of_tokens = [
+        scan.x.new_empty(G, B, L, N, dtype=v.dtype if v.ndim == 4 or G == 1 else torch.float32)
+        for v in (scan.k, scan.q, scan.A)[:groups]
+        if v is not None
+    ]
+    sum_blocks(last.args["sums_ptr"], *of_tokens)
+    grads = dict(zip(("k", "q", "A"), of_tokens), x=dx, step=dstep, z=dz, initial_state=dinitial)
+    if not scan.A_per_token and scan.A is not None:
+        grads["A"] = dA.sum((1, 2)).transpose(1, 2)
+    of_channels = {"D": dD, "bias": dbias}
+    of_channels = {name: value for name, value in of_channels.items() if getattr(scan, name) is not None}
+    if of_channels:
+        grads |= zip(of_channels, sum_sequences(*of_channels.values()))
     return grads
-
-
-def _add(pair: Tensor, out: Tensor) -> None:
-    """out (B, L, D), its last axis contiguous, = pair[0] + pair[1]."""
-    B, L, D = out.shape
-    block = power_of_2(D)
-    with torch.cuda.device_of(out):
-        kernels._add_kernel[(B * L,)](
-            pair, out, B * L, L, *out.stride()[:2], D=D, BLOCK=block, num_warps=min(4, max(1, block // 256)),
-            ALIGNED=D % 16 == 0 and all(s % 16 == 0 for s in out.stride()[:2]))  # fmt: skip
 
 
 def plan(scan: Scan) -> dict[str, Plan]:

@@ -72,20 +72,6 @@ def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: t
     tl.store(norm_ptr + (g * B + b) * padded + i, norm, mask=i < padded)
 
 
-@triton.jit(do_not_specialize=["tokens", "L", "out_b", "out_l"])
-def _add_kernel(
-    pair_ptr, out_ptr, tokens, L, out_b, out_l, D: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """A token of out (B, L, D), of any strides but the last, = pair[0] + pair[1]; torch.add takes twice as long."""
-    token = tl.program_id(0).to(tl.int64)
-    d = tl.arange(0, BLOCK)
-    ok = d < D
-    first = tl.load(pair_ptr + token * D + d, mask=ok, other=0).to(tl.float32)
-    second = tl.load(pair_ptr + (token + tokens) * D + d, mask=ok, other=0).to(tl.float32)
-    at = offset_of(token // L, out_b, ALIGNED) + offset_of(token % L, out_l, ALIGNED)
-    tl.store(out_ptr + at + d, (first + second).to(out_ptr.dtype.element_ty), mask=ok)
-
-
 @_kernel
 def _forward_kernel(
     x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, decay_ptr,
