@@ -11,7 +11,6 @@ nothing: both neighbours are matrix products.
 from typing import Any, NamedTuple, Optional, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
@@ -73,14 +72,21 @@ class Mix(NamedTuple):
 
     def padded_x_proj(self, dtype: torch.dtype) -> Tensor:
         """(S, low_width, D)."""
-        x_proj = self.x_proj.to(dtype)
         if self.width == self.rank:
-            return x_proj
-        return torch.cat([F.pad(x_proj[:, : self.rank], [0, 0, 0, self.width - self.rank]), x_proj[:, self.rank :]], 1)
+            return self.x_proj.to(dtype)
+        S, _, D = self.x_proj.shape
+        padded = self.x_proj.new_zeros(S, self.low_width, D, dtype=dtype)
+        padded[:, : self.rank] = self.x_proj[:, : self.rank]
+        padded[:, self.width :] = self.x_proj[:, self.rank :]
+        return padded
 
     def padded_dt_proj(self, dtype: torch.dtype) -> Tensor:
         """(S, D or 1, width)."""
-        return F.pad(self.dt_proj.to(dtype), [0, self.width - self.rank])
+        if self.width == self.rank:
+            return self.dt_proj.to(dtype)
+        padded = self.dt_proj.new_zeros(*self.dt_proj.shape[:2], self.width, dtype=dtype)
+        padded[..., : self.rank] = self.dt_proj
+        return padded
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor) -> Scan:
         """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width)."""
@@ -161,7 +167,10 @@ def _rows(value: Tensor) -> Tensor:
 def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
     """left^T right of each set, (S, B L, n) and (S, B L, m) to (S, n, m). One product after the other: small results of
     long sums are cut along the sum then, which the batched product does not do."""
-    return torch.stack([torch.mm(a.t(), b) for a, b in zip(left, right)])
+    products = left.new_empty(len(left), left.shape[2], right.shape[2])
+    for a, b, product in zip(left, right, products):
+        torch.mm(a.t(), b, out=product)
+    return products
 
 
 def _step_sizes(mix: Mix, low: Tensor) -> Tensor:

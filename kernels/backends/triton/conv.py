@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import ceil_div
+from .finish import sum_sequences
 from .lanes import (
     LOG2E,
     all_lanes,
@@ -318,7 +319,7 @@ def backward(
     sums = x.new_empty(B * args["segments"], G, K + 1, D, dtype=torch.float32)
     if programs:
         _launch(_conv_backward_kernel, programs, args | {"sums_ptr": sums})
-    # No atomics, and torch adds in a fixed order: the same bits in every run. Clones: an operator must not return two
-    # views of one tensor.
-    sums = sums.sum(0)
+    # No atomics, but a fixed order: the same bits in every run. Clones: an operator must not return two views of one
+    # tensor.
+    sums = sum_sequences(sums.view(1, len(sums), G * (K + 1) * D))[0].view(G, K + 1, D)
     return sums[:, :K].transpose(1, 2).clone(memory_format=torch.contiguous_format), sums[:, K].clone()

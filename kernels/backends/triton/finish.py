@@ -60,7 +60,7 @@ def _finish_columns_kernel(
 
 
 def sum_sequences(*values: Tensor) -> list[Tensor]:
-    """Of one or two float32 tensors (G, ..., D) of the same shape the sums over all axes between, (G, D)."""
+    """Of one or two float32 tensors (G, ..., D) of one shape, contiguous, the sums over all axes between, (G, D)."""
     G, D = values[0].shape[0], values[0].shape[-1]
     sums = [value.new_empty(G, D) for value in values]
     parts = values[0].numel() // (G * D)
