@@ -61,12 +61,25 @@ def plain_mixer(p, h, mixer):
     return y @ p["out_proj.weight"].t()
 
 
+def reading_order(block, rows, count):
+    """The numbers of the tokens in the order in which a block reads them."""
+    tokens = list(range(count))
+    if not block.reads_columns:
+        return torch.tensor(tokens)
+    place = {"first": 0, "middle": (count - 1) // 2, "last": count - 1, "none": None}[block.class_token]
+    own = [] if place is None else [tokens.pop(place)]
+    columns = len(tokens) // rows
+    tokens = [tokens[row * columns + column] for column in range(columns) for row in range(rows)]
+    return torch.tensor(tokens if place is None else tokens[:place] + own + tokens[place:])
+
+
 def plain_model(p, images, model):
     def of(prefix):
         return {name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)}
 
     height, width = model.patch_embed.patch_size
     patches = images.unfold(2, height, height).unfold(3, width, width)  # (B, C, H, W, height, width)
+    rows = patches.shape[2]
     x = torch.einsum("bchwij,dcij->bhwd", patches, p["patch_embed.proj.weight"]).flatten(1, 2)
     x = x + p["patch_embed.proj.bias"]
     count = x.shape[1]
@@ -76,7 +89,9 @@ def plain_model(p, images, model):
         tokens.insert(index, p["cls_token"][0].expand(len(x), -1))
     x = torch.stack(tokens, 1) + p["pos_embed"]
     for i, block in enumerate(model.blocks):
-        x = x + plain_mixer(of(f"blocks.{i}.mixer."), plain_norm(x, p[f"blocks.{i}.norm.weight"]), block.mixer)
+        order = reading_order(block, rows, x.shape[1])
+        h = plain_norm(x, p[f"blocks.{i}.norm.weight"])[:, order]
+        x = x + plain_mixer(of(f"blocks.{i}.mixer."), h, block.mixer)[:, torch.argsort(order)]
     tokens = list(plain_norm(x, p["norm.weight"]).unbind(1))
     if model.global_pool == "":
         x = torch.stack(tokens, 1)

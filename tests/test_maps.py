@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from plain_model import plain_conv, plain_mixer, plain_norm
+from plain_model import plain_conv, plain_mixer, plain_norm, reading_order
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 import vision_longhorn  # noqa: F401  (registers the models)
@@ -54,10 +54,13 @@ def measured(p, i, x, mixer):
 def plain_maps(model, images):
     """Forgetting and write strength, each (depth, B, 2, L), in float64 and with plain code."""
     found = []
-    x = model._embed(images)
+    x, rows = model._embed(images)
     for block in model.blocks:
         p = dict(block.mixer.named_parameters())
         h = plain_norm(x, block.norm.weight)
+        order = reading_order(block, rows, x.shape[1])
+        back_to_rows = torch.argsort(order)
+        h = h[:, order]
         inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
         ahead = measured(p, 0, plain_conv(p, 0, inner), block.mixer)
         # The backward direction is a forward one that is shown the tokens in reverse order.
@@ -67,8 +70,8 @@ def plain_maps(model, images):
             ahead = back if block.mixer.reversed else ahead
         else:
             back = ahead
-        found.append([torch.stack(pair, 1) for pair in zip(ahead, back)])
-        x = x + plain_mixer(p, h, block.mixer)
+        found.append([torch.stack(pair, 1)[..., back_to_rows] for pair in zip(ahead, back)])
+        x = x + plain_mixer(p, h, block.mixer)[:, back_to_rows]
     return [torch.stack(values) for values in zip(*found)]
 
 
@@ -81,6 +84,7 @@ OPTIONS = [
     dict(name="vim_test"),
     dict(name="vim_test", wiring="shared"),
     dict(wiring="alternate"),
+    dict(scan_order="rows_columns"),
     dict(name="vim_test", beta="scalar"),
     dict(name="vim_test", A_per_token=True),
     *(dict(rule=rule) for rule in NAMES if rule not in ("diagonal", "exact", "mamba")),

@@ -13,6 +13,7 @@ from timm.optim import create_optimizer_v2
 
 from vision_longhorn import VisionLonghorn
 from vision_longhorn.models.mixers import BidirectionalMixer
+from vision_longhorn.models.vlonghorn import resample_pos_embed
 
 COUNTS = {
     "vim_tiny": 7_148_008,
@@ -159,6 +160,35 @@ def test_model_of_one_direction_a_block_is_its_plain_description(options):
     compare_with_plain_model(model, torch.randn(2, 3, 32, 32))
 
 
+@pytest.mark.parametrize("class_token", ("middle", "first", "last", "none"))
+@pytest.mark.parametrize("wiring,turned", [("vim", [False, True] * 2), ("alternate", [False, False, True, True])])
+def test_model_that_reads_rows_and_columns_is_its_plain_description(class_token, wiring, turned):
+    options = dict(scan_order="rows_columns", img_size=(16, 40), global_pool="avg", depth=4, embed_dim=16, d_state=3)
+    model = small(**options, wiring=wiring, class_token=class_token)
+    assert [block.reads_columns for block in model.blocks] == turned
+    compare_with_plain_model(model, torch.randn(2, 3, 16, 40))
+
+
+def test_rows_and_columns_are_those_of_the_image_at_hand():
+    options = dict(scan_order="rows_columns", depth=2)
+    model = small(**options, dynamic_img_size=True)
+    other = small(**options, img_size=(16, 40))
+    other.load_state_dict({**model.state_dict(), "pos_embed": other.pos_embed})
+    images = torch.randn(2, 3, 16, 40)
+    model.set_grad_checkpointing()
+    with torch.no_grad():
+        resampled = resample_pos_embed(model.pos_embed, "middle", (4, 4), (2, 5))
+        other.pos_embed.copy_(resampled)
+        assert torch.equal(model(images), other(images))
+        # The same weights in the other order are another model; nothing else differs.
+        plain = small(depth=2, img_size=(16, 40))
+        plain.load_state_dict(other.state_dict())
+        assert not torch.equal(plain(images), other(images))
+        features, (patches,) = other.forward_intermediates(images, indices=1, norm=True, output_fmt="NLC")
+        assert torch.equal(features, other.forward_features(images))
+        assert torch.equal(patches, torch.cat([features[:, :5], features[:, 6:]], 1))
+
+
 @pytest.mark.parametrize(
     "options,shape",
     [
@@ -280,6 +310,7 @@ def test_wrong_image_size_is_one_line_with_the_remedy():
         (dict(wiring="vin"), "wiring='vin'"),
         (dict(beta="matrix"), "beta='matrix'"),
         (dict(class_token="center"), "class_token='center'"),
+        (dict(scan_order="columns"), "scan_order='columns'"),
         (dict(global_pool="mean"), "global_pool='mean'"),
         (dict(class_token="none"), "global_pool='avg'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact'"),

@@ -62,7 +62,7 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     """
     import torch
 
-    from vision_longhorn.models.vlonghorn import VisionLonghorn, class_index
+    from vision_longhorn.models.vlonghorn import VisionLonghorn, class_index, turn_patches
 
     if not isinstance(model, VisionLonghorn):
         raise UserError(
@@ -88,8 +88,13 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     finally:
         for hook in hooks:
             hook.remove()
-    both = torch.stack(found, 1)  # (2 kinds, depth, B, 2, L)
     rows, columns = model.patch_embed.dynamic_feat_size(images.shape[-2:])
+    for i, block in enumerate(model.blocks):
+        if block.reads_columns:  # back to the order of the image
+            kinds, B, directions, L = found[i].shape
+            turned = turn_patches(found[i].reshape(-1, L, 1), columns, model.class_token)
+            found[i] = turned.view(kinds, B, directions, L)
+    both = torch.stack(found, 1)  # (2 kinds, depth, B, 2, L)
     of_class: Any = None, None
     if model.cls_token is not None:
         i = class_index(model.class_token, rows * columns)

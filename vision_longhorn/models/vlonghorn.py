@@ -41,6 +41,7 @@ __all__ = ["Block", "VisionLonghorn"]
 
 CLASS_TOKENS = ("middle", "first", "last", "none")
 POOLS = ("token", "avg", "max", "")
+SCAN_ORDERS = ("rows", "rows_columns")
 
 
 class Block(nn.Module):
@@ -51,6 +52,8 @@ class Block(nn.Module):
         drop_path: probability of leaving the block out for a sample.
         eps: of the norm.
         mixer: name of the mixer, see `vision_longhorn.models.mixers`.
+        reads_columns: take the patches column by column, where the tokens are the rows one after the other.
+        class_token: its place among the tokens, for that.
         mixer_args: its options, and `index`, of this block in the model.
     """
 
@@ -60,17 +63,27 @@ class Block(nn.Module):
         drop_path: float = 0.0,
         eps: float = 1e-5,
         mixer: str = "longhorn",
+        reads_columns: bool = False,
+        class_token: str = "middle",
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
     ):
         super().__init__()
+        self.reads_columns, self.class_token = reads_columns, class_token
         self.norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
         self.mixer = create_mixer(mixer, dim, eps=eps, device=device, dtype=dtype, **mixer_args)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, L, dim) -> (B, L, dim)
-        return x + self.drop_path(self.mixer(self.norm(x.to(self.norm.weight.dtype))))
+    def forward(self, x: Tensor, rows: int = 0) -> Tensor:
+        """(B, L, dim) tokens to (B, L, dim); a block that reads columns needs to know the number of rows."""
+        h = self.norm(x.to(self.norm.weight.dtype))
+        if self.reads_columns:
+            columns = (h.shape[1] - (self.class_token != "none")) // rows
+            h = turn_patches(self.mixer(turn_patches(h, rows, self.class_token)), columns, self.class_token)
+        else:
+            h = self.mixer(h)
+        return x + self.drop_path(h)
 
 
 def class_index(class_token: str, num_patches: int) -> int:
@@ -78,6 +91,19 @@ def class_index(class_token: str, num_patches: int) -> int:
     if class_token == "middle":
         return num_patches // 2
     return 0 if class_token == "first" else num_patches
+
+
+def turn_patches(x: Tensor, rows: int, class_token: str) -> Tensor:
+    """Tokens (B, L, C) whose patches stand in `rows` rows, one after the other, with the columns one after the other:
+    its own inverse if the number of columns is given then. The class token stays where it is."""
+    B, L, C = x.shape
+    if class_token == "none":
+        return x.reshape(B, rows, L // rows, C).transpose(1, 2).reshape(B, L, C)
+    count = L - 1
+    i = class_index(class_token, count)
+    patches = torch.cat([x[:, :i], x[:, i + 1 :]], dim=1)
+    patches = patches.reshape(B, rows, count // rows, C).transpose(1, 2).reshape(B, count, C)
+    return torch.cat([patches[:, :i], x[:, i : i + 1], patches[:, i:]], dim=1)
 
 
 def _resize(grid: Tensor, size: int) -> Tensor:
@@ -141,6 +167,8 @@ class VisionLonghorn(nn.Module):
         depth: number of blocks.
         mixer: what mixes the tokens of a block, see `vision_longhorn.models.mixers`.
         class_token: its place in the sequence, "middle", "first", "last", or "none".
+        scan_order: "rows", or "rows_columns": the blocks read the patches row by row and column by column in turn (with
+            wiring="alternate" two and two, so that four blocks have read them in all four directions).
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
@@ -177,6 +205,7 @@ class VisionLonghorn(nn.Module):
         dynamic_img_size: bool = False,
         dynamic_img_pad: bool = False,
         patch_stride: Optional[int | tuple[int, int]] = None,
+        scan_order: str = "rows",
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -184,6 +213,7 @@ class VisionLonghorn(nn.Module):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
         check_option("class_token", class_token, CLASS_TOKENS)
+        check_option("scan_order", scan_order, SCAN_ORDERS)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
@@ -213,6 +243,7 @@ class VisionLonghorn(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if self.num_prefix_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_patches + self.num_prefix_tokens, embed_dim, **dd))
         self.pos_drop = nn.Dropout(pos_drop_rate)
+        period = 2 if mixer_args.get("wiring") == "alternate" else 1
         self.blocks = nn.Sequential(
             *[
                 Block(
@@ -220,6 +251,8 @@ class VisionLonghorn(nn.Module):
                     drop_path=rate,
                     eps=norm_eps,
                     mixer=mixer,
+                    reads_columns=scan_order == "rows_columns" and i // period % 2 == 1,
+                    class_token=class_token,
                     index=i,
                     residual_layers=depth,
                     **dd,
@@ -320,8 +353,8 @@ class VisionLonghorn(nn.Module):
                 patch_stride=self.patch_embed.patch_stride,
             )
 
-    def _embed(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added."""
+    def _embed(self, x: Tensor) -> tuple[Tensor, int]:
+        """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added, and the number of rows of patches."""
         if not self.dynamic_img_size:
             height, width = self.patch_embed.img_size
             message = (
@@ -340,18 +373,19 @@ class VisionLonghorn(nn.Module):
             i = class_index(self.class_token, H * W)
             x = torch.cat([x[:, :i], self.cls_token.to(x.dtype).expand(B, -1, -1), x[:, i:]], dim=1)
         x = self.pos_drop(x + pos_embed)
-        return x.float() if self.residual_in_fp32 else x
+        return x.float() if self.residual_in_fp32 else x, H
 
     def _norm(self, x: Tensor) -> Tensor:
         return self.norm(x.to(self.pos_embed.dtype))
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(B, C, H, W) images to (B, L, embed_dim) normalised tokens, the class token in its place among them."""
-        x = self._embed(x)
+        x, rows = self._embed(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq(self.blocks, x)
+            x = checkpoint_seq([partial(block, rows=rows) for block in self.blocks], x)
         else:
-            x = self.blocks(x)
+            for block in self.blocks:
+                x = block(x, rows)
         return self._norm(x)
 
     def _split_class(self, x: Tensor) -> tuple[Optional[Tensor], Tensor]:
@@ -406,10 +440,13 @@ class VisionLonghorn(nn.Module):
         check_option("output_fmt", output_fmt, ("NCHW", "NLC"))
         take, last = feature_take_indices(len(self.blocks), indices)
         H, W = self.patch_embed.dynamic_feat_size(x.shape[-2:])
-        x = self._embed(x)
+        x, _ = self._embed(x)
         intermediates = []
         for i, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
-            x = checkpoint_seq([block], x) if self.grad_checkpointing and not torch.jit.is_scripting() else block(x)
+            if self.grad_checkpointing and not torch.jit.is_scripting():
+                x = checkpoint_seq([partial(block, rows=H)], x)
+            else:
+                x = block(x, H)
             if i in take:
                 token, patches = self._split_class(self._norm(x) if norm else x)
                 if output_fmt == "NCHW":
