@@ -16,7 +16,9 @@ import psutil
 # What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
-LAUNCHER: int | None = None  # number of the process that started this one, where that is `accelerate launch`
+# Number of the process that started this one, where that is `accelerate launch` or a study
+LAUNCHER: int | None = None
+STUDY = "VISION_LONGHORN_STUDY"  # variable of the environment with which a study gives its runs its own number
 
 # Number of a group of processes that runs a shell command, and of the process that started it
 COMMANDS: dict[int, int] = {}
@@ -38,8 +40,11 @@ def end_commands() -> None:
 
 
 def note_launcher() -> None:
-    """Notes who started this process, while that is alive for certain."""
+    """Notes who started this process, a launcher while that is alive for certain."""
     global LAUNCHER
+    if os.environ.get(STUDY, "").isdigit():
+        LAUNCHER = int(os.environ[STUDY])  # alive or not: a run whose study was killed at once ends, too
+        return
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process().parent()
         if parent and any(
@@ -53,7 +58,8 @@ class StopSignals:
     (before: 0). Ctrl-C after one of them is a KeyboardInterrupt.
 
     `accelerate launch` of one process dies of a signal that was meant for it and leaves the process that it started
-    alive. So where such a launcher (`note_launcher`) is gone, SIGTERM counts as received.
+    alive, as a study does that is killed. So where such a launcher (`note_launcher`) is gone, SIGTERM counts as
+    received.
 
     Args:
         run_dir: What to call the run in messages.

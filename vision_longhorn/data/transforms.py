@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 from timm.data import auto_augment, create_transform, resolve_data_config
 from torch import nn
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy
 
 from vision_longhorn.errors import UserError, bad_input
 
 if TYPE_CHECKING:
     from vision_longhorn.training.config import Config
+
+CIFAR_POLICY = "cifar10"  # what a config calls it
 
 
 def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,8 +48,9 @@ def train_transform(settings: Mapping[str, Any], config: "Config") -> Callable[[
     """
     mend_posterize()
     create: Callable[..., Any] = create_transform  # whose types are narrower than what it takes
+    is_cifar = config.auto_augment == CIFAR_POLICY
     with bad_input(f"auto_augment={config.auto_augment}"):
-        return create(
+        transform = create(
             settings["input_size"],
             is_training=True,
             interpolation=settings["interpolation"],
@@ -56,10 +60,38 @@ def train_transform(settings: Mapping[str, Any], config: "Config") -> Callable[[
             ratio=config.ratio,
             hflip=config.hflip,
             color_jitter=config.color_jitter,
-            auto_augment=config.auto_augment,
+            auto_augment="original" if is_cifar else config.auto_augment,
             re_prob=config.re_prob,
             re_mode=config.re_mode,
         )
+    for step in transform.transforms if is_cifar else ():
+        if isinstance(step, auto_augment.AutoAugment):
+            step.policy = _cifar_policy(step.policy[0][0].hparams)
+    return transform
+
+
+def _cifar_policy(hparams: dict[str, Any]) -> list[list[auto_augment.AugmentOp]]:
+    """AutoAugment's policy for CIFAR-10 (arXiv 1805.09501), torchvision's table of it in timm's operations: those have
+    ImageNet's alone.
+
+    Args:
+        hparams: Of the operations, as timm hands them on.
+    """
+
+    def operation(name: str, probability: float, magnitude: int | None) -> auto_augment.AugmentOp:
+        level = (magnitude or 0) * 10 / 9  # timm's go to 10
+        if name.startswith("Translate"):
+            name = f"{name}Rel"
+        elif name in ("Brightness", "Color", "Contrast", "Sharpness"):
+            name = f"{name}Increasing"
+        elif name == "Posterize":  # 8 bits to 4
+            name, level = "PosterizeOriginal", 10 - round(level * 0.4) * 2.5
+        elif name == "Solarize":
+            level = 10 - level
+        return auto_augment.AugmentOp(name, probability, level, hparams)
+
+    table = AutoAugment(AutoAugmentPolicy.CIFAR10).policies
+    return [[operation(*one) for one in pair] for pair in table]
 
 
 def mend_posterize() -> None:

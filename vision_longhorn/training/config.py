@@ -134,7 +134,9 @@ class Config:
         0.3, "strength of colour jitter; timm leaves it out where auto_augment is on", Range(0)
     )
     auto_augment: str | None = _value(
-        "rand-m9-mstd0.5-inc1", "timm's policy string, such as RandAugment's", also=("aa", "randaugment")
+        "rand-m9-mstd0.5-inc1",
+        "timm's policy string, such as RandAugment's; cifar10: AutoAugment's for that",
+        also=("aa", "randaugment"),
     )
     re_prob: float = _value(0.25, "probability of random erasing", SHARE, also=("reprob", "random_erasing"))
     re_mode: str = _value("pixel", "filling of the erased part", ("const", "rand", "pixel"))
@@ -372,14 +374,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     """
     file = next((f for f in (Path(path), CONFIGS / f"{path}.yaml") if f.is_file()), None)
     if file is None:
-        known = sorted(f.stem for f in CONFIGS.glob("*.yaml"))
-        raise UserError(f"no config at {path}: give a YAML file or one of {', '.join(known)}")
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceLoader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is no valid YAML: {one_line(error)}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file} holds no `key: value` lines")
+        raise UserError(f"no config at {path}: give a YAML file or one of {', '.join(config_names())}")
+    values = read_yaml(file)
     for key in values:
         if key not in Config.__dataclass_fields__:
             names = {
@@ -389,6 +385,22 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
             }
             near = names[difflib.get_close_matches(str(key), names, n=1, cutoff=0)[0]]
             raise UserError(f"{file}: unknown key {key!r}; the nearest known one is {near!r}")
+    return values
+
+
+def config_names() -> list[str]:
+    """Bare names of the configs in configs/, sorted; the file of studies there is none."""
+    return sorted(file.stem for file in CONFIGS.glob("*.yaml") if file.name != "studies.yaml")
+
+
+def read_yaml(file: Path) -> dict[Any, Any]:
+    """The mapping that a YAML file holds. Raises UserError where it holds anything else, or a key twice."""
+    try:
+        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceLoader) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} is no valid YAML: {one_line(error)}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file} holds no `key: value` lines")
     return values
 
 
@@ -425,7 +437,7 @@ def _parser() -> Parser:
     )
     parser.add_argument(
         "--config",
-        help="YAML file, or the bare name of one of " + ", ".join(sorted(f.stem for f in CONFIGS.glob("*.yaml"))),
+        help=f"YAML file, or the bare name of one of {', '.join(config_names())}",
     )
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:

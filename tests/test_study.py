@@ -1,0 +1,629 @@
+"""Studies: their file, runs that go on after any end, what is reused, the figures, and the tables made of them."""
+
+import contextlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import yaml
+from scipy import stats
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.plugins.hparams import metadata
+from test_train import REPOSITORY, fails_with_one_line, write_digits
+from timm.data.auto_augment import AutoAugment
+
+from vision_longhorn import study
+from vision_longhorn.command_line.parser import run_cli
+from vision_longhorn.data import split_transform
+from vision_longhorn.data.transforms import train_transform
+from vision_longhorn.errors import UserError
+from vision_longhorn.studies import hits, runner
+from vision_longhorn.studies.plan import STUDIES, read_studies, unique_runs
+from vision_longhorn.studies.results import Known, build, write_results
+from vision_longhorn.studies.statistics import difference, mean_interval, over_images, read_bits
+from vision_longhorn.studies.tables import markdown
+from vision_longhorn.training import trainer
+from vision_longhorn.training.config import load_config
+
+PROCESSES = multiprocessing.get_context("forkserver")
+COMMITTED = sorted((REPOSITORY / "benchmarks" / "results" / "study").glob("*.json"))
+
+# Models of 4 tokens, and data of which an epoch is 6 updates.
+TINY = {
+    "data": {"few": {"train_samples": 96, "val_samples": 37, "num_classes": 10}},
+    "variants": {"longhorn": {"model": "vlonghorn_test"}},
+    "studies": {
+        "pairs": {
+            "asks": "Which is better?",
+            "config": "demo_digits",
+            "data": "few",
+            "seeds": 2,
+            "pair": ["longhorn", "vim"],
+            "model_kwargs": {"depth": 1, "embed_dim": 16, "patch_size": 8},
+            "overrides": {"epochs": 2, "warmup_epochs": 0, "batch_size": 16, "checkpoint_interval": 2, "mixup": 0.5},
+            "variants": ["longhorn", {"name": "vim", "model": "vim_test"}],
+            "resolutions": [16, 24],
+        },
+    },
+}
+PAIRS = TINY["studies"]["pairs"]
+TINY["studies"]["more"] = {
+    **{key: value for key, value in PAIRS.items() if key not in ("pair", "resolutions")},
+    "seeds": 1,
+    "settings": {"as-before": {}, "slow": {"overrides": {"lr": 1e-3}}},
+    "variants": ["longhorn"],
+}
+TINY["studies"]["faulty"] = {
+    **TINY["studies"]["more"],
+    "settings": {"good": {}, "bad": {"overrides": {"train_samples": 7}}},  # less than a batch
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Forks the studies' processes: it has imported everything, so that they start at once."""
+    PROCESSES.set_forkserver_preload(
+        ["test_study", "vision_longhorn.training.trainer", "vision_longhorn.studies.speed"]
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
+        forkserver.ensure_running()
+
+
+class Forked:
+    """A runner's process, forked where a user's is started anew: the same but for the seconds of imports."""
+
+    def __init__(self, command, stdout, env, **_):
+        self.code, self.pid = None, os.fork()
+        if self.pid:
+            return
+        try:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+                signal.signal(number, signal.SIG_DFL)
+            for stream in 1, 2:
+                os.dup2(stdout.fileno(), stream)
+            os.environ.clear()
+            os.environ.update(env)
+            words = command[command.index("-m") + 1 :]
+            main = hits.main if words[0] == "vision_longhorn.studies.hits" else train
+            run_cli(lambda: main(words[1:] if main is hits.main else words[2:]))
+            code = 0
+        except SystemExit as end:
+            code = end.code or 0
+        except BaseException:
+            code = 1
+        os._exit(code)
+
+    def poll(self):
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
+
+    def wait(self, timeout=math.inf):
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("run", timeout)
+            time.sleep(0.01)
+        return self.code
+
+    def terminate(self):
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+
+def train(words):
+    cfg, name = load_config(words)
+    trainer.plot_runs = lambda *_: None  # most of a small run's time
+    if "SLOW" in os.environ:
+        real = trainer.Trainer.train_step
+        trainer.Trainer.train_step = lambda *given: (time.sleep(float(os.environ["SLOW"])), real(*given))[1]
+    trainer.train(cfg, name)
+
+
+def work(folder, log, words, environment):
+    """The process of a study."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    with open(log, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    multiprocessing.set_start_method("fork", force=True)  # of the loaders' workers
+    runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    run_cli(lambda: study.main(words))
+
+
+class Studying:
+    """`vision-longhorn study` in a folder, with what it prints in `text`."""
+
+    def __init__(self, folder, *words, **environment):
+        self.log = folder / f"{time.time_ns()}.log"
+        if not (folder / "studies.yaml").exists():
+            (folder / "studies.yaml").write_text(yaml.safe_dump(TINY))
+            write_digits(folder / "few", "train", 96)
+            write_digits(folder / "few", "val", 37)
+        words = [*map(str, words), "--file", "studies.yaml", "--data", "few", "--device", "cpu"]
+        self.process = PROCESSES.Process(target=work, args=(folder, self.log, words, environment))
+        self.process.start()
+
+    def wait(self):
+        self.process.join(90)
+        assert self.process.exitcode is not None, f"it hangs: {self.text}"
+        return self.process.exitcode
+
+    @property
+    def text(self):
+        return self.log.read_text() if self.log.exists() else ""
+
+
+def finish(folder, *words, code=0):
+    """Runs a study to its end, and gives what it printed."""
+    studying = Studying(folder, *words)
+    assert studying.wait() == code, studying.text
+    return studying.text
+
+
+def until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def figures(path):
+    """What of a study's JSON no machine and no interruption may change."""
+    content = json.loads(path.read_text())
+    return [(run["key"], run["seed"], run["final"], run["curve"], run["hits"]) for run in content["runs"]]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Folder of a study that nothing has disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "said").write_text(finish(folder, "pairs", "--jobs", 2))
+    return folder
+
+
+def test_a_study_ends_in_a_json_a_table_a_plot_and_runs_that_tensorboard_compares(whole):
+    out, said = whole / "studies", (whole / "said").read_text()
+    content = json.loads((out / "pairs.json").read_text())
+    assert [(run["seed"], run["epochs"]) for run in content["runs"]] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    for run in content["runs"]:
+        assert set(run["final"]) == {"raw", "ema"} and len(run["curve"]["train_loss"]) == 2
+        assert run["seconds"] > 0 and run["side_by_side"] == 2 and run["skipped_updates"] == 0
+        assert {"commit", "versions", "gpus", "cpus"} <= run["environment"].keys()
+        for size in "16", "24":
+            assert 100 * read_bits(run["hits"][size]).mean() == pytest.approx(run["hits"][size]["top1"])
+        assert run["hits"]["16"]["top1"] == pytest.approx(run["final"]["ema"], abs=0.01)
+    assert str(whole) not in (out / "pairs.json").read_text()
+    assert content["arms"][0]["config"]["epochs"] == 2 and content["arms"][0]["parameters"] > 1000
+    table = (out / "pairs.md").read_text()
+    assert f"<!-- study: pairs -->\n{table}<!-- end -->" in said and markdown(content) == table
+    assert (out / "pairs.png").read_bytes().startswith(b"\x89PNG")
+    board = EventMultiplexer().AddRunsFromDirectory(str(out / "runs")).Reload()
+    seen = []
+    for name in board.Runs():
+        start = board.SummaryMetadata(name, metadata.SESSION_START_INFO_TAG).plugin_data.content
+        settings = metadata.parse_session_start_info_plugin_data(start).hparams
+        seen.append((name.rpartition("-")[0], settings["model"].string_value, settings["seed"].number_value))
+    assert sorted(seen) == [
+        ("longhorn-s0", "vlonghorn_test", 0), ("longhorn-s1", "vlonghorn_test", 1), ("vim-s0", "vim_test", 0),
+        ("vim-s1", "vim_test", 1)]  # fmt: skip
+
+
+def test_what_is_done_is_not_done_again_and_shared_with_other_studies(whole, tmp_path):
+    shutil.copytree(whole / "studies", tmp_path / "studies")
+    said = finish(tmp_path, "pairs")
+    assert "start" not in said and figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
+    assert "1 of   2 runs done" in finish(tmp_path, "more", "--list")
+    said = finish(tmp_path, "more")
+    assert "1 of 2 runs to do" in said and "slow-longhorn-s0" in said and "as-before-longhorn" not in said
+    content = json.loads((tmp_path / "studies/more.json").read_text())
+    first = json.loads((whole / "studies/pairs.json").read_text())["runs"][0]
+    assert content["runs"][0]["curve"] == first["curve"] != content["runs"][1]["curve"]
+    assert "| slow, longhorn |" in (tmp_path / "studies/more.md").read_text()
+
+
+def test_a_json_alone_stands_for_runs_whose_folders_are_gone(whole, tmp_path):
+    earlier = json.loads((whole / "studies/pairs.json").read_text())
+    earlier["runs"] = earlier["runs"][:3]
+    write_results(tmp_path / "earlier.json", earlier)
+    listed = finish(tmp_path, "pairs", "--list", "--merge", tmp_path / "earlier.json")
+    assert "3 of   4 runs done" in listed
+    said = finish(tmp_path, "pairs", "--jobs", 2, "--merge", tmp_path / "earlier.json")
+    assert "1 of 4 runs to do" in said
+    assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
+    # And from its own JSON, without any folder, the same table comes again.
+    shutil.rmtree(tmp_path / "studies/runs")
+    before = [(tmp_path / "studies" / name).read_text() for name in ("pairs.json", "pairs.md")]
+    said = finish(tmp_path, "pairs", "--report")
+    assert before == [(tmp_path / "studies" / name).read_text() for name in ("pairs.json", "pairs.md")]
+    assert before[1] in said
+    # Other settings are other runs.
+    changed = json.loads(json.dumps(TINY))
+    changed["studies"]["pairs"]["overrides"]["lr"] = 5e-4
+    (tmp_path / "studies.yaml").write_text(yaml.safe_dump(changed))
+    assert "0 of   4 runs done" in finish(tmp_path, "pairs", "--list")
+
+
+def begun(folder):
+    return list(folder.glob("studies/runs/*/last.pt"))
+
+
+def test_a_study_that_is_killed_and_stopped_goes_on_to_the_figures_of_an_undisturbed_one(whole, tmp_path):
+    first = Studying(tmp_path, "pairs", "--jobs", 2, SLOW="0.3")
+    until(lambda: len(begun(tmp_path)) > 1)
+    orphans = psutil.Process(first.process.pid).children()
+    first.process.kill()  # its runs notice, save and end
+    first.process.join()
+    second = Studying(tmp_path, "pairs", "--jobs", 2, SLOW="0.3")
+    until(lambda: "start" in second.text)
+    until(lambda: not any(child.is_running() and child.status() != "zombie" for child in orphans))
+    until(lambda: second.text.count("start") > 1)
+    time.sleep(0.5)
+    second.process.terminate()
+    assert second.wait() == 128 + signal.SIGTERM, second.text
+    assert "stopping 2" in second.text and "<!-- study: pairs -->" in second.text
+    # One whose process is killed in the middle of it, and what that leaves.
+    third = Studying(tmp_path, "pairs", "--jobs", 1, SLOW="0.3")
+    until(lambda: "start" in third.text)
+    time.sleep(1)
+    for child in psutil.Process(third.process.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    assert third.wait() == 1 and "FAILED" in third.text and "exit code -9" in third.text
+    said = finish(tmp_path, "pairs", "--jobs", 2)
+    assert "FAILED" not in said
+    assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
+    assert not json.loads((tmp_path / "studies/pairs.json").read_text())["unfinished"]
+
+
+@pytest.mark.parametrize("kind", ["no results", "no environment"])
+def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
+    shutil.copytree(whole / "studies", tmp_path / "studies")
+    (tmp_path / "studies/pairs.json").unlink()
+    run = next(tmp_path.glob("studies/runs/vim-s1-*"))
+    if kind == "no results":  # the last checkpoint was written, its results were not
+        history = json.loads((run / "metrics.json").read_text())
+        (run / "metrics.json").write_text(json.dumps(history[:1]))
+    else:  # only the first file was written
+        for path in run.iterdir():
+            if path.name != "config.yaml":
+                path.unlink()
+    said = finish(tmp_path, "pairs", "--jobs", 2)  # of two, as each run's loader then has as many processes
+    assert ("start" in said) == (kind == "no environment")
+    assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
+
+
+def test_a_budget_starts_nothing_that_would_not_end_and_stops_what_does_not(tmp_path):
+    studying = Studying(tmp_path, "pairs", "--budget", 4, SLOW="0.8")  # a run takes 10 s
+    assert studying.wait() == study.LEFT, studying.text
+    assert "stopping 1" in studying.text and "0 of 4 runs," in studying.text
+    (tmp_path / "studies/speed.json").write_text(
+        json.dumps({"speeds": {key: {"a GPU": {"images_per_s": 1}} for key in keys()}})
+    )
+    before = set(tmp_path.glob("studies/runs/*/*"))
+    studying = Studying(tmp_path, "pairs", "--budget", 9)
+    assert studying.wait() == study.LEFT and "start " not in studying.text, studying.text
+    assert set(tmp_path.glob("studies/runs/*/*")) == before
+
+
+def keys():
+    return {arm.speed_key for arm in of(TINY)["pairs"].arms}
+
+
+def of(content):
+    """The studies of a file that holds `content`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "studies.yaml")
+        file.write_text(yaml.safe_dump(content))
+        return read_studies(file)
+
+
+def test_a_failing_run_is_recorded_and_stops_no_other(tmp_path):
+    said = finish(tmp_path, "faulty", code=1)
+    assert "FAILED  bad-longhorn-s0" in said and "error: 7 samples" in said and "done" in said
+    content = json.loads((tmp_path / "studies/faulty.json").read_text())
+    assert len(content["runs"]) == 1 and content["unfinished"][0]["exit_code"] == 1
+    assert "7 samples" in content["unfinished"][0]["last_line"]
+    assert "bad, longhorn seed 0 after 0 epochs: failed" in (tmp_path / "studies/faulty.md").read_text()
+    finish(tmp_path, "faulty", code=1)  # is tried again, and again recorded once
+    assert len(json.loads((tmp_path / "studies/faulty.json").read_text())["unfinished"]) == 1
+
+
+def test_speeds_are_measured_alone_and_tell_what_runs_will_cost(tmp_path):
+    said = finish(tmp_path, "pairs", "--dry-run")
+    assert said.count("unknown\n") == 4 and "4 of unknown cost" in said
+    said = finish(tmp_path, "pairs", "--speed")
+    assert said.count("images/s") == 2
+    speeds = json.loads((tmp_path / "studies/speed.json").read_text())["speeds"]
+    assert speeds.keys() == keys()
+    assert all(found["images_per_s"] > 0 for speed in speeds.values() for found in speed.values())
+    rate = {"somebody's GPU": {"images_per_s": 100}}
+    (tmp_path / "studies/speed.json").write_text(json.dumps({"speeds": dict.fromkeys(speeds, rate)}))
+    said = finish(tmp_path, "pairs", "--dry-run")
+    # 2 epochs of 6 updates of 16 images, and two models that see 37 at the end of each
+    seconds = 15 + (2 * 6 * 16 + 2 * 2 * 37 / 3) / 100
+    assert said.count(f"{seconds:.0f} s\n") == 4 and "by speeds of somebody's GPU" in said
+    assert f"{4 * seconds:,.0f} s on one device, {2 * seconds:,.0f} s on 2" in said
+    assert not (tmp_path / "studies/runs").exists()
+
+
+def test_places_go_over_all_gpus_that_cuda_shows_before_they_share_one(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    places = runner.find_places("auto", per_gpu=2, jobs=1)
+    assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places] == ["4", "7", "4", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert [place.name for place in runner.find_places("cuda", per_gpu=1, jobs=3)] == ["GPU 0", "GPU 1"]
+    assert [place.name for place in runner.find_places("cpu", per_gpu=1, jobs=3)] == ["CPU"] * 3
+
+
+def test_two_studies_do_not_share_a_folder_at_once(tmp_path):
+    first = Studying(tmp_path, "pairs", SLOW="0.3")
+    until(lambda: "start" in first.text)
+    assert "is being written by process" in finish(tmp_path, "pairs", code=1)
+    assert "0 of 4 runs," in finish(tmp_path, "pairs", "--report")  # only looks
+    first.process.terminate()
+    assert first.wait() == 128 + signal.SIGTERM
+
+
+def test_the_command_as_users_start_it_with_the_built_in_digits(tmp_path):
+    content = yaml.safe_load(STUDIES.read_text())
+    digits = {**content["studies"]["digits"], "seeds": 1, "variants": content["studies"]["digits"]["variants"][:1]}
+    del digits["pair"], digits["resolutions"]
+    digits["overrides"] = {"epochs": 1, "warmup_epochs": 0, "batch_size": 256}
+    (tmp_path / "few.yaml").write_text(yaml.safe_dump({**content, "studies": {"digits": digits}}))
+    words = "-m vision_longhorn study digits --file few.yaml --device cpu --out there".split()
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "there/digits.json").read_text())["runs"][0]["epochs"] == 1
+
+
+# ------------------------------------------------------------------------------------------------- the file of studies
+
+
+def changed(*path, **values):
+    """TINY, the mapping at `path` with other values; None takes one away."""
+    content = json.loads(json.dumps(TINY))
+    part = content
+    for key in path:
+        part = part[key]
+    part.update(values)
+    for key in [key for key, value in values.items() if value is None]:
+        del part[key]
+    return content
+
+
+PLACE = "studies", "pairs"
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (changed(*PLACE, sedes=3), ["study pairs", "'sedes'", "'seeds'"]),
+        (changed(*PLACE, overrides={"epoch": 3}), ["'epoch'", "'epochs'"]),
+        (changed(*PLACE, overrides={"epochs": "three"}), ["pairs, longhorn", "epochs is 'three'"]),
+        (changed(*PLACE, overrides={"epochs": 2, "warmup_epochs": 2}), ["warmup_epochs is 2"]),
+        (changed(*PLACE, overrides={"seed": 3}), ["'seed'"]),
+        (changed(*PLACE, overrides={"data": "DIR"}), ["'data'"]),
+        (changed(*PLACE, asks=None), ["asks is missing"]),
+        (changed(*PLACE, config="nowhere"), ["no config at nowhere"]),
+        (changed(*PLACE, data="elsewhere"), ["'elsewhere'", "few"]),
+        (changed(*PLACE, pair=["longhorn", "exact"]), ["'exact'", "longhorn, vim"]),
+        (changed(*PLACE, pair=["longhorn"]), ["give two variants"]),
+        (changed(*PLACE, variants=["longhorn", "longhorn"]), ["stands twice"]),
+        (changed(*PLACE, variants=["longhorn", {"name": "vim", "like": "longhorn"}]), ["same settings"]),
+        (changed(*PLACE, variants=["unheard-of"]), ["'unheard-of'", "longhorn"]),
+        (changed(*PLACE, variants=["longhorn", {"name": "a/b", "model": "vim_test"}]), ["'a/b'"]),
+        (changed(*PLACE, seeds=0), ["seeds is 0"]),
+        (changed(*PLACE, seeds=[1, 1]), ["seeds is [1, 1]"]),
+        (changed(*PLACE, seeds=[-1]), ["seed is -1"]),
+        (changed(*PLACE, resolutions=["big"]), ["resolutions is ['big']"]),
+        (changed("variants", longhorn={"modl": "vim"}), ["'modl'", "'model'"]),
+        (changed("data", few={"train_samples": 3}), ["data few", "val_samples is missing"]),
+        (changed("data", few={"samples": 3}), ["data few", "'samples'"]),
+    ],
+)
+def test_mistakes_in_the_file_are_named(content, words):
+    with pytest.raises(UserError) as error:
+        of(content)
+    assert all(word in str(error.value) for word in [*words, "studies.yaml"]), error.value
+
+
+def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for words, found in [
+        ([], ["which study", "mixers"]),
+        (["mixer"], ["'mixer'", "'mixers'"]),
+        (["mixers"], ["--data tiny-imagenet-100=DIR"]),
+        (["mixers", "--data", "cifar10=DIR"], ["cifar10=DIR", "tiny-imagenet-100"]),
+        (["epochs", "--data", "DIR"], ["NAME=DIR"]),
+        (["mixers", "--report", "--speed"], ["--report, --speed"]),
+        (["mixers", "--merge", str(REPOSITORY / "docs/cifar10.json")], ["no result of a study"]),
+        (["mixers", "--file", "nowhere.yaml"], ["nowhere.yaml"]),
+    ]:
+        with monkeypatch.context() as patch:
+            patch.setattr(study, "count_parameters", lambda arm: 0)
+            fails_with_one_line(study.main, [*words, "--device", "cpu"], capsys, *found)
+    content = changed(*PLACE, model_kwargs={"wings": 2})
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    fails_with_one_line(study.main, ["pairs", "--file", "mine.yaml", "--data", "few"], capsys, "longhorn", "wings=2")
+
+
+def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():
+    base = of(TINY)["pairs"].arms[0]
+    for same in (
+        changed(*PLACE, asks="Another question?"),
+        changed(*PLACE, overrides={**PAIRS["overrides"], "log_interval": 1, "keep_checkpoints": 1}),
+        changed(*PLACE, overrides={**PAIRS["overrides"], "crop_pct": 1}),  # as the config has it
+    ):
+        assert of(same)["pairs"].arms[0].key == base.key
+    for other in ({"lr": 3e-3}, {"epochs": 3}):
+        arm = of(changed(*PLACE, overrides={**PAIRS["overrides"], **other}))["pairs"].arms[0]
+        assert arm.key != base.key and arm.speed_key == base.speed_key
+    assert of(changed(*PLACE, model_kwargs={"depth": 1}))["pairs"].arms[0].speed_key != base.speed_key
+
+
+def test_runs_go_by_seeds_first_so_that_a_part_of_them_compares():
+    content = changed(*PLACE, variants=["longhorn", {"name": "vim", "model": "vim_test", "seeds": [5, 7, 9]}])
+    assert [(run.arm.variant, run.seed) for run in of(content)["pairs"].runs()] == [
+        ("longhorn", 0), ("vim", 5), ("longhorn", 1), ("vim", 7), ("vim", 9)]  # fmt: skip
+
+
+def test_the_shipped_studies_are_sound_and_share_what_they_can():
+    studies = read_studies()
+    assert {"mixers", "inside", "epochs", "rate", "resolution", "recipe", "anchor", "digits"} <= studies.keys()
+    for name in "resolution", "inside", "epochs", "rate":
+        shared = {run.identity for run in studies["mixers"].runs()} & {run.identity for run in studies[name].runs()}
+        assert ("longhorn", 0) in {
+            (run.arm.variant, run.seed) for run in studies[name].runs() if run.identity in shared
+        }
+    assert {run.identity for run in studies["resolution"].runs()} <= {run.identity for run in studies["mixers"].runs()}
+    kinds = {arm.speed_key: arm for one in studies.values() for arm in one.arms}
+    for arm in kinds.values():
+        model = build(arm)
+        assert model.num_classes == arm.config.num_classes
+    recipe = {arm.variant: arm for arm in studies["recipe"].arms}
+    for arm in recipe.values():
+        batch = arm.config.batch_size * arm.config.grad_accum
+        updates = arm.images_per_epoch // batch
+        assert (updates * arm.config.epochs, updates * arm.config.warmup_epochs) == (1000, 250)
+        assert batch == arm.config.lr_base_batch == (1024 if "tiny" in arm.variant else 512)
+    assert len(list(unique_runs(list(studies.values())))) < sum(len(one.runs()) for one in studies.values())
+
+
+def test_the_policy_for_cifar_is_that_of_its_paper_in_both_halves():
+    cfg, _ = load_config(["--config", "cifar10", "--data", "DIR", "--auto-augment", "cifar10"])
+    settings = dict(input_size=(3, 32, 32), interpolation="bicubic", mean=cfg.mean, std=cfg.std)
+    transform = train_transform(settings, cfg)
+    policy = next(step for step in transform.transforms if isinstance(step, AutoAugment)).policy
+    assert len(policy) == 25 and all(len(pair) == 2 for pair in policy)
+    assert [(op.name, op.prob) for op in policy[0]] == [("Invert", 0.1), ("ContrastIncreasing", 0.2)]
+    assert [op.name for op in policy[1]] == ["Rotate", "TranslateXRel"]
+    split_transform(transform)  # which refuses what a GPU has no form for
+
+
+# ------------------------------------------------------------------------------------------------------------ figures
+
+
+def test_the_intervals_are_students_and_welchs():
+    one, other = [44.3, 43.7, 44.9], [42.6, 41.9]
+    found = mean_interval(one)
+    assert found.value == pytest.approx(44.3)
+    assert found.high - found.value == pytest.approx(4.302653 * 0.6 / math.sqrt(3), rel=1e-6)
+    # By hand: variances 0.36 and 0.245, their shares 0.12 and 0.1225, degrees of freedom by Welch and Satterthwaite.
+    error = math.sqrt(0.12 + 0.1225)
+    freedom = (0.12 + 0.1225) ** 2 / (0.12**2 / 2 + 0.1225**2 / 1)
+    half = stats.t.ppf(0.975, freedom) * error
+    found = difference(one, other)
+    assert found == pytest.approx((2.05, 2.05 - half, 2.05 + half))
+    assert freedom == pytest.approx(2.648, abs=0.001) and half == pytest.approx(1.69, abs=0.01)
+    assert mean_interval([1.0])[1:] == difference([1.0], one)[1:] == (None, None)
+
+
+def test_the_bootstrap_over_images_pairs_them():
+    rng = np.random.default_rng(1)
+    other = (rng.random(2000) < 0.5).astype(np.uint8)
+    one = other.copy()
+    one[np.flatnonzero(other == 0)[:40]] = 1  # right wherever the other is, and on 40 more
+    found = over_images([one], [other])
+    half = 1.96 * 100 * math.sqrt(0.02 * 0.98 / 2000)  # of a share of 2 %; unpaired it would be 3.1
+    assert found.value == pytest.approx(2) and found.high - found.low == pytest.approx(2 * half, rel=0.1)
+    assert over_images([one], [other]) == found
+    assert over_images([one, other], [other, other]).value == pytest.approx(1)
+
+
+def content(runs, **others):
+    """A study's JSON with these runs: pairs of (variant, accuracy)."""
+    arms = [
+        dict(setting="", variant=name, key=name, seeds=[0, 1, 2], parameters=1000, images_per_epoch=100, speed={},
+             config={"epochs": 2})
+        for name in ("longhorn", "vim")
+    ]  # fmt: skip
+    seeds = {"longhorn": 0, "vim": 0}
+    records = []
+    for name, accuracy in runs:
+        records.append(
+            dict(key=name, seed=seeds[name], final={"ema": accuracy, "raw": accuracy - 1}, seconds=10.0, side_by_side=1,
+                 skipped_updates=0, hits={}, curve={"epoch": [1, 2], "train_loss": [2, 1], "ema": [1, accuracy]})
+        )  # fmt: skip
+        seeds[name] += 1
+    return dict(study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=records,
+                unfinished=[], **others)  # fmt: skip
+
+
+def rows(table):
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
+
+
+def test_rows_come_from_the_json_and_one_seed_has_no_interval():
+    table = rows(markdown(content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0)])))
+    assert table["longhorn"] == ["1,000", "2", "45.00 ± 12.71", "44.00 ± 12.71", "+2.00", "–", "–"]
+    assert table["vim"] == ["1,000", "1", "43.00", "42.00", "–", "–", "–"]
+    table = rows(markdown(content([])))
+    assert table["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
+
+
+def test_what_went_wrong_stands_below_the_table():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0)])
+    made["runs"][0]["skipped_updates"] = 3
+    made["unfinished"] = [dict(key="vim", seed=2, epochs=1, exit_code=1, last_line="error: no memory")]
+    text = markdown(made)
+    assert (
+        "longhorn seed 0: 3" in text and "vim seed 2 after 1 epochs: failed with exit code 1: error: no memory" in text
+    )
+    assert "longhorn - vim +2.50 [" in text and "4 of 6 runs" in text
+
+
+def faults_of(document, results):
+    """What of a document's tables, those between <!-- study: NAME --> and <!-- end -->, its JSON does not say."""
+    faults = []
+    for name, table in re.findall(r"<!-- study: (\S+) -->\n(.*?)<!-- end -->", document, flags=re.S):
+        path = results / f"{name}.json"
+        if not path.exists():
+            faults.append(f"{name}: there is no {path.name}")
+        elif table != markdown(json.loads(path.read_text())):
+            faults.append(f"{name}: not what `vision-longhorn study {name} --report --out {results}` prints")
+    return faults
+
+
+def test_the_documents_tables_are_those_of_the_committed_results():
+    faults = [
+        fault
+        for document in sorted(REPOSITORY.glob("docs/*.md"))
+        for fault in faults_of(document.read_text(encoding="utf-8"), REPOSITORY / "benchmarks/results/study")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+def test_a_table_that_says_something_else_is_found(whole):
+    printed = re.search(r"<!-- study.*<!-- end -->", (whole / "said").read_text(), flags=re.S)[0]
+    assert not faults_of(printed, whole / "studies")
+    assert len(faults_of(printed.replace("| 2 |", "| 3 |", 1), whole / "studies")) == 1
+    assert len(faults_of("<!-- study: gone -->\n<!-- end -->", whole / "studies")) == 1
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_results_are_read_and_name_no_place(path):
+    assert markdown(json.loads(path.read_text()))
+    Known([path])
+    assert not re.search(r'"/(home|root|tmp|work)/', path.read_text())

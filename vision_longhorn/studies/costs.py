@@ -1,0 +1,67 @@
+"""What runs will take, from speeds measured alone and from runs that are finished."""
+
+from collections import Counter, defaultdict
+from pathlib import Path
+
+from vision_longhorn.studies.plan import Run
+from vision_longhorn.studies.results import Known
+from vision_longhorn.studies.runs import folder_of, history_of, is_finished, result_of
+
+START = 15  # seconds from a process's start to its first update
+
+
+def hardware(device: str) -> str:
+    """What a speed is a speed of: the GPU's name, or the number of the CPU's threads."""
+    import torch
+
+    if device != "cpu" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads"
+
+
+class Costs:
+    """Estimates of what runs take.
+
+    Args:
+        runs: All runs that matter; finished ones among them tell of the others of their settings.
+        out: Folder of the studies.
+        known: Earlier results, and speeds.
+        hardware: Whose speeds to go by; where none of it is known, those of the hardware that most is known of.
+        beside: Runs that will share a device. Side by side each is taken to need as many times as long.
+
+    Attributes:
+        hardware: Whose speeds are gone by, "" where none is known.
+    """
+
+    def __init__(self, runs: list[Run], out: Path, known: Known, hardware: str, beside: int) -> None:
+        self.out, self.known, self.beside = out, known, beside
+        names = Counter(name for speeds in known.speeds.values() for name in speeds)
+        self.hardware = hardware if hardware in names else names.most_common(1)[0][0] if names else ""
+        self.measured: dict[str, list[float]] = defaultdict(list)
+        for run in runs:
+            self.learn(run)
+
+    def learn(self, run: Run) -> None:
+        """Takes in what a run took, if it is finished."""
+        folder, record = folder_of(self.out, run), self.known.runs.get(run.identity)
+        if is_finished(folder, run):
+            record = result_of(folder, run)
+        if record:
+            # Those that ran beside as many others tell best.
+            place = 0 if record["side_by_side"] == self.beside else len(self.measured[run.arm.key])
+            self.measured[run.arm.key].insert(place, record["wall_seconds"] * self.beside / record["side_by_side"])
+
+    def seconds(self, run: Run) -> float | None:
+        """Seconds that the rest of a run takes, None: nothing is known."""
+        cfg, measured = run.arm.config, self.measured[run.arm.key]
+        left = 1 - len(history_of(folder_of(self.out, run))) / cfg.epochs
+        if measured:
+            return START + left * measured[0]
+        rate = self.known.speeds.get(run.arm.speed_key, {}).get(self.hardware, {}).get("images_per_s")
+        if not rate:
+            return None
+        # An evaluation is a forward pass, a third of an update, of raw and averaged weights.
+        looks = cfg.epochs / cfg.eval_interval * (2 if cfg.ema_decay else 1) / 3
+        return (
+            START + left * self.beside * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
+        )

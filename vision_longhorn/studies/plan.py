@@ -1,0 +1,284 @@
+"""The file of studies: what each asks, and the runs that it is made of. configs/studies.yaml explains the keys."""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from vision_longhorn.errors import UserError
+from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml
+
+STUDIES = CONFIGS / "studies.yaml"
+DATA_KEYS = ("train_samples", "val_samples", "num_classes")
+VARIANT_KEYS = ("name", "like", "model", "model_kwargs", "overrides", "seeds")
+SETTING_KEYS = ("config", "data", "model_kwargs", "overrides", "seeds")
+STUDY_KEYS = ("asks", *SETTING_KEYS, "settings", "variants", "baseline", "pair", "resolutions")
+# Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
+PLACES = ("data", "val_data", "run_dir", "resume", "allow_pipe", "workers", "device", "track")
+WRITING = ("log_interval", "checkpoint_interval", "keep_checkpoints", "max_bad_steps")
+# Those that a training step's speed depends on.
+STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
+        "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """One variant in one setting: what runs of different seeds have in common.
+
+    Attributes:
+        study, setting, variant: Their names; the setting of a study that names none is "".
+        data: Name of its data.
+        config: Its settings, all of them; places, workers and device are those of the defaults.
+        seeds: Seeds of its runs.
+    """
+
+    study: str
+    setting: str
+    variant: str
+    data: str
+    config: Config
+    seeds: tuple[int, ...]
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages and folders."""
+        return f"{self.setting}-{self.variant}" if self.setting else self.variant
+
+    @cached_property
+    def key(self) -> str:
+        """Eight hexadecimal digits of its effective settings and the name of its data.
+
+        What is as `Config` has it by default is left out, so that a field that is added there changes no key.
+        """
+        usual = Config().values()
+        values = {key: value for key, value in self.settings().items() if value != usual[key]}
+        return _digest({"data": self.data, **values})
+
+    @cached_property
+    def speed_key(self) -> str:
+        """The like of those settings alone that the speed of a training step depends on."""
+        return _digest({key: value for key, value in self.settings().items() if key in STEP})
+
+    def settings(self) -> dict[str, Any]:
+        """Dict of the effective settings, without places, seed, and what is written on the way."""
+        return {key: value for key, value in self.config.values().items() if key not in (*PLACES, *WRITING, "seed")}
+
+    @property
+    def images_per_epoch(self) -> int:
+        """Samples of an epoch's updates on one process."""
+        batch = self.config.batch_size * self.config.grad_accum
+        return (self.config.train_samples or 0) // self.config.batch_size // self.config.grad_accum * batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run of an arm.
+
+    Attributes:
+        arm, seed: What it is.
+    """
+
+    arm: Arm
+    seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        return f"{self.arm.label}-s{self.seed}-{self.arm.key}"
+
+    @property
+    def identity(self) -> tuple[str, int]:
+        """Alike in two studies' runs that are one and the same."""
+        return self.arm.key, self.seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """A study. `configs/studies.yaml` says what its parts mean.
+
+    Attributes:
+        name, asks: Its name, and the question that it asks.
+        arms: What it compares: all variants in the first setting, in the second, ...
+        baseline: Variant that others are compared with, in the same setting.
+        pair: The main pair of variants, or ().
+        resolutions: Sides of images in pixels at which the final weights are evaluated, or ().
+    """
+
+    name: str
+    asks: str
+    arms: tuple[Arm, ...]
+    baseline: str
+    pair: tuple[str, ...]
+    resolutions: tuple[int, ...]
+
+    def runs(self) -> list[Run]:
+        """All its runs: every arm's first seed, then every arm's second, so that a part of them compares, too."""
+        longest = max(len(arm.seeds) for arm in self.arms)
+        return [Run(arm, arm.seeds[i]) for i in range(longest) for arm in self.arms if i < len(arm.seeds)]
+
+    def sizes(self, arm: Arm) -> list[int]:
+        """Sides of images in pixels at which an arm's final weights are evaluated image by image."""
+        native = [arm.config.model_kwargs.get("img_size", 224)] if arm.variant in self.pair else []
+        return sorted({*native, *self.resolutions})
+
+
+def read_studies(path: str | Path = STUDIES) -> dict[str, Study]:
+    """All studies of a file, by name.
+
+    Raises:
+        UserError: For whatever in the file is unknown, missing or contradicts something else.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise UserError(f"there is no file of studies at {path}: give a YAML file like {STUDIES.name} of configs/")
+    try:
+        content = read_yaml(file)
+        _check_keys("", content, ("data", "variants", "studies"))
+        data, shared = _mapping("data", content.get("data")), _mapping("variants", content.get("variants"))
+        for name, facts in data.items():
+            _check_keys(f"data {name}: ", _mapping(name, facts), DATA_KEYS)
+            for key in DATA_KEYS:
+                if key not in _mapping(name, facts):
+                    raise UserError(f"data {name}: {key} is missing: give {', '.join(DATA_KEYS)}")
+        for name, spec in shared.items():
+            _check_name(name)
+            _check_keys(f"variant {name}: ", _mapping(name, spec), VARIANT_KEYS[2:-1])
+        studies = _mapping("studies", content.get("studies"))
+        return {name: _study(name, _mapping(name, spec), data, shared) for name, spec in studies.items()}
+    except UserError as error:
+        raise UserError(str(error) if str(error).startswith(str(file)) else f"{file}: {error}") from None
+
+
+def _study(name: str, spec: dict[str, Any], data: dict[str, Any], shared: dict[str, Any]) -> Study:
+    where = f"study {name}: "
+    _check_name(name)
+    _check_keys(where, spec, STUDY_KEYS)
+    for key in ("asks", "variants"):
+        if not spec.get(key):
+            raise UserError(f"{where}{key} is missing")
+    settings = _mapping("settings", spec.get("settings")) or {"": {}}
+    variants = [_variant(where, item, shared) for item in spec["variants"]]
+    arms = tuple(
+        _arm(name, setting, spec, _mapping(setting, own), variant, data)
+        for setting, own in settings.items()
+        for variant in variants
+    )
+    for i, arm in enumerate(arms):
+        for other in arms[:i]:
+            if arm.label == other.label:
+                raise UserError(f"{where}the variant {arm.label} stands twice: give one another name")
+            if arm.key == other.key:
+                raise UserError(f"{where}{other.label} and {arm.label} have the same settings: leave one out")
+    names = [variant["name"] for variant in variants]
+    pair = tuple(spec.get("pair") or ())
+    baseline = spec.get("baseline") or (pair[1] if len(pair) == 2 else names[0])
+    for word in (*pair, baseline):
+        if word not in names:
+            raise UserError(f"{where}{word!r} is none of its variants: give one of {', '.join(names)}")
+    if len(pair) not in (0, 2) or len(set(pair)) != len(pair):
+        raise UserError(f"{where}pair is {list(pair)}: give two variants")
+    sizes = spec.get("resolutions") or ()
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise UserError(f"{where}resolutions is {sizes}: give sides of images, in pixels")
+    return Study(name, str(spec["asks"]), arms, baseline, pair, tuple(sizes))
+
+
+def _variant(where: str, item: Any, shared: dict[str, Any]) -> dict[str, Any]:
+    """A variant as a study lists it, with what it takes over from a shared one."""
+    item = {"name": item} if isinstance(item, str) else _mapping(f"{where}variant", item)
+    _check_keys(f"{where}variant {item.get('name')}: ", item, VARIANT_KEYS)
+    _check_name(item.get("name"))
+    if item.get("like", item["name"]) not in shared and ("like" in item or len(item) == 1):
+        unknown = item.get("like", item["name"])
+        raise UserError(f"{where}variant {unknown!r} is not known: give one of {', '.join(shared)}, or say what it is")
+    taken = shared.get(item.get("like", item["name"])) or {}
+    merged = {key: {**(taken.get(key) or {}), **(item.get(key) or {})} for key in ("model_kwargs", "overrides")}
+    return {**taken, **item, **merged}
+
+
+def _arm(
+    study: str, setting: str, spec: dict[str, Any], own: dict[str, Any], variant: dict[str, Any], data: dict[str, Any]
+) -> Arm:
+    label = f"{setting}-{variant['name']}" if setting else variant["name"]
+    where = f"study {study}, {label}: "
+    if setting:
+        _check_name(setting)
+        _check_keys(where, own, SETTING_KEYS)
+    place, config = own.get("data", spec.get("data")), own.get("config", spec.get("config"))
+    if place not in data:
+        raise UserError(f"{where}data is {place!r}: give one of {', '.join(data)}, which the file describes")
+    if config is None:
+        raise UserError(f"{where}config is missing: give the name of one in configs/, or a YAML file")
+    values: dict[str, Any] = {**_base(config), **data[place]}
+    kwargs = _mapping("model_kwargs", values.get("model_kwargs"))
+    for part in (spec, own, variant):
+        overrides = _mapping(f"{where}overrides", part.get("overrides"))
+        fields = [key for key in Config.__dataclass_fields__ if key not in (*PLACES, "seed", "model_kwargs")]
+        _check_keys(f"{where}overrides: ", overrides, fields)
+        values.update(overrides)
+        kwargs.update(_mapping(f"{where}model_kwargs", part.get("model_kwargs")))
+    values["model"] = variant.get("model", values.get("model", Config.model))
+    values["model_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
+    for key in PLACES:
+        values.pop(key, None)
+    try:
+        checked = Config(**values)
+        faults = checked.faults_of_schedule()
+        if faults:
+            raise UserError(faults[0])
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    seeds = variant.get("seeds", own.get("seeds", spec.get("seeds", 1)))
+    return Arm(study, setting, variant["name"], place, checked, _seeds(where, seeds))
+
+
+@cache
+def _base(config: str) -> dict[str, Any]:
+    return read_config_file(config)
+
+
+def _seeds(where: str, seeds: Any) -> tuple[int, ...]:
+    """Seeds as the file gives them: their number, or a list of them."""
+    found = list(range(seeds)) if type(seeds) is int else seeds
+    if not isinstance(found, list) or not found or len(set(found)) < len(found):
+        raise UserError(f"{where}seeds is {seeds!r}: give how many, 1 or more, or a list of different ones")
+    for seed in found:
+        Config(seed=seed)  # which says what a seed may be
+    return tuple(found)
+
+
+def _mapping(what: str, value: Any) -> dict[str, Any]:
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{what} is {value!r}: give `key: value` pairs")
+    return dict(value or {})
+
+
+def _check_keys(where: str, given: dict[str, Any], known: Any) -> None:
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0)[0]
+            raise UserError(f"{where}unknown key {key!r}; the nearest known one is {near!r}")
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UserError(f"the name {name!r} cannot be a folder's: give letters, digits, and . _ - between them")
+
+
+def _digest(values: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+
+
+def unique_runs(studies: list[Study]) -> Iterator[Run]:
+    """The runs of several studies, those that are one and the same once."""
+    seen = set()
+    for study in studies:
+        for run in study.runs():
+            if run.identity not in seen:
+                seen.add(run.identity)
+                yield run

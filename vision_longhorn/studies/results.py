@@ -1,0 +1,154 @@
+"""The JSON of a study: from its runs' folders and from earlier JSONs; tables and plots are made of it alone."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from vision_longhorn.errors import UserError
+from vision_longhorn.files import write_text
+from vision_longhorn.studies.plan import Arm, Run, Study
+from vision_longhorn.studies.runs import FAILED, folder_of, history_of, is_finished, read_json, result_of
+
+Record = dict[str, Any]
+SPEEDS = "speed.json"
+
+
+class Known:
+    """What is known of runs from earlier JSONs, and of speeds.
+
+    Args:
+        files: JSONs of studies, or speed.json.
+
+    Attributes:
+        runs: The records of finished runs by (key of settings, seed).
+        failed: Those of runs that were not finished.
+        parameters: Numbers of parameters by key of settings.
+        speeds: By key of a step's settings, then by hardware.
+
+    Raises:
+        UserError: For a file that is neither.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.runs: dict[tuple[str, int], Record] = {}
+        self.failed: dict[tuple[str, int], Record] = {}
+        self.parameters: dict[str, int] = {}
+        self.speeds: dict[str, dict[str, Any]] = {}
+        for file in files:
+            self._read(file)
+
+    def _read(self, file: Path) -> None:
+        content = read_json(file)
+        if not isinstance(content, dict) or not (
+            {"arms", "runs", "unfinished"} <= content.keys() or "speeds" in content
+        ):
+            raise UserError(f"{file} is no result of a study: give a JSON that `vision-longhorn study` has written")
+        for record in content.get("runs", []):
+            before = self.runs.get((record["key"], record["seed"]), {})
+            hits = {**before.get("hits", {}), **record["hits"]}  # studies look at different sizes
+            self.runs[record["key"], record["seed"]] = {**record, "hits": hits}
+        for record in content.get("unfinished", []):
+            self.failed[record["key"], record["seed"]] = record
+        for arm in content.get("arms", []):
+            if arm.get("parameters"):
+                self.parameters[arm["key"]] = arm["parameters"]
+            if arm.get("speed"):
+                self.speeds.setdefault(arm["speed_key"], {}).update(arm["speed"])
+        for key, speeds in content.get("speeds", {}).items():
+            self.speeds.setdefault(key, {}).update(speeds)
+
+    def is_done(self, out: Path, run: Run) -> bool:
+        """Whether nothing is left to do for a run: it is finished in its folder, or a JSON has it."""
+        return run.identity in self.runs or is_finished(folder_of(out, run), run)
+
+
+def collect(study: Study, out: Path, known: Known, environment: Record | None) -> Record:
+    """The content of a study's JSON.
+
+    Args:
+        study: The study.
+        out: Folder of the studies, with the runs' folders.
+        known: What else is known of its runs; a folder's own result comes first.
+        environment: What `describe_environment` says of this machine; None: it has run nothing.
+
+    Returns:
+        Dict with "study", "asks", "baseline", "pair", "resolutions", "environment", "arms" (a dict for each variant in
+        each setting, with "key", "parameters", "config" and "speed"), "runs" (see `result_of`) and "unfinished" (runs
+        that failed, or have not had all epochs).
+    """
+    runs, unfinished = [], []
+    for run in study.runs():
+        folder = folder_of(out, run)
+        before = known.runs.get(run.identity, {})
+        if record := result_of(folder, run) if is_finished(folder, run) else before:
+            # The weights for the earlier ones may be gone. Those of other studies stand in these.
+            hits = {**before.get("hits", {}), **record.get("hits", {})}
+            wanted = {str(size): hits[str(size)] for size in study.sizes(run.arm) if str(size) in hits}
+            runs.append({**record, "hits": wanted})
+        elif failure := read_json(folder / FAILED):
+            # What was printed names places of the machine; the last line is what went wrong.
+            last = failure["last_lines"][-1:] or [""]
+            about = {"exit_code": failure["exit_code"], "last_line": last[0].replace(str(folder), folder.name)}
+            unfinished.append({"key": run.arm.key, "seed": run.seed, "epochs": len(history_of(folder)), **about})
+        elif epochs := len(history_of(folder)):
+            unfinished.append({"key": run.arm.key, "seed": run.seed, "epochs": epochs})
+        elif run.identity in known.failed:
+            unfinished.append(known.failed[run.identity])
+    return {
+        "study": study.name,
+        "asks": study.asks,
+        "baseline": study.baseline,
+        "pair": list(study.pair),
+        "resolutions": list(study.resolutions),
+        "environment": environment,
+        "arms": [_describe(arm, known) for arm in study.arms],
+        "runs": runs,
+        "unfinished": unfinished,
+    }
+
+
+def _describe(arm: Arm, known: Known) -> Record:
+    if arm.key not in known.parameters:
+        known.parameters[arm.key] = count_parameters(arm)
+    return {
+        "setting": arm.setting,
+        "variant": arm.variant,
+        "data": arm.data,
+        "key": arm.key,
+        "seeds": list(arm.seeds),
+        "parameters": known.parameters[arm.key],
+        "images_per_epoch": arm.images_per_epoch,
+        "speed_key": arm.speed_key,
+        "speed": known.speeds.get(arm.speed_key, {}),
+        "config": arm.settings(),
+    }
+
+
+def build(arm: Arm) -> Any:
+    """The model of an arm, on the CPU. Raises UserError where there is no such model, or it refuses its arguments."""
+    from vision_longhorn.checkpoint import create_model
+
+    cfg = arm.config
+    try:
+        return create_model(
+            cfg.model, num_classes=cfg.num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs
+        )
+    except UserError as error:
+        raise UserError(f"study {arm.study}, {arm.label}: {error}") from None
+
+
+def count_parameters(arm: Arm) -> int:
+    """How many numbers of an arm's model are learnt."""
+    return sum(parameter.numel() for parameter in build(arm).parameters())
+
+
+def write_results(path: Path, content: Record) -> None:
+    """Writes a JSON in which each item of a long list has a line of its own."""
+
+    def lines(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
+        return json.dumps(value)
+
+    write_text(path, "{\n " + ",\n ".join(f'"{key}": {lines(value)}' for key, value in content.items()) + "\n}\n")

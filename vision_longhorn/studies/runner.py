@@ -1,0 +1,230 @@
+"""Runs commands side by side, on several devices, until they are done, a signal comes, or time is over."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vision_longhorn.command_line.signals import SIGNALS, STUDY, StopSignals
+
+POLL = 0.1  # seconds between two looks at the processes
+GRACE = 120  # seconds that a process has to save and end, once it was asked to
+PATIENCE = 600  # seconds to wait for a folder that a process of an earlier, killed study has not let go
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one process at a time runs.
+
+    Attributes:
+        name: "CPU", or "GPU" and what CUDA_VISIBLE_DEVICES calls it.
+        variables: Of its environment.
+    """
+
+    name: str
+    variables: dict[str, str]
+
+
+def find_places(device: str, per_gpu: int, jobs: int) -> list[Place]:
+    """Places of this machine, with loaders and threads shared out.
+
+    Args:
+        device: "auto", "cuda" or "cpu", as the trainer has it.
+        per_gpu: Processes side by side on each GPU that CUDA shows.
+        jobs: Processes side by side on a CPU.
+    """
+    import torch
+
+    from vision_longhorn.data.loader import cores
+
+    count = 0 if device == "cpu" else torch.cuda.device_count()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    gpus = shown.split(",")[:count]
+    number = len(gpus) * per_gpu or jobs
+    # Threads of their own, as many as cores, would wait for those of the others.
+    share = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // number)))}
+    if not gpus:
+        return [Place("CPU", share)] * jobs
+    return [Place(f"GPU {gpu}", {**share, "CUDA_VISIBLE_DEVICES": gpu}) for _ in range(per_gpu) for gpu in gpus]
+
+
+@dataclass
+class Job:
+    """A command to run.
+
+    Attributes:
+        name: For messages.
+        prepare: Called when it is about to start; gives the words after `python -m`, and the file for its output.
+        seconds: Gives how long it takes by estimate, None: unknown.
+        done: Called when it has ended by itself, with its exit code; gives a text for the message, and whether all is
+            well.
+        held: Gives why it cannot start yet, or "".
+    then: Gives what comes next, before all others, once it is done.
+    """
+
+    name: str
+    prepare: Callable[[], tuple[list[str], Path]]
+    seconds: Callable[[], float | None]
+    done: Callable[[int], tuple[str, bool]]
+    held: Callable[[], str] = lambda: ""
+    then: Callable[[], list["Job"]] = list
+
+
+@dataclass
+class _Child:
+    job: Job
+    place: Place
+    process: subprocess.Popen
+    started: float
+
+
+@dataclass
+class Outcome:
+    """What came of running jobs: numbers of those that are done, that failed, and that are left."""
+
+    done: int = 0
+    failed: int = 0
+    left: int = 0
+
+    def __add__(self, other: "Outcome") -> "Outcome":
+        return Outcome(self.done + other.done, self.failed + other.failed, self.left + other.left)
+
+
+@dataclass
+class Runner:
+    """Runs jobs, in their order, one on each place at a time.
+
+    Attributes:
+        places: Where.
+        signals: Which have come.
+        deadline: Time of `time.monotonic()` at which what still runs is asked to stop; None: never.
+        say: Takes a line.
+    """
+
+    places: list[Place]
+    signals: StopSignals
+    deadline: float | None
+    say: Callable[[str], Any] = print
+    children: list[_Child] = field(default_factory=list)
+
+    def run(self, jobs: list[Job]) -> Outcome:
+        """Runs the jobs. A failing one stops no other."""
+        waiting, outcome, self.total, self.number = list(jobs), Outcome(), len(jobs), 0
+        self.waits_since: float | None = None
+        try:
+            while (waiting or self.children) and not self._is_over():
+                self._reap(outcome, waiting)
+                self._start(waiting, outcome)
+                if not self.children and waiting and not any(self._fits(job) for job in waiting):
+                    break
+                time.sleep(POLL)
+            outcome.left += len(waiting) + self._stop(outcome)
+        except BaseException as error:
+            for child in self.children:
+                _kill(child)
+            if isinstance(error, KeyboardInterrupt):  # Ctrl-C for the second time
+                raise KeyboardInterrupt("stopped at once; the same command goes on from the last checkpoints") from None
+            raise
+        return outcome
+
+    def _is_over(self) -> bool:
+        return bool(self.signals.received) or self.deadline is not None and time.monotonic() > self.deadline
+
+    def _fits(self, job: Job) -> bool:
+        return self.deadline is None or time.monotonic() + (job.seconds() or 0) < self.deadline
+
+    def _start(self, waiting: list[Job], outcome: Outcome) -> None:
+        """Starts what can start on the places that are free."""
+        busy = [child.place for child in self.children]
+        for place in [place for place in self.places if not busy or not _take(busy, place)]:
+            job = next((job for job in waiting if self._fits(job) and not job.held()), None)
+            if job is None:
+                if waiting and not self.children and (why := waiting[0].held()):
+                    self._give_up_late(waiting, outcome, why)
+                return
+            waiting.remove(job)
+            seconds = job.seconds()
+            words, log = job.prepare()
+            with open(log, "ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **place.variables, STUDY: str(os.getpid())},
+                    start_new_session=True,  # Ctrl-C is for this process, which hands it on
+                )
+            self.children.append(_Child(job, place, process, time.monotonic()))
+            self.number += 1
+            about = f", about {seconds:,.0f} s" if seconds else ""
+            self.say(f"[{self.number}/{self.total}] start   {job.name}  {place.name}{about}")
+
+    def _give_up_late(self, waiting: list[Job], outcome: Outcome, why: str) -> None:
+        if self.waits_since is None:
+            self.waits_since = time.monotonic()
+            self.say(f"waiting: {why}")
+        if time.monotonic() > self.waits_since + PATIENCE:
+            self.say(f"FAILED  {waiting.pop(0).name}  {why}")
+            outcome.failed += 1
+
+    def _reap(self, outcome: Outcome, waiting: list[Job]) -> None:
+        """Takes note of what has ended."""
+        for child in list(self.children):
+            code = child.process.poll()
+            if code is None:
+                continue
+            self.children.remove(child)
+            seconds = time.monotonic() - child.started
+            text, well = child.job.done(code)
+            outcome.done, outcome.failed = outcome.done + well, outcome.failed + (not well)
+            if well:
+                following = child.job.then()
+                waiting[:0], self.total = following, self.total + len(following)
+            to_come = sum(job.seconds() or seconds for job in waiting) / len(self.places)
+            left = f"; {len(waiting)} to start, about {to_come:,.0f} s" if waiting else ""
+            self.say(f"{'done   ' if well else 'FAILED '} {child.job.name}  {text}, {seconds:,.0f} s{left}")
+
+    def _stop(self, outcome: Outcome) -> int:
+        """Asks what still runs to save and end, and waits for it; how many these are."""
+        if not self.children:
+            return 0
+        self.say(f"stopping {len(self.children)}: {', '.join(child.job.name for child in self.children)}")
+        for child in self.children:
+            child.process.terminate()
+        end, left = time.monotonic() + GRACE, 0
+        for child in self.children:
+            try:
+                code = child.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                code = _kill(child)
+            if code == 0 or code not in (-signal.SIGTERM, -signal.SIGKILL, *(128 + number for number in SIGNALS)):
+                _, well = child.job.done(code)  # it was about to end anyway
+                outcome.done, outcome.failed = outcome.done + well, outcome.failed + (not well)
+            else:
+                left += 1
+        self.children = []
+        return left
+
+
+def _take(busy: list[Place], place: Place) -> bool:
+    """Whether the place is among the busy ones, which then lack it: several may be alike."""
+    if place in busy:
+        busy.remove(place)
+        return True
+    return False
+
+
+def _kill(child: _Child) -> int:
+    """Ends a process with its loader's at once; its exit code."""
+    with contextlib.suppress(ProcessLookupError):
+        if hasattr(os, "killpg"):  # all but Windows
+            os.killpg(child.process.pid, signal.SIGKILL)
+        else:
+            child.process.kill()
+    return child.process.wait()

@@ -1,0 +1,159 @@
+"""What a study's runs leave on disk: whether they are finished, and what came of them."""
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vision_longhorn.errors import UserError
+from vision_longhorn.files import write_text
+from vision_longhorn.studies.plan import PLACES, Run
+from vision_longhorn.training.lock import NAME, RunLock
+
+BESIDE, FAILED, HITS, OUTPUT = "study.json", "failed.json", "hits.json", "output.log"  # beside the trainer's own files
+
+
+def folder_of(out: Path, run: Run) -> Path:
+    """Folder of a run in the folder `out` of studies: the one that another study has made for it, or its own."""
+    made = sorted(out.glob(f"runs/*-s{run.seed}-{run.arm.key}"))
+    return made[0] if made else out / "runs" / run.name
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; None where there is none, or it is none."""
+    with contextlib.suppress(OSError, ValueError):
+        return json.loads(path.read_text(encoding="utf-8"))
+
+
+def history_of(folder: Path) -> list[dict[str, Any]]:
+    """The results of a run's finished epochs, a dict each."""
+    return read_json(folder / "metrics.json") or []
+
+
+def is_finished(folder: Path, run: Run) -> bool:
+    """Whether the run in the folder has had all its epochs."""
+    return len(history_of(folder)) >= run.arm.config.epochs
+
+
+def holder_of(folder: Path) -> str:
+    """What another process that writes to the folder calls itself; "" where there is none."""
+    if not (folder / NAME).exists():
+        return ""
+    try:
+        RunLock(folder).release()
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def prepare(out: Path, folder: Path, run: Run, beside: int, workers: int) -> Path:
+    """Makes the folder of a run that is to begin or to go on, and mends what a kill has left half there.
+
+    Args:
+        out: Folder of the studies.
+        folder, run: The run's folder, and the run.
+        beside: Runs that share its device, itself included.
+        workers: Loader processes, if it begins: the order of its samples depends on them, so it keeps them.
+
+    Returns:
+        The YAML file of its effective settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FAILED).unlink(missing_ok=True)
+    if not any(folder.glob("*.pt")) and not (folder / "env.json").exists():
+        (folder / "config.yaml").unlink(missing_ok=True)  # the trainer takes it for somebody else's
+    before = (read_json(folder / BESIDE) or {}).get("side_by_side", beside)
+    write_text(folder / BESIDE, json.dumps({"side_by_side": max(before, beside)}) + "\n")
+    config = out / "configs" / f"{folder.name}.yaml"
+    values = {key: value for key, value in run.arm.config.values().items() if key not in PLACES}
+    write_text(config, yaml.safe_dump({**values, "seed": run.seed, "workers": workers}, sort_keys=False))
+    return config
+
+
+def complete_history(folder: Path, run: Run) -> None:
+    """Writes the results of a run that was killed between its last checkpoint and them; without this it could neither
+    go on nor count as finished."""
+    if len(history_of(folder)) != run.arm.config.epochs - 1 or not (folder / "last.pt").exists():
+        return
+    from vision_longhorn.checkpoint import load_checkpoint
+    from vision_longhorn.training.folder import write_summary
+
+    checkpoint = load_checkpoint(folder / "last.pt")
+    if checkpoint["epoch"] == run.arm.config.epochs:
+        write_text(folder / "metrics.json", json.dumps(checkpoint["history"], indent=2) + "\n")
+        write_summary(folder / "summary.csv", checkpoint["history"])
+
+
+def note_failure(folder: Path, code: int) -> dict[str, Any]:
+    """Records that a run has ended by the exit code `code`; the record, with the last lines it has printed."""
+    try:
+        lines = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    record = {"exit_code": code, "last_lines": lines[-8:], "time": time.strftime("%Y-%m-%d %H:%M:%S")}
+    write_text(folder / FAILED, json.dumps(record, indent=2) + "\n")
+    return record
+
+
+def result_of(folder: Path, run: Run) -> dict[str, Any]:
+    """What came of a finished run, fit for JSON and without a path.
+
+    Returns:
+        Dict with "key" (of its settings), "seed", "epochs", "final" ("raw", "ema": top-1 in per cent of the last
+        epoch), "curve" (a list for each: "epoch", "train_loss", "raw", "ema"), "seconds" (of training, without
+        evaluation), "images_per_s", "wall_seconds" (from its first update, evaluation included), "side_by_side" (runs
+        on its device), "skipped_updates", "environment", and "hits" by image size (see `hits_of`), as far as
+        they were looked at.
+    """
+    history, environment = history_of(folder), read_json(folder / "env.json") or {}
+    facts = {key: environment.pop(key, None) for key in ("command", "updates_per_epoch", "global_batch")}
+    curve: dict[str, list[Any]] = {
+        "epoch": [entry["epoch"] for entry in history],
+        "train_loss": [_round(entry["train_loss"]) for entry in history],
+    }
+    for name, tag in ("raw", "val"), ("ema", "val_ema"):
+        if tag in history[-1]:
+            curve[name] = [_round(entry[tag]["top1"]) if tag in entry else None for entry in history]
+    images = len(history) * facts["updates_per_epoch"] * facts["global_batch"]
+    clock = _clock(folder, images / len(history))
+    return {
+        "key": run.arm.key,
+        "seed": run.seed,
+        "epochs": len(history),
+        "final": {name: curve[name][-1] for name in ("raw", "ema") if name in curve},
+        "curve": curve,
+        **clock,
+        "images_per_s": _round(images / clock["seconds"]) if clock["seconds"] else None,
+        "side_by_side": (read_json(folder / BESIDE) or {}).get("side_by_side", 1),
+        "environment": environment,
+        "hits": read_json(folder / HITS) or {},
+    }
+
+
+def _clock(folder: Path, images_per_epoch: float) -> dict[str, Any]:
+    """Seconds and skipped updates, from a run's events: it may have been stopped and gone on several times."""
+    import numpy as np
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    from vision_longhorn.curves import read_scalars
+
+    scalars = read_scalars(folder)
+    epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
+    seconds = float((np.diff(epochs, prepend=0) * images_per_epoch / rates).sum())
+    wall = 0.0
+    for file in folder.glob("*tfevents*"):  # one for each time that it was begun
+        times = [event.wall_time for event in EventFileLoader(str(file)).Load()]
+        wall += times[-1] - times[0] if times else 0
+    return {
+        "seconds": _round(seconds),
+        "wall_seconds": _round(wall),
+        "skipped_updates": int(scalars["train/skipped"][1][-1]),
+    }
+
+
+def _round(number: float) -> float:
+    """Six digits: more say nothing, and fill files."""
+    return float(f"{number:.6g}")

@@ -1,0 +1,62 @@
+"""Means and differences with their 95 % intervals, over seeds and over images."""
+
+import base64
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+RESAMPLES = 9999
+
+
+class Interval(NamedTuple):
+    """A figure and the bounds of its 95 % interval, None where there are too few values for one."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+
+def mean_interval(values: Sequence[float]) -> Interval:
+    """The mean of values, one for each seed, with Student's interval."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, None, None)
+    half = stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values)
+    return Interval(mean, mean - float(half), mean + float(half))
+
+
+def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
+    """The mean of `one` less that of `other`, with Welch's interval: their variances may differ."""
+    value = float(np.mean(one) - np.mean(other))
+    if min(len(one), len(other)) < 2 or np.ptp(one) == np.ptp(other) == 0:
+        return Interval(value, None, None)
+    bounds = stats.ttest_ind(one, other, equal_var=False).confidence_interval(LEVEL)
+    return Interval(value, float(bounds.low), float(bounds.high))
+
+
+def read_bits(hits: dict[str, Any]) -> np.ndarray:
+    """Which images were right, (count,) of 0 and 1, as `hits_of` has packed them."""
+    return np.unpackbits(np.frombuffer(base64.b64decode(hits["bits"]), np.uint8), count=hits["count"])
+
+
+def over_images(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Interval:
+    """The difference in per cent of two variants on the same images, with a percentile bootstrap over these.
+
+    Args:
+        one, other: For each seed, which images were right: (count,) of 0 and 1. Seeds are averaged.
+    """
+    shares = 100 * (np.mean(one, axis=0) - np.mean(other, axis=0))  # (count,)
+    found = stats.bootstrap(
+        (shares,),
+        np.mean,
+        confidence_level=LEVEL,
+        n_resamples=RESAMPLES,
+        batch=max(1, 2_000_000 // len(shares)),
+        method="percentile",
+        random_state=np.random.default_rng(0),  # the same figures each time
+    )
+    bounds = found.confidence_interval
+    return Interval(float(np.mean(shares)), float(bounds.low), float(bounds.high))

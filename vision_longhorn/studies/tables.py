@@ -1,0 +1,204 @@
+"""What a study's JSON says, as Markdown and as a plot."""
+
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from vision_longhorn.curves import new_figure, save_png
+from vision_longhorn.studies.statistics import Interval, difference, mean_interval, over_images, read_bits
+
+Record = dict[str, Any]
+
+
+class Reading:
+    """A study's JSON, as tables and plots look at it.
+
+    Args:
+        content: What `results.collect` has made.
+
+    Attributes:
+        runs: The records of runs, by key of their arm's settings.
+        hardware: Whose speeds are shown: that of most arms; "" where none was measured.
+    """
+
+    def __init__(self, content: Record) -> None:
+        self.content, self.arms = content, content["arms"]
+        self.runs: dict[str, list[Record]] = defaultdict(list)
+        for run in content["runs"]:
+            self.runs[run["key"]].append(run)
+        names = Counter(name for arm in self.arms for name in arm["speed"])
+        self.hardware = names.most_common(1)[0][0] if names else ""
+        self.settings = list(dict.fromkeys(arm["setting"] for arm in self.arms))
+
+    def label(self, arm: Record) -> str:
+        return f"{arm['setting']}, {arm['variant']}" if arm["setting"] else arm["variant"]
+
+    def accuracies(self, arm: Record, kind: str = "ema") -> list[float]:
+        """Top-1 of an arm's runs in per cent; "ema" stands for the raw weights where a run averages none."""
+        finals = [run["final"] for run in self.runs[arm["key"]]]
+        return [final.get(kind, final["raw"]) for final in finals]
+
+    def arm(self, setting: str, variant: str) -> Record:
+        return next(arm for arm in self.arms if (arm["setting"], arm["variant"]) == (setting, variant))
+
+    def speed(self, arm: Record) -> Record:
+        return arm["speed"].get(self.hardware, {})
+
+    def bits(self, arm: Record, size: str) -> list[np.ndarray]:
+        """Which images were right at that size, an array for each seed that was looked at."""
+        return [read_bits(run["hits"][size]) for run in self.runs[arm["key"]] if size in run["hits"]]
+
+    def cost(self, arm: Record) -> float | None:
+        """Seconds of training: at the speed alone where that was measured, else the mean over the runs."""
+        if rate := self.speed(arm).get("images_per_s"):
+            return arm["images_per_epoch"] * arm["config"]["epochs"] / rate
+        return float(np.mean([run["seconds"] for run in self.runs[arm["key"]]])) if self.runs[arm["key"]] else None
+
+
+def markdown(content: Record) -> str:
+    """The tables of a study and what is to be said below them."""
+    reading = Reading(content)
+    parts = [_main_table(reading)]
+    if content["resolutions"]:
+        parts.append(_resolutions(reading))
+    parts.append("\n".join(f"- {line}" for line in [*_pairs(reading), *_remarks(reading)]))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _main_table(reading: Reading) -> str:
+    baseline, hardware = reading.content["baseline"], reading.hardware
+    head = ["variant", "parameters", "n", "EMA top-1, %", "raw top-1, %", f"difference to {baseline}"]
+    rows = [[*head, f"images/s alone{f', {hardware}' if hardware else ''}", "peak GiB"]]
+    for arm in reading.arms:
+        ema, raw = reading.accuracies(arm), reading.accuracies(arm, "raw")
+        other, less = reading.accuracies(reading.arm(arm["setting"], baseline)), "–"
+        if arm["variant"] != baseline and ema and other:
+            less = _signed(difference(ema, other))
+        speed = reading.speed(arm)
+        rows.append(
+            [
+                reading.label(arm),
+                f"{arm['parameters']:,}",
+                str(len(ema)),
+                _mean(ema),
+                _mean(raw),
+                less,
+                f"{speed['images_per_s']:,.0f}" if "images_per_s" in speed else "–",
+                f"{speed['peak_gib']:.1f}" if speed.get("peak_gib") else "–",
+            ]
+        )
+    return _table(rows)
+
+
+def _resolutions(reading: Reading) -> str:
+    sizes = [str(size) for size in reading.content["resolutions"]]
+    rows = [["EMA top-1 at", "n", *(f"{size} px" for size in sizes)]]
+    for arm in reading.arms:
+        bits = {size: [100 * float(found.mean()) for found in reading.bits(arm, size)] for size in sizes}
+        rows.append([reading.label(arm), str(max(map(len, bits.values()))), *(_mean(bits[size]) for size in sizes)])
+    return _table(rows)
+
+
+def _pairs(reading: Reading) -> list[str]:
+    """The main pair's difference in each setting: over seeds, and over images."""
+    lines, pair = [], reading.content["pair"]
+    for setting in reading.settings if pair else ():
+        one, other = (reading.arm(setting, name) for name in pair)
+        values = [reading.accuracies(arm) for arm in (one, other)]
+        if not all(values):
+            continue
+        where = f"{setting}: " if setting else ""
+        lines.append(f"{where}{pair[0]} - {pair[1]} {_signed(difference(*values))} over {_count(*map(len, values))}")
+        sizes = {size for arm in (one, other) for run in reading.runs[arm["key"]] for size in run["hits"]}
+        for size in sorted(sizes, key=int):
+            bits = [reading.bits(arm, size) for arm in (one, other)]
+            if all(bits):
+                means = [[100 * float(found.mean()) for found in some] for some in bits]
+                lines.append(
+                    f"{where}at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "
+                    f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap, seeds averaged)"
+                )
+    return lines
+
+
+def _count(one: int, other: int) -> str:
+    return f"{one} seed{'s' * (one > 1)} each" if one == other else f"{one} and {other} seeds"
+
+
+def _remarks(reading: Reading) -> list[str]:
+    """What each study has to say of runs that are missing or were not smooth, and what it cost."""
+    content, labels = reading.content, {arm["key"]: reading.label(arm) for arm in reading.arms}
+    planned = sum(len(arm["seeds"]) for arm in reading.arms)
+    lines = [
+        f"{len(content['runs'])} of {planned} runs, {sum(run['seconds'] for run in content['runs']):,.0f} s of training"
+    ]
+    beside = sorted({run["side_by_side"] for run in content["runs"]})
+    if beside and beside != [1]:
+        lines[0] += f", up to {beside[-1]} side by side on a device"
+    skipped = {
+        f"{labels[run['key']]} seed {run['seed']}: {run['skipped_updates']}"
+        for run in content["runs"]
+        if run["skipped_updates"]
+    }
+    lines[0] += f"; updates skipped: {', '.join(sorted(skipped)) or 'none'}"
+    for run in content["unfinished"]:
+        why = f"failed with exit code {run['exit_code']}: {run['last_line']}" if "exit_code" in run else "unfinished"
+        lines.append(f"{labels[run['key']]} seed {run['seed']} after {run['epochs']} epochs: {why}")
+    return lines
+
+
+def _mean(values: list[float]) -> str:
+    if not values:
+        return "–"
+    found = mean_interval(values)
+    return f"{found.value:.2f}" + ("" if found.high is None else f" ± {found.high - found.value:.2f}")
+
+
+def _signed(found: Interval) -> str:
+    bounds = "" if found.low is None or found.high is None else f" [{found.low:+.2f}, {found.high:+.2f}]"
+    return f"{found.value:+.2f}{bounds}"
+
+
+def _table(rows: list[list[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
+
+
+def plot(content: Record, out: Path) -> None:
+    """Draws accuracy against training cost with intervals, accuracy and loss over epochs, and over resolutions where
+    these were looked at, as one PNG."""
+    reading, sizes = Reading(content), [str(size) for size in content["resolutions"]]
+    arms = [arm for arm in reading.arms if reading.runs[arm["key"]]]
+    figure = new_figure(20 if sizes else 15, 5)
+    axes = figure.subplots(1, 4 if sizes else 3)
+    for number, arm in enumerate(arms):
+        style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":", "-.")[number // 10 % 4])
+        label = f"{reading.label(arm)} ({len(reading.runs[arm['key']])})"
+        found = mean_interval(reading.accuracies(arm))
+        error = None if found.high is None else found.high - found.value
+        axes[0].errorbar(reading.cost(arm), found.value, error, marker="o", capsize=3, label=label, **style)
+        for panel, kinds in (axes[1], ("ema", "raw")), (axes[2], ("train_loss",)):
+            curves = [
+                next(run["curve"][kind] for kind in kinds if kind in run["curve"]) for run in reading.runs[arm["key"]]
+            ]
+            known = [i for i, values in enumerate(zip(*curves)) if None not in values]
+            epochs = [reading.runs[arm["key"]][0]["curve"]["epoch"][i] for i in known]
+            panel.plot(epochs, np.mean([[curve[i] for i in known] for curve in curves], axis=0), label=label, **style)
+        if sizes:
+            means = {int(size): [100 * bits.mean() for bits in reading.bits(arm, size)] for size in sizes}
+            intervals = {size: mean_interval(values) for size, values in means.items() if values}
+            errors = [0 if found.high is None else found.high - found.value for found in intervals.values()]
+            values = [found.value for found in intervals.values()]
+            axes[3].errorbar(list(intervals), values, errors, marker="o", capsize=3, label=label, **style)
+    alone = reading.hardware and all(reading.speed(arm).get("images_per_s") for arm in arms)
+    cost = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
+    titles = [("EMA top-1, %", f"seconds of training, {cost}"), ("EMA top-1, %", "epoch"), ("training loss", "epoch")]
+    for panel, (title, below) in zip(axes, [*titles, ("EMA top-1, %", "pixels")]):
+        panel.set(title=title, xlabel=below)
+        panel.grid(alpha=0.3)
+    if arms:
+        axes[0].legend(fontsize="x-small")
+    figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), bars are 95 % intervals")
+    save_png(figure, out, dpi=100)
