@@ -152,7 +152,7 @@ def describe_environment() -> dict[str, Any]:
     changed = git("status", "--porcelain")
     return {
         "command": sys.argv,
-        "commit": git("rev-parse", "HEAD"),
+        "commit": os.environ.get("COMMIT") or git("rev-parse", "HEAD"),  # the variable is for a copy without git
         "uncommitted_changes": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "versions": versions,
