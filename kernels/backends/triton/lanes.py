@@ -302,29 +302,27 @@ def start_of_A(ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN: tl.constexp
 def walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row, d_ok,
           origin, sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
           A_PER_TOKEN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
-          K_PACK: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, LEN: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """From the state before token `begin` to the one after token `end - 1`, `LEN` tokens at most; the states after each
-    U of them, but for the last, are stored one after the other at `scratch_row`."""
-    for _ in tl.range(begin, end, LEN, num_stages=1):  # one round or none; beyond the end, steps change nothing
-        xs = load_tokens(x_row, origin, sign, begin, x_l, L, LEN, BC, ALIGNED)
-        us = load_tokens(step_row, origin, sign, begin, step_l, L, LEN, BC, ALIGNED)
-        ks = load_rows(k_row, k_l, origin, sign, begin, L, LEN, first, N, NI, NS, K_PACK)
+          K_PACK: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
+    """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
+    stored one after the other at `scratch_row`."""
+    for i in tl.range(begin, end, U, num_stages=1):
+        xs = load_tokens(x_row, origin, sign, i, x_l, L, U, BC, ALIGNED)
+        us = load_tokens(step_row, origin, sign, i, step_l, L, U, BC, ALIGNED)
+        ks = load_rows(k_row, k_l, origin, sign, i, L, U, first, N, NI, NS, K_PACK)
         norms = ()
-        for j in tl.static_range(LEN):
-            norm = load_norm(norm_row, begin + j, RULE)
-            norms = norms + (tl.where(begin + j < end, norm, float("inf")) if RULE.value.takes_norm else norm,)
-        for j in tl.static_range(LEN):
-            if j > 0 and j % U == 0:
-                store_state(scratch_row + (j // U - 1) * (N * D), D, S, d_ok & (all_lanes(begin + j, 1, BC) < end),
-                            first, N, NI, NS)  # fmt: skip
-            k = unpack(part_of(ks, j, LEN), k_ptr, NI, K_PACK)
+        for j in tl.static_range(U):
+            norms = norms + (load_norm(norm_row, i + j, RULE),)
+        for j in tl.static_range(U):
+            k = unpack(part_of(ks, j, U), k_ptr, NI, K_PACK)
             A_t = A
             if A_PER_TOKEN:
-                t = origin + sign * tl.minimum(begin + j, L - 1)
+                t = origin + sign * tl.minimum(i + j, L - 1)
                 A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
-            keep = tl.where(all_lanes(begin + j, 1, BC) < end, 1.0, 0.0)
+            keep = tl.where(all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
             eps, e = RULE.value.step_size(us[j], bias, norms[j], keep, SOFTPLUS, PTX)
             S, w = RULE.value.advance(S, xs[j].to(tl.float32), k, A_t, eps, e, N, NI, NS)
+        if i + U < end:
+            store_state(scratch_row + (i - begin) // U * (N * D), D, S, d_ok, first, N, NI, NS)
     return S
 
 

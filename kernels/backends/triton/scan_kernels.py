@@ -417,7 +417,7 @@ def _backward_kernel(
             if U < T:
                 state = walk(state, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr,
                               A_ptr, scratch_row, d_ok, origin, sign, i // T * T, walked, L, first, ALIGNED, RULE,
-                              SOFTPLUS, A_PER_TOKEN, D, N, NI, NS, K_PACK, BC, U, T - U, PTX)  # fmt: skip
+                              SOFTPLUS, A_PER_TOKEN, D, N, NI, NS, K_PACK, BC, U, PTX)  # fmt: skip
             states = state
             for j in tl.static_range(U):
                 keep = tl.where(all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
