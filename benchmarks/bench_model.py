@@ -396,19 +396,24 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     return args
 
 
-def earlier_runs(paths: list[Path], gpu: Optional[str]) -> tuple[list[dict], list[dict]]:
-    """(environments, rows) of the files that earlier runs left, of each measurement the last."""
+def earlier_runs(paths: list[Path], own: list[dict]) -> tuple[list[dict], list[dict]]:
+    """(environments, rows) of the files that earlier runs left, of each measurement the last.
+
+    Args:
+        paths: The files.
+        own: Environment of the run that they join, if it measures anything: all have to be of one GPU.
+    """
     environments, rows = [], {}
     for path in paths:
         try:
             found = json.loads(path.read_text())
-            was = found["environment"].get("gpu")
             environments += [*found.get("earlier", ()), found["environment"]]
             rows |= {tuple(row[key] for key in KEYS): row for row in found["models"]}
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"--merge {path}: it is no result of this script ({describe(error)})") from error
-        if was != gpu:
-            raise UserError(f"--merge {path}: it is of {was or 'a CPU'}, and this is {gpu or 'a CPU'}")
+        first, last = [*own, *environments][0].get("gpu"), environments[-1].get("gpu")
+        if first != last:
+            raise UserError(f"--merge {path}: it is of {last or 'a CPU'}, and others are of {first or 'a CPU'}")
     return environments, list(rows.values())
 
 
@@ -417,10 +422,14 @@ def main(argv: Optional[list[str]] = None) -> None:
     args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / ("model_sweep.json" if args.sweep else "model.json")
-    results = {"environment": environment() | {"timm": timm.__version__}}
-    print_environment(results["environment"])
-    results["earlier"], earlier = earlier_runs(args.merge, results["environment"].get("gpu"))
+    own = environment() | {"timm": timm.__version__}
+    print_environment(own)
+    results: dict = {}
     models = args.models
+    results["earlier"], earlier = earlier_runs(args.merge, [own] if models or args.official else [])
+    if not models and not args.official:  # what is merged was measured elsewhere
+        own = results["earlier"].pop()
+    results = {"environment": own} | results
     if args.official:
         error = register_official(args.official)
         results["official"] = {"imported": error is None, "error": error}

@@ -79,11 +79,12 @@ def test_sweep_leaves_a_plot(tmp_path, monkeypatch):
     assert again["models"][:3] == found["models"][:3] and again["models"][3] != found["models"][3]
     assert again["earlier"] == [found["environment"]] and again["missing"] == []
     bench_model.main(options)
-    assert json.loads((tmp_path / "model_sweep.json").read_text())["models"] == found["models"]
+    alone = json.loads((tmp_path / "model_sweep.json").read_text())
+    assert (alone["environment"], alone["models"]) == (found["environment"], found["models"])
     found["environment"]["gpu"] = "another"
     first.write_text(json.dumps(found))
-    with pytest.raises(UserError, match="of another, and this is a CPU"):
-        bench_model.main(options)
+    with pytest.raises(UserError, match="of another, and others are of a CPU"):
+        bench_model.main([*options, "--models", "vlonghorn_test", "--sizes", "1x64", *CPU])
 
 
 def test_out_of_time_says_what_is_missing(tmp_path, capsys):

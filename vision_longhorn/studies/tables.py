@@ -97,7 +97,9 @@ def _resolutions(reading: Reading) -> str:
     rows = [["EMA top-1 at", "n", *(f"{size} px" for size in sizes)]]
     for arm in reading.arms:
         bits = {size: [100 * float(found.mean()) for found in reading.bits(arm, size)] for size in sizes}
-        rows.append([reading.label(arm), str(max(map(len, bits.values()))), *(_mean(bits[size]) for size in sizes)])
+        counts = sorted({len(values) for values in bits.values()})
+        n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
+        rows.append([reading.label(arm), n, *(_mean(bits[size]) for size in sizes)])
     return _table(rows)
 
 
