@@ -49,7 +49,7 @@ PARTS = tuple(
     for part, pattern in (
         ("scan forward", r"^_forward_kernel"),
         ("scan backward", r"^_backward_kernel"),
-        ("scan, other", r"^_(norm|carry|adjoint|add)_kernel"),
+        ("scan, other", r"^_(norm|carry|adjoint|add|finish_rows|finish_columns)_kernel"),
         ("short convolution", r"^_conv.*_kernel|conv_depthwise|depthwise_conv"),
         ("gated norm", r"^_gated_norm"),
         ("matrix products", r"^triton_tem_"),

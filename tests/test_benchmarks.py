@@ -157,6 +157,7 @@ def test_size_in_a_name(name, size):
         ("_norm_kernel", "scan, other"),
         ("_adjoint_kernel", "scan, other"),
         ("_add_kernel", "scan, other"),
+        ("_finish_rows_kernel", "scan, other"),
         ("_conv_backward_kernel", "short convolution"),
         ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<4, int>", "short convolution"),
         ("_gated_norm_kernel", "gated norm"),
