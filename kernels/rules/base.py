@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -176,6 +177,38 @@ class Rule:
         """(forgetting, write) of each token, as `vision_longhorn.maps` defines them: (S, B, L) from the logits with
         their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
         raise NotImplementedError
+
+
+class UnitKeys(Rule):
+    """A rule whose keys are made one long, k^ = k / ||k||, before it is walked; zero keys stay zero."""
+
+    def prepare(self, scan: "Scan") -> "Scan":
+        return scan._replace(k=unit(scan.k.to(scan.accumulator)))
+
+    def restore(self, scan: "Scan", prepared: "Scan", grads: dict[str, Tensor]) -> dict[str, Tensor]:
+        dk = grads["k"]
+        across = dk - prepared.k * (prepared.k * dk).sum(-1, keepdim=True)
+        return grads | {"k": (across * inverse_norm(scan.k.to(scan.accumulator))).to(scan.k.dtype)}
+
+    @staticmethod
+    def onnx_unit(op: Any, k: Any) -> Any:
+        energy = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
+        scale = op.Where(
+            op.GreaterOrEqual(energy, torch.finfo(torch.float32).tiny), op.Reciprocal(op.Sqrt(energy)), 0.0
+        )
+        return op.Mul(k, scale)
+
+
+def unit(k: Tensor) -> Tensor:
+    """k / ||k||, (.., N)."""
+    return k.sign() * (inverse_norm(k) > 0) if k.shape[-1] == 1 else k * inverse_norm(k)
+
+
+def inverse_norm(k: Tensor) -> Tensor:
+    """1 / ||k||, (.., 1), and 0 for a zero key: one whose square is below float32's smallest normal number."""
+    energy = k.square().sum(-1, keepdim=True)
+    zero = energy < torch.finfo(torch.float32).tiny
+    return torch.where(zero, 0.0, energy.masked_fill(zero, 1.0).rsqrt())
 
 
 def over_channels(field: Tensor, weight: Tensor) -> Tensor:

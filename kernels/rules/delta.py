@@ -11,10 +11,10 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import HAS_TRITON, Functions, Rule, Sizes
+from .base import HAS_TRITON, Functions, Sizes, UnitKeys, inverse_norm, unit
 
 
-class Delta(Rule):
+class Delta(UnitKeys):
     name = "delta"
     kind = "error"
     tuned_as = "exact"
@@ -22,17 +22,9 @@ class Delta(Rule):
     onnx_step = "S + b * (x - op.MatMul(op.Transpose(k, perm=[0, 2, 1]), S)) * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
-        k = _unit(k).unsqueeze(1)  # (B, 1, N)
+        k = unit(k).unsqueeze(1)  # (B, 1, N)
         error = x - (state * k).sum(-1)
         return state + (torch.sigmoid(step) * error).unsqueeze(-1) * k
-
-    def prepare(self, scan: Any) -> Any:
-        return scan._replace(k=_unit(scan.k.to(scan.accumulator)))
-
-    def restore(self, scan: Any, prepared: Any, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        unit, dk = prepared.k, grads["k"]
-        across = dk - unit * (unit * dk).sum(-1, keepdim=True)
-        return grads | {"k": (across * _inverse_norm(scan.k.to(scan.accumulator))).to(scan.k.dtype)}
 
     def sizes(self, scan: Any, d: Any) -> Sizes:
         return Sizes(torch.sigmoid(d.step))
@@ -44,28 +36,13 @@ class Delta(Rule):
         return _DELTA
 
     def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        energy = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
-        scale = op.Where(
-            op.GreaterOrEqual(energy, torch.finfo(torch.float32).tiny), op.Reciprocal(op.Sqrt(energy)), 0.0
-        )
-        return {"k": op.Mul(k, scale), "b": op.Sigmoid(step), "x": x}, {}
+        return {"k": self.onnx_unit(op, k), "b": op.Sigmoid(step), "x": x}, {}
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        inverse = _inverse_norm(k).squeeze(-1)
+        inverse = inverse_norm(k).squeeze(-1)
         b = torch.sigmoid(step).mean(-1)
         # An input of 1 adds b k^, which is b / ||k|| times the key.
         return b * (inverse > 0) / k.shape[-1], b * inverse
-
-
-def _unit(k: Tensor) -> Tensor:
-    return k.sign() * (_inverse_norm(k) > 0) if k.shape[-1] == 1 else k * _inverse_norm(k)
-
-
-def _inverse_norm(k: Tensor) -> Tensor:
-    """1 / ||k||, (.., 1), and 0 for a zero key: one whose square is below float32's smallest normal number."""
-    energy = k.square().sum(-1, keepdim=True)
-    zero = energy < torch.finfo(torch.float32).tiny
-    return torch.where(zero, 0.0, energy.masked_fill(zero, 1.0).rsqrt())
 
 
 RULES = (Delta(),)

@@ -5,7 +5,8 @@ With eps = b / (1 + b ||k||^2), b = sigmoid(beta), for each channel d
     diagonal: S_t[d] = (1 - eps_t[d] k_t^2) S_{t-1}[d] + eps_t[d] x_t[d] k_t
     exact:    S_t[d] = S_{t-1}[d] + eps_t[d] (x_t[d] - S_{t-1}[d] . k_t) k_t
 
-Everywhere below, e = exp(-beta), and so eps = 1 / (1 + e + ||k||^2).
+and "diagonal_unit" is the diagonal one over k / ||k||. Everywhere below, e = exp(-beta), and so
+eps = 1 / (1 + e + ||k||^2).
 """
 
 from typing import Any, Optional
@@ -13,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import HAS_TRITON, Functions, Rule, Sizes, over_channels, over_states
+from .base import HAS_TRITON, Functions, Rule, Sizes, UnitKeys, inverse_norm, over_channels, over_states, unit
 
 # exp(87) is the largest power of e, to the integer, that float32 holds; 700 for float64. A step whose logit lies
 # below has beta < 1e-37: it writes nothing that float32 could show.
@@ -21,7 +22,7 @@ MAX_EXPONENT = {torch.float32: 87.0, torch.float64: 700.0}
 
 
 class Longhorn(Rule):
-    """What both rules share: the step size."""
+    """What the rules share: the step size."""
 
     takes_norm = True
 
@@ -109,7 +110,28 @@ class Exact(Longhorn):
         return _EXACT
 
 
-RULES = (Diagonal(), Exact())
+class DiagonalUnit(UnitKeys, Diagonal):
+    """The diagonal rule over k / ||k||."""
+
+    name = "diagonal_unit"
+
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
+        return super().update(state, x, step, unit(k), A, softplus)
+
+    def prepare(self, scan: Any) -> Any:
+        return super().prepare(scan)._replace(rule=Diagonal.name)
+
+    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
+        k = self.onnx_unit(op, k)
+        of_token, besides = super().onnx_inputs(op, x, step, k, A, softplus)
+        return {**of_token, "k": k}, besides
+
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
+        forgetting, write = super().maps(step, unit(k), A)
+        return forgetting, write * inverse_norm(k).squeeze(-1)  # what is added is written along k^
+
+
+RULES = (Diagonal(), Exact(), DiagonalUnit())
 
 if HAS_TRITON:
     import triton
