@@ -164,7 +164,7 @@ def options() -> set[str]:
     """Every option of a command: those in quotes in the sources, and the trainer's, which are fields of its config."""
     found = {option for text in sources().values() for option in re.findall(r"[\"'](--\w[\w-]*)[\"']", text)}
     config = (ROOT / "vision_longhorn/training/config.py").read_text(encoding="utf-8")
-    for field in re.findall(r"^    (\w+): .* = _value\(", config, flags=re.M):
+    for field in re.findall(r"^    (\w+): .* = option\(", config, flags=re.M):
         found |= {f"--{field}", f"--{field.replace('_', '-')}"}
     return found.union(*FOREIGN_OPTIONS.values())
 

@@ -31,7 +31,7 @@ from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import split_transform
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
-from vision_longhorn.studies import hits, runner
+from vision_longhorn.studies import hits, recall, runner
 from vision_longhorn.studies.plan import STUDIES, read_studies, unique_runs
 from vision_longhorn.studies.results import Known, build, write_results
 from vision_longhorn.studies.statistics import difference, mean_interval, over_images, read_bits
@@ -100,8 +100,8 @@ class Forked:
             os.environ.clear()
             os.environ.update(env)
             words = command[command.index("-m") + 1 :]
-            main = hits.main if words[0] == "vision_longhorn.studies.hits" else train
-            run_cli(lambda: main(words[1:] if main is hits.main else words[2:]))
+            own = {"vision_longhorn.studies.hits": hits.main, "vision_longhorn.studies.recall": recall.main}
+            run_cli(lambda: own[words[0]](words[1:]) if words[0] in own else train(words[2:]))
             code = 0
         except SystemExit as end:
             code = end.code or 0
@@ -141,6 +141,9 @@ def work(folder, log, words, environment):
     """The process of a study."""
     os.chdir(folder)
     os.environ.update(environment)
+    if "SLOW" in environment:
+        step = recall.RecallRun.train_step
+        recall.RecallRun.train_step = lambda *given: (time.sleep(float(environment["SLOW"])), step(*given))[1]
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
@@ -158,7 +161,8 @@ class Studying:
             (folder / "studies.yaml").write_text(yaml.safe_dump(TINY))
             write_digits(folder / "few", "train", 96)
             write_digits(folder / "few", "val", 37)
-        words = [*map(str, words), "--file", "studies.yaml", "--data", "few", "--device", "cpu"]
+        data = ["--data", "few"] if (folder / "few").exists() else []
+        words = [*map(str, words), "--file", "studies.yaml", *data, "--device", "cpu"]
         self.process = PROCESSES.Process(target=work, args=(folder, self.log, words, environment))
         self.process.start()
 
@@ -497,7 +501,7 @@ def test_the_shipped_studies_are_sound_and_share_what_they_can():
             (run.arm.variant, run.seed) for run in studies[name].runs() if run.identity in shared
         }
     assert {run.identity for run in studies["resolution"].runs()} <= {run.identity for run in studies["mixers"].runs()}
-    kinds = {arm.speed_key: arm for one in studies.values() for arm in one.arms}
+    kinds = {arm.speed_key: arm for one in studies.values() for arm in one.arms if arm.of_images}
     for arm in kinds.values():
         model = build(arm)
         assert model.num_classes == arm.config.num_classes

@@ -104,7 +104,7 @@ def find_data(words: list[str], studies: list[Study], needed: set[str]) -> dict[
     Raises:
         UserError: Where one has no place, or a word is none of these.
     """
-    names = {arm.data for study in studies for arm in study.arms}
+    names = {arm.data for study in studies for arm in study.arms if arm.data}
     places = {DIGITS: DIGITS}
     for word in words:
         name, equals, place = word.partition("=")
@@ -113,8 +113,9 @@ def find_data(words: list[str], studies: list[Study], needed: set[str]) -> dict[
         elif len(names - {DIGITS}) == 1 and not equals:
             places[(names - {DIGITS}).pop()] = word
         else:
-            raise UserError(f"--data {word}: give NAME=DIR, of the names {', '.join(sorted(names))}")
-    for name in sorted(needed - places.keys()):
+            known = f"give NAME=DIR, of the names {', '.join(sorted(names))}" if names else "no data are needed"
+            raise UserError(f"--data {word}: {known}")
+    for name in sorted(needed - {"", *places}):
         raise UserError(f"no place of the data {name}: give --data {name}=DIR, a folder of shards or images")
     return places
 
@@ -145,7 +146,8 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
         print(f"{run.name:50} {state:18} {'' if state == 'done' else cost}")
     print(f"{left} of {len(runs)} runs to do, each alone: {total:,.0f} s on one device", end="")
     print("".join(f", {total / count:,.0f} s on {count}" for count in (2, 4, 8)))
-    print(f"by speeds of {costs.hardware}" if costs.hardware else "no speed is known: --speed measures them")
+    if any(run.arm.of_images for run in runs):
+        print(f"by speeds of {costs.hardware}" if costs.hardware else "no speed is known: --speed measures them")
     if unknown:
         print(f"not in these sums: {unknown} of unknown cost")
 
@@ -157,6 +159,8 @@ def measure_speeds(studies: list[Study], out: Path, device: str) -> None:
     """Measures every variant's training step alone, into OUT/speed.json."""
     from vision_longhorn.studies.speed import measure
 
+    if other := [study.name for study in studies if study.task != "images"]:
+        raise UserError(f"--speed measures training on images: leave {', '.join(other)} out, its finished runs tell")
     name, speeds = hardware(device), (read_json(out / SPEEDS) or {}).get("speeds", {})
     arms = {arm.speed_key: arm for study in studies for arm in study.arms}
     print(f"training steps on {name}")

@@ -48,15 +48,17 @@ class Costs:
             record = result_of(folder, run)
         if record:
             # Those that ran beside as many others tell best.
-            place = 0 if record["side_by_side"] == self.beside else len(self.measured[run.arm.key])
-            self.measured[run.arm.key].insert(place, record["wall_seconds"] * self.beside / record["side_by_side"])
+            measured = self.measured[_kind(run)]
+            place = 0 if record["side_by_side"] == self.beside else len(measured)
+            seconds = record["wall_seconds"] / record["epochs"]
+            measured.insert(place, seconds * self.beside / record["side_by_side"])
 
     def seconds(self, run: Run) -> float | None:
         """Seconds that the rest of a run takes, None: nothing is known."""
-        cfg, measured = run.arm.config, self.measured[run.arm.key]
+        cfg, measured = run.arm.config, self.measured[_kind(run)]
         left = 1 - len(history_of(folder_of(self.out, run))) / cfg.epochs
         if measured:
-            return START + left * measured[0]
+            return START + left * cfg.epochs * measured[0]
         rate = self.known.speeds.get(run.arm.speed_key, {}).get(self.hardware, {}).get("images_per_s")
         if not rate:
             return None
@@ -65,3 +67,9 @@ class Costs:
         return (
             START + left * self.beside * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
         )
+
+
+def _kind(run: Run) -> str:
+    """What runs have in common whose epochs take about as long. Those of recall have no loader, whose work an update's
+    speed says nothing of, and often differ in their learning rate alone."""
+    return run.arm.key if run.arm.of_images else f"{run.arm.speed_key} {run.arm.config.train_samples}"

@@ -70,7 +70,7 @@ class Jobs:
 
     def trainings(self, runs: list[Run]) -> list[Job]:
         """A job for each run, which begins it or goes on with it."""
-        if any(self.data[run.arm.data] == DIGITS for run in runs):
+        if any(self.data.get(run.arm.data) == DIGITS for run in runs):
             from vision_longhorn.data.sharding import make_digits
 
             make_digits(Path("data", DIGITS))  # once, before each run would
@@ -81,8 +81,11 @@ class Jobs:
 
         def start() -> tuple[list[str], Path]:
             config = prepare(self.out, folder, run, self.costs.beside, self.workers)
-            words = ["--config", str(config), "--run-dir", str(folder), "--resume", "--data", self.data[run.arm.data]]
-            return ["vision_longhorn", "train", *words, "--device", self.device], folder / OUTPUT
+            words = ["--config", str(config), "--run-dir", str(folder), "--device", self.device]
+            if run.arm.of_images:
+                data = self.data[run.arm.data]
+                return ["vision_longhorn", "train", *words, "--resume", "--data", data], folder / OUTPUT
+            return ["vision_longhorn.studies.recall", *words], folder / OUTPUT
 
         def done(code: int) -> tuple[str, bool]:
             complete_history(folder, run)

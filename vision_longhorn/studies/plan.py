@@ -6,24 +6,29 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from vision_longhorn.errors import UserError
+from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml
 
 STUDIES = CONFIGS / "studies.yaml"
 DATA_KEYS = ("train_samples", "val_samples", "num_classes")
 VARIANT_KEYS = ("name", "like", "model", "model_kwargs", "overrides", "seeds")
 SETTING_KEYS = ("config", "data", "model_kwargs", "overrides", "seeds")
-STUDY_KEYS = ("asks", *SETTING_KEYS, "settings", "variants", "baseline", "pair", "resolutions")
+STUDY_KEYS = ("asks", "task", *SETTING_KEYS, "settings", "grid", "variants", "baseline", "pair", "resolutions")
+TASKS = {"images": Config, "recall": RecallConfig}
+OF_IMAGES = ("config", "data", "pair", "resolutions")  # keys that mean nothing to other tasks
+MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
 PLACES = ("data", "val_data", "run_dir", "resume", "allow_pipe", "workers", "device", "track")
 WRITING = ("log_interval", "checkpoint_interval", "keep_checkpoints", "max_bad_steps")
 # Those that a training step's speed depends on.
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
-        "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic")  # fmt: skip
+        "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic", "mixer", "width",
+        "depth", "vocab_size", "length", "pairs")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Arm:
 
     Attributes:
         study, setting, variant: Their names; the setting of a study that names none is "".
-        data: Name of its data.
+        data: Name of its data, "" where the task makes its own.
         config: Its settings, all of them; places, workers and device are those of the defaults.
         seeds: Seeds of its runs.
     """
@@ -41,8 +46,13 @@ class Arm:
     setting: str
     variant: str
     data: str
-    config: Config
+    config: Config | RecallConfig
     seeds: tuple[int, ...]
+
+    @property
+    def of_images(self) -> bool:
+        """Whether its runs are the trainer's."""
+        return isinstance(self.config, Config)
 
     @property
     def label(self) -> str:
@@ -53,9 +63,9 @@ class Arm:
     def key(self) -> str:
         """Eight hexadecimal digits of its effective settings and the name of its data.
 
-        What is as `Config` has it by default is left out, so that a field that is added there changes no key.
+        What is as its config has it by default is left out, so that a field that is added there changes no key.
         """
-        usual = Config().values()
+        usual = type(self.config)().values()
         values = {key: value for key, value in self.settings().items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
@@ -103,6 +113,7 @@ class Study:
 
     Attributes:
         name, asks: Its name, and the question that it asks.
+        task: What its runs are: "images" or "recall".
         arms: What it compares: all variants in the first setting, in the second, ...
         baseline: Variant that others are compared with, in the same setting.
         pair: The main pair of variants, or ().
@@ -111,6 +122,7 @@ class Study:
 
     name: str
     asks: str
+    task: str
     arms: tuple[Arm, ...]
     baseline: str
     pair: tuple[str, ...]
@@ -157,17 +169,17 @@ def read_studies(path: str | Path = STUDIES) -> dict[str, Study]:
 def _study(name: str, spec: dict[str, Any], data: dict[str, Any], shared: dict[str, Any]) -> Study:
     where = f"study {name}: "
     _check_name(name)
-    _check_keys(where, spec, STUDY_KEYS)
+    task = spec.get("task", "images")
+    if task not in TASKS:
+        raise UserError(f"{where}task is {task!r}: give one of {', '.join(TASKS)}")
+    _check_keys(where, spec, [key for key in STUDY_KEYS if task == "images" or key not in OF_IMAGES])
     for key in ("asks", "variants"):
         if not spec.get(key):
             raise UserError(f"{where}{key} is missing")
-    settings = _mapping("settings", spec.get("settings")) or {"": {}}
+    settings = _settings(where, spec)
     variants = [_variant(where, item, shared) for item in spec["variants"]]
-    arms = tuple(
-        _arm(name, setting, spec, _mapping(setting, own), variant, data)
-        for setting, own in settings.items()
-        for variant in variants
-    )
+    make = partial(_arm, data=data) if task == "images" else _recall_arm
+    arms = tuple(make(name, setting, spec, own, variant) for setting, own in settings.items() for variant in variants)
     for i, arm in enumerate(arms):
         for other in arms[:i]:
             if arm.label == other.label:
@@ -185,7 +197,26 @@ def _study(name: str, spec: dict[str, Any], data: dict[str, Any], shared: dict[s
     sizes = spec.get("resolutions") or ()
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise UserError(f"{where}resolutions is {sizes}: give sides of images, in pixels")
-    return Study(name, str(spec["asks"]), arms, baseline, pair, tuple(sizes))
+    return Study(name, str(spec["asks"]), task, arms, baseline, pair, tuple(sizes))
+
+
+def _settings(where: str, spec: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The settings of a study by name, each with every combination of what its grid overrides; one called "" if it has
+    neither."""
+    settings = {name: _mapping(name, own) for name, own in _mapping("settings", spec.get("settings")).items()}
+    settings = settings or {"": {}}
+    for key, values in _mapping(f"{where}grid", spec.get("grid")).items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"{where}grid: {key} is {values!r}: give a list of values")
+        settings = {
+            "-".join(filter(None, (name, f"{key}{value}"))): {
+                **own,
+                "overrides": {**_mapping(f"{where}overrides", own.get("overrides")), key: value},
+            }
+            for name, own in settings.items()
+            for value in values
+        }
+    return settings
 
 
 def _variant(where: str, item: Any, shared: dict[str, Any]) -> dict[str, Any]:
@@ -214,16 +245,8 @@ def _arm(
         raise UserError(f"{where}data is {place!r}: give one of {', '.join(data)}, which the file describes")
     if config is None:
         raise UserError(f"{where}config is missing: give the name of one in configs/, or a YAML file")
-    values: dict[str, Any] = {**_base(config), **data[place]}
-    kwargs = _mapping("model_kwargs", values.get("model_kwargs"))
-    for part in (spec, own, variant):
-        overrides = _mapping(f"{where}overrides", part.get("overrides"))
-        fields = [key for key in Config.__dataclass_fields__ if key not in (*PLACES, "seed", "model_kwargs")]
-        _check_keys(f"{where}overrides: ", overrides, fields)
-        values.update(overrides)
-        kwargs.update(_mapping(f"{where}model_kwargs", part.get("model_kwargs")))
+    values = _merge(where, Config, {**_base(config), **data[place]}, (spec, own, variant))
     values["model"] = variant.get("model", values.get("model", Config.model))
-    values["model_kwargs"] = {key: value for key, value in kwargs.items() if value is not None}
     for key in PLACES:
         values.pop(key, None)
     try:
@@ -233,8 +256,38 @@ def _arm(
             raise UserError(faults[0])
     except UserError as error:
         raise UserError(f"{where}{error}") from None
-    seeds = variant.get("seeds", own.get("seeds", spec.get("seeds", 1)))
-    return Arm(study, setting, variant["name"], place, checked, _seeds(where, seeds))
+    return Arm(study, setting, variant["name"], place, checked, _seeds(where, spec, own, variant))
+
+
+def _recall_arm(study: str, setting: str, spec: dict[str, Any], own: dict[str, Any], variant: dict[str, Any]) -> Arm:
+    """An arm of recall: a variant's mixer in a language model."""
+    label = f"{setting}-{variant['name']}" if setting else variant["name"]
+    where = f"study {study}, {label}: "
+    if setting:
+        _check_name(setting)
+        _check_keys(where, own, [key for key in SETTING_KEYS if key not in OF_IMAGES])
+    values = _merge(where, RecallConfig, {}, (spec, own, variant))
+    word = str(variant.get("model", "vlonghorn")).partition("_")[0]
+    mixer = values["model_kwargs"].pop("mixer", MIXERS.get(word))
+    if mixer is None:
+        raise UserError(f"{where}model is {variant['model']!r}: recall takes the mixers of vlonghorn_* and vim_*")
+    try:
+        config = RecallConfig(**{**values, "mixer": mixer})
+    except UserError as error:
+        raise UserError(f"{where}{error}") from None
+    return Arm(study, setting, variant["name"], "", config, _seeds(where, spec, own, variant))
+
+
+def _merge(where: str, kind: Any, values: dict[str, Any], parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """Values of a config of that kind with what each of the parts, a study's first, overrides."""
+    kwargs = _mapping("model_kwargs", values.get("model_kwargs"))
+    taken = (*PLACES, "seed", "model_kwargs", "mixer")
+    for part in parts:
+        overrides = _mapping(f"{where}overrides", part.get("overrides"))
+        _check_keys(f"{where}overrides: ", overrides, [key for key in kind.__dataclass_fields__ if key not in taken])
+        values = {**values, **overrides}
+        kwargs.update(_mapping(f"{where}model_kwargs", part.get("model_kwargs")))
+    return {**values, "model_kwargs": {key: value for key, value in kwargs.items() if value is not None}}
 
 
 @cache
@@ -242,8 +295,9 @@ def _base(config: str) -> dict[str, Any]:
     return read_config_file(config)
 
 
-def _seeds(where: str, seeds: Any) -> tuple[int, ...]:
+def _seeds(where: str, spec: dict[str, Any], own: dict[str, Any], variant: dict[str, Any]) -> tuple[int, ...]:
     """Seeds as the file gives them: their number, or a list of them."""
+    seeds = variant.get("seeds", own.get("seeds", spec.get("seeds", 1)))
     found = list(range(seeds)) if type(seeds) is int else seeds
     if not isinstance(found, list) or not found or len(set(found)) < len(found):
         raise UserError(f"{where}seeds is {seeds!r}: give how many, 1 or more, or a list of different ones")

@@ -8,6 +8,7 @@ from typing import Any
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
 from vision_longhorn.studies.plan import Arm, Run, Study
+from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.studies.runs import FAILED, folder_of, history_of, is_finished, read_json, result_of
 
 Record = dict[str, Any]
@@ -73,9 +74,9 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
         environment: What `describe_environment` says of this machine; None: it has run nothing.
 
     Returns:
-        Dict with "study", "asks", "baseline", "pair", "resolutions", "environment", "arms" (a dict for each variant in
-        each setting, with "key", "parameters", "config" and "speed"), "runs" (see `result_of`) and "unfinished" (runs
-        that failed, or have not had all epochs).
+        Dict with "study", "task", "asks", "baseline", "pair", "resolutions", "environment", "arms" (a dict for each
+        variant in each setting, with "key", "parameters", "config" and "speed"), "runs" (see `result_of`) and
+        "unfinished" (runs that failed, or have not had all epochs).
     """
     runs, unfinished = [], []
     for run in study.runs():
@@ -97,6 +98,7 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
             unfinished.append(known.failed[run.identity])
     return {
         "study": study.name,
+        "task": study.task,
         "asks": study.asks,
         "baseline": study.baseline,
         "pair": list(study.pair),
@@ -127,10 +129,14 @@ def _describe(arm: Arm, known: Known) -> Record:
 
 def build(arm: Arm) -> Any:
     """The model of an arm, on the CPU. Raises UserError where there is no such model, or it refuses its arguments."""
-    from vision_longhorn.checkpoint import create_model
-
     cfg = arm.config
     try:
+        if isinstance(cfg, RecallConfig):
+            from vision_longhorn.studies.recall import build_model
+
+            return build_model(cfg)
+        from vision_longhorn.checkpoint import create_model
+
         return create_model(
             cfg.model, num_classes=cfg.num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs
         )

@@ -34,8 +34,8 @@ def history_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def is_finished(folder: Path, run: Run) -> bool:
-    """Whether the run in the folder has had all its epochs."""
-    return len(history_of(folder)) >= run.arm.config.epochs
+    """Whether the run in the folder has nothing left to do."""
+    return run.arm.config.is_over(history_of(folder))
 
 
 def holder_of(folder: Path) -> str:
@@ -69,7 +69,8 @@ def prepare(out: Path, folder: Path, run: Run, beside: int, workers: int) -> Pat
     write_text(folder / BESIDE, json.dumps({"side_by_side": max(before, beside)}) + "\n")
     config = out / "configs" / f"{folder.name}.yaml"
     values = {key: value for key, value in run.arm.config.values().items() if key not in PLACES}
-    write_text(config, yaml.safe_dump({**values, "seed": run.seed, "workers": workers}, sort_keys=False))
+    own = {"seed": run.seed, **({"workers": workers} if run.arm.of_images else {})}
+    write_text(config, yaml.safe_dump({**values, **own}, sort_keys=False))
     return config
 
 
@@ -106,7 +107,7 @@ def result_of(folder: Path, run: Run) -> dict[str, Any]:
         epoch), "curve" (a list for each: "epoch", "train_loss", "raw", "ema"), "seconds" (of training, without
         evaluation), "images_per_s", "wall_seconds" (from its first update, evaluation included), "side_by_side" (runs
         on its device), "skipped_updates", "environment", and "hits" by image size (see `hits_of`), as far as
-        they were looked at.
+        they were looked at. A run of recall has the share of answered queries as its top-1, and sequences for images.
     """
     history, environment = history_of(folder), read_json(folder / "env.json") or {}
     facts = {key: environment.pop(key, None) for key in ("command", "updates_per_epoch", "global_batch")}

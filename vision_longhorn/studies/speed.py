@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -13,6 +13,7 @@ from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import one_line
 from vision_longhorn.studies.plan import Arm
 from vision_longhorn.training import setup
+from vision_longhorn.training.config import Config
 from vision_longhorn.training.updates import step_if_finite
 
 WINDOWS = 5
@@ -48,7 +49,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
 
 def _make_update(arm: Arm, accelerator: Any) -> Callable[[], None]:
     """An update as `Trainer.train_step` makes it, without loader, schedule and log."""
-    cfg, device = arm.config, accelerator.device
+    cfg, device = cast(Config, arm.config), accelerator.device
     classes = cfg.num_classes or 1000
     model, ema = setup.build_model(cfg, classes, accelerator, resuming=False)
     mixup, criterion = setup.build_loss(cfg, classes)

@@ -59,11 +59,15 @@ class Reading:
 
 def markdown(content: Record) -> str:
     """The tables of a study and what is to be said below them."""
+    if content.get("task") == "recall":
+        from vision_longhorn.studies.recall_tables import recall_markdown
+
+        return recall_markdown(content)
     reading = Reading(content)
     parts = [_main_table(reading)]
     if content["resolutions"]:
         parts.append(_resolutions(reading))
-    parts.append("\n".join(f"- {line}" for line in [*_pairs(reading), *_remarks(reading)]))
+    parts.append("\n".join(f"- {line}" for line in [*_pairs(reading), *remarks(reading)]))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -82,14 +86,14 @@ def _main_table(reading: Reading) -> str:
                 reading.label(arm),
                 f"{arm['parameters']:,}",
                 str(len(ema)),
-                _mean(ema),
-                _mean(raw),
+                format_mean(ema),
+                format_mean(raw),
                 less,
                 f"{speed['images_per_s']:,.0f}" if "images_per_s" in speed else "–",
                 f"{speed['peak_gib']:.1f}" if speed.get("peak_gib") else "–",
             ]
         )
-    return _table(rows)
+    return format_table(rows)
 
 
 def _resolutions(reading: Reading) -> str:
@@ -99,8 +103,8 @@ def _resolutions(reading: Reading) -> str:
         bits = {size: [100 * float(found.mean()) for found in reading.bits(arm, size)] for size in sizes}
         counts = sorted({len(values) for values in bits.values()})
         n = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else str(counts[0])
-        rows.append([reading.label(arm), n, *(_mean(bits[size]) for size in sizes)])
-    return _table(rows)
+        rows.append([reading.label(arm), n, *(format_mean(bits[size]) for size in sizes)])
+    return format_table(rows)
 
 
 def _pairs(reading: Reading) -> list[str]:
@@ -129,7 +133,7 @@ def _count(one: int, other: int) -> str:
     return f"{one} seed{'s' * (one > 1)} each" if one == other else f"{one} and {other} seeds"
 
 
-def _remarks(reading: Reading) -> list[str]:
+def remarks(reading: Reading) -> list[str]:
     """What each study has to say of runs that are missing or were not smooth, and what it cost."""
     content, labels = reading.content, {arm["key"]: reading.label(arm) for arm in reading.arms}
     planned = sum(len(arm["seeds"]) for arm in reading.arms)
@@ -151,7 +155,7 @@ def _remarks(reading: Reading) -> list[str]:
     return lines
 
 
-def _mean(values: list[float]) -> str:
+def format_mean(values: list[float]) -> str:
     if not values:
         return "–"
     found = mean_interval(values)
@@ -163,14 +167,18 @@ def _signed(found: Interval) -> str:
     return f"{found.value:+.2f}{bounds}"
 
 
-def _table(rows: list[list[str]]) -> str:
+def format_table(rows: list[list[str]]) -> str:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([lines[0], f"|{'---|' * len(rows[0])}", *lines[1:]])
 
 
 def plot(content: Record, out: Path) -> None:
     """Draws accuracy against training cost with intervals, accuracy and loss over epochs, and over resolutions where
-    these were looked at, as one PNG."""
+    these were looked at, as one PNG; of recall accuracy against width."""
+    if content.get("task") == "recall":
+        from vision_longhorn.studies.recall_tables import recall_plot
+
+        return recall_plot(content, out)
     reading, sizes = Reading(content), [str(size) for size in content["resolutions"]]
     arms = [arm for arm in reading.arms if reading.runs[arm["key"]]]
     figure = new_figure(20 if sizes else 15, 5)

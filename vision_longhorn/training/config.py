@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -41,14 +41,14 @@ SHARE = Range(0, 1)
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
 
 
-def _value(
+def option(
     default: Any,
     doc: str,
     allowed: Range | tuple[str, ...] | None = None,
     also: tuple[str, ...] = (),
     lengths: tuple[int, ...] | None = None,
 ) -> Any:
-    """Field of `Config`.
+    """Field of a config.
 
     Args:
         default: Its default.
@@ -61,55 +61,82 @@ def _value(
     return dataclasses.field(**factory, metadata={"doc": doc, "allowed": allowed, "also": also, "lengths": lengths})
 
 
+class Settings:
+    """What configs have in common, dataclasses of `option`s: values of the right type and in range, and what the folder
+    of a run goes by.
+
+    Raises:
+        UserError: For a value that is none.
+    """
+
+    resume: str | None
+    track: str | None
+    keep_checkpoints: int
+
+    def values(self) -> dict[str, Any]:
+        """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
+        return {
+            key: value
+            for key, value in dataclasses.asdict(cast(Any, self)).items()
+            if key not in ("run_dir", "resume", "allow_pipe")
+        }
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(cast(Any, self)):
+            value = _coerce(field.name, getattr(self, field.name), field.type)
+            _check(field, value)
+            setattr(self, field.name, value)
+
+
 @dataclasses.dataclass
-class Config:
+class Config(Settings):
     """All values of a run. The defaults are the ViM recipe for a tiny model at batch 1024, on one GPU."""
 
     # Model
-    model: str = _value(
+    model: str = option(
         "vlonghorn_tiny",
         "name of a timm model; importing vision_longhorn adds vlonghorn_* and vim_*",
         also=("arch", "model_name"),
     )
-    model_kwargs: dict = _value(
+    model_kwargs: dict = option(
         {},
         "arguments of the model, KEY=VALUE ...; on the command line they add to the file's, KEY=none takes one away",
         also=("img_size", "image_size", "depth", "patch_size"),
     )
-    drop_path: float = _value(0.0, "stochastic depth rate", Range(0, below=1), also=("drop_path_rate",))
-    init: str | None = _value(
+    drop_path: float = option(0.0, "stochastic depth rate", Range(0, below=1), also=("drop_path_rate",))
+    init: str | None = option(
         None,
         "file of weights to start from, a run's best.pt or others of the model; position "
         "embedding, patches and classifier are fitted",
         also=("pretrained", "finetune", "checkpoint", "initial_checkpoint", "weights"),
     )
-    num_classes: int | None = _value(
+    num_classes: int | None = option(
         None, "number of classes; default: from the data", COUNT, also=("nb_classes", "classes")
     )
 
     # Data
-    data: str | None = _value(
+    data: str | None = option(
         None,
         "shards (folder, brace pattern, glob or URL), or a folder of images with train/ "
         "and val/; 'digits' is the built-in demo set",
         also=("data_path", "data_dir", "dataset", "root"),
     )
-    val_data: str | None = _value(None, "shards or images for evaluation, where they are not part of `data`")
-    train_split: str = _value("train", "split to train on")
-    val_split: str = _value("val", "split to evaluate on")
-    train_samples: int | None = _value(None, "training samples, for shards without an index", COUNT)
-    val_samples: int | None = _value(None, "evaluation samples, for shards without an index", COUNT)
-    allow_pipe: bool = _value(
+    val_data: str | None = option(None, "shards or images for evaluation, where they are not part of `data`")
+    train_split: str = option("train", "split to train on")
+    val_split: str = option("val", "split to evaluate on")
+    train_samples: int | None = option(None, "training samples, for shards without an index", COUNT)
+    val_samples: int | None = option(None, "evaluation samples, for shards without an index", COUNT)
+    allow_pipe: bool = option(
         False,
         "run the commands of `pipe:COMMAND` in data and val_data, which print shards; to be given anew to resume a run",
     )
-    workers: int | None = _value(
+    workers: int | None = option(
         None,
         "loader processes per training process; default: one to a core, 8 at most",
         Range(0, kind=int),
         also=("num_workers", "dataloader_workers"),
     )
-    max_bad_samples: float = _value(
+    max_bad_samples: float = option(
         0,
         "training samples that a process may skip in an epoch because they cannot be "
         "read, a number, or below 1 a share of them",
@@ -117,149 +144,138 @@ class Config:
     )
 
     # Image transforms, timm's
-    mean: list[float] | None = _value(None, "channel means in 0..1; default: the model's", SHARE, lengths=(1, 3))
-    std: list[float] | None = _value(
+    mean: list[float] | None = option(None, "channel means in 0..1; default: the model's", SHARE, lengths=(1, 3))
+    std: list[float] | None = option(
         None, "channel standard deviations in 0..1; default: the model's", Range(above=0, high=1), lengths=(1, 3)
     )
-    interpolation: str = _value(
+    interpolation: str = option(
         "bicubic", "resampling in training and evaluation", ("bilinear", "bicubic", "nearest", "lanczos", "random")
     )
-    crop_pct: float = _value(0.875, "evaluation crop, as a fraction of the resized image", Range(above=0, high=1))
-    scale: list[float] = _value(
+    crop_pct: float = option(0.875, "evaluation crop, as a fraction of the resized image", Range(above=0, high=1))
+    scale: list[float] = option(
         [0.08, 1.0], "area of the random resized crop, as fractions of the image", Range(above=0, high=1), lengths=(2,)
     )
-    ratio: list[float] = _value([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
-    hflip: float = _value(0.5, "probability of a horizontal flip", SHARE)
-    color_jitter: float | None = _value(
+    ratio: list[float] = option([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
+    hflip: float = option(0.5, "probability of a horizontal flip", SHARE)
+    color_jitter: float | None = option(
         0.3, "strength of colour jitter; timm leaves it out where auto_augment is on", Range(0)
     )
-    auto_augment: str | None = _value(
+    auto_augment: str | None = option(
         "rand-m9-mstd0.5-inc1",
         "timm's policy string, such as RandAugment's; cifar10: AutoAugment's for that",
         also=("aa", "randaugment"),
     )
-    re_prob: float = _value(0.25, "probability of random erasing", SHARE, also=("reprob", "random_erasing"))
-    re_mode: str = _value("pixel", "filling of the erased part", ("const", "rand", "pixel"))
-    repeats: int = _value(3, "repeated augmentation: views of each decoded sample in an epoch of unchanged size", COUNT)
+    re_prob: float = option(0.25, "probability of random erasing", SHARE, also=("reprob", "random_erasing"))
+    re_mode: str = option("pixel", "filling of the erased part", ("const", "rand", "pixel"))
+    repeats: int = option(3, "repeated augmentation: views of each decoded sample in an epoch of unchanged size", COUNT)
 
     # Loss
-    smoothing: float = _value(0.1, "label smoothing", Range(0, below=1), also=("label_smoothing",))
-    mixup: float = _value(0.8, "alpha of mixup, 0 is off", Range(0))
-    cutmix: float = _value(1.0, "alpha of cutmix, 0 is off", Range(0))
-    mixup_prob: float = _value(1.0, "probability that a batch is mixed", SHARE)
+    smoothing: float = option(0.1, "label smoothing", Range(0, below=1), also=("label_smoothing",))
+    mixup: float = option(0.8, "alpha of mixup, 0 is off", Range(0))
+    cutmix: float = option(1.0, "alpha of cutmix, 0 is off", Range(0))
+    mixup_prob: float = option(1.0, "probability that a batch is mixed", SHARE)
 
     # Optimiser and schedule
-    opt: str = _value("adamw", "timm's name of the optimiser", also=("optimizer", "optim"))
-    lr: float = _value(
+    opt: str = option("adamw", "timm's name of the optimiser", also=("optimizer", "optim"))
+    lr: float = option(
         1e-3,
         "peak learning rate, at `lr_base_batch` where that is set",
         POSITIVE,
         also=("learning_rate", "peak_lr", "max_lr", "base_lr", "blr"),
     )
-    lr_base_batch: int | None = _value(
+    lr_base_batch: int | None = option(
         1024, "global batch for lr; lr scales with the actual one; none: it does not", COUNT
     )
-    layer_decay: float | None = _value(
+    layer_decay: float | None = option(
         None,
         "factor of the learning rate from a block to the one before, such as 0.75 in fine-tuning",
         Range(above=0, high=1),
     )
-    weight_decay: float = _value(
+    weight_decay: float = option(
         0.1, "weight decay; the model's no_weight_decay(), biases and norms are spared", Range(0), also=("wd",)
     )
-    clip_grad: float | None = _value(
+    clip_grad: float | None = option(
         None,
         "largest norm of the gradient; none: no clipping",
         POSITIVE,
         also=("max_grad_norm", "grad_clip", "gradient_clipping"),
     )
-    batch_size: int = _value(
+    batch_size: int = option(
         1024,
         "samples per process and pass; the global batch is this x processes x grad_accum",
         COUNT,
         also=("per_device_train_batch_size", "bs", "batch"),
     )
-    grad_accum: int = _value(
+    grad_accum: int = option(
         1, "forward passes per update", COUNT, also=("gradient_accumulation_steps", "accum_iter", "grad_accum_steps")
     )
-    epochs: int = _value(
+    epochs: int = option(
         300,
         "passes over as many samples as the training split holds",
         COUNT,
         also=("num_epochs", "num_train_epochs", "max_epochs"),
     )
-    warmup_epochs: float = _value(5, "epochs of linear warm-up, part of `epochs`", Range(0), also=("warmup",))
-    warmup_lr: float = _value(1e-6, "learning rate at the start of the warm-up", Range(0))
-    min_lr: float = _value(1e-5, "learning rate at the end of the cosine", Range(0))
-    ema_decay: float = _value(
+    warmup_epochs: float = option(5, "epochs of linear warm-up, part of `epochs`", Range(0), also=("warmup",))
+    warmup_lr: float = option(1e-6, "learning rate at the start of the warm-up", Range(0))
+    min_lr: float = option(1e-5, "learning rate at the end of the cosine", Range(0))
+    ema_decay: float = option(
         0.99996,
         "decay of the averaged weights per update; 0: no averaging",
         Range(0, below=1),
         also=("model_ema_decay", "ema"),
     )
-    ema_warmup: bool | None = _value(
+    ema_warmup: bool | None = option(
         None, "let the decay grow from 0 over the first updates; default: where the run is too short for it otherwise"
     )
 
     # Run
-    run_dir: str | None = _value(
+    run_dir: str | None = option(
         None, "folder of the run; default: runs/NAME-TIME", also=("output_dir", "output", "out", "save_dir", "log_dir")
     )
-    resume: str | None = _value(
+    resume: str | None = option(
         None,
         "go on with this run (its folder, or one of its checkpoints) under its own "
         "config; without a value: with the run in --run-dir, if there is one yet",
     )
-    seed: int = _value(0, "seed of weights, sample order and augmentation", Range(0, 2**32 - 1, kind=int))
-    device: str = _value("auto", "auto is cuda where there is one", ("auto", "cuda", "cpu"))
-    precision: str = _value(
+    seed: int = option(0, "seed of weights, sample order and augmentation", Range(0, 2**32 - 1, kind=int))
+    device: str = option("auto", "auto is cuda where there is one", ("auto", "cuda", "cpu"))
+    precision: str = option(
         "auto",
         "auto is bf16 autocast on a GPU (fp16 on one without bf16), and fp32 on a CPU",
         ("auto", "bf16", "fp16", "fp32"),
         also=("amp", "mixed_precision", "dtype"),
     )
-    compile: bool = _value(False, "torch.compile the model")
-    deterministic: bool = _value(
+    compile: bool = option(False, "torch.compile the model")
+    deterministic: bool = option(
         False, "only algorithms of torch that give the same bits again; an error where it has none"
     )
-    compress_gradients: bool = _value(False, "average the processes' gradients in bfloat16, at half the traffic")
-    fsdp: bool = _value(
+    compress_gradients: bool = option(False, "average the processes' gradients in bfloat16, at half the traffic")
+    fsdp: bool = option(
         False,
         "share out weights, gradients and the optimiser's state over the processes (FSDP2), for "
         "models too large for one GPU",
     )
-    track: str | None = _value(
+    track: str | None = option(
         None,
         "send the curves to this tracker of accelerate as well; its package has to be installed",
         TRACKERS,
         also=("report_to", "log_with", "wandb", "tracker"),
     )
-    log_interval: int = _value(50, "updates between two entries of the training curves", COUNT)
-    eval_interval: int = _value(1, "epochs between two evaluations; the last epoch is always evaluated", COUNT)
-    checkpoint_interval: int = _value(
+    log_interval: int = option(50, "updates between two entries of the training curves", COUNT)
+    eval_interval: int = option(1, "epochs between two evaluations; the last epoch is always evaluated", COUNT)
+    checkpoint_interval: int = option(
         1000,
         "updates between two checkpoints within an epoch; its end always has one",
         COUNT,
         also=("save_interval", "save_steps"),
     )
-    keep_checkpoints: int = _value(2, "checkpoints to keep, beside the best", COUNT, also=("checkpoint_hist",))
-    max_bad_steps: int = _value(10, "stop after so many updates in a row whose loss or gradients are not finite", COUNT)
+    keep_checkpoints: int = option(2, "checkpoints to keep, beside the best", COUNT, also=("checkpoint_hist",))
+    max_bad_steps: int = option(10, "stop after so many updates in a row whose loss or gradients are not finite", COUNT)
 
     notes = list[str]()  # what to say at the start of the run
 
-    def values(self) -> dict[str, Any]:
-        """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
-        return {
-            key: value
-            for key, value in dataclasses.asdict(self).items()
-            if key not in ("run_dir", "resume", "allow_pipe")
-        }
-
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = _coerce(field.name, getattr(self, field.name), field.type)
-            _check(field, value)
-            setattr(self, field.name, value)
+        super().__post_init__()
         for key in ("scale", "ratio"):
             low, high = getattr(self, key)
             if low > high:
@@ -268,6 +284,10 @@ class Config:
             raise UserError(f"opt is {self.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
+
+    def is_over(self, history: list[dict[str, Any]]) -> bool:
+        """Whether a run with these results of epochs has nothing left to do."""
+        return len(history) >= self.epochs
 
     def faults_of_schedule(self) -> list[str]:
         """What a new run is refused for, and one that goes on was begun with: a list of lines."""

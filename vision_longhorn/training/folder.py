@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from vision_longhorn.checkpoint import save_run
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import left_aside, write_text
-from vision_longhorn.training.config import Config
+from vision_longhorn.training.config import Settings
 from vision_longhorn.training.lock import RunLock
 from vision_longhorn.training.runlog import RunLog
 
@@ -41,7 +41,7 @@ class RunFolder:
 
     Args:
         path: The folder, which need not be there yet.
-        cfg: The run's `Config`.
+        cfg: The run's config.
         resuming: Whether the run goes on from a checkpoint in there.
         accelerator: Tells which process this is.
         held: Closes the curves and lets others have the folder, when it is closed.
@@ -54,7 +54,7 @@ class RunFolder:
     """
 
     def __init__(
-        self, path: Path, cfg: Config, resuming: bool, accelerator: Accelerator, held: contextlib.ExitStack
+        self, path: Path, cfg: Settings, resuming: bool, accelerator: Accelerator, held: contextlib.ExitStack
     ) -> None:
         self.path, self.cfg, self.resuming, self.accelerator, self.held = path, cfg, resuming, accelerator, held
         self.lock: RunLock | None = None

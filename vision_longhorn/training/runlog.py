@@ -8,7 +8,7 @@ from accelerate.tracking import get_available_trackers
 from torch.utils.tensorboard import SummaryWriter
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import Config
+from vision_longhorn.training.config import Settings
 
 PROJECT = "vision-longhorn"
 
@@ -25,13 +25,13 @@ class RunLog:
     Args:
         accelerator: Brings the tracker, if there is one.
         run_dir: Folder of the run.
-        cfg: Its `Config`.
+        cfg: Its config.
         started: When it first started, a word that stays when it goes on.
         purge_step: Entries from this step on that stand there already are hidden.
     """
 
     def __init__(
-        self, accelerator: Accelerator, run_dir: Path, cfg: Config, started: str, purge_step: int | None = None
+        self, accelerator: Accelerator, run_dir: Path, cfg: Settings, started: str, purge_step: int | None = None
     ) -> None:
         self.accelerator, self.tracked = accelerator, cfg.track is not None
         self.writer = SummaryWriter(run_dir, purge_step=purge_step)
@@ -52,7 +52,7 @@ class RunLog:
         """Brings what was written so far to the file."""
         self.writer.flush()
 
-    def finish(self, cfg: Config, results: dict[str, dict[str, float]], best: float) -> None:
+    def finish(self, cfg: Settings, results: dict[str, dict[str, float]], best: float) -> None:
         """Writes the settings of a finished run with its results, by which TensorBoard's HPARAMS page compares runs."""
         metrics = {f"final/{tag}_{key}": result[key] for tag, result in results.items() for key in ("top1", "loss")}
         self.writer.add_hparams(settings_of(cfg), {**metrics, "final/best_top1": best}, run_name=".")
@@ -66,7 +66,7 @@ class RunLog:
                 tracker.finish()
 
 
-def settings_of(cfg: Config) -> dict[str, bool | int | float | str]:
+def settings_of(cfg: Settings) -> dict[str, bool | int | float | str]:
     """Dict of the run's values that are words or numbers; what is neither becomes its text."""
     values = cfg.values()
     flat = {key: value for key, value in values.items() if key != "model_kwargs"}
