@@ -20,11 +20,16 @@ from vision_longhorn import export
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import export_program, largest_error, load_onnx, main, to_onnx, to_package
 
-# Between them every rule, mixer, wiring, kind of step size, pooling and place of the class token.
+# Between them every mixer, wiring, kind of step size, pooling, order of the patches and place of the class token.
 VARIANTS = {
     "diagonal": dict(model_name="vlonghorn_test"),
     "exact alternate": dict(
-        model_name="vlonghorn_test", rule="exact", wiring="alternate", global_pool="avg", class_token="first"
+        model_name="vlonghorn_test",
+        rule="exact",
+        wiring="alternate",
+        global_pool="avg",
+        class_token="first",
+        scan_order="rows_columns",
     ),
     "exact shared": dict(model_name="vlonghorn_test", rule="exact", wiring="shared", global_pool="max", beta="scalar"),
     "diagonal shared": dict(model_name="vlonghorn_test", wiring="shared", class_token="last"),
