@@ -447,13 +447,13 @@ def main(argv: Optional[list[str]] = None) -> None:
         for mode in args.modes
         for name in args.passes
     ]
-    planned = {tuple(row[key] for key in KEYS) for row, _ in plan}
-    rows = results["models"] = [row for row in earlier if tuple(row[key] for key in KEYS) not in planned]
-    before = len(rows)
+    rows = results["models"] = earlier
+    places = {tuple(row[key] for key in KEYS): i for i, row in enumerate(rows)}
+    measured = 0
 
     def keep() -> None:
         # After each measurement, so that a run that is cut short leaves what it had.
-        results["missing"] = [row for row, _ in plan[len(rows) - before :]]
+        results["missing"] = [row for row, _ in plan[measured:]]
         results["best"] = best_of_modes(rows)
         path.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -461,7 +461,13 @@ def main(argv: Optional[list[str]] = None) -> None:
     for row, model in plan:
         if args.budget is not None and time.monotonic() - start > args.budget:
             break
-        rows.append(attempt(row, model, args.steps, args.seconds))
+        key = tuple(row[key] for key in KEYS)
+        row = attempt(row, model, args.steps, args.seconds)
+        if key in places:
+            rows[places[key]] = row
+        else:
+            rows.append(row)
+        measured += 1
         keep()
         found = f"{row['images_per_s']:.1f} images/s" if "ms" in row else row["error"]
         print(

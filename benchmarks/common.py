@@ -34,15 +34,17 @@ def _output_of(*command: str) -> Optional[str]:
 
 
 def environment() -> dict:
-    """On what, with what and of which commit a run's numbers are; COMMIT names it for a copy without git."""
-    status = _output_of("git", "status", "--porcelain")
+    """On what, with what and of which commit a run's numbers are; VISION_LONGHORN_COMMIT names it for a copy whose git
+    does not know it."""
+    told = os.environ.get("VISION_LONGHORN_COMMIT")
+    status = None if told else _output_of("git", "status", "--porcelain")
     found = dict(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=" ".join(sys.argv[1:]),
         python=platform.python_version(),
         torch=torch.__version__,
         triton=triton.__version__ if HAS_TRITON else None,
-        commit=os.environ.get("COMMIT") or _output_of("git", "rev-parse", "HEAD"),
+        commit=told or _output_of("git", "rev-parse", "HEAD"),
         dirty=None if status is None else bool(status),
         threads=torch.get_num_threads(),
         cores=os.cpu_count(),

@@ -81,6 +81,10 @@ def test_sweep_leaves_a_plot(tmp_path, monkeypatch):
     bench_model.main(options)
     alone = json.loads((tmp_path / "model_sweep.json").read_text())
     assert (alone["environment"], alone["models"]) == (found["environment"], found["models"])
+    late = ["--models", "vlonghorn_test", "--sizes", "1x64", "--budget", "-1", *CPU]
+    bench_model.main([*options, *late])  # no time for what was to be measured again: what there was stays
+    again = json.loads((tmp_path / "model_sweep.json").read_text())
+    assert again["models"] == found["models"] and [row["pass"] for row in again["missing"]] == ["train", "infer"]
     found["environment"]["gpu"] = "another"
     first.write_text(json.dumps(found))
     with pytest.raises(UserError, match="of another, and others are of a CPU"):
@@ -219,7 +223,7 @@ def command_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("COMMIT", "0123abc")
+    monkeypatch.setenv("VISION_LONGHORN_COMMIT", "0123abc")
 
     def run(script, *words):
         monkeypatch.setattr(sys, "argv", [script.__file__, *map(str, words)])
@@ -301,7 +305,7 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
     (tmp_path / "images" / "cat").mkdir(parents=True)
     for number, side in enumerate((260, 320, 1100, 90)):  # the last one is too small
         Image.effect_noise((side, side - 20), 60).convert("RGB").save(tmp_path / "images" / "cat" / f"{number}.jpg")
-    monkeypatch.setenv("COMMIT", "0123abc")
+    monkeypatch.setenv("VISION_LONGHORN_COMMIT", "0123abc")
     monkeypatch.setattr(bench_loader, "DEVICE", torch.device("cpu"))
     threads = torch.get_num_threads()
     cores = os.sched_getaffinity(0)

@@ -266,6 +266,60 @@ def test_a_json_alone_stands_for_runs_whose_folders_are_gone(whole, tmp_path):
     assert "0 of   4 runs done" in finish(tmp_path, "pairs", "--list")
 
 
+def test_a_run_whose_files_are_lost_takes_no_other_with_it(whole, tmp_path):
+    shutil.copytree(whole / "studies", tmp_path / "studies")
+    lost = next((tmp_path / "studies/runs").glob("longhorn-s0-*"))
+    for file in lost.glob("events*"):
+        file.unlink()
+    finish(tmp_path, "pairs", "--report")  # the JSON still has it
+    assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
+    (tmp_path / "studies/pairs.json").unlink()
+    finish(tmp_path, "pairs", "--report")
+    content = json.loads((tmp_path / "studies/pairs.json").read_text())
+    assert len(content["runs"]) == 3 and "no training curves" in content["unfinished"][0]["last_line"]
+    finish(tmp_path, "pairs", "--dry-run")
+
+
+def test_results_of_other_settings_or_hardware_are_not_taken_for_ones_own(whole, tmp_path):
+    earlier = json.loads((whole / "studies/pairs.json").read_text())
+    for run in earlier["runs"][:3]:
+        run["environment"]["device"], run["wall_seconds"] = "somebody's GPU", 1e6
+    write_results(tmp_path / "earlier.json", earlier)
+    said = finish(tmp_path, "pairs", "--dry-run", "--merge", tmp_path / "earlier.json")
+    assert "by speeds of CPU" in said and "1,000,0" not in said
+    for run in earlier["runs"]:
+        run["environment"]["device"] = "somebody's GPU"
+    write_results(tmp_path / "earlier.json", earlier)
+    assert "by speeds of somebody's GPU" in finish(tmp_path, "pairs", "--dry-run", "--merge", tmp_path / "earlier.json")
+    earlier["arms"][0]["config"]["ema_decay"] = 0.5
+    write_results(tmp_path / "earlier.json", earlier)
+    assert "ema_decay=0.5" in finish(tmp_path, "pairs", "--list", "--merge", tmp_path / "earlier.json", code=1)
+
+
+def test_patience_with_a_held_folder_begins_anew_for_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "PATIENCE", 0.8)
+    free = {"first": time.monotonic() + 0.3, "second": math.inf}
+
+    def job(name):
+        def done(code):
+            free["second"] = time.monotonic() + 0.3
+            return "", code == 0
+
+        def held():
+            return "" if time.monotonic() > free[name] else f"{name} is held"
+
+        words = ["timeit", "-n", "1", "-r", "1", "-s", "import time; time.sleep(1)"]
+        return runner.Job(name, lambda: (words, tmp_path / name), lambda: None, done, held)
+
+    lines = []
+    place = runner.Place("here", {})
+    found = runner.Runner([place], SimpleNamespace(received=0), None, lines.append).run([job("first"), job("second")])
+    assert (found.done, found.failed) == (2, 0), lines
+    free["first"] = math.inf
+    found = runner.Runner([place], SimpleNamespace(received=0), None, lines.append).run([job("first")])
+    assert found.failed == 1 and "first is held" in lines[-1]
+
+
 def begun(folder):
     return list(folder.glob("studies/runs/*/last.pt"))
 
@@ -461,6 +515,7 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["mixers", "--data", "cifar10=DIR"], ["cifar10=DIR", "tiny-imagenet-100"]),
         (["epochs", "--data", "DIR"], ["NAME=DIR"]),
         (["mixers", "--report", "--speed"], ["--report, --speed"]),
+        (["mixers", "--data", "nowhere"], ["nowhere"]),
         (["mixers", "--merge", str(REPOSITORY / "docs/cifar10.json")], ["no result of a study"]),
         (["mixers", "--file", "nowhere.yaml"], ["nowhere.yaml"]),
     ]:
@@ -585,6 +640,15 @@ def test_rows_come_from_the_json_and_one_seed_has_no_interval():
     assert table["vim"] == ["1,000", "1", "43.00", "42.00", "–", "–", "–"]
     table = rows(markdown(content([])))
     assert table["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
+
+
+def test_images_are_compared_with_the_same_images_alone():
+    made = content([("longhorn", 44.0), ("vim", 43.0)])
+    for run in made["runs"]:
+        run["hits"] = {"64": {"count": 16, "top1": 50.0, "bits": "//8=", "images": "abc"}}
+    assert "over the 16 images" in markdown(made)
+    made["runs"][0]["hits"]["64"]["images"] = "def"
+    assert "over the 16 images" not in markdown(made)
 
 
 def test_what_went_wrong_stands_below_the_table():

@@ -23,10 +23,11 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
 from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
-from vision_longhorn.studies.plan import STUDIES, Study, read_studies, unique_runs
+from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs
 from vision_longhorn.studies.results import SPEEDS, Known, collect, count_parameters, write_results
 from vision_longhorn.studies.runner import Outcome, Runner, find_places
 from vision_longhorn.studies.runs import complete_history, folder_of, history_of, read_json
+from vision_longhorn.training.config import Config
 from vision_longhorn.training.lock import RunLock
 
 LEFT = 3  # exit code where work is left
@@ -39,12 +40,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     studies = [_pick(name, all_studies) for name in dict.fromkeys(args.names)]
     own = [out / f"{name}.json" for name in all_studies]  # of all: they may share runs
     known = Known([*map(Path, args.merge), *(file for file in (*own, out / SPEEDS) if file.exists())])
+    known.check(arm for study in studies for arm in study.arms)
     if args.list:
         return list_studies(studies or list(all_studies.values()), out, known)
     if not studies:
         raise UserError(f"say which study: give names of {', '.join(all_studies)}, or --list")
     if args.dry_run:
         return dry_run(studies, out, known, args)
+    if not args.speed:
+        find_data(args.data, studies, set())  # a word that is none shows before there is a folder
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         if not args.report:  # which may look on
@@ -120,6 +124,17 @@ def find_data(words: list[str], studies: list[Study], needed: set[str]) -> dict[
     return places
 
 
+def check_data(runs: list[Run], places: dict[str, str]) -> None:
+    """Raises UserError where data are not what the studies say: before the first run starts, not in each of them."""
+    from vision_longhorn.data import open_shards
+
+    for name, cfg in {run.arm.data: run.arm.config for run in runs}.items():
+        if name == DIGITS or not isinstance(cfg, Config):
+            continue
+        train = open_shards(places[name], cfg.train_split, cfg.train_samples, cfg.num_classes)
+        open_shards(places[name], cfg.val_split, cfg.val_samples, cfg.num_classes, train=train)
+
+
 # ------------------------------------------------------------------------------------------------- what starts nothing
 
 
@@ -144,8 +159,10 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
         if state != "done":
             total, unknown, left = total + (seconds or 0), unknown + (seconds is None), left + 1
         print(f"{run.name:50} {state:18} {'' if state == 'done' else cost}")
-    print(f"{left} of {len(runs)} runs to do, each alone: {total:,.0f} s on one device", end="")
-    print("".join(f", {total / count:,.0f} s on {count}" for count in (2, 4, 8)))
+    print(f"{left} of {len(runs)} runs to do", end="" if left > unknown else "\n")
+    if left > unknown:
+        print(f", each alone: {total:,.0f} s on one device", end="")
+        print("".join(f", {total / count:,.0f} s on {count}" for count in (2, 4, 8)))
     if any(run.arm.of_images for run in runs):
         print(f"by speeds of {costs.hardware}" if costs.hardware else "no speed is known: --speed measures them")
     if unknown:
@@ -183,6 +200,7 @@ def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Na
     for arm in {run.arm.key: run.arm for run in todo}.values():
         known.parameters[arm.key] = count_parameters(arm)  # a wrong name or argument shows now, not after hours
     data = find_data(args.data, studies, {run.arm.data for run in todo})
+    check_data(todo, data)
     environment, outcome, came = None, Outcome(), 0
     if todo or unseen(studies, out):
         from vision_longhorn.training.folder import describe_environment  # which imports torch

@@ -10,8 +10,8 @@ from importlib import import_module
 from .base import Rule
 
 # Name: file. A file is imported, and with it Triton where there is one, when its rule is first asked for.
-_FILES = {"diagonal": "longhorn", "exact": "longhorn", "diagonal_unit": "longhorn", "mamba": "mamba", "delta": "delta",
-          "gla": "gla"}  # fmt: skip
+_FILES = {"diagonal": "longhorn", "exact": "longhorn", "mamba": "mamba", "delta": "delta", "gla": "gla",
+          "diagonal_unit": "longhorn"}  # fmt: skip
 NAMES = tuple(_FILES)
 
 __all__ = ["NAMES", "Rule", "get_rule"]

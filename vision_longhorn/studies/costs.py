@@ -1,10 +1,12 @@
 """What runs will take, from speeds measured alone and from runs that are finished."""
 
+import contextlib
 from collections import Counter, defaultdict
 from pathlib import Path
 
+from vision_longhorn.errors import UserError
 from vision_longhorn.studies.plan import Run
-from vision_longhorn.studies.results import Known
+from vision_longhorn.studies.results import Known, Record
 from vision_longhorn.studies.runs import folder_of, history_of, is_finished, result_of
 
 START = 15  # seconds from a process's start to its first update
@@ -30,23 +32,35 @@ class Costs:
         beside: Runs that will share a device. Side by side each is taken to need as many times as long.
 
     Attributes:
-        hardware: Whose speeds are gone by, "" where none is known.
+        hardware: Whose speeds and runs are gone by, "" where none is known.
     """
 
     def __init__(self, runs: list[Run], out: Path, known: Known, hardware: str, beside: int) -> None:
         self.out, self.known, self.beside = out, known, beside
-        names = Counter(name for speeds in known.speeds.values() for name in speeds)
-        self.hardware = hardware if hardware in names else names.most_common(1)[0][0] if names else ""
+        names = Counter(_machine(name) for speeds in known.speeds.values() for name in speeds)
+        records = [(run, record) for run in runs if (record := self._record(run))]
+        names.update(_machine(record["environment"].get("device") or "") for _, record in records)
+        own = _machine(hardware)
+        self.hardware = own if own in names else names.most_common(1)[0][0] if names else ""
         self.measured: dict[str, list[float]] = defaultdict(list)
-        for run in runs:
-            self.learn(run)
+        for run, record in records:
+            self._learn(run, record)
 
     def learn(self, run: Run) -> None:
         """Takes in what a run took, if it is finished."""
-        folder, record = folder_of(self.out, run), self.known.runs.get(run.identity)
+        if record := self._record(run):
+            self._learn(run, record)
+
+    def _record(self, run: Run) -> Record | None:
+        """What came of a run, if it is finished and its files are there."""
+        folder = folder_of(self.out, run)
         if is_finished(folder, run):
-            record = result_of(folder, run)
-        if record:
+            with contextlib.suppress(UserError):
+                return result_of(folder, run)
+        return self.known.runs.get(run.identity)
+
+    def _learn(self, run: Run, record: Record) -> None:
+        if _machine(record["environment"].get("device") or "") == self.hardware:
             # Those that ran beside as many others tell best.
             measured = self.measured[_kind(run)]
             place = 0 if record["side_by_side"] == self.beside else len(measured)
@@ -59,7 +73,8 @@ class Costs:
         left = 1 - len(history_of(folder_of(self.out, run))) / cfg.epochs
         if measured:
             return START + left * cfg.epochs * measured[0]
-        rate = self.known.speeds.get(run.arm.speed_key, {}).get(self.hardware, {}).get("images_per_s")
+        speeds = {_machine(name): speed for name, speed in self.known.speeds.get(run.arm.speed_key, {}).items()}
+        rate = speeds.get(self.hardware, {}).get("images_per_s")
         if not rate:
             return None
         # An evaluation is a forward pass, a third of an update, of raw and averaged weights.
@@ -67,6 +82,11 @@ class Costs:
         return (
             START + left * self.beside * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
         )
+
+
+def _machine(name: str) -> str:
+    """A GPU's name, or "CPU", however many threads it has."""
+    return "CPU" if name[:3].upper() == "CPU" else name
 
 
 def _kind(run: Run) -> str:

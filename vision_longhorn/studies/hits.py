@@ -4,6 +4,7 @@ python -m vision_longhorn.studies.hits RUN:SIZE,SIZE ... --data DIR
 """
 
 import base64
+import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +48,8 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
         accelerator: Gives device and precision.
 
     Returns:
-        Dict with "count", "top1" in per cent, and "bits": base64 of a bit for each image, in the order of the names of
-        shards and keys.
+        Dict with "count", "top1" in per cent, "bits": base64 of a bit for each image, in the order of the names of
+        shards and keys, and "images", a digest of these names.
     """
     import numpy as np
     from timm.data import create_transform
@@ -85,8 +86,15 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
         keys=True,
     )
     result = evaluate({"model": model}, loader, accelerator, shards.num_samples, batch, on_batch=note)["model"]
-    bits = np.packbits([hit for _, _, hit in sorted(found)])
-    return {"count": result["count"], "top1": result["top1"], "bits": base64.b64encode(bits.tobytes()).decode()}
+    found.sort()
+    bits = np.packbits([hit for _, _, hit in found])
+    names = "\n".join(f"{shard} {key}" for shard, key, _ in found)
+    return {
+        "count": result["count"],
+        "top1": result["top1"],
+        "bits": base64.b64encode(bits.tobytes()).decode(),
+        "images": hashlib.sha256(names.encode()).hexdigest()[:8],
+    }
 
 
 if __name__ == "__main__":

@@ -60,13 +60,23 @@ class Grid:
         found = {lr: values for lr, values in found.items() if values}
         return max(found.items(), key=lambda item: float(np.mean(item[1]))) if found else None
 
+    def cell(self, cell: Cell) -> str:
+        """The best accuracy with its learning rate, and how many of the rates have finished runs where not all have."""
+        arms, best = self.cells[cell], self.best(cell)
+        if best is None:
+            return "–"
+        tried = sum(bool(self.reading.runs[arm["key"]]) for arm in arms.values())
+        some = f", {tried} of {len(arms)} rates" if tried < len(arms) else ""
+        return f"{format_mean(best[1])} ({best[0]:.3g}{some})"
+
 
 def recall_markdown(content: Record) -> str:
     """The best of all learning rates, all of the grid, and what is to be said below them."""
     grid = Grid(content)
     lines = [
         "accuracy in per cent at the queries of sequences that were not trained on, after the last epoch: first that "
-        f"of the best of {len(grid.rates)} learning rates (in brackets), then that of each (in brackets its epochs)",
+        f"of the rate, of {len(grid.rates)}, that is best on them (in brackets), then that of each (in brackets "
+        "its epochs)",
         *remarks(grid.reading),
     ]
     return "\n\n".join([_best(grid), _all(grid), "\n".join(f"- {line}" for line in lines)]) + "\n"
@@ -77,9 +87,7 @@ def _best(grid: Grid) -> str:
     for (task, variant, _), cells in grid.rows.items():
         best = {width: grid.best(cell) for width, cell in cells.items()}
         counts = sorted({len(found[1]) for found in best.values() if found}) or [0]
-        figures = [
-            f"{format_mean(found[1])} ({found[0]:.3g})" if (found := best.get(width)) else "–" for width in grid.widths
-        ]
+        figures = [grid.cell(cells[width]) if width in cells else "–" for width in grid.widths]
         rows.append([task, variant, " to ".join(map(str, counts[:: max(1, len(counts) - 1)])), *figures])
     return format_table(rows)
 

@@ -1,11 +1,11 @@
 """The JSON of a study: from its runs' folders and from earlier JSONs; tables and plots are made of it alone."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
 from vision_longhorn.studies.plan import Arm, Run, Study
 from vision_longhorn.studies.recall_config import RecallConfig
@@ -25,6 +25,7 @@ class Known:
         runs: The records of finished runs by (key of settings, seed).
         failed: Those of runs that were not finished.
         parameters: Numbers of parameters by key of settings.
+        configs: Settings by their key.
         speeds: By key of a step's settings, then by hardware.
 
     Raises:
@@ -35,6 +36,7 @@ class Known:
         self.runs: dict[tuple[str, int], Record] = {}
         self.failed: dict[tuple[str, int], Record] = {}
         self.parameters: dict[str, int] = {}
+        self.configs: dict[str, Record] = {}
         self.speeds: dict[str, dict[str, Any]] = {}
         for file in files:
             self._read(file)
@@ -52,12 +54,25 @@ class Known:
         for record in content.get("unfinished", []):
             self.failed[record["key"], record["seed"]] = record
         for arm in content.get("arms", []):
+            self.configs[arm["key"]] = arm["config"]
             if arm.get("parameters"):
                 self.parameters[arm["key"]] = arm["parameters"]
             if arm.get("speed"):
                 self.speeds.setdefault(arm["speed_key"], {}).update(arm["speed"])
         for key, speeds in content.get("speeds", {}).items():
             self.speeds.setdefault(key, {}).update(speeds)
+
+    def check(self, arms: Iterable[Arm]) -> None:
+        """Raises UserError where an earlier result of an arm's key was made with other settings: of what a key stands
+        for the defaults are no part, and they may have changed since."""
+        for arm in arms:
+            now = json.loads(json.dumps(arm.settings()))
+            for key, value in self.configs.get(arm.key, {}).items():
+                if key in now and now[key] != value:
+                    raise UserError(
+                        f"{arm.label}: an earlier result of it had {key}={value!r}, and now that is {now[key]!r} by "
+                        "default: state one of them in the file of studies, or leave that result out"
+                    )
 
     def is_done(self, out: Path, run: Run) -> bool:
         """Whether nothing is left to do for a run: it is finished in its folder, or a JSON has it."""
@@ -82,7 +97,12 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
     for run in study.runs():
         folder = folder_of(out, run)
         before = known.runs.get(run.identity, {})
-        if record := result_of(folder, run) if is_finished(folder, run) else before:
+        try:
+            record = result_of(folder, run) if is_finished(folder, run) else before
+        except UserError as error:  # files of it are lost
+            record = before
+            known.failed[run.identity] = _unfinished(run, folder, exit_code=0, last_line=one_line(error))
+        if record:
             # The weights for the earlier ones may be gone. Those of other studies stand in these.
             hits = {**before.get("hits", {}), **record.get("hits", {})}
             wanted = {str(size): hits[str(size)] for size in study.sizes(run.arm) if str(size) in hits}
@@ -91,11 +111,11 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
             # What was printed names places of the machine; the last line is what went wrong.
             last = failure["last_lines"][-1:] or [""]
             about = {"exit_code": failure["exit_code"], "last_line": last[0].replace(str(folder), folder.name)}
-            unfinished.append({"key": run.arm.key, "seed": run.seed, "epochs": len(history_of(folder)), **about})
-        elif epochs := len(history_of(folder)):
-            unfinished.append({"key": run.arm.key, "seed": run.seed, "epochs": epochs})
-        elif run.identity in known.failed:
+            unfinished.append(_unfinished(run, folder, **about))
+        elif run.identity in known.failed and not 0 < len(history_of(folder)) < run.arm.config.epochs:
             unfinished.append(known.failed[run.identity])
+        elif history_of(folder):
+            unfinished.append(_unfinished(run, folder))
     return {
         "study": study.name,
         "task": study.task,
@@ -108,6 +128,10 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
         "runs": runs,
         "unfinished": unfinished,
     }
+
+
+def _unfinished(run: Run, folder: Path, **about: Any) -> Record:
+    return {"key": run.arm.key, "seed": run.seed, "epochs": len(history_of(folder)), **about}
 
 
 def _describe(arm: Arm, known: Known) -> Record:

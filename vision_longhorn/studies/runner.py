@@ -65,7 +65,7 @@ class Job:
         done: Called when it has ended by itself, with its exit code; gives a text for the message, and whether all is
             well.
         held: Gives why it cannot start yet, or "".
-    then: Gives what comes next, before all others, once it is done.
+        then: Gives what comes next, before all others, once it is done.
     """
 
     name: str
@@ -149,6 +149,7 @@ class Runner:
                     self._give_up_late(waiting, outcome, why)
                 return
             waiting.remove(job)
+            self.waits_since = None
             seconds = job.seconds()
             words, log = job.prepare()
             with open(log, "ab") as output:

@@ -150,7 +150,7 @@ def _clock(folder: Path, images_per_epoch: float) -> dict[str, Any]:
         wall += times[-1] - times[0] if times else 0
     return {
         "seconds": _round(seconds),
-        "wall_seconds": _round(wall),
+        "wall_seconds": _round(max(wall, seconds)),  # what a kill kept from the file is in neither event
         "skipped_updates": int(scalars["train/skipped"][1][-1]),
     }
 

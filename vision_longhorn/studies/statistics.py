@@ -1,6 +1,7 @@
 """Means and differences with their 95 % intervals, over seeds and over images."""
 
 import base64
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,7 +34,9 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
     value = float(np.mean(one) - np.mean(other))
     if min(len(one), len(other)) < 2 or np.ptp(one) == np.ptp(other) == 0:
         return Interval(value, None, None)
-    bounds = stats.ttest_ind(one, other, equal_var=False).confidence_interval(LEVEL)
+    with warnings.catch_warnings():  # of seeds that agree to the last digit scipy says that precision is lost
+        warnings.simplefilter("ignore", RuntimeWarning)
+        bounds = stats.ttest_ind(one, other, equal_var=False).confidence_interval(LEVEL)
     return Interval(value, float(bounds.low), float(bounds.high))
 
 

@@ -1,6 +1,7 @@
 """What a study's JSON says, as Markdown and as a plot."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,11 @@ class Reading:
     def bits(self, arm: Record, size: str) -> list[np.ndarray]:
         """Which images were right at that size, an array for each seed that was looked at."""
         return [read_bits(run["hits"][size]) for run in self.runs[arm["key"]] if size in run["hits"]]
+
+    def are_same_images(self, arms: Iterable[Record], size: str) -> bool:
+        """Whether the bits of all these runs stand for the same images: other machines may have cut other shards."""
+        hits = [run["hits"][size] for arm in arms for run in self.runs[arm["key"]] if size in run["hits"]]
+        return len({(found["count"], found.get("images")) for found in hits}) == 1
 
     def cost(self, arm: Record) -> float | None:
         """Seconds of training: at the speed alone where that was measured, else the mean over the runs."""
@@ -120,7 +126,7 @@ def _pairs(reading: Reading) -> list[str]:
         sizes = {size for arm in (one, other) for run in reading.runs[arm["key"]] for size in run["hits"]}
         for size in sorted(sizes, key=int):
             bits = [reading.bits(arm, size) for arm in (one, other)]
-            if all(bits):
+            if all(bits) and reading.are_same_images((one, other), size):
                 means = [[100 * float(found.mean()) for found in some] for some in bits]
                 lines.append(
                     f"{where}at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "

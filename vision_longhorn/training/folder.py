@@ -23,6 +23,8 @@ from vision_longhorn.training.config import Settings
 from vision_longhorn.training.lock import RunLock
 from vision_longhorn.training.runlog import RunLog
 
+# Variable of the environment that names the commit of a copy whose git does not know it
+COMMIT = "VISION_LONGHORN_COMMIT"
 WRITTEN = (
     "config.yaml",
     "env.json",
@@ -149,10 +151,11 @@ def describe_environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    changed = git("status", "--porcelain")
+    told = os.environ.get(COMMIT)
+    changed = None if told else git("status", "--porcelain")
     return {
         "command": sys.argv,
-        "commit": os.environ.get("COMMIT") or git("rev-parse", "HEAD"),  # the variable is for a copy without git
+        "commit": told or git("rev-parse", "HEAD"),
         "uncommitted_changes": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "versions": versions,
