@@ -81,7 +81,8 @@ class RecallModel(nn.Module):
     """Embedding, blocks that look back only, norm, and the embedding again as the head.
 
     Attention, which has no order of its own, gets a learned position embedding, as in arXiv 2312.04927; the head is
-    tied there, too. Other than there, all mixers have the same blocks, with an RMS norm and without dropout.
+    tied there, too. Other than there, all mixers have the same blocks, with an RMS norm and without dropout, and
+    attention has a head for each 64 channels, where it has one there.
 
     Args:
         vocab_size: Tokens that there are.

@@ -115,7 +115,7 @@ class Runner:
 
     def run(self, jobs: list[Job]) -> Outcome:
         """Runs the jobs. A failing one stops no other."""
-        waiting, outcome, self.total, self.number = list(jobs), Outcome(), len(jobs), 0
+        waiting, outcome, self.numbers = list(jobs), Outcome(), {id(job): i for i, job in enumerate(jobs, 1)}
         self.waits_since: float | None = None
         try:
             while (waiting or self.children) and not self._is_over():
@@ -162,9 +162,9 @@ class Runner:
                     start_new_session=True,  # Ctrl-C is for this process, which hands it on
                 )
             self.children.append(_Child(job, place, process, time.monotonic()))
-            self.number += 1
             about = f", about {seconds:,.0f} s" if seconds else ""
-            self.say(f"[{self.number}/{self.total}] start   {job.name}  {place.name}{about}")
+            number = f"[{self.numbers[id(job)]}/{len(self.numbers)}] " if id(job) in self.numbers else ""
+            self.say(f"{number}start   {job.name}  {place.name}{about}")
 
     def _give_up_late(self, waiting: list[Job], outcome: Outcome, why: str) -> None:
         if self.waits_since is None:
@@ -186,10 +186,13 @@ class Runner:
             outcome.done, outcome.failed = outcome.done + well, outcome.failed + (not well)
             if well:
                 following = child.job.then()
-                waiting[:0], self.total = following, self.total + len(following)
+                waiting[:0] = following
             to_come = sum(job.seconds() or seconds for job in waiting) / len(self.places)
             left = f"; {len(waiting)} to start, about {to_come:,.0f} s" if waiting else ""
-            self.say(f"{'done   ' if well else 'FAILED '} {child.job.name}  {text}, {seconds:,.0f} s{left}")
+            text, line, details = text.partition("\n")
+            self.say(
+                f"{'done   ' if well else 'FAILED '} {child.job.name}  {text}, {seconds:,.0f} s{left}{line}{details}"
+            )
 
     def _stop(self, outcome: Outcome) -> int:
         """Asks what still runs to save and end, and waits for it; how many these are."""
