@@ -141,7 +141,7 @@ def test_the_rate_falls_by_epochs_along_a_cosine_to_zero(tmp_path):
     )
 
 
-@pytest.mark.parametrize("how", ["signal", "kill", "before its results"])
+@pytest.mark.parametrize("how", ["signal", "kill", "before its results", "within its first checkpoint"])
 def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch, how):
     cfg = settings(model_kwargs={"rule": "exact"})
     start(tmp_path / "whole", cfg)
@@ -158,6 +158,9 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch
     if how == "before its results":
         start(tmp_path / "run", cfg)
         (tmp_path / "run/metrics.json").unlink()
+    elif how == "within its first checkpoint":
+        start(tmp_path / "run", cfg)
+        (tmp_path / "run/last.pt").unlink()  # it is there under another name, and the run begins anew
     else:
         with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)) as end:
             patch.setattr(recall.RecallRun, "train_step", step)

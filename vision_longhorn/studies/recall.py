@@ -65,12 +65,13 @@ class RecallRun:
 
     def __init__(self, cfg: RecallConfig, path: Path, device: str, held: contextlib.ExitStack) -> None:
         self.cfg, last = cfg, path / "last.pt"
-        cfg.resume = str(last) if last.exists() else None
+        cfg.resume = str(last)  # also where a kill came before the first one had this name: then the run begins anew
+        resuming = last.exists()
         # fp16, which older GPUs would get, would need its loss scaled.
         plain = cfg.precision == "auto" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
         self.accelerator = make_accelerator(device, "fp32" if plain else cfg.precision)
         self.device = self.accelerator.device
-        self.folder = RunFolder(path, cfg, bool(cfg.resume), self.accelerator, held)
+        self.folder = RunFolder(path, cfg, resuming, self.accelerator, held)
         set_seed(cfg.seed)
         self.model = build_model(cfg).to(self.device)
         self.optimizer = create_optimizer_v2(self.model, "adamw", lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
@@ -85,8 +86,8 @@ class RecallRun:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # of this epoch's updates
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)  # of all
         self.skipped_before = 0
-        if cfg.resume:
-            self.resume(load_checkpoint(cfg.resume))
+        if resuming:
+            self.resume(load_checkpoint(last))
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
         """Goes on where the checkpoint stopped."""

@@ -190,9 +190,8 @@ class Runner:
             to_come = sum(job.seconds() or seconds for job in waiting) / len(self.places)
             left = f"; {len(waiting)} to start, about {to_come:,.0f} s" if waiting else ""
             text, line, details = text.partition("\n")
-            self.say(
-                f"{'done   ' if well else 'FAILED '} {child.job.name}  {text}, {seconds:,.0f} s{left}{line}{details}"
-            )
+            came = "done   " if well else "FAILED "
+            self.say(f"{came} {child.job.name}  {text}, {seconds:,.0f} s{left}{line}{details}")
 
     def _stop(self, outcome: Outcome) -> int:
         """Asks what still runs to save and end, and waits for it; how many these are."""
