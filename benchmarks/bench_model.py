@@ -397,7 +397,8 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
 
 
 def earlier_runs(paths: list[Path], own: list[dict]) -> tuple[list[dict], list[dict]]:
-    """(environments, rows) of the files that earlier runs left, of each measurement the last.
+    """(environments, rows) of the files that earlier runs left, of each measurement the last, with the "date" of its
+    environment.
 
     Args:
         paths: The files.
@@ -408,7 +409,8 @@ def earlier_runs(paths: list[Path], own: list[dict]) -> tuple[list[dict], list[d
         try:
             found = json.loads(path.read_text())
             environments += [*found.get("earlier", ()), found["environment"]]
-            rows |= {tuple(row[key] for key in KEYS): row for row in found["models"]}
+            date = found["environment"]["date"]
+            rows |= {tuple(row[key] for key in KEYS): {"date": date, **row} for row in found["models"]}
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"--merge {path}: it is no result of this script ({describe(error)})") from error
         first, last = [*own, *environments][0].get("gpu"), environments[-1].get("gpu")

@@ -40,7 +40,8 @@ def environment() -> dict:
     status = None if told else _output_of("git", "status", "--porcelain")
     found = dict(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=" ".join(sys.argv[1:]),
+        # Where this machine keeps its files is nobody's business.
+        command=" ".join(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]),
         python=platform.python_version(),
         torch=torch.__version__,
         triton=triton.__version__ if HAS_TRITON else None,

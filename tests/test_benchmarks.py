@@ -76,15 +76,16 @@ def test_sweep_leaves_a_plot(tmp_path, monkeypatch):
     again = json.loads((tmp_path / "model_sweep.json").read_text())
     assert [(row["resolution"], row["pass"]) for row in again["models"]] == [
         (32, "train"), (32, "infer"), (64, "train"), (64, "infer")]  # fmt: skip
-    assert again["models"][:3] == found["models"][:3] and again["models"][3] != found["models"][3]
+    dated = [{"date": found["environment"]["date"], **row} for row in found["models"]]
+    assert again["models"][:3] == dated[:3] and again["models"][3]["ms"] != dated[3]["ms"]
     assert again["earlier"] == [found["environment"]] and again["missing"] == []
     bench_model.main(options)
     alone = json.loads((tmp_path / "model_sweep.json").read_text())
-    assert (alone["environment"], alone["models"]) == (found["environment"], found["models"])
+    assert (alone["environment"], alone["models"]) == (found["environment"], dated)
     late = ["--models", "vlonghorn_test", "--sizes", "1x64", "--budget", "-1", *CPU]
     bench_model.main([*options, *late])  # no time for what was to be measured again: what there was stays
     again = json.loads((tmp_path / "model_sweep.json").read_text())
-    assert again["models"] == found["models"] and [row["pass"] for row in again["missing"]] == ["train", "infer"]
+    assert again["models"] == dated and [row["pass"] for row in again["missing"]] == ["train", "infer"]
     found["environment"]["gpu"] = "another"
     first.write_text(json.dumps(found))
     with pytest.raises(UserError, match="of another, and others are of a CPU"):
