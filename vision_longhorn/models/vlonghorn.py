@@ -79,6 +79,7 @@ class Block(nn.Module):
         """(B, L, dim) tokens to (B, L, dim); a block that reads columns needs to know the number of rows."""
         h = self.norm(x.to(self.norm.weight.dtype))
         if self.reads_columns:
+            _assert(rows > 0, "this block reads columns and needs to know the rows of patches: call it with rows=...")
             columns = (h.shape[1] - (self.class_token != "none")) // rows
             h = turn_patches(self.mixer(turn_patches(h, rows, self.class_token)), columns, self.class_token)
         else:
