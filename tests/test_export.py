@@ -30,6 +30,7 @@ VARIANTS = {
         global_pool="avg",
         class_token="first",
         scan_order="rows_columns",
+        grid_conv=3,
     ),
     "exact shared": dict(model_name="vlonghorn_test", rule="exact", wiring="shared", global_pool="max", beta="scalar"),
     "diagonal shared": dict(model_name="vlonghorn_test", wiring="shared", class_token="last"),

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from itertools import product
 
 import pytest
 import timm
@@ -10,9 +11,12 @@ import torch.nn.functional as F
 from plain_model import plain_model
 from scan_cases import relative_rms
 from timm.optim import create_optimizer_v2
+from torch import nn
 
 from vision_longhorn import VisionLonghorn
+from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import BidirectionalMixer
+from vision_longhorn.models.tokens import join_class
 from vision_longhorn.models.vlonghorn import resample_pos_embed
 
 COUNTS = {
@@ -191,6 +195,38 @@ def test_rows_and_columns_are_those_of_the_image_at_hand():
         assert torch.equal(patches, torch.cat([features[:, :5], features[:, 6:]], 1))
 
 
+@pytest.mark.parametrize("class_token", ("middle", "first", "last", "none"))
+@pytest.mark.parametrize("size", (1, 3, 5))
+def test_grid_conv_adds_what_the_neighbours_in_the_grid_weigh(class_token, size):
+    conv, rows, columns, dim, reach = GridConv(3, size, class_token), 4, 2, 3, size // 2
+    nn.init.normal_(conv.bias)
+    grid = torch.randn(2, rows, columns, dim)
+    expected = grid + conv.bias
+    for row, column, y, x in product(range(rows), range(columns), range(rows), range(columns)):
+        if abs(y - row) <= reach and abs(x - column) <= reach:
+            expected[:, row, column] += grid[:, y, x] * conv.weight[:, 0, y - row + reach, x - column + reach]
+    token = None if class_token == "none" else torch.randn(2, 1, dim)
+    found = conv(join_class(token, grid.flatten(1, 2), class_token), rows)
+    assert torch.allclose(found, join_class(token, expected.detach().flatten(1, 2), class_token), atol=1e-5)
+
+
+def test_model_with_a_grid_conv_sees_the_grid_of_the_image_at_hand():
+    options = dict(grid_conv=3, scan_order="rows_columns", depth=2)
+    model = small(**options, dynamic_img_size=True)
+    other = small(**options, img_size=(16, 40))
+    other.load_state_dict({**model.state_dict(), "pos_embed": other.pos_embed})
+    with torch.no_grad():
+        other.pos_embed.copy_(resample_pos_embed(model.pos_embed, "middle", (4, 4), (2, 5)))
+        images = torch.randn(2, 3, 16, 40)
+        assert torch.equal(model(images), other(images))
+        # Without the convolution's part it is the model without it.
+        plain = small(**{**options, "grid_conv": 0}, img_size=(16, 40))
+        plain.load_state_dict({k: value for k, value in other.state_dict().items() if "grid_conv" not in k})
+        for block in other.blocks:
+            block.grid_conv.weight.zero_()
+        assert torch.allclose(plain(images), other(images), atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "options,shape",
     [
@@ -313,6 +349,7 @@ def test_wrong_image_size_is_one_line_with_the_remedy():
         (dict(beta="matrix"), "beta='matrix'"),
         (dict(class_token="center"), "class_token='center'"),
         (dict(scan_order="columns"), "scan_order='columns'"),
+        (dict(grid_conv=2), "grid_conv=2"),
         (dict(global_pool="mean"), "global_pool='mean'"),
         (dict(class_token="none"), "global_pool='avg'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact'"),

@@ -62,7 +62,8 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     """
     import torch
 
-    from vision_longhorn.models.vlonghorn import VisionLonghorn, class_index, turn_patches
+    from vision_longhorn.models.tokens import class_index, turn_patches
+    from vision_longhorn.models.vlonghorn import VisionLonghorn
 
     if not isinstance(model, VisionLonghorn):
         raise UserError(

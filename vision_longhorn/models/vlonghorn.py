@@ -28,8 +28,10 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from vision_longhorn.kernels.contract import check_option
+from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import create_mixer
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
+from vision_longhorn.models.tokens import join_class, split_class, turn_patches
 from vision_longhorn.models.vim_weights import fit_features, rename_official, unwrap
 
 try:
@@ -54,6 +56,7 @@ class Block(nn.Module):
         mixer: name of the mixer, see `vision_longhorn.models.mixers`.
         reads_columns: take the patches column by column, where the tokens are the rows one after the other.
         class_token: its place among the tokens, for that.
+        grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mixer_args: its options, and `index`, of this block in the model.
     """
 
@@ -65,6 +68,7 @@ class Block(nn.Module):
         mixer: str = "longhorn",
         reads_columns: bool = False,
         class_token: str = "middle",
+        grid_conv: int = 0,
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -72,39 +76,23 @@ class Block(nn.Module):
         super().__init__()
         self.reads_columns, self.class_token = reads_columns, class_token
         self.norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
+        self.grid_conv = GridConv(dim, grid_conv, class_token, device=device, dtype=dtype) if grid_conv else None
         self.mixer = create_mixer(mixer, dim, eps=eps, device=device, dtype=dtype, **mixer_args)
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
-        """(B, L, dim) tokens to (B, L, dim); a block that reads columns needs to know the number of rows."""
+        """(B, L, dim) tokens to (B, L, dim); a block with a grid needs to know the number of its rows."""
         h = self.norm(x.to(self.norm.weight.dtype))
+        if self.reads_columns or self.grid_conv is not None:
+            _assert(rows > 0, "this block needs to know the grid of patches: call it with rows=..., their number")
+        if self.grid_conv is not None:
+            h = self.grid_conv(h, rows)
         if self.reads_columns:
-            _assert(rows > 0, "this block reads columns and needs to know the rows of patches: call it with rows=...")
             columns = (h.shape[1] - (self.class_token != "none")) // rows
             h = turn_patches(self.mixer(turn_patches(h, rows, self.class_token)), columns, self.class_token)
         else:
             h = self.mixer(h)
         return x + self.drop_path(h)
-
-
-def class_index(class_token: str, num_patches: int) -> int:
-    """Where the class token stands among the tokens; the patches from there on stand one further."""
-    if class_token == "middle":
-        return num_patches // 2
-    return 0 if class_token == "first" else num_patches
-
-
-def turn_patches(x: Tensor, rows: int, class_token: str) -> Tensor:
-    """Tokens (B, L, C) whose patches stand in `rows` rows, one after the other, with the columns one after the other:
-    its own inverse if the number of columns is given then. The class token stays where it is."""
-    B, L, C = x.shape
-    if class_token == "none":
-        return x.reshape(B, rows, L // rows, C).transpose(1, 2).reshape(B, L, C)
-    count = L - 1
-    i = class_index(class_token, count)
-    patches = torch.cat([x[:, :i], x[:, i + 1 :]], dim=1)
-    patches = patches.reshape(B, rows, count // rows, C).transpose(1, 2).reshape(B, count, C)
-    return torch.cat([patches[:, :i], x[:, i : i + 1], patches[:, i:]], dim=1)
 
 
 def _resize(grid: Tensor, size: int) -> Tensor:
@@ -144,12 +132,8 @@ def resample_pos_embed(
     Returns:
         (1, tokens, C) of `new_grid`.
     """
-    if class_token == "none":
-        return _resample_grid(pos_embed, old_grid, new_grid)
-    old, new = (class_index(class_token, grid[0] * grid[1]) for grid in (old_grid, new_grid))
-    patches = torch.cat([pos_embed[:, :old], pos_embed[:, old + 1 :]], dim=1)
-    patches = _resample_grid(patches, old_grid, new_grid)
-    return torch.cat([patches[:, :new], pos_embed[:, old : old + 1], patches[:, new:]], dim=1)
+    token, patches = split_class(pos_embed, class_token)
+    return join_class(token, _resample_grid(patches, old_grid, new_grid), class_token)
 
 
 class VisionLonghorn(nn.Module):
@@ -170,6 +154,7 @@ class VisionLonghorn(nn.Module):
         class_token: its place in the sequence, "middle", "first", "last", or "none".
         scan_order: "rows", or "rows_columns": the blocks read the patches row by row and column by column in turn (with
             wiring="alternate" two and two, so that four blocks have read them in all four directions).
+        grid_conv: side, such as 3, of a depthwise convolution over the grid of patches before each mixer; 0: none.
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
@@ -207,6 +192,7 @@ class VisionLonghorn(nn.Module):
         dynamic_img_pad: bool = False,
         patch_stride: Optional[int | tuple[int, int]] = None,
         scan_order: str = "rows",
+        grid_conv: int = 0,
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -254,6 +240,7 @@ class VisionLonghorn(nn.Module):
                     mixer=mixer,
                     reads_columns=scan_order == "rows_columns" and i // period % 2 == 1,
                     class_token=class_token,
+                    grid_conv=grid_conv,
                     index=i,
                     residual_layers=depth,
                     **dd,
@@ -282,7 +269,7 @@ class VisionLonghorn(nn.Module):
         if needs_reset:
             mixers = {block.mixer for block in self.blocks}
             for module in self.modules():
-                if module in mixers or isinstance(module, nn.RMSNorm):
+                if module in mixers or isinstance(module, (nn.RMSNorm, GridConv)):
                     cast(Any, module).reset_parameters()
         lecun_normal_(self.patch_embed.proj.weight)
         nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
@@ -371,8 +358,7 @@ class VisionLonghorn(nn.Module):
             pos_embed = resample_pos_embed(pos_embed, self.class_token, self.patch_embed.grid_size, (H, W))
         x = x.reshape(B, H * W, C)
         if self.cls_token is not None:
-            i = class_index(self.class_token, H * W)
-            x = torch.cat([x[:, :i], self.cls_token.to(x.dtype).expand(B, -1, -1), x[:, i:]], dim=1)
+            x = join_class(self.cls_token.to(x.dtype).expand(B, -1, -1), x, self.class_token)
         x = self.pos_drop(x + pos_embed)
         return x.float() if self.residual_in_fp32 else x, H
 
@@ -389,18 +375,11 @@ class VisionLonghorn(nn.Module):
                 x = block(x, rows)
         return self._norm(x)
 
-    def _split_class(self, x: Tensor) -> tuple[Optional[Tensor], Tensor]:
-        """The class token (B, 1, C), if there is one, and the patches (B, H W, C)."""
-        if self.cls_token is None:
-            return None, x
-        i = class_index(self.class_token, x.shape[1] - 1)
-        return x[:, i : i + 1], torch.cat([x[:, :i], x[:, i + 1 :]], dim=1)
-
     def pool(self, x: Tensor) -> Tensor:
         """(B, L, C) tokens to (B, C), or all of them with global_pool=""."""
         if self.global_pool == "":
             return x
-        token, patches = self._split_class(x)
+        token, patches = split_class(x, self.class_token)
         if token is not None and self.global_pool == "token":
             return token.squeeze(1)
         return patches.mean(1) if self.global_pool == "avg" else patches.amax(1)
@@ -449,7 +428,7 @@ class VisionLonghorn(nn.Module):
             else:
                 x = block(x, H)
             if i in take:
-                token, patches = self._split_class(self._norm(x) if norm else x)
+                token, patches = split_class(self._norm(x) if norm else x, self.class_token)
                 if output_fmt == "NCHW":
                     patches = patches.transpose(1, 2).reshape(x.shape[0], -1, H, W).contiguous()
                 intermediates.append((patches, token) if return_prefix_tokens and token is not None else patches)

@@ -25,10 +25,11 @@ MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a mod
 # Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
 PLACES = ("data", "val_data", "run_dir", "resume", "allow_pipe", "workers", "device", "track")
 WRITING = ("log_interval", "checkpoint_interval", "keep_checkpoints", "max_bad_steps")
+SAME_BITS = ("cuda_graphs", "save_states")  # fields, and arguments of the model, that say how fast, not what comes out
 # Those that a training step's speed depends on.
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
-        "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic", "mixer", "width",
-        "depth", "vocab_size", "length", "pairs")  # fmt: skip
+        "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
+        "cuda_graphs", "mixer", "width", "depth", "vocab_size", "length", "pairs")  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +67,9 @@ class Arm:
         What is as its config has it by default is left out, so that a field that is added there changes no key.
         """
         usual = type(self.config)().values()
-        values = {key: value for key, value in self.settings().items() if value != usual[key]}
+        settings = self.settings()
+        settings["model_kwargs"] = {k: value for k, value in settings["model_kwargs"].items() if k not in SAME_BITS}
+        values = {k: value for k, value in settings.items() if k not in SAME_BITS and value != usual[k]}
         return _digest({"data": self.data, **values})
 
     @cached_property

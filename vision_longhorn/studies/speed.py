@@ -58,8 +58,7 @@ def _make_update(arm: Arm, accelerator: Any) -> Callable[[], None]:
     images = torch.randn(cfg.batch_size, 3, side, side, device=device)
     labels = torch.randint(classes, (cfg.batch_size,), device=device)
     largest = math.inf if cfg.clip_grad is None else cfg.clip_grad
-    if cfg.compile:
-        model.compile()
+    setup.speed_up(cfg, model, images.shape[1:], accelerator)
     model.train()
 
     def update() -> None:

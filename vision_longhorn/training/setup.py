@@ -25,6 +25,7 @@ from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
+from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.runlog import check_tracker
 
 FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
@@ -270,7 +271,8 @@ def wrap(
     input_size: tuple[int, ...],
     accelerator: Accelerator,
 ) -> nn.Module:
-    """The network that trains: `model`, wrapped where there are several processes, and compiled where cfg says so.
+    """The network that trains: `model`, wrapped where there are several processes, compiled and captured where cfg says
+    so.
 
     Args:
         input_size: Of an image, (3, H, W).
@@ -279,16 +281,28 @@ def wrap(
     # every process from the first one's stream. A sharded model sums over the processes by itself, and gets no more
     # than autocast.
     sharded = is_sharded(model)
+    speed_up(cfg, model, input_size, accelerator)
     net = (
         accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         if sharded
         else accelerator.prepare(model)
     )
-    if cfg.compile:
-        compile_blocks(model) if sharded else model.compile()
     if accelerator.num_processes > 1 and not sharded:
         settle_buckets(accelerator, net, optimizer, torch.zeros(cfg.batch_size, *input_size, device=accelerator.device))
     return net
+
+
+def speed_up(cfg: Config, model: nn.Module, input_size: tuple[int, ...], accelerator: Accelerator) -> None:
+    """Compiles the model, or captures its passes as CUDA graphs, as cfg says; both together are torch.compile's own
+    mode of both."""
+    graphs = cfg.cuda_graphs and accelerator.device.type == "cuda"
+    if is_sharded(model):
+        if cfg.compile:
+            compile_blocks(model)
+    elif cfg.compile:
+        model.compile(mode="reduce-overhead" if graphs else None)
+    elif graphs:
+        capture(accelerator, model, torch.zeros(cfg.batch_size, *input_size, device=accelerator.device), cfg.grad_accum)
 
 
 def settle_buckets(
@@ -301,9 +315,7 @@ def settle_buckets(
     so without these passes a resumed run's first updates would differ, in the last bit, from those of a run that never
     stopped.
     """
-    before = [buffer.clone() for buffer in net.buffers()]
-    for _ in range(2):
-        accelerator.backward(net(images).sum())
-        optimizer.zero_grad()
-    for buffer, value in zip(net.buffers(), before, strict=True):
-        buffer.copy_(value)
+    with unchanged_buffers(net):
+        for _ in range(2):
+            accelerator.backward(net(images).sum())
+            optimizer.zero_grad()

@@ -1,0 +1,83 @@
+"""Training with CUDA graphs ends in the same bits as without."""
+
+import json
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+import vision_longhorn  # noqa: F401
+from vision_longhorn.devices import make_accelerator
+from vision_longhorn.errors import UserError
+from vision_longhorn.train import main
+from vision_longhorn.training.config import Config
+from vision_longhorn.training.graphs import capture
+
+RUN = ["--model-kwargs", "depth=2", "embed_dim=32", "img_size=8", "patch_size=4", "--workers", "0", "--repeats", "1",
+       "--batch-size", "128", "--epochs", "2", "--warmup-epochs", "0", "--lr-base-batch", "none"]  # fmt: skip
+
+
+def weights_after_updates(name, options, passes, graphs):
+    """A model's weights and buffers after three updates, and its scores for other images in eval mode."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=10, drop_path_rate=0.2, **options).cuda().train()
+    accelerator = make_accelerator("cuda", "bf16")
+    batches = torch.randn(3 * passes, 4, 3, *model.default_cfg["input_size"][1:], device="cuda")
+    if graphs:
+        capture(accelerator, model, torch.zeros_like(batches[0]), passes)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    for i, images in enumerate(batches, 1):
+        torch.manual_seed(i)  # of drop path
+        with accelerator.autocast():
+            scores = model(images)
+        scores.float().square().mean().backward()
+        if i % passes == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        looked = model.eval()(batches[0][:3])  # of another shape than was captured
+    return {**model.state_dict(), "looked": looked}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize(
+    "name,options",
+    [
+        ("vlonghorn_test", {}),
+        ("vlonghorn_test", {"rule": "exact", "save_states": True, "grid_conv": 3}),
+        ("vim_test", {"wiring": "shared"}),
+        ("test_resnet", {}),  # which has buffers
+    ],
+)
+def test_same_bits_as_without_graphs(name, options, passes):
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        plain, captured = (weights_after_updates(name, options, passes, graphs) for graphs in (False, True))
+    for key, value in plain.items():
+        assert torch.equal(value, captured[key]), key
+
+
+@pytest.mark.gpu
+def test_a_run_with_graphs_is_the_run_without(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, more in ("plain", []), ("graphs", ["--cuda-graphs"]):
+        main(["--data", "digits", "--model", "vlonghorn_test", *RUN, "--run-dir", str(tmp_path / name), *more])
+    plain, graphs = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("plain", "graphs"))
+    assert [entry["train_loss"] for entry in plain] == [entry["train_loss"] for entry in graphs]
+    assert plain[-1]["val"] == graphs[-1]["val"] and plain[-1]["val_ema"] == graphs[-1]["val_ema"]
+
+
+@pytest.mark.gpu
+def test_a_model_that_waits_for_the_gpu_is_refused():
+    class Waits(nn.Linear):
+        def forward(self, images):
+            return super().forward(images) * images.mean().item()
+
+    with pytest.raises(UserError, match="cuda_graphs: this model cannot be captured .*: leave it out"):
+        capture(make_accelerator("cuda", "bf16"), Waits(4, 4).cuda(), torch.randn(2, 4, device="cuda"), 1)
+
+
+def test_shards_are_refused():
+    with pytest.raises(UserError, match="cuda_graphs and fsdp do not go together"):
+        Config(cuda_graphs=True, fsdp=True)
