@@ -32,6 +32,12 @@ STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", 
         "cuda_graphs", "mixer", "width", "depth", "vocab_size", "length", "pairs")  # fmt: skip
 
 
+def that_count(settings: dict[str, Any]) -> dict[str, Any]:
+    """Those of the settings that what comes out depends on."""
+    kwargs = {key: value for key, value in settings["model_kwargs"].items() if key not in SAME_BITS}
+    return {**{key: value for key, value in settings.items() if key not in SAME_BITS}, "model_kwargs": kwargs}
+
+
 @dataclasses.dataclass(frozen=True)
 class Arm:
     """One variant in one setting: what runs of different seeds have in common.
@@ -67,9 +73,7 @@ class Arm:
         What is as its config has it by default is left out, so that a field that is added there changes no key.
         """
         usual = type(self.config)().values()
-        settings = self.settings()
-        settings["model_kwargs"] = {k: value for k, value in settings["model_kwargs"].items() if k not in SAME_BITS}
-        values = {k: value for k, value in settings.items() if k not in SAME_BITS and value != usual[k]}
+        values = {key: value for key, value in that_count(self.settings()).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
     @cached_property

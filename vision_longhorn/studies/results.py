@@ -7,7 +7,7 @@ from typing import Any
 
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
-from vision_longhorn.studies.plan import Arm, Run, Study
+from vision_longhorn.studies.plan import Arm, Run, Study, that_count
 from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.studies.runs import FAILED, folder_of, history_of, is_finished, read_json, result_of
 
@@ -66,8 +66,10 @@ class Known:
         """Raises UserError where an earlier result of an arm's key was made with other settings: of what a key stands
         for the defaults are no part, and they may have changed since."""
         for arm in arms:
-            now = json.loads(json.dumps(arm.settings()))
-            for key, value in self.configs.get(arm.key, {}).items():
+            if arm.key not in self.configs:
+                continue
+            now = that_count(json.loads(json.dumps(arm.settings())))
+            for key, value in that_count(self.configs[arm.key]).items():
                 if key in now and now[key] != value:
                     raise UserError(
                         f"{arm.label}: an earlier result of it had {key}={value!r}, and now that is {now[key]!r} by "
