@@ -13,6 +13,7 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.train import main
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.graphs import capture
+from vision_longhorn.training.setup import speed_up
 
 RUN = ["--model-kwargs", "depth=2", "embed_dim=32", "img_size=8", "patch_size=4", "--workers", "0", "--repeats", "1",
        "--batch-size", "128", "--epochs", "2", "--warmup-epochs", "0", "--lr-base-batch", "none"]  # fmt: skip
@@ -78,6 +79,7 @@ def test_a_model_that_waits_for_the_gpu_is_refused():
         capture(make_accelerator("cuda", "bf16"), Waits(4, 4).cuda(), torch.randn(2, 4, device="cuda"), 1)
 
 
-def test_shards_are_refused():
-    with pytest.raises(UserError, match="cuda_graphs and fsdp do not go together"):
-        Config(cuda_graphs=True, fsdp=True)
+def test_what_runs_without_graphs_says_so(capsys):
+    cfg = Config(cuda_graphs=True, compile=True)
+    speed_up(cfg, nn.Linear(4, 4), (4,), make_accelerator("cpu", "fp32"))
+    assert "Note: compile runs without cuda_graphs" in capsys.readouterr().out

@@ -28,6 +28,9 @@ COUNTS = {
     "vlonghorn_tiny": 6_853_096,
     "vlonghorn_small": 25_206_760,
     "vlonghorn_base": 96_418_792,
+    "vlonghorn_tiny_cross": 6_852_712,
+    "vlonghorn_small_cross": 25_205_992,
+    "vlonghorn_base_cross": 96_417_256,
     "vlonghorn_tiny_shared": 6_290_920,
     "vlonghorn_small_shared": 23_640_040,
     "vlonghorn_base_shared": 91_515_880,
@@ -75,7 +78,8 @@ def test_every_name_makes_a_model_of_its_own_kind():
             size = model.default_cfg["input_size"]
             assert model(torch.empty(2, *size)).shape == (2, 7)
         mixer = model.blocks[-1].mixer
-        assert mixer.rule == ("mamba" if name.startswith("vim") else "exact" if "exact" in name else "diagonal")
+        exact = name.endswith(("_exact", "_cross"))
+        assert mixer.rule == ("mamba" if name.startswith("vim") else "exact" if exact else "diagonal")
         assert mixer.wiring == ("shared" if name.endswith("_shared") else "vim")
         assert size == ((3, 96, 96) if name.endswith("_test") else (3, 224, 224))
         assert len(model.blocks) == (4 if name.endswith("_test") else 24)
@@ -90,6 +94,7 @@ def test_every_name_makes_a_model_of_its_own_kind():
         "vim_tiny",
         "vim_small",
         "vim_base",
+        "vlonghorn_tiny_cross",
         "vlonghorn_tiny_exact",
         "vlonghorn_tiny_shared",
     ),
@@ -171,6 +176,17 @@ def test_model_that_reads_rows_and_columns_is_its_plain_description(class_token,
     model = small(**options, wiring=wiring, class_token=class_token)
     assert [block.reads_columns for block in model.blocks] == turned
     compare_with_plain_model(model, torch.randn(2, 3, 16, 40))
+
+
+def test_cross_models_are_what_the_study_chose():
+    given = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
+    named = timm.create_model("vlonghorn_tiny_cross", **given)
+    chosen = dict(rule="exact", class_token="none", global_pool="avg", scan_order="rows_columns")
+    plain = timm.create_model("vlonghorn_tiny", **given, **chosen)
+    plain.load_state_dict(named.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(named(images), plain(images))
+    assert timm.create_model("vlonghorn_tiny_cross", **given, rule="diagonal").blocks[0].mixer.rule == "diagonal"
 
 
 def test_rows_and_columns_are_those_of_the_image_at_hand():

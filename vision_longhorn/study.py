@@ -140,10 +140,11 @@ def check_data(runs: list[Run], places: dict[str, str]) -> None:
 
 def list_studies(studies: list[Study], out: Path, known: Known) -> None:
     """Prints the names, what each asks, and how many of its runs are done."""
+    width = max(len(study.name) for study in studies)
     for study in studies:
         runs = study.runs()
         done = sum(known.is_done(out, run) for run in runs)
-        print(f"{study.name:12} {done:3} of {len(runs):3} runs done  {study.asks}")
+        print(f"{study.name:{width}} {done:3} of {len(runs):3} runs done  {study.asks}")
 
 
 def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namespace) -> None:

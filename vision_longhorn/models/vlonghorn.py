@@ -532,12 +532,15 @@ default_cfgs = generate_default_cfgs(
     {
         "vlonghorn_test.untrained": _cfg(**_TEST_SIZE),
         "vlonghorn_tiny.untrained": _cfg(),
+        "vlonghorn_tiny_cross.untrained": _cfg(),
         "vlonghorn_tiny_exact.untrained": _cfg(),
         "vlonghorn_tiny_shared.untrained": _cfg(),
         "vlonghorn_small.untrained": _cfg(),
+        "vlonghorn_small_cross.untrained": _cfg(),
         "vlonghorn_small_exact.untrained": _cfg(),
         "vlonghorn_small_shared.untrained": _cfg(),
         "vlonghorn_base.untrained": _cfg(),
+        "vlonghorn_base_cross.untrained": _cfg(),
         "vlonghorn_base_exact.untrained": _cfg(),
         "vlonghorn_base_shared.untrained": _cfg(),
         "vim_test.untrained": _cfg(**_TEST_SIZE),
@@ -555,6 +558,8 @@ _SIZES = {
     "small": dict(embed_dim=384, depth=24),
     "base": dict(embed_dim=768, depth=24),
 }
+# What docs/study.md chose among the variants that are as fast as the default.
+_CROSS = dict(rule="exact", scan_order="rows_columns", class_token="none", global_pool="avg")
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
@@ -586,6 +591,12 @@ def vlonghorn_tiny(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
 
 
 @register_model
+def vlonghorn_tiny_cross(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """`vlonghorn_tiny` with the exact rule, rows and columns read in turn, and the mean of the patches."""
+    return _create("vlonghorn_tiny_cross", pretrained, **{**_CROSS, **kwargs})
+
+
+@register_model
 def vlonghorn_tiny_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_tiny` with the exact rule."""
     return _create("vlonghorn_tiny_exact", pretrained, **{"rule": "exact", **kwargs})
@@ -604,6 +615,12 @@ def vlonghorn_small(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
 
 
 @register_model
+def vlonghorn_small_cross(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """`vlonghorn_small` with the exact rule, rows and columns read in turn, and the mean of the patches."""
+    return _create("vlonghorn_small_cross", pretrained, **{**_CROSS, **kwargs})
+
+
+@register_model
 def vlonghorn_small_exact(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """`vlonghorn_small` with the exact rule."""
     return _create("vlonghorn_small_exact", pretrained, **{"rule": "exact", **kwargs})
@@ -619,6 +636,12 @@ def vlonghorn_small_shared(pretrained: bool = False, **kwargs: Any) -> VisionLon
 def vlonghorn_base(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
     """Vision Longhorn, 24 blocks of width 768, diagonal rule."""
     return _create("vlonghorn_base", pretrained, **kwargs)
+
+
+@register_model
+def vlonghorn_base_cross(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
+    """`vlonghorn_base` with the exact rule, rows and columns read in turn, and the mean of the patches."""
+    return _create("vlonghorn_base_cross", pretrained, **{**_CROSS, **kwargs})
 
 
 @register_model

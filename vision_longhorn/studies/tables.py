@@ -56,11 +56,11 @@ class Reading:
         hits = [run["hits"][size] for arm in arms for run in self.runs[arm["key"]] if size in run["hits"]]
         return len({(found["count"], found.get("images")) for found in hits}) == 1
 
-    def cost(self, arm: Record) -> float | None:
-        """Seconds of training: at the speed alone where that was measured, else the mean over the runs."""
-        if rate := self.speed(arm).get("images_per_s"):
-            return arm["images_per_epoch"] * arm["config"]["epochs"] / rate
-        return float(np.mean([run["seconds"] for run in self.runs[arm["key"]]])) if self.runs[arm["key"]] else None
+    def cost(self, arm: Record, alone: bool) -> float:
+        """Seconds of training, at the speed alone or as its runs had it."""
+        if alone:
+            return arm["images_per_epoch"] * arm["config"]["epochs"] / self.speed(arm)["images_per_s"]
+        return float(np.mean([run["seconds"] for run in self.runs[arm["key"]]]))
 
 
 def markdown(content: Record) -> str:
@@ -187,6 +187,8 @@ def plot(content: Record, out: Path) -> None:
         return recall_plot(content, out)
     reading, sizes = Reading(content), [str(size) for size in content["resolutions"]]
     arms = [arm for arm in reading.arms if reading.runs[arm["key"]]]
+    # One kind of seconds for all: those of runs side by side are several times as many.
+    alone = bool(reading.hardware) and all(reading.speed(arm).get("images_per_s") for arm in arms)
     figure = new_figure(20 if sizes else 15, 5)
     axes = figure.subplots(1, 4 if sizes else 3)
     for number, arm in enumerate(arms):
@@ -194,7 +196,7 @@ def plot(content: Record, out: Path) -> None:
         label = f"{reading.label(arm)} ({len(reading.runs[arm['key']])})"
         found = mean_interval(reading.accuracies(arm))
         error = None if found.high is None else found.high - found.value
-        axes[0].errorbar(reading.cost(arm), found.value, error, marker="o", capsize=3, label=label, **style)
+        axes[0].errorbar(reading.cost(arm, alone), found.value, error, marker="o", capsize=3, label=label, **style)
         for panel, kinds in (axes[1], ("ema", "raw")), (axes[2], ("train_loss",)):
             curves = [
                 next(run["curve"][kind] for kind in kinds if kind in run["curve"]) for run in reading.runs[arm["key"]]
@@ -208,13 +210,12 @@ def plot(content: Record, out: Path) -> None:
             errors = [0 if found.high is None else found.high - found.value for found in intervals.values()]
             values = [found.value for found in intervals.values()]
             axes[3].errorbar(list(intervals), values, errors, marker="o", capsize=3, label=label, **style)
-    alone = reading.hardware and all(reading.speed(arm).get("images_per_s") for arm in arms)
     cost = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
     titles = [("EMA top-1, %", f"seconds of training, {cost}"), ("EMA top-1, %", "epoch"), ("training loss", "epoch")]
     for panel, (title, below) in zip(axes, [*titles, ("EMA top-1, %", "pixels")]):
         panel.set(title=title, xlabel=below)
         panel.grid(alpha=0.3)
     if arms:
-        axes[0].legend(fontsize="x-small")
+        axes[2].legend(fontsize="x-small")  # the corner that losses leave free
     figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), bars are 95 % intervals")
     save_png(figure, out, dpi=100)

@@ -249,7 +249,7 @@ class Config(Settings):
     cuda_graphs: bool = option(
         False,
         "on a GPU, launch the model's passes as CUDA graphs: faster where the CPU cannot keep up, to the same bits; "
-        "with compile, torch's mode reduce-overhead",
+        "not with compile or fsdp",
     )
     deterministic: bool = option(
         False, "only algorithms of torch that give the same bits again; an error where it has none"
@@ -287,8 +287,6 @@ class Config(Settings):
                 raise UserError(f"{key} is {low} {high}: give the smaller number first")
         if self.fsdp and self.opt not in SHARDED:
             raise UserError(f"opt is {self.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
-        if self.fsdp and self.cuda_graphs:
-            raise UserError("cuda_graphs and fsdp do not go together, as shards come and go in memory: leave one out")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
 

@@ -31,6 +31,9 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
             torch.cuda.make_graphed_callables(model, (images,), allow_unused_input=True)
     except RuntimeError as error:
         raise UserError(f"cuda_graphs: this model cannot be captured ({one_line(error)}): leave it out") from error
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.10
+        # Gradients do come from the capture's stream, and torch waits for it.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     if passes > 1:
         # The first pass's gradients would become the parameters' own, in memory that the next pass writes over.
         for parameter in model.parameters():

@@ -293,15 +293,12 @@ def wrap(
 
 
 def speed_up(cfg: Config, model: nn.Module, input_size: tuple[int, ...], accelerator: Accelerator) -> None:
-    """Compiles the model, or captures its passes as CUDA graphs, as cfg says; both together are torch.compile's own
-    mode of both."""
-    graphs = cfg.cuda_graphs and accelerator.device.type == "cuda"
-    if is_sharded(model):
-        if cfg.compile:
-            compile_blocks(model)
-    elif cfg.compile:
-        model.compile(mode="reduce-overhead" if graphs else None)
-    elif graphs:
+    """Compiles the model, or captures its passes as CUDA graphs, as cfg says."""
+    if cfg.cuda_graphs and (cfg.compile or cfg.fsdp):
+        accelerator.print(f"Note: {'compile' if cfg.compile else 'fsdp'} runs without cuda_graphs.")
+    if cfg.compile:
+        compile_blocks(model) if is_sharded(model) else model.compile()
+    elif cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
         capture(accelerator, model, torch.zeros(cfg.batch_size, *input_size, device=accelerator.device), cfg.grad_accum)
 
 
