@@ -12,7 +12,7 @@ from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError
 from vision_longhorn.train import main
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.graphs import capture
+from vision_longhorn.training.graphs import capture, gradients_are_apart
 from vision_longhorn.training.setup import speed_up
 
 RUN = ["--model-kwargs", "depth=2", "embed_dim=32", "img_size=8", "patch_size=4", "--workers", "0", "--repeats", "1",
@@ -79,7 +79,39 @@ def test_a_model_that_waits_for_the_gpu_is_refused():
         capture(make_accelerator("cuda", "bf16"), Waits(4, 4).cuda(), torch.randn(2, 4, device="cuda"), 1)
 
 
-def test_what_runs_without_graphs_says_so(capsys):
-    cfg = Config(cuda_graphs=True, compile=True)
-    speed_up(cfg, nn.Linear(4, 4), (4,), make_accelerator("cpu", "fp32"))
-    assert "Note: compile runs without cuda_graphs" in capsys.readouterr().out
+@pytest.mark.parametrize("other", ["compile", "fsdp"])
+def test_what_runs_without_graphs_says_so(other, capsys):
+    class Compiled(nn.Linear):
+        compiled = False
+
+        def compile(self):
+            self.compiled = True
+
+    model = Compiled(4, 4)
+    speed_up(Config(cuda_graphs=True, **{other: True}), model, (4,), make_accelerator("cpu", "fp32"))
+    assert f"Note: {other} runs without cuda_graphs" in capsys.readouterr().out
+    assert model.compiled == (other == "compile")
+
+
+def test_gradients_that_share_memory_are_found():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+
+        def forward(self, images):
+            return images + self.a + self.b
+
+    assert not gradients_are_apart(Twice(), torch.randn(4))
+    assert gradients_are_apart(nn.Linear(4, 4), torch.randn(2, 4))
+    model = timm.create_model("vlonghorn_test", depth=2, num_classes=10)
+    assert gradients_are_apart(model, torch.randn(2, 3, 96, 96))
+
+
+def test_memory_that_does_not_suffice_is_no_fault_of_the_model(monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(make_accelerator("cpu", "fp32"), nn.Linear(4, 4), torch.randn(2, 4), 1)

@@ -189,6 +189,14 @@ def test_cross_models_are_what_the_study_chose():
     assert timm.create_model("vlonghorn_tiny_cross", **given, rule="diagonal").blocks[0].mixer.rule == "diagonal"
 
 
+@pytest.mark.parametrize("class_token", ["middle", "none"])
+def test_rows_and_columns_can_be_traced(class_token):
+    model = small(scan_order="rows_columns", class_token=class_token, global_pool="avg").eval()
+    traced = torch.jit.trace(model, torch.randn(1, 3, 32, 32))
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(traced(images), model(images))
+
+
 def test_rows_and_columns_are_those_of_the_image_at_hand():
     options = dict(scan_order="rows_columns", depth=2)
     model = small(**options, dynamic_img_size=True)
@@ -366,6 +374,7 @@ def test_wrong_image_size_is_one_line_with_the_remedy():
         (dict(class_token="center"), "class_token='center'"),
         (dict(scan_order="columns"), "scan_order='columns'"),
         (dict(grid_conv=2), "grid_conv=2"),
+        (dict(grid_conv=True), "grid_conv=True"),
         (dict(global_pool="mean"), "global_pool='mean'"),
         (dict(class_token="none"), "global_pool='avg'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact'"),

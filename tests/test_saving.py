@@ -152,6 +152,13 @@ def from_file(source, path, **options):
     ).eval()
 
 
+@pytest.mark.parametrize("has,words", [("middle", "with a class token.*'middle'"), ("none", "without.*'none'")])
+def test_weights_with_another_kind_of_class_token_are_an_error(tmp_path, has, words):
+    source = small(class_token=has, global_pool="avg")
+    with pytest.raises(RuntimeError, match=words):
+        from_file(source, tmp_path / "model.pt", class_token="none" if has == "middle" else "middle", global_pool="avg")
+
+
 def test_a_grid_that_nothing_tells_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="24 patches, which is no square.*input_size"):
         from_file(small(), tmp_path / "model.pt", img_size=32)

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import yaml
+from matplotlib.axes import Axes
 from scipy import stats
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import metadata
@@ -35,7 +36,7 @@ from vision_longhorn.studies import hits, recall, runner
 from vision_longhorn.studies.plan import STUDIES, read_studies, unique_runs
 from vision_longhorn.studies.results import Known, build, write_results
 from vision_longhorn.studies.statistics import difference, mean_interval, over_images, read_bits
-from vision_longhorn.studies.tables import markdown
+from vision_longhorn.studies.tables import markdown, plot
 from vision_longhorn.training import trainer
 from vision_longhorn.training.config import load_config
 
@@ -539,6 +540,15 @@ def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():
         arm = of(changed(*PLACE, overrides={**PAIRS["overrides"], **other}))["pairs"].arms[0]
         assert arm.key != base.key and arm.speed_key == base.speed_key
     assert of(changed(*PLACE, model_kwargs={"depth": 1}))["pairs"].arms[0].speed_key != base.speed_key
+    for faster in (
+        changed(*PLACE, overrides={**PAIRS["overrides"], "cuda_graphs": True}),
+        changed(*PLACE, model_kwargs={**PAIRS["model_kwargs"], "save_states": True}),
+    ):
+        arm = of(faster)["pairs"].arms[0]
+        assert arm.key == base.key and arm.speed_key != base.speed_key
+        known = Known([])
+        known.configs[base.key] = base.settings()
+        known.check([arm])  # the same bits
 
 
 def test_runs_go_by_seeds_first_so_that_a_part_of_them_compares():
@@ -640,6 +650,18 @@ def test_rows_come_from_the_json_and_one_seed_has_no_interval():
     assert table["vim"] == ["1,000", "1", "43.00", "42.00", "–", "–", "–"]
     table = rows(markdown(content([])))
     assert table["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
+
+
+def test_a_plot_has_one_kind_of_seconds(tmp_path, monkeypatch):
+    costs = []
+    monkeypatch.setattr(Axes, "errorbar", lambda self, cost, *_, **__: costs.append(cost))
+    made = content([("longhorn", 44.0), ("vim", 43.0)])
+    made["arms"][0]["speed"] = {"GPU": {"images_per_s": 100.0}}
+    plot(made, tmp_path / "plot.png")
+    assert costs == [10.0, 10.0]  # as the runs had it
+    made["arms"][1]["speed"] = {"GPU": {"images_per_s": 50.0}}
+    plot(made, tmp_path / "plot.png")
+    assert costs[2:] == [2.0, 4.0]  # alone: two epochs of 100 images
 
 
 def test_images_are_compared_with_the_same_images_alone():

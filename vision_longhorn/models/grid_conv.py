@@ -13,7 +13,8 @@ class GridConv(nn.Module):
     """x + a depthwise convolution of its patches over their grid, padded with zeros; the class token stays as it is.
 
     Gives every patch its neighbours above and below, which a scan by rows meets a row later, and its distance to the
-    border: the conditional position encoding of CPVT (arXiv 2102.10882, section 3), before every mixer.
+    border: the conditional position encoding of CPVT (arXiv 2102.10882, section 3), before every mixer. Both terms are
+    one convolution, whose middle weight has the digits that its dtype has around 1.
 
     Args:
         dim: width C of the tokens.
@@ -21,13 +22,13 @@ class GridConv(nn.Module):
         class_token: its place among the tokens.
 
     Raises:
-        ValueError: The size is even or below 1.
+        ValueError: The size is no odd whole number.
     """
 
     def __init__(self, dim: int, size: int, class_token: str, device: Any = None, dtype: Any = None):
         super().__init__()
-        if size < 1 or size % 2 == 0:
-            raise ValueError(f"grid_conv={size}: give an odd number of patches, such as 3, or 0 for none")
+        if type(size) is not int or size < 1 or size % 2 == 0:
+            raise ValueError(f"grid_conv={size!r}: give an odd number of patches, such as 3, or 0 for none")
         self.class_token = class_token
         self.weight = nn.Parameter(torch.empty(dim, 1, size, size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
@@ -45,7 +46,7 @@ class GridConv(nn.Module):
         B, count, C = patches.shape
         pad = self.weight.shape[-1] // 2
         grid = patches.reshape(B, rows, count // rows, C).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
-        # x itself comes in by the weight, which saves a pass over memory.
+        # x itself comes in by the weight: a term of its own would be another pass over memory.
         weight = self.weight + F.pad(torch.ones_like(self.weight[..., :1, :1]), [pad] * 4)
         grid = F.conv2d(grid, weight, self.bias, padding=pad, groups=C)
         patches = grid.permute(0, 2, 3, 1).reshape(B, count, C)

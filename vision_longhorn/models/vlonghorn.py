@@ -55,8 +55,8 @@ class Block(nn.Module):
         eps: of the norm.
         mixer: name of the mixer, see `vision_longhorn.models.mixers`.
         reads_columns: take the patches column by column, where the tokens are the rows one after the other.
-        class_token: its place among the tokens, for that.
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
+        class_token: its place among the tokens, for both of these.
         mixer_args: its options, and `index`, of this block in the model.
     """
 
@@ -88,7 +88,7 @@ class Block(nn.Module):
         if self.grid_conv is not None:
             h = self.grid_conv(h, rows)
         if self.reads_columns:
-            columns = (h.shape[1] - (self.class_token != "none")) // rows
+            columns = (h.shape[1] - (0 if self.class_token == "none" else 1)) // rows
             h = turn_patches(self.mixer(turn_patches(h, rows, self.class_token)), columns, self.class_token)
         else:
             h = self.mixer(h)
@@ -485,9 +485,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -
     otherwise the model's own if they are as many, and else a square.
 
     Raises:
-        RuntimeError: the number of patches is none of these.
+        RuntimeError: the number of patches is none of these, or only one of both has a class token.
     """
     state_dict = unwrap(state_dict)
+    has, wants = "cls_token" in state_dict, model.cls_token is not None
+    if "pos_embed" in state_dict and has != wants:
+        raise RuntimeError(
+            f"these weights are of a model {'with' if has else 'without'} a class token, and this one has "
+            f"{'one' if wants else 'none'}: give create_model class_token={'none' if wants else 'middle'!r}, or other "
+            "weights"
+        )
     out = {}
     for name, value in state_dict.items():
         if name == "patch_embed.proj.weight" and value.shape[-2:] != model.patch_embed.proj.weight.shape[-2:]:

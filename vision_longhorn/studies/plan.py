@@ -12,7 +12,7 @@ from typing import Any
 
 from vision_longhorn.errors import UserError
 from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml
+from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml, that_count
 
 STUDIES = CONFIGS / "studies.yaml"
 DATA_KEYS = ("train_samples", "val_samples", "num_classes")
@@ -25,17 +25,10 @@ MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a mod
 # Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
 PLACES = ("data", "val_data", "run_dir", "resume", "allow_pipe", "workers", "device", "track")
 WRITING = ("log_interval", "checkpoint_interval", "keep_checkpoints", "max_bad_steps")
-SAME_BITS = ("cuda_graphs", "save_states")  # fields, and arguments of the model, that say how fast, not what comes out
 # Those that a training step's speed depends on.
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
         "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
         "cuda_graphs", "mixer", "width", "depth", "vocab_size", "length", "pairs")  # fmt: skip
-
-
-def that_count(settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of the settings that what comes out depends on."""
-    kwargs = {key: value for key, value in settings["model_kwargs"].items() if key not in SAME_BITS}
-    return {**{key: value for key, value in settings.items() if key not in SAME_BITS}, "model_kwargs": kwargs}
 
 
 @dataclasses.dataclass(frozen=True)

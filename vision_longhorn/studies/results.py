@@ -7,9 +7,10 @@ from typing import Any
 
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
-from vision_longhorn.studies.plan import Arm, Run, Study, that_count
+from vision_longhorn.studies.plan import Arm, Run, Study
 from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.studies.runs import FAILED, folder_of, history_of, is_finished, read_json, result_of
+from vision_longhorn.training.config import that_count
 
 Record = dict[str, Any]
 SPEEDS = "speed.json"

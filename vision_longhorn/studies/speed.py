@@ -14,6 +14,7 @@ from vision_longhorn.errors import one_line
 from vision_longhorn.studies.plan import Arm
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
+from vision_longhorn.training.folder import describe_environment
 from vision_longhorn.training.updates import step_if_finite
 
 WINDOWS = 5
@@ -27,11 +28,12 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
         device: "auto", "cuda" or "cpu".
 
     Returns:
-        Dict with "images_per_s", "batch_size" (of a pass), "variant", "torch", and on a GPU "peak_gib"; where it does
-        not fit into memory, "error" in their place.
+        Dict with "images_per_s", "batch_size" (of a pass), "variant", "torch", "commit", and on a GPU "peak_gib"; where
+        it does not fit into memory, "error" in their place.
     """
     accelerator = make_accelerator(device, arm.config.precision)
     found = {"variant": arm.label, "batch_size": arm.config.batch_size, "torch": str(torch.__version__)}
+    found["commit"] = describe_environment()["commit"]
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu:
         gc.collect()  # of the variant before

@@ -130,7 +130,7 @@ def _pairs(reading: Reading) -> list[str]:
                 means = [[100 * float(found.mean()) for found in some] for some in bits]
                 lines.append(
                     f"{where}at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "
-                    f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap, seeds averaged)"
+                    f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap)"
                 )
     return lines
 

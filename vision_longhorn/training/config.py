@@ -38,6 +38,7 @@ TYPES = {
 POSITIVE = Range(above=0)
 COUNT = Range(1, kind=int)
 SHARE = Range(0, 1)
+SAME_BITS = ("cuda_graphs", "save_states")  # fields, and arguments of models, of how fast, not what comes out
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
 
 
@@ -305,6 +306,12 @@ class Config(Settings):
         if self.min_lr > self.lr:
             faults.append(f"min_lr is {self.min_lr} and lr {self.lr}: the cosine ends at min_lr, give one below lr")
         return faults
+
+
+def that_count(values: dict[str, Any]) -> dict[str, Any]:
+    """Those of a config's values that what comes out of a run depends on."""
+    kwargs = {key: value for key, value in values["model_kwargs"].items() if key not in SAME_BITS}
+    return {**{key: value for key, value in values.items() if key not in SAME_BITS}, "model_kwargs": kwargs}
 
 
 def _check(field: dataclasses.Field, value: Any) -> None:

@@ -159,7 +159,7 @@ def describe_environment() -> dict[str, Any]:
         "uncommitted_changes": None if changed is None else bool(changed),
         "python": platform.python_version(),
         "versions": versions,
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cpus": os.cpu_count(),

@@ -14,6 +14,8 @@ from vision_longhorn.errors import UserError, one_line
 def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, passes: int) -> None:
     """Lets `model` replay its training passes, to the same bits; in eval mode it runs as before.
 
+    What it decides or draws on the host in a pass is decided here, once for all passes.
+
     Args:
         accelerator: Says the precision.
         model: Changed in place. From now on its parameters keep their memory, and its training batches their shape.
@@ -21,30 +23,45 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
         passes: Backward passes of an update.
 
     Raises:
-        UserError: Where the model does what a graph cannot hold, such as waiting for the GPU.
+        UserError: Where the model does what torch cannot capture, such as waiting for the GPU.
+        torch.OutOfMemoryError: Where the graphs do not fit.
     """
     model.train()
     # Within a graph no cast of a weight may outlive its pass, as autocast's cache would have it.
     precision = accelerator.autocast(autocast_handler=AutocastKwargs(cache_enabled=False))
     try:
         with unchanged_buffers(model), precision:
+            apart = passes == 1 and gradients_are_apart(model, images)
             torch.cuda.make_graphed_callables(model, (images,), allow_unused_input=True)
-    except RuntimeError as error:
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, AssertionError) as error:
         raise UserError(f"cuda_graphs: this model cannot be captured ({one_line(error)}): leave it out") from error
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.10
         # Gradients do come from the capture's stream, and torch waits for it.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    if passes > 1:
-        # The first pass's gradients would become the parameters' own, in memory that the next pass writes over.
+    if not apart:
+        # Gradients would become the parameters' own where they are, to be scaled once for each parameter that shares
+        # them, and written over by the next pass.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(torch.clone)
+
+
+def gradients_are_apart(model: nn.Module, images: torch.Tensor) -> bool:
+    """Whether a backward pass gives each parameter a gradient in memory of its own."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    grads = torch.autograd.grad(model(images).float().sum(), parameters, allow_unused=True)
+    places = [grad.untyped_storage().data_ptr() for grad in grads if grad is not None]
+    return len(set(places)) == len(places)
 
 
 @contextlib.contextmanager
 def unchanged_buffers(net: nn.Module) -> Iterator[None]:
     """Passes in here leave no trace in the buffers, such as those of batch norms."""
     before = [buffer.clone() for buffer in net.buffers()]
-    yield
-    for buffer, value in zip(net.buffers(), before, strict=True):
-        buffer.copy_(value)
+    try:
+        yield
+    finally:
+        for buffer, value in zip(net.buffers(), before, strict=True):
+            buffer.copy_(value)
