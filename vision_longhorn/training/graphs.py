@@ -1,6 +1,7 @@
 """CUDA graphs: a model's forward and backward pass as one launch each, where the CPU cannot keep up with the GPU."""
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import torch
@@ -32,12 +33,13 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
     try:
         with unchanged_buffers(model), precision:
             apart = passes == 1 and gradients_are_apart(model, images)
+            gc.collect()  # what is left of that pass, if anything, would bring its stream into the capture
             torch.cuda.make_graphed_callables(model, (images,), allow_unused_input=True)
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"cuda_graphs: this model cannot be captured ({one_line(error)}): leave it out") from error
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # torch 2.10
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # not in older torch
         # Gradients do come from the capture's stream, and torch waits for it.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     if not apart:
