@@ -152,7 +152,7 @@ def from_file(source, path, **options):
     ).eval()
 
 
-@pytest.mark.parametrize("has,words", [("middle", "with a class token.*'middle'"), ("none", "without.*'none'")])
+@pytest.mark.parametrize("has,words", [("middle", "have a cls_token.*'middle'"), ("none", "have no cls_token.*'none'")])
 def test_weights_with_another_kind_of_class_token_are_an_error(tmp_path, has, words):
     source = small(class_token=has, global_pool="avg")
     with pytest.raises(RuntimeError, match=words):

@@ -491,9 +491,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: VisionLonghorn) -
     has, wants = "cls_token" in state_dict, model.cls_token is not None
     if "pos_embed" in state_dict and has != wants:
         raise RuntimeError(
-            f"these weights are of a model {'with' if has else 'without'} a class token, and this one has "
-            f"{'one' if wants else 'none'}: give create_model class_token={'none' if wants else 'middle'!r}, or other "
-            "weights"
+            f"these weights have {'a' if has else 'no'} cls_token, and this model has {'one' if wants else 'none'}: "
+            f"give create_model class_token={'none' if wants else 'middle'!r}, or other weights"
         )
     out = {}
     for name, value in state_dict.items():
