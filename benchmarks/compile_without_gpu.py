@@ -154,6 +154,14 @@ def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
     triton_norm.backward(y, o, z, weight, 1e-5, torch.empty_like(z))
 
 
+def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import padding as triton_padding
+
+    x_proj, dt_proj = _tensor(2, 12 + 2 * 16, CHANNELS), _tensor(2, CHANNELS, 12)
+    padded = triton_padding.forward(x_proj, dt_proj, 16, dtype)
+    triton_padding.backward(*padded, x_proj, dt_proj)
+
+
 # What launches a family of kernels, and in which variants.
 def scan_variants(rule: Rule) -> tuple[str, ...]:
     return (
@@ -170,6 +178,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     **{name: (compile_scan, scan_variants(get_rule(name))) for name in NAMES},
     "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
     "norm": (compile_norm, ("both_directions",)),
+    "padding": (compile_padding, ("both_directions",)),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
 # Constants that make another kernel of one: a row of the table names those that are set.

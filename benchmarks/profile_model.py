@@ -50,7 +50,7 @@ PARTS = tuple(
         ("scan forward", r"^_forward_kernel"),
         ("scan backward", r"^_backward_kernel"),
         ("scan, other", r"^_(norm|carry|adjoint|add|finish_rows|finish_columns)_kernel"),
-        ("short convolution", r"^_conv.*_kernel|conv_depthwise|depthwise_conv"),
+        ("short convolution", r"^_(conv.*|finish_taps)_kernel|conv_depthwise|depthwise_conv"),
         ("gated norm", r"^_gated_norm"),
         ("matrix products", r"^triton_tem_"),
         (FUSED, r"^triton_"),
@@ -59,7 +59,7 @@ PARTS = tuple(
         ("optimizer", r"multi_tensor|adam"),
         ("norms", r"layer_?norm|rms_?norm|gammabeta"),
         ("reductions", r"reduce"),
-        ("elementwise, copies and casts", r"elementwise|copy|catarray|memcpy|memset"),
+        ("elementwise, copies and casts", r"^_pad_kernel|elementwise|copy|catarray|memcpy|memset"),
     )
 )
 REP = 50  # milliseconds of one timing for the budget

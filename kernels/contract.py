@@ -15,6 +15,7 @@ DIRECTIONS = ("forward", "backward", "both")
 COMBINES = ("none", "sum", "mean")
 REGIMES = ("auto", "sequential", "parallel", "chunked")
 BACKENDS = ("auto", "torch", "triton")
+Pair = tuple[Tensor, Tensor]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

@@ -4,8 +4,8 @@ keys and queries, the scan in both directions, gate and mean (or norms).
 As one operator, because of what is kept for the backward pass: its input xz, the step sizes at their low rank with keys
 and queries, and, where norms follow the scan, what they are given. The convolution and the step sizes cost less to find
 again than to keep, and so, unless `save_states`, do the states of the scan. Where those are kept that weigh several
-times as much as the convolved x, that is, too. What a compiler could still fuse across the operator's border is
-nothing: both neighbours are matrix products.
+times as much as the convolved x and the step sizes, these are, too. What a compiler could still fuse across the
+operator's border is nothing: both neighbours are matrix products.
 """
 
 from typing import Any, NamedTuple, Optional, cast
@@ -47,10 +47,14 @@ class Mix(NamedTuple):
     def directions(self) -> int:
         return 2 if self.shared else len(self.conv_weight)
 
-    def keeps_convolved(self, save_states: bool) -> bool:
-        """Whether the convolved x is kept beside the states: where those are of every chunk ("decay"). With norms, what
-        they are given takes its place."""
-        return save_states and get_rule(self.rule).kind == "decay" and not self.shared
+    def kept_shape(self, save_states: bool) -> tuple[int, ...]:
+        """Of what is kept beside the states where those are of every chunk ("decay"): the convolved x, and the step
+        sizes where they are as many. With norms, what they are given takes its place."""
+        if not save_states or get_rule(self.rule).kind != "decay" or self.shared:
+            return (0,)
+        S, D, _ = self.conv_weight.shape
+        B, L, _ = self.xz.shape
+        return (2 if self.dt_proj.shape[1] == D else 1), S, B, L, D
 
     @property
     def A_per_token(self) -> bool:
@@ -70,23 +74,9 @@ class Mix(NamedTuple):
     def low_width(self) -> int:
         return self.width + self.x_proj.shape[1] - self.rank
 
-    def padded_x_proj(self, dtype: torch.dtype) -> Tensor:
-        """(S, low_width, D)."""
-        if self.width == self.rank:
-            return self.x_proj.to(dtype)
-        S, _, D = self.x_proj.shape
-        padded = self.x_proj.new_zeros(S, self.low_width, D, dtype=dtype)
-        padded[:, : self.rank] = self.x_proj[:, : self.rank]
-        padded[:, self.width :] = self.x_proj[:, self.rank :]
-        return padded
-
-    def padded_dt_proj(self, dtype: torch.dtype) -> Tensor:
-        """(S, D or 1, width)."""
-        if self.width == self.rank:
-            return self.dt_proj.to(dtype)
-        padded = self.dt_proj.new_zeros(*self.dt_proj.shape[:2], self.width, dtype=dtype)
-        padded[..., : self.rank] = self.dt_proj
-        return padded
+    def projections(self, backend: str) -> tuple[Tensor, Tensor]:
+        """x_proj and dt_proj as they are multiplied with: (S, low_width, D) and (S, D, 1 or N, width)."""
+        return load_backend(backend, "padding").forward(self.x_proj, self.dt_proj, self.width, self.xz.dtype)
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor) -> Scan:
         """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width)."""
@@ -132,6 +122,8 @@ def prepare(mix: Mix) -> Mix:
         xz=mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous(),
         conv_weight=mix.conv_weight.contiguous(),
         conv_bias=mix.conv_bias.contiguous(),
+        x_proj=mix.x_proj.contiguous(),
+        dt_proj=mix.dt_proj.contiguous(),
         norm_weight=None if mix.norm_weight is None else mix.norm_weight.contiguous(),
     )
 
@@ -173,25 +165,31 @@ def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
     return products
 
 
-def _step_sizes(mix: Mix, low: Tensor) -> Tensor:
+def _step_sizes(low: Tensor, dt_proj: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """(S, B, L, D, 1 or N), from `Mix.projections`."""
     S, B, L, _ = low.shape
-    dt_proj = mix.padded_dt_proj(low.dtype).transpose(1, 2)  # (S, width, D or 1)
-    return torch.bmm(_rows(low)[..., : mix.width], dt_proj).view(S, B, L, dt_proj.shape[2])
+    _, steps, width = dt_proj.shape
+    out = low.new_empty(S, B, L, steps) if out is None else out
+    torch.bmm(_rows(low)[..., :width], dt_proj.transpose(1, 2), out=_rows(out))
+    return out
 
 
 def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
-    (2, B, L, D) if norms follow, or the convolved x (S, B, L, D), or nothing)."""
+    (2, B, L, D) if norms follow, or the convolved x and the step sizes (1 or 2, S, B, L, D), or nothing)."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
-    x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)  # (S, B, L, D)
-    low = torch.bmm(_rows(x), mix.padded_x_proj(x.dtype).transpose(1, 2)).view(len(x), B, L, mix.low_width)
-    scan = mix.scan(x, _step_sizes(mix, low), low)
+    kept = x.new_empty(mix.kept_shape(save_states))
+    places = list(kept) if kept.ndim == 5 else []
+    x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
+    x_proj, dt_proj = mix.projections(backend)
+    low = torch.bmm(_rows(x), x_proj.transpose(1, 2)).view(len(x), B, L, mix.low_width)
+    scan = mix.scan(x, _step_sizes(low, dt_proj, *places[1:]), low)
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
     if not mix.shared:
-        return y, low, saved, x if mix.keeps_convolved(save_states) else y.new_empty(0)
+        return y, low, saved, kept
     return load_backend(backend, "norm").forward(y, z, mix.norm_weight, mix.eps), low, saved, y
 
 
@@ -202,32 +200,39 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     dxz = mix.xz.new_empty(mix.xz.shape)
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
-    if kept.numel() and not mix.shared:
-        convolved = kept
-    else:
+    x_proj, dt_proj = mix.projections(backend)
+    convolved, step = (*kept, None, None)[:2] if kept.numel() and not mix.shared else (None, None)
+    if convolved is None:
         convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
-    scan = mix.scan(convolved, _step_sizes(mix, low), low)
+    scan = mix.scan(convolved, _step_sizes(low, dt_proj) if step is None else step, low)
     scan_rates = scan.A if scan.A is None or len(mix.conv_weight) == 2 else scan.A.unsqueeze(0)
     if mix.shared:
         dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
-    found = ops.backward(scan, dy, None, saved, backend, dz)
+    # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
+    dlow = torch.empty_like(low)
+    dsteps = dlow[..., : mix.width]
+    dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
+    # What serves both directions gets the sum of two gradients, and those lie elsewhere.
+    in_place = None if mix.shared else (dk, dq)
+    found = ops.backward(scan, dy, None, saved, backend, dz, in_place)
 
     def stacked(name: str) -> Tensor:
         return found[name].unsqueeze(0) if len(mix.conv_weight) == 1 else found[name]
 
-    R, width = mix.rank, mix.width
-    dstep = _rows(stacked("step"))
-    grads["dt_proj"] = _weight_grad(dstep, _rows(low)[..., :width])[..., :R]
-    of_token = [_rows(stacked(name)) for name in ("k", "q")]
+    if in_place is None:
+        dk.copy_(stacked("k"))
+        dq.copy_(stacked("q"))
     if mix.A_per_token:
         assert scan_rates is not None
         da = stacked("A") * scan_rates  # d exp(A_log + a) is the rate itself
-        of_token.append(_rows(da.to(low.dtype)))
+        of_A[0].copy_(da)
         grads["A_log"] = da.sum((1, 2))
-    dlow = torch.cat([torch.bmm(dstep, mix.padded_dt_proj(low.dtype)), *of_token], -1)
-    dx_proj = _weight_grad(dlow, _rows(convolved))
-    grads["x_proj"] = dx_proj if width == R else torch.cat([dx_proj[:, :R], dx_proj[:, width:]], 1)
-    dconvolved = _rows(stacked("x")).baddbmm_(dlow, mix.padded_x_proj(low.dtype)).view_as(convolved)
+    dstep = _rows(stacked("step"))
+    torch.bmm(dstep, dt_proj, out=_rows(dsteps))
+    grads["x_proj"], grads["dt_proj"] = load_backend(backend, "padding").backward(
+        _weight_grad(_rows(dlow), _rows(convolved)), _weight_grad(dstep, _rows(low)[..., : mix.width]), mix.x_proj,
+        mix.dt_proj)  # fmt: skip
+    dconvolved = _rows(stacked("x")).baddbmm_(_rows(dlow), x_proj).view_as(convolved)
     grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
         dconvolved, x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
     )
@@ -273,9 +278,7 @@ def _(
         xz.new_empty(B, L, d_inner),
         low,
         xz.new_empty(saved, dtype=scan.accumulator),
-        xz.new_empty(
-            (2, B, L, d_inner) if values.shared else (S, B, L, d_inner) if values.keeps_convolved(save_states) else (0,)
-        ),
+        xz.new_empty((2, B, L, d_inner) if values.shared else values.kept_shape(save_states)),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Optional, cast
 import torch
 from torch import Tensor
 
-from .contract import Scan, check
+from .contract import Pair, Scan, check
 from .dispatch import choose_backend, load_backend
 
 
@@ -35,12 +35,20 @@ def forward(scan: Scan, save_states: bool, backend: str) -> tuple[Tensor, Tensor
 
 
 def backward(
-    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: str, dz: Optional[Tensor] = None
-) -> dict[str, Tensor]:
-    """A gradient for each tensor of `scan`, by field; that of z is written to `dz` instead, if given."""
+    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: str,
+    dz: Optional[Tensor] = None, dkq: Optional[Pair] = None,
+) -> dict[str, Tensor]:  # fmt: skip
+    """A gradient for each tensor of `scan`, by field; that of z is written to `dz` instead, and those of k and q to
+    `dkq`, if given (see `backends.torch.scan.backward`)."""
     prepared = scan.law.prepare(scan)
-    grads = implementation(scan, backend).backward(prepared, dy, dfinal, saved, dz)
-    return scan.law.restore(scan, prepared, grads)
+    in_place = dkq if prepared.k is scan.k else None
+    grads = scan.law.restore(
+        scan, prepared, implementation(scan, backend).backward(prepared, dy, dfinal, saved, dz, in_place)
+    )
+    for name, out in zip(("k", "q"), dkq or ()):
+        if name in grads:
+            out.copy_(grads.pop(name))
+    return grads
 
 
 def saved_shape(scan: Scan, backend: str) -> tuple[int, ...]:

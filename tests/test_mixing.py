@@ -7,6 +7,7 @@ import torch
 from plain_model import plain_mixer
 from scan_cases import relative_rms
 from vision_longhorn.kernels import mixing
+from vision_longhorn.kernels.dispatch import load_backend
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn import kernels
@@ -85,6 +86,22 @@ def test_mixer_at_awkward_sizes(backend, options, shape):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("S,R,n,D,steps", [(2, 12, 32, 40, 40), (1, 5, 6, 7, 1), (2, 8, 8, 600, 4)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+def test_padding_puts_zeros_after_the_rank_and_takes_them_out(backend, S, R, n, D, steps, dtype):
+    padding, width = load_backend(backend, "padding"), -(-R // 8) * 8
+    x_proj, dt_proj = torch.randn(S, R + n, D), torch.randn(S, steps, R)
+    wide_x, wide_dt = padding.forward(x_proj, dt_proj, width, dtype)
+    gap = torch.zeros(S, width - R, D)
+    assert torch.equal(wide_x, torch.cat([x_proj[:, :R], gap, x_proj[:, R:]], 1).to(dtype))
+    assert torch.equal(wide_dt, torch.nn.functional.pad(dt_proj, [0, width - R]).to(dtype))
+    # Gradients of what was put in count for nothing, whatever they are.
+    wide_x[:, R:width] = wide_dt[..., R:] = float("nan")
+    back = padding.backward(wide_x, wide_dt, x_proj, dt_proj)
+    assert all(torch.equal(found, value.to(dtype).float()) for found, value in zip(back, (x_proj, dt_proj)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wiring", ("vim", "shared"))
 def test_mixer_in_bfloat16(backend, wiring):
     """All of it in bfloat16, the parameters too: nothing but the rounding of inputs, results and what lies between."""
@@ -146,7 +163,7 @@ def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring):
     # h for in_proj, xz and the low-rank values for the mixing, y for out_proj; what the norms are given.
     outputs = 2 * d_inner if wiring == "shared" else 0
     assert kept[False] == tokens * (64 + 2 * d_inner + sets * (width + 2 * N) + outputs + d_inner)
-    convolved = 0 if wiring == "shared" else sets * d_inner
+    convolved = 0 if wiring == "shared" else 2 * sets * d_inner  # and the step sizes
     assert kept[True] == kept[False] + 2 * (tokens // 8) * N * d_inner + tokens * convolved
 
 

@@ -16,6 +16,7 @@ from scan_cases import (
     reference,
     relative_rms,
 )
+from vision_longhorn.kernels import Scan, ops
 
 from vision_longhorn import kernels
 
@@ -132,6 +133,16 @@ def test_states_found_again_in_backward_give_the_same_gradients(backend, rule):
     )
     for name in kept:
         assert torch.equal(kept[name], found[name]), name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rule", NAMES)
+@pytest.mark.parametrize("L,N", [(11, 5), (8, 1)])
+def test_what_is_kept_has_the_shape_that_compilers_are_told(backend, rule, L, N):
+    inputs = make_inputs(rule, 2, L, 3, N, direction="both")
+    A = inputs.get("A")
+    scan = Scan(*(inputs[name] for name in ("x", "step", "k", "q")), A, None, None, inputs["bias"], None, rule, "both")
+    assert ops.forward(scan, True, backend)[2].shape == ops.saved_shape(scan, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

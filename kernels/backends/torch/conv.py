@@ -10,12 +10,14 @@ with zeros outside the sequence. Neither function knows autograd; `backward` fin
 nothing but x is kept for it.
 """
 
+from typing import Optional
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out: Optional[Tensor] = None) -> Tensor:
     """Convolution and SiLU in each direction.
 
     Args:
@@ -25,6 +27,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False) -> 
             keeps that many tokens in registers.
         bias: (G, D), of any float dtype, contiguous.
         reversed: the direction that is alone is the second one; with G = 2 it must be False.
+        out: where the result is written, if given.
 
     Returns:
         (G, B, L, D), contiguous, dtype of x; sums are in float32 (float64).
@@ -33,7 +36,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False) -> 
         ValueError: the Triton backend is given float64.
     """
     padded, taps, bias = _operands(x, weight, bias, reversed)
-    y = x.new_empty(len(taps), *x.shape)
+    y = x.new_empty(len(taps), *x.shape) if out is None else out
     for g in range(len(taps)):
         y[g].copy_(F.silu(_pre_activation(padded, taps[g], bias[g], g == 1 or reversed), inplace=True))
     return y

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...contract import Scan, ceil_div, stack, unstack
+from ...contract import Pair, Scan, ceil_div, stack, unstack
 from ...rules.base import Sizes, over_channels, over_states
 
 CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
@@ -227,10 +227,13 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(
-    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None
-) -> dict[str, Tensor]:
+    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
+    dkq: Optional[Pair] = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """A gradient for each tensor of `scan`, given those of y and of the final state and what `forward` saved; that of z
-    is written to `dz` instead, if given: (B, L, D), for a gate that both directions share."""
+    is written to `dz` instead, if given: (B, L, D), for a gate that both directions share. Those of k and q are written
+    to `dkq` instead, if given, in dtypes of theirs: (G, B, L, N), where each direction has its own, side by side in
+    rows of one tensor."""
     G, B, L, D, N = scan.sizes
     if not saved.numel():
         saved = forward(scan, True)[2]
@@ -270,6 +273,8 @@ def backward(
     found = {name: unstack(original(name), value) for name, value in scan.tensors().items()}
     if dz is not None and scan.z is not None:
         dz.copy_(found.pop("z"))
+    for name, out in zip(("k", "q"), dkq or ()):
+        out.copy_(found.pop(name))
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...contract import Scan, ceil_div, power_of_2, stack
+from ...contract import Pair, Scan, ceil_div, power_of_2, stack
 from . import chunk_kernels as kernels
 from . import fragments
 from .finish import sum_blocks, sum_sequences
@@ -222,10 +222,11 @@ def forward(
 
 def backward(
     launch: "_Launch", dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dz: Optional[Tensor],
-    shape: Optional[Shape] = None,
+    dkq: Optional[Pair] = None, shape: Optional[Shape] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients by field, with a direction axis, float32 where a sum over directions or channels may follow. That
-    of z lacks the axis where both directions are in it already, and is `dz` itself if that can be written to."""
+    of z lacks the axis where both directions are in it already, and is `dz` itself if that can be written to. Those of
+    k and q are `dkq`, if given."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     shape = shape or choose("backward", scan)
@@ -263,12 +264,7 @@ def backward(
     else:
         _run(kernels._backward_kernel, (blocks * B, G), args)
 
-    # A sum over directions wants all digits.
-    dk, dq = (
-        scan.x.new_empty(G, B, L, N, dtype=v.dtype if v.ndim == 4 or G == 1 else torch.float32)
-        for v in (scan.k, scan.q)
-    )
-    sum_blocks(sums, dk, dq)
+    dk, dq = sum_blocks(sums, scan.k, scan.q, dkq=dkq)
     skip, bias = sum_sequences(dD, dbias)
     if scalar:
         dstep = dstep.sum(0).unsqueeze(-1)

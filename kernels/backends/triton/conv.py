@@ -9,7 +9,7 @@ stores. The second direction alone (G = 1, REVERSED) takes the place of the firs
 Channels beyond D repeat the last one and nothing of them is stored.
 """
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import ceil_div
-from .finish import sum_sequences
+from .finish import sum_taps
 from .lanes import (
     LOG2E,
     all_lanes,
@@ -300,10 +300,10 @@ def _launch(kernel: Any, programs: int, args: dict[str, Any]) -> None:
         )
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out: Optional[Tensor] = None) -> Tensor:
     """As `backends.torch.conv.forward`."""
     G, _, K = weight.shape
-    y = x.new_empty(G, *x.shape)
+    y = x.new_empty(G, *x.shape) if out is None else out
     programs, args = _prepare(x.shape[1] + (G - 1) * (K - 1), _FORWARD_PART, x, weight, bias, reversed, y=y)
     if programs:
         _launch(_conv_forward_kernel, programs, args)
@@ -319,7 +319,4 @@ def backward(
     sums = x.new_empty(B * args["segments"], G, K + 1, D, dtype=torch.float32)
     if programs:
         _launch(_conv_backward_kernel, programs, args | {"sums_ptr": sums})
-    # No atomics, but a fixed order: the same bits in every run. Clones: an operator must not return two views of one
-    # tensor.
-    sums = sum_sequences(sums.view(1, len(sums), G * (K + 1) * D))[0].view(G, K + 1, D)
-    return sums[:, :K].transpose(1, 2).clone(memory_format=torch.contiguous_format), sums[:, K].clone()
+    return sum_taps(sums)  # no atomics, but a fixed order: the same bits in every run

@@ -1,20 +1,23 @@
 """The sums that follow the scans' kernels: over blocks of channels, over sequences, over both directions. Each is in a
 fixed order, so that gradients have the same bits in every run."""
 
+from typing import Optional
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import ceil_div, power_of_2
+from ...contract import Pair, ceil_div, power_of_2
 from .lanes import offset_of
 
 
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def _finish_rows_kernel(
     sums_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks,
-    GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
+    GROUPS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
+    """Rows of dk and dq are STRIDE numbers apart: a constant, or its stores would be of single numbers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     column = tl.arange(0, BLOCK)[None, :]  # of the groups side by side
     ok = (row < rows) & (column < GROUPS * N)
@@ -22,23 +25,41 @@ def _finish_rows_kernel(
     total = tl.zeros([R, BLOCK], tl.float32)
     for j in range(blocks):
         total += tl.load(at + j * rows.to(tl.int64) * (GROUPS * N), mask=ok, other=0.0)
-    at = row * N + column
+    at = row * STRIDE + column
     tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=ok & (column < N))
     tl.store(dq_ptr + at - N, total.to(dq_ptr.dtype.element_ty), mask=ok & (column >= N) & (column < 2 * N))
     if GROUPS == 3:
-        tl.store(dA_ptr + at - 2 * N, total.to(dA_ptr.dtype.element_ty), mask=ok & (column >= 2 * N))
+        tl.store(dA_ptr + row * N + column - 2 * N, total.to(dA_ptr.dtype.element_ty), mask=ok & (column >= 2 * N))
 
 
-def sum_blocks(sums: Tensor, *grads: Tensor) -> None:
-    """Two or three `grads` (rows, N), in any dtype, from their float32 parts `sums` (blocks, rows, len(grads) N)."""
-    N = grads[0].shape[-1]
-    rows = grads[0].numel() // N
+def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pair] = None) -> list[Tensor]:
+    """The gradients (G, B, L, N) of k, q and perhaps a token's A, from their float32 parts `sums`
+    (blocks, G, B, L, 2 N or 3 N). Those of k and q are written to `dkq`, if given."""
+    (blocks, G, B, L, _), N = sums.shape, k.shape[-1]
+    rows = G * B * L
+    # A sum over directions wants all digits.
+    grads = [
+        sums.new_empty(G, B, L, N, dtype=value.dtype if value.ndim == 4 or G == 1 else torch.float32)
+        for value in ((k, q, *A) if dkq is None else A)
+    ]
+    grads = [*(dkq or ()), *grads]
     block = power_of_2(len(grads) * N)
     height = max(1, 1024 // block)
     with torch.cuda.device_of(sums):
         _finish_rows_kernel[(ceil_div(rows, height),)](
-            sums, grads[0], grads[1], grads[-1], rows, len(sums), GROUPS=len(grads), N=N, BLOCK=block, R=height,
-            num_warps=4)  # fmt: skip
+            sums, grads[0], grads[1], grads[-1], rows, blocks, GROUPS=len(grads), N=N, STRIDE=grads[0].stride(2),
+            BLOCK=block, R=height, num_warps=4)  # fmt: skip
+    return grads
+
+
+@triton.jit
+def _sum_parts(row, d, parts, D, R: tl.constexpr, C: tl.constexpr):
+    """Of `parts` rows of D numbers, the first of them at `row`, the sums of columns d (1, C)."""
+    total = tl.zeros([R, C], tl.float32)
+    for i in range(0, parts, R):
+        part = i + tl.arange(0, R)[:, None]
+        total += tl.load(row + part.to(tl.int64) * D + d, mask=(part < parts) & (d < D), other=0.0)
+    return tl.sum(total, 0)[None, :]
 
 
 @triton.jit(do_not_specialize=["parts", "D"])
@@ -52,11 +73,8 @@ def _finish_columns_kernel(
     if tl.program_id(2) == 1:
         source = last_ptr
         target = last_out_ptr
-    total = tl.zeros([R, C], tl.float32)
-    for i in range(0, parts, R):
-        part = i + tl.arange(0, R)[:, None]
-        total += tl.load(source + (g * parts + part).to(tl.int64) * D + d, mask=(part < parts) & (d < D), other=0.0)
-    tl.store(target + g * D + d, tl.sum(total, 0)[None, :], mask=d < D)
+    total = _sum_parts(source + (g * parts).to(tl.int64) * D, d, parts, D, R, C)
+    tl.store(target + g * D + d, total, mask=d < D)
 
 
 def sum_sequences(*values: Tensor) -> list[Tensor]:
@@ -69,6 +87,33 @@ def sum_sequences(*values: Tensor) -> list[Tensor]:
             values[0], values[-1], sums[0], sums[-1], parts, D, R=32, C=32, num_warps=4
         )
     return sums
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _finish_taps_kernel(
+    sums_ptr, dweight_ptr, dbias_ptr, parts, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    SIZE: tl.constexpr = G * (K + 1) * D
+    column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
+    total = _sum_parts(sums_ptr, column, parts, SIZE, R, C)
+    ok = column < SIZE
+    d, tap = column % D, column // D % (K + 1)
+    channel = column // (D * (K + 1)) * D + d  # of all directions'
+    tl.store(dweight_ptr + channel * K + tap, total, mask=ok & (tap < K))
+    tl.store(dbias_ptr + channel, total, mask=ok & (tap == K))
+
+
+def sum_taps(sums: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a convolution's weight, (G, D, K), and bias, (G, D), from their parts `sums`, float32
+    (parts, G, K + 1, D). (A transposed view of the sums would have to be copied.)"""
+    parts, G, taps, D = sums.shape
+    dweight, dbias = sums.new_empty(G, D, taps - 1), sums.new_empty(G, D)
+    with torch.cuda.device_of(sums):
+        _finish_taps_kernel[(ceil_div(G * taps * D, 32),)](
+            sums, dweight, dbias, parts, D=D, K=taps - 1, G=G, R=32, C=32, num_warps=4
+        )
+    return dweight, dbias
 
 
 @triton.jit(do_not_specialize=["tokens", "L", "out_b", "out_l"])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ...contract import Scan, ceil_div, power_of_2, stack, unstack
+from ...contract import Pair, Scan, ceil_div, power_of_2, stack, unstack
 from . import chunks
 from . import scan_kernels as kernels
 from .finish import add_directions, sum_blocks, sum_sequences
@@ -175,16 +175,17 @@ class _Launch:
             K_PACK=_pack(k, NI if NS * NI == N else 1), Q_PACK=_pack(q, NI if NS * NI == N else 1),
             PTX=takes_ptx(x.device))  # fmt: skip
 
-    def norms(self) -> None:
+    def norms(self, saved: Tensor, found: bool = False) -> None:
         """Find what eps needs of k, in the order of the scan and infinite beyond its end: once for all programs and
-        passes."""
+        passes, also the backward one where `saved` keeps it (and holds it already: `found`)."""
         if "norm_ptr" in self.args:
             return
         G, B, L, D, N = self.sizes
         k = self.args["k_ptr"]
         padded = ceil_div(L, CHUNK) * CHUNK
-        norm = k.new_empty(G, B, padded, dtype=torch.float32)
-        if self.scan.law.takes_norm:
+        count = _norms(self.scan)
+        norm = saved[-count:] if count and saved.numel() else k.new_empty(count, dtype=torch.float32)
+        if count and not found:
             kernels._norm_kernel[(ceil_div(padded, 128) * B, G)](
                 k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
                 BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)  # fmt: skip
@@ -256,14 +257,20 @@ def _state_strides(name: str, value: Optional[Tensor], segmented: bool) -> dict[
     return {**_strides(name, value, "gbdn"), f"{name}_s": 0}
 
 
+def _norms(scan: Scan) -> int:
+    """How many numbers `_Launch.norms` finds."""
+    G, B, L, _, _ = scan.sizes
+    return G * B * ceil_div(L, CHUNK) * CHUNK if scan.law.takes_norm else 0
+
+
 def saved_shape(scan: Scan) -> tuple[int, ...]:
-    """As `backends.torch.scan.saved_shape`: states, or of a rule that is undone what each token wrote and states."""
+    """As `backends.torch.scan.saved_shape`: states, or of a rule that is undone what each token wrote and states; and
+    last, where the walk takes them, the squares of the keys' norms."""
     G, B, L, D, N = scan.sizes
     if chunks.chosen(scan):
         return chunks.saved_shape(scan)
-    if scan.law.kind == "error":
-        return (G * B * D * (L + ceil_div(L, ANCHOR) * N),)
-    return G, ceil_div(L, CHUNK), B, N, D
+    numbers = L + ceil_div(L, ANCHOR) * N if scan.law.kind == "error" else ceil_div(L, CHUNK) * N
+    return (G * B * D * numbers + _norms(scan),)
 
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -285,7 +292,7 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
     start = None if scan.initial_state is None else stack(scan, scan.initial_state, 3)
     if B:
         with torch.cuda.device_of(scan.x):
-            launch.norms()
+            launch.norms(saved)
             common = dict(y_ptr=y, decay_ptr=final, **launch.saved(saved))
 
             def call(choice: Choice) -> _Call:
@@ -309,8 +316,9 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
 
 
 def backward(
-    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None
-) -> dict[str, Tensor]:
+    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
+    dkq: Optional[Pair] = None,
+) -> dict[str, Tensor]:  # fmt: skip
     """As `backends.torch.scan.backward`."""
     launch = _Launch(scan)
     G, B, L, D, N = launch.sizes
@@ -327,9 +335,11 @@ def backward(
     adjoint = dfinal if dfinal is None else dfinal.reshape(G, B, D, N)
     with torch.cuda.device_of(scan.x):
         if chunks.chosen(scan):
-            grads = chunks.backward(launch, dy, adjoint, saved, dz)
+            grads = chunks.backward(launch, dy, adjoint, saved, dz, dkq)
         else:
-            grads = _walk_back(launch, dy, adjoint, saved)
+            grads = _walk_back(launch, dy, adjoint, saved, dkq)
+    if dkq is not None:
+        del grads["k"], grads["q"]
     if dz is not None and scan.z is not None:
         found = grads.pop("z")
         if found.ndim == 4 and len(found) == 2:
@@ -339,8 +349,10 @@ def backward(
     return {name: unstack(grads[name], value) for name, value in scan.tensors().items() if name in grads}
 
 
-def _walk_back(launch: _Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor) -> dict[str, Tensor]:
-    """The gradients by field, with a direction axis."""
+def _walk_back(
+    launch: _Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dkq: Optional[Pair]
+) -> dict[str, Tensor]:
+    """The gradients by field, with a direction axis. Those of k and q are `dkq`, if given."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     groups = 3 if scan.A_per_token else 2
@@ -360,7 +372,7 @@ def _walk_back(launch: _Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Te
     dA = grad(None if scan.A_per_token else scan.A, *parts, N, D)
     dD, dbias = grad(scan.D, *parts, D), grad(scan.bias, *parts, D)
     dinitial = grad(scan.initial_state, G, B, D, N)
-    launch.norms()
+    launch.norms(saved, found=True)
     common = dict(dy_ptr=dy, **_strides("dy", dy, "gbl"))
     if cut[0] > 1:
         local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
@@ -388,13 +400,8 @@ def _walk_back(launch: _Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Te
         _launch_all(scan.x.device, [*before, last])
     else:
         last.launch()
-    # A sum over directions wants all digits.
-    of_tokens = [
-        scan.x.new_empty(G, B, L, N, dtype=v.dtype if v.ndim == 4 or G == 1 else torch.float32)
-        for v in (scan.k, scan.q, scan.A)[:groups]
-        if v is not None
-    ]
-    sum_blocks(last.args["sums_ptr"], *of_tokens)
+    A_of_tokens = () if scan.A is None or not scan.A_per_token else (scan.A,)
+    of_tokens = sum_blocks(last.args["sums_ptr"], scan.k, scan.q, *A_of_tokens, dkq=dkq)
     grads = dict(zip(("k", "q", "A"), of_tokens), x=dx, step=dstep, z=dz, initial_state=dinitial)
     if not scan.A_per_token and scan.A is not None:
         grads["A"] = dA.sum((1, 2)).transpose(1, 2)

@@ -50,13 +50,15 @@ from .lanes import (
 _RUNTIME = [f"{name}_{axis}" for name in ("x", "step", "k", "q", "A", "z", "D", "bias", "dy", "start", "adjoint")
             for axis in "gbsl"] + ["L", "B", "padded", "size", "blocks", "segments", "span", "A_d", "A_n",
                                    "start_d", "start_n", "adjoint_d", "adjoint_n"]  # fmt: skip
-_UNALIGNED = ["k_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
+_UNALIGNED = ["k_ptr", "norm_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 
 
 _kernel = kernel(_RUNTIME, _UNALIGNED)
 
 
-@triton.jit(do_not_specialize=["L", "B", "padded", "k_g", "k_b", "k_l"], do_not_specialize_on_alignment=["k_ptr"])
+@triton.jit(
+    do_not_specialize=["L", "B", "padded", "k_g", "k_b", "k_l"], do_not_specialize_on_alignment=["k_ptr", "norm_ptr"]
+)
 def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: tl.constexpr, N: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
