@@ -27,6 +27,9 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
         UserError: Where the model does what torch cannot capture, such as waiting for the GPU.
         torch.OutOfMemoryError: Where the graphs do not fit.
     """
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # not in older torch
+        # Gradients do come, from now on, from the capture's stream, and torch waits for it.
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     model.train()
     # Within a graph no cast of a weight may outlive its pass, as autocast's cache would have it.
     precision = accelerator.autocast(autocast_handler=AutocastKwargs(cache_enabled=False))
@@ -39,9 +42,6 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
         raise
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"cuda_graphs: this model cannot be captured ({one_line(error)}): leave it out") from error
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # not in older torch
-        # Gradients do come from the capture's stream, and torch waits for it.
-        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     if not apart:
         # Gradients would become the parameters' own where they are, to be scaled once for each parameter that shares
         # them, and written over by the next pass.
