@@ -35,7 +35,7 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.studies import hits, recall, runner
 from vision_longhorn.studies.plan import STUDIES, read_studies, unique_runs
 from vision_longhorn.studies.results import Known, build, write_results
-from vision_longhorn.studies.statistics import difference, mean_interval, over_images, read_bits
+from vision_longhorn.studies.statistics import difference, mean_difference, mean_interval, over_images, read_bits
 from vision_longhorn.studies.tables import markdown, plot
 from vision_longhorn.training import trainer
 from vision_longhorn.training.config import load_config
@@ -608,6 +608,19 @@ def test_the_intervals_are_students_and_welchs():
     assert mean_interval([1.0])[1:] == difference([1.0], one)[1:] == (None, None)
 
 
+def test_the_mean_over_settings_has_an_interval_of_its_own():
+    one, other = [44.3, 43.7, 44.9], [42.6, 41.9]
+    assert mean_difference([(one, other)]) == pytest.approx(difference(one, other))
+    # The same twice: half the variance, twice the degrees of freedom.
+    error = math.sqrt((0.12 + 0.1225) / 2)
+    freedom = 2 * (0.12 + 0.1225) ** 2 / (0.12**2 / 2 + 0.1225**2 / 1)
+    half = stats.t.ppf(0.975, freedom) * error
+    higher = [value + 10 for value in one], [value + 9 for value in other]  # another setting, one point more between
+    assert mean_difference([(one, other), higher]) == pytest.approx((2.55, 2.55 - half, 2.55 + half))
+    assert mean_difference([(one, other), ([45.0], other)])[1:] == (None, None)
+    assert mean_difference([([1.0, 1.0], [2.0, 2.0])]) == (-1, None, None)
+
+
 def test_the_bootstrap_over_images_pairs_them():
     rng = np.random.default_rng(1)
     other = (rng.random(2000) < 0.5).astype(np.uint8)
@@ -650,6 +663,14 @@ def test_rows_come_from_the_json_and_one_seed_has_no_interval():
     assert table["vim"] == ["1,000", "1", "43.00", "42.00", "–", "–", "–"]
     table = rows(markdown(content([])))
     assert table["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
+
+
+def test_a_pair_that_runs_in_several_settings_has_a_mean_over_them():
+    made = content([("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0)])
+    assert "settings" not in markdown(made)
+    made["arms"] += [{**arm, "setting": "long", "key": f"{arm['key']} long"} for arm in made["arms"]]
+    made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"]]
+    assert "- mean over 2 settings: longhorn - vim +1.25 [" in markdown(made)
 
 
 def test_a_plot_has_one_kind_of_seconds(tmp_path, monkeypatch):

@@ -40,6 +40,21 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
     return Interval(value, float(bounds.low), float(bounds.high))
 
 
+def mean_difference(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
+    """The mean over several settings of what `difference` finds in each, from pairs (`one`, `other`), with the interval
+    of Welch and Satterthwaite: all runs count as independent, and each group has a variance of its own."""
+    value = float(np.mean([difference(*pair).value for pair in pairs]))
+    groups = [values for pair in pairs for values in pair]
+    if min(map(len, groups)) < 2:
+        return Interval(value, None, None)
+    shares = np.array([stats.sem(values) ** 2 for values in groups])
+    weighed = float(np.sum(shares**2 / [len(values) - 1 for values in groups]))
+    if not weighed:
+        return Interval(value, None, None)
+    half = stats.t.ppf((1 + LEVEL) / 2, shares.sum() ** 2 / weighed) * np.sqrt(shares.sum()) / len(pairs)
+    return Interval(value, value - float(half), value + float(half))
+
+
 def read_bits(hits: dict[str, Any]) -> np.ndarray:
     """Which images were right, (count,) of 0 and 1, as `hits_of` has packed them."""
     return np.unpackbits(np.frombuffer(base64.b64decode(hits["bits"]), np.uint8), count=hits["count"])

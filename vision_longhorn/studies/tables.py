@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from vision_longhorn.curves import new_figure, save_png
-from vision_longhorn.studies.statistics import Interval, difference, mean_interval, over_images, read_bits
+from vision_longhorn.studies.statistics import (
+    Interval,
+    difference,
+    mean_difference,
+    mean_interval,
+    over_images,
+    read_bits,
+)
 
 Record = dict[str, Any]
 
@@ -114,13 +121,15 @@ def _resolutions(reading: Reading) -> str:
 
 
 def _pairs(reading: Reading) -> list[str]:
-    """The main pair's difference in each setting: over seeds, and over images."""
+    """The main pair's difference in each setting, over seeds and over images, and its mean over the settings."""
     lines, pair = [], reading.content["pair"]
+    found: list[tuple[list[float], list[float]]] = []
     for setting in reading.settings if pair else ():
         one, other = (reading.arm(setting, name) for name in pair)
-        values = [reading.accuracies(arm) for arm in (one, other)]
+        values = reading.accuracies(one), reading.accuracies(other)
         if not all(values):
             continue
+        found.append(values)
         where = f"{setting}: " if setting else ""
         lines.append(f"{where}{pair[0]} - {pair[1]} {_signed(difference(*values))} over {_count(*map(len, values))}")
         sizes = {size for arm in (one, other) for run in reading.runs[arm["key"]] for size in run["hits"]}
@@ -132,6 +141,8 @@ def _pairs(reading: Reading) -> list[str]:
                     f"{where}at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "
                     f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap)"
                 )
+    if len(found) > 1:
+        lines.append(f"mean over {len(found)} settings: {pair[0]} - {pair[1]} {_signed(mean_difference(found))}")
     return lines
 
 
