@@ -44,6 +44,8 @@ def test_command_line_overrides_the_file(tmp_path):
     ])  # fmt: skip
     assert name == "mine"
     assert config.model_kwargs == {"img_size": [32, 48], "beta": "scalar", "class_token": "none"}
+    twice = ["--data", "DIR", "--model-kwargs", "img_size=64", "depth=2", "--model-kwargs", "depth=3"]
+    assert load_config(twice)[0].model_kwargs == {"img_size": 64, "depth": 3}
     assert (config.model, config.lr, config.batch_size, config.clip_grad) == ("vim_tiny", 1e-3, 64, 1.0)
     assert (config.mean, config.std) == ([0.0, 0.5, 1.0], [0.1, 0.2, 0.3])
     assert (config.auto_augment, config.compile, config.ema_warmup) == (None, True, False)

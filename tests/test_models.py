@@ -344,6 +344,14 @@ def test_another_patch_size_resamples_the_projection():
     assert model(torch.randn(1, 3, 64, 64)).shape == (1, 5)
 
 
+def test_an_image_smaller_than_a_patch_is_refused_and_changes_nothing():
+    model = small().eval()
+    for sizes in dict(img_size=2), dict(img_size=(32, 2)), dict(patch_size=64):
+        with pytest.raises(ValueError, match="holds no patch of patch_size"):
+            model.set_input_size(**sizes)
+    assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+
+
 def test_what_does_not_fill_a_patch_is_cropped_or_padded():
     images = torch.randn(2, 3, 30, 44)
     cropped = small(img_size=(30, 44)).eval()

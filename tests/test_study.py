@@ -21,6 +21,7 @@ import psutil
 import pytest
 import yaml
 from matplotlib.axes import Axes
+from PIL import Image
 from scipy import stats
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import metadata
@@ -33,6 +34,7 @@ from vision_longhorn.data import split_transform
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
 from vision_longhorn.studies import hits, recall, runner
+from vision_longhorn.studies.costs import Costs
 from vision_longhorn.studies.plan import STUDIES, read_studies, unique_runs
 from vision_longhorn.studies.results import Known, build, write_results
 from vision_longhorn.studies.statistics import difference, mean_difference, mean_interval, over_images, read_bits
@@ -383,6 +385,16 @@ def test_a_budget_starts_nothing_that_would_not_end_and_stops_what_does_not(tmp_
     assert set(tmp_path.glob("studies/runs/*/*")) == before
 
 
+def test_what_the_first_run_took_tells_of_the_others(whole):
+    runs = of(TINY)["pairs"].runs()
+    costs = Costs(runs, whole / "elsewhere", Known([]), "CPU, 2 threads", 1)
+    assert costs.hardware == "" and costs.seconds(runs[0]) is None
+    costs.out = whole / "studies"
+    costs.learn(runs[0])  # which has ended in the meantime
+    later = next(run for run in runs if run.arm == runs[0].arm and run.seed != runs[0].seed)
+    assert costs.hardware == "CPU" and costs.seconds(later) is not None
+
+
 def keys():
     return {arm.speed_key for arm in of(TINY)["pairs"].arms}
 
@@ -432,6 +444,9 @@ def test_places_go_over_all_gpus_that_cuda_shows_before_they_share_one(monkeypat
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert [place.name for place in runner.find_places("cuda", per_gpu=1, jobs=3)] == ["GPU 0", "GPU 1"]
     assert [place.name for place in runner.find_places("cpu", per_gpu=1, jobs=3)] == ["CPU"] * 3
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    with pytest.raises(UserError, match="device is 'cuda'"):
+        runner.find_places("cuda", per_gpu=1, jobs=1)
 
 
 def test_two_studies_do_not_share_a_folder_at_once(tmp_path):
@@ -496,6 +511,16 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, seeds=[1, 1]), ["seeds is [1, 1]"]),
         (changed(*PLACE, seeds=[-1]), ["seed is -1"]),
         (changed(*PLACE, resolutions=["big"]), ["resolutions is ['big']"]),
+        (changed(*PLACE, resolutions=16), ["resolutions is 16: give a list"]),
+        (changed(*PLACE, variants="longhorn"), ["variants is 'longhorn': give a list"]),
+        (changed(*PLACE, pair="longhorn"), ["pair is 'longhorn': give a list"]),
+        (changed(*PLACE, config=3), ["config is 3"]),
+        ({}, ["there are no studies"]),
+        ({"studies": {"one": {**PAIRS, "variants": ["longhorn"]}}}, ["'longhorn'", "no variant is shared"]),
+        (
+            {"studies": {"one": {**PAIRS, "variants": [{"name": "a", "model": "vim_test"}]}}},
+            ["'few'", "the file describes none"],
+        ),
         (changed("variants", longhorn={"modl": "vim"}), ["'modl'", "'model'"]),
         (changed("data", few={"train_samples": 3}), ["data few", "val_samples is missing"]),
         (changed("data", few={"samples": 3}), ["data few", "'samples'"]),
@@ -519,13 +544,40 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["mixers", "--data", "nowhere"], ["nowhere"]),
         (["mixers", "--merge", str(REPOSITORY / "docs/cifar10.json")], ["no result of a study"]),
         (["mixers", "--file", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["mixers", "--dry-run", "--data", "nowhere"], ["no file or folder 'nowhere'", "30000 images", "100 classes"]),
+        (["mixers", "--dry-run", "--data", "cifar10=DIR"], ["cifar10=DIR"]),
+        (["mixers", "--report", "--out", "nowhere"], ["no folder nowhere"]),
     ]:
         with monkeypatch.context() as patch:
-            patch.setattr(study, "count_parameters", lambda arm: 0)
+            patch.setattr(study, "check_models", lambda *_: None)
             fails_with_one_line(study.main, [*words, "--device", "cpu"], capsys, *found)
     content = changed(*PLACE, model_kwargs={"wings": 2})
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
-    fails_with_one_line(study.main, ["pairs", "--file", "mine.yaml", "--data", "few"], capsys, "longhorn", "wings=2")
+    for words in ["--data", "few"], ["--dry-run"]:
+        fails_with_one_line(study.main, ["pairs", "--file", "mine.yaml", *words], capsys, "longhorn", "wings=2")
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed(*PLACE, resolutions=[16, 7])))
+    fails_with_one_line(study.main, ["pairs", "--file", "mine.yaml", "--dry-run"], capsys, "has 7", "8 x 8")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for split in "train", "val":
+        for name in "cat", "dog":
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for i in range(2):
+                Image.new("RGB", (8, 8)).save(tmp_path / "photos" / split / name / f"{i}.png")
+    for facts, found in [
+        (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "4 images", "of which the file"]),
+        (dict(train_samples=4, val_samples=3, num_classes=2), ["val_samples=3", "3 to evaluate on"]),
+        (dict(train_samples=4, val_samples=4, num_classes=3), ["num_classes=3", "has 2 classes"]),
+    ]:
+        (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed("data", few=facts)))
+        with monkeypatch.context() as patch:
+            patch.setattr(study, "check_models", lambda *_: None)
+            for more in ["--dry-run"], ["--device", "cpu"]:
+                words = ["pairs", "--file", "mine.yaml", "--data", "photos", *more]
+                fails_with_one_line(study.main, words, capsys, *found)
 
 
 def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():

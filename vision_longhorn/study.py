@@ -24,7 +24,7 @@ from vision_longhorn.files import write_text
 from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
 from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs
-from vision_longhorn.studies.results import SPEEDS, Known, collect, count_parameters, write_results
+from vision_longhorn.studies.results import SPEEDS, Known, build, collect, write_results
 from vision_longhorn.studies.runner import Outcome, Runner, find_places
 from vision_longhorn.studies.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.training.config import Config
@@ -45,10 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         return list_studies(studies or list(all_studies.values()), out, known)
     if not studies:
         raise UserError(f"say which study: give names of {', '.join(all_studies)}, or --list")
-    if args.dry_run:
-        return dry_run(studies, out, known, args)
     if not args.speed:
         find_data(args.data, studies, set())  # a word that is none shows before there is a folder
+    if args.dry_run:
+        return dry_run(studies, out, known, args)
+    if args.report and not args.merge and not out.is_dir():
+        raise UserError(f"there is no folder {out} to report on: give --out, or --merge with earlier results")
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         if not args.report:  # which may look on
@@ -125,14 +127,47 @@ def find_data(words: list[str], studies: list[Study], needed: set[str]) -> dict[
 
 
 def check_data(runs: list[Run], places: dict[str, str]) -> None:
-    """Raises UserError where data are not what the studies say: before the first run starts, not in each of them."""
-    from vision_longhorn.data import open_shards
+    """Raises UserError where data whose place is known are not what the studies say: before the first run starts, not
+    in each of them."""
+    from vision_longhorn.data import DataError, open_shards
 
     for name, cfg in {run.arm.data: run.arm.config for run in runs}.items():
-        if name == DIGITS or not isinstance(cfg, Config):
+        if name == DIGITS or name not in places or not isinstance(cfg, Config):
             continue
-        train = open_shards(places[name], cfg.train_split, cfg.train_samples, cfg.num_classes)
-        open_shards(places[name], cfg.val_split, cfg.val_samples, cfg.num_classes, train=train)
+        try:
+            train = open_shards(
+                places[name], cfg.train_split, cfg.train_samples, cfg.num_classes, samples_option="train_samples"
+            )
+            open_shards(
+                places[name], cfg.val_split, cfg.val_samples, cfg.num_classes, train=train, samples_option="val_samples"
+            )
+            found = len(train.class_names or []) or cfg.num_classes
+            if found != cfg.num_classes:
+                raise DataError(f"num_classes={cfg.num_classes}, but {places[name]} has {found} classes")
+        except DataError as error:
+            raise UserError(
+                f"{error} (--data gives {places[name]} for {name}, of which the file of studies says: "
+                f"{cfg.train_samples} images to train on, {cfg.val_samples} to evaluate on, {cfg.num_classes} classes)"
+            ) from None
+
+
+def check_models(studies: list[Study], todo: list[Run], known: Known) -> None:
+    """Builds the model of each variant that is to run, so that a wrong name, argument or resolution shows before the
+    first run. Raises UserError."""
+    wanted = {run.arm.key for run in todo}
+    for study in studies:
+        for arm in study.arms:
+            if arm.key not in wanted:
+                continue
+            model = build(arm)
+            known.parameters[arm.key] = sum(parameter.numel() for parameter in model.parameters())
+            patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
+            for size in study.sizes(arm) if arm.of_images else ():
+                if size < max(patch):
+                    raise UserError(
+                        f"study {study.name}, {arm.label}: resolutions has {size}, which holds no patch of "
+                        f"{patch[0]} x {patch[1]}: give larger ones"
+                    )
 
 
 # ------------------------------------------------------------------------------------------------- what starts nothing
@@ -150,8 +185,11 @@ def list_studies(studies: list[Study], out: Path, known: Known) -> None:
 def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namespace) -> None:
     """Prints every run with its state and the seconds that it takes by estimate."""
     runs = list(unique_runs(studies))
+    todo = [run for run in runs if not known.is_done(out, run)]
+    check_models(studies, todo, known)
+    check_data(todo, find_data(args.data, studies, set()))
     costs = Costs(runs, out, known, hardware(args.device), 1)
-    total, unknown, left = 0.0, 0, 0
+    total, longest, unknown, left = 0.0, 0.0, 0, 0
     for run in runs:
         epochs = len(history_of(folder_of(out, run)))
         state = "done" if known.is_done(out, run) else f"{epochs} of {run.arm.config.epochs} epochs"
@@ -159,15 +197,16 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
         cost = "unknown" if seconds is None else f"{seconds:,.0f} s"
         if state != "done":
             total, unknown, left = total + (seconds or 0), unknown + (seconds is None), left + 1
+            longest = max(longest, seconds or 0)
         print(f"{run.name:50} {state:18} {'' if state == 'done' else cost}")
     print(f"{left} of {len(runs)} runs to do", end="" if left > unknown else "\n")
     if left > unknown:
         print(f", each alone: {total:,.0f} s on one device", end="")
-        print("".join(f", {total / count:,.0f} s on {count}" for count in (2, 4, 8)))
+        print("".join(f", {max(longest, total / count):,.0f} s on {count}" for count in (2, 4, 8)))
     if any(run.arm.of_images for run in runs):
         print(f"by speeds of {costs.hardware}" if costs.hardware else "no speed is known: --speed measures them")
     if unknown:
-        print(f"not in these sums: {unknown} of unknown cost")
+        print(f"{'not in these sums: ' if left > unknown else ''}{unknown} of unknown cost")
 
 
 # ------------------------------------------------------------------------------------------------------- what computes
@@ -198,8 +237,7 @@ def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Na
     for run in runs:
         complete_history(folder_of(out, run), run)
     todo = [] if args.report else [run for run in runs if not known.is_done(out, run)]
-    for arm in {run.arm.key: run.arm for run in todo}.values():
-        known.parameters[arm.key] = count_parameters(arm)  # a wrong name or argument shows now, not after hours
+    check_models(studies, todo, known)
     data = find_data(args.data, studies, {run.arm.data for run in todo})
     check_data(todo, data)
     environment, outcome, came = None, Outcome(), 0
@@ -221,6 +259,8 @@ def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Na
             came = signals.received
     for study in studies:
         report(study, out, known, environment)
+    if came or outcome.left:
+        print("work is left: the same command goes on from here", file=sys.stderr)
     return 128 + came if came else 1 if outcome.failed else LEFT if outcome.left else 0
 
 

@@ -125,6 +125,8 @@ def open_shards(
         counts = _look_up(urls, index)
     missing = [url for url in urls if not pipes and "://" not in url and not os.path.isfile(url)]
     if missing:
+        if missing == [spec]:
+            raise DataError(f"there is no file or folder {spec!r}; check the path")
         raise DataError(f"shard {missing[0]} is missing ({len(missing)} of {len(urls)} in {spec!r}); check the path")
     if counts is not None:
         if num_samples not in (None, sum(counts)):

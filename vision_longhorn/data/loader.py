@@ -93,7 +93,7 @@ def train_loader(
     if max_bad_samples < 0:
         raise DataError(f"max_bad_samples={max_bad_samples}; it must be at least 0")
     share = max_bad_samples * shards.num_samples / world_size if max_bad_samples < 1 else max_bad_samples
-    stream.faults.limit = math.ceil(share)
+    stream.faults = Faults(math.ceil(share), "; max_bad_samples says how many of an epoch may be skipped")
     # Workers without a batch change nothing: the samples of every batch are the same without them.
     return Loader(stream, min(num_workers, stream.num_batches), pin_memory, stream.num_batches)
 
@@ -211,7 +211,9 @@ class Loader(wds.WebLoader):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        total = Faults(self.stream.faults.limit)  # of all workers; each has an eye on its own as well
+        total = Faults(
+            self.stream.faults.limit, self.stream.faults.remedy
+        )  # of all workers; each has an eye on its own as well
         self.skipped = total.notes
 
         def note(text: str, count: int = 1) -> None:

@@ -31,10 +31,15 @@ Batch = tuple[Any, ...]  # inputs, targets (B,) int64 and, where they are wanted
 
 
 class Faults:
-    """What was skipped in one pass, and how much of it is too much."""
+    """What was skipped in one pass, and how much of it is too much.
 
-    def __init__(self, limit: int = 0) -> None:
-        self.limit = limit
+    Args:
+        limit: Samples that may be skipped.
+        remedy: What to say where that is none, and one cannot be used.
+    """
+
+    def __init__(self, limit: int = 0, remedy: str = "") -> None:
+        self.limit, self.remedy = limit, remedy
         self.count = 0
         self.notes: list[tuple[str, int]] = []
 
@@ -42,7 +47,7 @@ class Faults:
         """Raises DataError where `note` (an error, or its text) is one too many."""
         self.count += count
         if self.limit == 0:
-            raise DataError(str(note))
+            raise DataError(f"{note}{self.remedy}")
         if self.count > self.limit:
             raise DataError(
                 f"{self.count} samples cannot be used, and max_bad_samples allows {self.limit} in an epoch; the last: "
@@ -103,7 +108,7 @@ class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Batch | DataError, News]]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        self.faults, self.counts, self.dry = Faults(self.faults.limit), {}, False
+        self.faults, self.counts, self.dry = Faults(self.faults.limit, self.faults.remedy), {}, False
 
         def news(places: list[tuple[str, str]]) -> News:
             counts, self.counts = self.counts, {}

@@ -120,11 +120,21 @@ class StridedPatchEmbed(PatchEmbed):
         """Other images, patches or strides from now on; for other patches the projection is resampled.
 
         Without a `patch_stride` patches that did not overlap go on not to, others keep their stride in pixels.
+
+        Raises:
+            ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size. Nothing is
+                changed then.
         """
         new_size = self.patch_size if patch_size is None else to_2tuple(patch_size)
         if patch_stride is None and self.patch_stride != self.patch_size:
             patch_stride = self.patch_stride
         new_stride = self._check_stride(new_size, patch_stride)
+        sides = self.img_size if img_size is None else to_2tuple(img_size)
+        if sides is not None and any(side < patch for side, patch in zip(sides, new_size)):
+            raise ValueError(
+                f"img_size={tuple(sides)} holds no patch of patch_size={tuple(new_size)}; "
+                "make the images at least one patch high and wide"
+            )
         if (new_size, new_stride) != (self.patch_size, self.patch_stride):
             self.patch_size, self.patch_stride = new_size, new_stride
             old = self.proj

@@ -60,7 +60,9 @@ class Costs:
         return self.known.runs.get(run.identity)
 
     def _learn(self, run: Run, record: Record) -> None:
-        if _machine(record["environment"].get("device") or "") == self.hardware:
+        machine = _machine(record["environment"].get("device") or "")
+        self.hardware = self.hardware or machine  # the first thing that is known
+        if machine == self.hardware:
             # Those that ran beside as many others tell best.
             measured = self.measured[_kind(run)]
             place = 0 if record["side_by_side"] == self.beside else len(measured)

@@ -152,6 +152,8 @@ def read_studies(path: str | Path = STUDIES) -> dict[str, Study]:
         content = read_yaml(file)
         _check_keys("", content, ("data", "variants", "studies"))
         data, shared = _mapping("data", content.get("data")), _mapping("variants", content.get("variants"))
+        if not _mapping("studies", content.get("studies")):
+            raise UserError("there are no studies: give `studies:` with one by its name")
         for name, facts in data.items():
             _check_keys(f"data {name}: ", _mapping(name, facts), DATA_KEYS)
             for key in DATA_KEYS:
@@ -176,6 +178,9 @@ def _study(name: str, spec: dict[str, Any], data: dict[str, Any], shared: dict[s
     for key in ("asks", "variants"):
         if not spec.get(key):
             raise UserError(f"{where}{key} is missing")
+    for key in ("variants", "pair", "resolutions"):
+        if not isinstance(spec.get(key) or [], list):
+            raise UserError(f"{where}{key} is {spec[key]!r}: give a list")
     settings = _settings(where, spec)
     variants = [_variant(where, item, shared) for item in spec["variants"]]
     make = partial(_arm, data=data) if task == "images" else _recall_arm
@@ -226,7 +231,8 @@ def _variant(where: str, item: Any, shared: dict[str, Any]) -> dict[str, Any]:
     _check_name(item.get("name"))
     if item.get("like", item["name"]) not in shared and ("like" in item or len(item) == 1):
         unknown = item.get("like", item["name"])
-        raise UserError(f"{where}variant {unknown!r} is not known: give one of {', '.join(shared)}, or say what it is")
+        near = f"give one of {', '.join(shared)}, or " if shared else "no variant is shared here, "
+        raise UserError(f"{where}variant {unknown!r} is not known: {near}say what it is")
     taken = shared.get(item.get("like", item["name"])) or {}
     merged = {key: {**(taken.get(key) or {}), **(item.get(key) or {})} for key in ("model_kwargs", "overrides")}
     return {**taken, **item, **merged}
@@ -242,9 +248,10 @@ def _arm(
         _check_keys(where, own, SETTING_KEYS)
     place, config = own.get("data", spec.get("data")), own.get("config", spec.get("config"))
     if place not in data:
-        raise UserError(f"{where}data is {place!r}: give one of {', '.join(data)}, which the file describes")
-    if config is None:
-        raise UserError(f"{where}config is missing: give the name of one in configs/, or a YAML file")
+        described = f"give one of {', '.join(data)}, which the file describes" if data else "the file describes none"
+        raise UserError(f"{where}data is {place!r}: {described}")
+    if not isinstance(config, str):
+        raise UserError(f"{where}config is {config!r}: give the name of one in configs/, or a YAML file")
     values = _merge(where, Config, {**_base(config), **data[place]}, (spec, own, variant))
     values["model"] = variant.get("model", values.get("model", Config.model))
     for key in PLACES:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.command_line.signals import SIGNALS, STUDY, StopSignals
+from vision_longhorn.errors import UserError
 
 POLL = 0.1  # seconds between two looks at the processes
 GRACE = 120  # seconds that a process has to save and end, once it was asked to
@@ -38,12 +39,17 @@ def find_places(device: str, per_gpu: int, jobs: int) -> list[Place]:
         device: "auto", "cuda" or "cpu", as the trainer has it.
         per_gpu: Processes side by side on each GPU that CUDA shows.
         jobs: Processes side by side on a CPU.
+
+    Raises:
+        UserError: Where CUDA is asked for and there is none.
     """
     import torch
 
     from vision_longhorn.data.loader import cores
 
     count = 0 if device == "cpu" else torch.cuda.device_count()
+    if device == "cuda" and not count:
+        raise UserError("device is 'cuda', but PyTorch finds no CUDA GPU here: use --device auto or --device cpu")
     shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     gpus = shown.split(",")[:count]
     number = len(gpus) * per_gpu or jobs

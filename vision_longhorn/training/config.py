@@ -476,6 +476,8 @@ def _parser() -> Parser:
             group = parser.add_argument_group(GROUPS[field.name])
         kind, option = _without_none(field.type), f"--{field.name.replace('_', '-')}"
         many: dict[str, Any] = {"nargs": "+"} if kind is dict or typing.get_origin(kind) is list else {}
+        if kind is dict:
+            many["action"] = "extend"  # given twice, both count
         flag: dict[str, Any] = {"nargs": "?", "const": True} if kind is bool or field.name == "resume" else {}
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         default = " ".join(map(str, default)) if isinstance(default, list) else default
