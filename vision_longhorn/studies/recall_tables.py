@@ -76,7 +76,7 @@ def recall_markdown(content: Record) -> str:
     lines = [
         "accuracy in per cent at the queries of sequences that were not trained on, after the last epoch: first that "
         f"of the rate, of {len(grid.rates)}, that is best on them (in brackets), then that of each (in brackets "
-        "its epochs)",
+        "its runs' epochs, the fewest and the most)",
         *remarks(grid.reading),
     ]
     return "\n\n".join([_best(grid), _all(grid), "\n".join(f"- {line}" for line in lines)]) + "\n"
@@ -99,9 +99,8 @@ def _all(grid: Grid) -> str:
         for lr in grid.rates:
             runs = grid.reading.runs[arms[lr]["key"]] if lr in arms else []
             epochs = sorted({run["epochs"] for run in runs})
-            figures.append(
-                f"{format_mean(grid.reading.accuracies(arms[lr]))} ({' to '.join(map(str, epochs))})" if runs else "–"
-            )
+            ends = " to ".join(map(str, dict.fromkeys((epochs[0], epochs[-1])))) if runs else ""
+            figures.append(f"{format_mean(grid.reading.accuracies(arms[lr]))} ({ends})" if runs else "–")
         parameters = next(iter(arms.values()))["parameters"]
         rows.append([cell.task, cell.variant, str(cell.width), f"{parameters:,}", *figures])
     return format_table(rows)
