@@ -259,7 +259,7 @@ def test_a_finished_run_is_neither_overwritten_nor_resumed_as_another_model(tmp_
     assert (run / "last.pt").read_bytes() == before
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "hub"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_says_a_mistake_in_one_line(command, capsys):
     main = importlib.import_module(f"vision_longhorn.{command}").main
     fails_with_one_line(main, ["--no-such-option"], capsys, "--help lists all")

@@ -15,6 +15,7 @@ COMMANDS = {
     "study": ("study", "compare variants: runs, tables and plots", "stopped; the same command goes on from here"),
     "curves": ("curves", "draw the curves of runs", "stopped"),
     "export": ("export", "a run as ONNX, AOTInductor package or model folder", "stopped"),
+    "hub": ("hub", "a run as a model folder for timm, or on the Hugging Face hub", "stopped"),
     "maps": ("maps", "what a model's states forget and write, as pictures", "stopped"),
 }
 
