@@ -211,9 +211,8 @@ class Loader(wds.WebLoader):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        total = Faults(
-            self.stream.faults.limit, self.stream.faults.remedy
-        )  # of all workers; each has an eye on its own as well
+        # Of all workers; each has an eye on its own as well.
+        total = Faults(self.stream.faults.limit, self.stream.faults.remedy)
         self.skipped = total.notes
 
         def note(text: str, count: int = 1) -> None:
