@@ -23,6 +23,7 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from vision_longhorn.data import DataError, eval_loader, open_shards, train_loader
 from vision_longhorn.data.loader import _Counts
+from vision_longhorn.data.streams import TrainStream
 from vision_longhorn.data.tars import read_shard
 from vision_longhorn.evaluation.evaluate import evaluate
 
@@ -384,8 +385,10 @@ def test_bad_sample_is_named(tmp_path, spoil, message):
     write_tar(tmp_path / "train-0.tar", files.items())
     shards = open_shards(tmp_path, num_samples=8, num_classes=5)
     for loader in loaders(shards, workers="cls" in spoil and spoil["cls"] is None):  # a worker's error says no more
-        with pytest.raises(DataError, match=rf"^shard \S+train-0\.tar, sample s0006: {message}[^\n]*$"):
+        with pytest.raises(DataError, match=rf"^shard \S+train-0\.tar, sample s0006: {message}[^\n]*$") as raised:
             list(loader)
+        # In training one may be skipped, in an evaluation none.
+        assert ("max_bad_samples" in str(raised.value)) == isinstance(loader.stream, TrainStream)
 
 
 def test_more_classes_by_hand(tmp_path):
@@ -496,7 +499,8 @@ def test_shards_that_commands_print(tmp_path, monkeypatch, suffix, workers):
         ("train-{0..}.tar", "empty brace range"),
         ("train-{0..1.tar", "unbalanced braces"),
         ("other-*.tar", "no file matches"),
-        ("train-000009.tar", r"train-000009\.tar is missing \(1 of 1"),
+        ("train-000009.tar", r"no file or folder '.*train-000009\.tar'"),
+        ("train-{000001..000009}.tar", r"train-000002\.tar is missing \(8 of 9"),
         ("train-{000000..000001}.tar", "number of samples .* is unknown.*shards index"),
     ],
 )

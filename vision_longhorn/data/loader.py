@@ -211,8 +211,7 @@ class Loader(wds.WebLoader):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        # Of all workers; each has an eye on its own as well.
-        total = Faults(self.stream.faults.limit, self.stream.faults.remedy)
+        total = Faults(self.stream.faults.limit)  # of all workers; each has an eye on its own as well
         self.skipped = total.notes
 
         def note(text: str, count: int = 1) -> None:
