@@ -277,6 +277,16 @@ def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_reader_that_has_enough_ends_a_command_without_a_word():
+    """As `| head` does; here it is gone from the start."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "vision_longhorn", "study", "--list"]
+    done = subprocess.run(words, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_what_a_run_says_of_itself_is_in_tensorboard_and_in_its_checkpoint(tmp_path):
     write_digits(tmp_path / "data", "train", 70)
     write_digits(tmp_path / "data", "val", 37)

@@ -93,6 +93,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
 def _has_lost_its_reader(stream: TextIO) -> bool:
     """Whether whoever read a stream, `head` say, has enough. Then what is left goes nowhere."""
     try:
+        stream.write("\n")  # what could not be written before may be gone from the buffer
         stream.flush()
         return False
     except BrokenPipeError:
