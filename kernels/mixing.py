@@ -209,7 +209,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     if mix.shared:
         dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
     # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
-    dlow = torch.empty_like(low)
+    dlow = low.new_empty(low.shape)  # contiguous, as what is written into it takes it
     dsteps = dlow[..., : mix.width]
     dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
     # What serves both directions gets the sum of two gradients, and those lie elsewhere.

@@ -271,7 +271,7 @@ def test_variants_are_the_studies_own_mixers_and_a_grid_makes_settings():
     assert len(studies["recall"].arms) == 7 * 2 * 3 and len(studies["recall-full"].arms) == 7 * 5 * 4 * 4
     full = {run.identity for run in studies["recall-full"].runs()}
     assert {run.identity for run in studies["recall"].runs()} <= full
-    wide = {arm.variant: count_parameters(arm) for arm in studies["recall"].arms if arm.config.width == 128}
+    wide = {arm.variant: count_parameters(build(arm)) for arm in studies["recall"].arms if arm.config.width == 128}
     assert max(wide.values()) < 1.1 * min(wide.values())
 
 

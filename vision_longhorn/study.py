@@ -24,7 +24,7 @@ from vision_longhorn.files import write_text
 from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
 from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs
-from vision_longhorn.studies.results import SPEEDS, Known, build, collect, write_results
+from vision_longhorn.studies.results import SPEEDS, Known, build, collect, count_parameters, write_results
 from vision_longhorn.studies.runner import Outcome, Runner, find_places
 from vision_longhorn.studies.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.training.config import Config
@@ -160,7 +160,7 @@ def check_models(studies: list[Study], todo: list[Run], known: Known) -> None:
             if arm.key not in wanted:
                 continue
             model = build(arm)
-            known.parameters[arm.key] = sum(parameter.numel() for parameter in model.parameters())
+            known.parameters[arm.key] = count_parameters(model)
             patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
             for size in study.sizes(arm) if arm.of_images else ():
                 if size < max(patch):

@@ -139,7 +139,7 @@ def _unfinished(run: Run, folder: Path, **about: Any) -> Record:
 
 def _describe(arm: Arm, known: Known) -> Record:
     if arm.key not in known.parameters:
-        known.parameters[arm.key] = count_parameters(arm)
+        known.parameters[arm.key] = count_parameters(build(arm))
     return {
         "setting": arm.setting,
         "variant": arm.variant,
@@ -171,9 +171,9 @@ def build(arm: Arm) -> Any:
         raise UserError(f"study {arm.study}, {arm.label}: {error}") from None
 
 
-def count_parameters(arm: Arm) -> int:
-    """How many numbers of an arm's model are learnt."""
-    return sum(parameter.numel() for parameter in build(arm).parameters())
+def count_parameters(model: Any) -> int:
+    """How many numbers of a model are learnt."""
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def write_results(path: Path, content: Record) -> None:
