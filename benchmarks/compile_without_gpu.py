@@ -102,6 +102,10 @@ SCANS = {
     "chunked_few": dict(regime="chunked"),
     "chunked_scalar": dict(regime="chunked", channels=768, batch=128, step=1),
     "chunked_32": dict(regime="chunked", channels=768, batch=128, states=32),
+    # Logits at low rank, as in the tiny and small models, and where there is little to do.
+    "chunked_rank_16": dict(regime="chunked", channels=384, batch=128, rank=16),
+    "chunked_rank_24": dict(regime="chunked", channels=768, batch=128, rank=24),
+    "chunked_rank_few": dict(regime="chunked", rank=16),
 }
 
 
@@ -113,7 +117,7 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
     given = dict(tokens=TOKENS, regime="sequential", batch=BATCH, channels=CHANNELS, states=16, gate=True,
                  combine="mean", A_per_token=False) | SCANS[variant]  # fmt: skip
     B, L, D, N = given["batch"], given["tokens"], given["channels"], given["states"]
-    steps = given.get("step", D)
+    steps, rank = given.get("step", D), given.get("rank")
 
     def both(*shape: int) -> torch.Tensor:
         return _tensor(2, *shape, dtype=dtype)
@@ -124,8 +128,9 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
         steps = N
     z = _tensor(B, L, D, dtype=dtype) if given["gate"] else None
     scan = law.prepare(Scan(
-        both(B, L, D), both(B, L, steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps), None,
-        rule, "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"]))  # fmt: skip
+        both(B, L, D), both(B, L, rank or steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps),
+        None, rule, "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"],
+        step_proj=both(D, rank) if rank else None))  # fmt: skip
     if given["regime"] == "chunked" and triton_chunks.obstacle(scan):
         return  # another regime takes this dtype, or this GPU
     saved = triton_scan.forward(scan, True)[2]

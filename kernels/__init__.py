@@ -192,7 +192,7 @@ def _run(
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
-        scan = Scan._make((*tensors, *options, regime))
+        scan = Scan._make((*tensors, *options, regime, None))
         check(scan)
         y, final_state = reference.scan(scan)
         return (y, final_state) if return_final_state else y

@@ -42,6 +42,7 @@ class Scan(NamedTuple):
     softplus: bool = True          # Mamba only
     A_per_token: bool = False      # Mamba only
     regime: str = "auto"           # Triton only
+    step_proj: Optional[Tensor] = None  # ([2,] D, R): the logits are step step_proj^T, and step is ([2,] B, L, R)
     # fmt: on
 
     @property
@@ -140,11 +141,16 @@ def check(scan: Scan) -> None:
     shaped("x", (B, L, D))
     shaped("k", (B, L, N))
     shaped("q", (B, L, N))
-    shaped("step", *([(B, L, N)] if rule.step_per == "state" else [(B, L, D), (B, L, 1)]))
+    if scan.step_proj is None:
+        shaped("step", *([(B, L, N)] if rule.step_per == "state" else [(B, L, D), (B, L, 1)]))
+    else:
+        R = scan.step_proj.shape[-1]
+        shaped("step", (B, L, R))
+        shaped("step_proj", (D, R))
     shaped("A", (B, L, N) if scan.A_per_token else (D, N))
     shaped("z", (B, L, D))
     shaped("D", (D,))
-    shaped("bias", (scan.step.shape[-1],))
+    shaped("bias", (scan.step.shape[-1] if scan.step_proj is None else D,))
     shaped("initial_state", (B, D, N), stacked="must")
     if N < 1 or D < 1:
         raise ValueError(f"d_state {N} and channels {D} must both be at least 1")

@@ -78,8 +78,9 @@ class Mix(NamedTuple):
         """x_proj and dt_proj as they are multiplied with: (S, low_width, D) and (S, D, 1 or N, width)."""
         return load_backend(backend, "padding").forward(self.x_proj, self.dt_proj, self.width, self.xz.dtype)
 
-    def scan(self, x: Tensor, step: Tensor, low: Tensor) -> Scan:
-        """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width)."""
+    def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
+        """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width); or step at
+        low rank, (S, B, L, width), with its projection (S, D, width)."""
         k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
         z: Optional[Tensor] = self.xz.chunk(2, -1)[1]
@@ -89,10 +90,13 @@ class Mix(NamedTuple):
             # Without the leading axis both directions read the same values.
             x, step, k, q, D, bias = x[0], step[0], k[0], q[0], D[0], bias[0]
             A = None if A is None else A[0]
+            step_proj = None if step_proj is None else step_proj[0]
             direction, combine = "backward" if self.reversed else "forward", "none"
             if self.shared:
                 direction, z = "both", None
-        return Scan(x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token)
+        return Scan(
+            x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token,
+            step_proj=step_proj)  # fmt: skip
 
 
 def prepare(mix: Mix) -> Mix:
@@ -174,6 +178,15 @@ def _step_sizes(low: Tensor, dt_proj: Tensor, out: Optional[Tensor] = None) -> T
     return out
 
 
+def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: str, place: Optional[Tensor] = None) -> Scan:
+    """The scan over x, which finds the step sizes itself if it can; else they are found here, in `place`, if given."""
+    if place is None and dt_proj.shape[1] == x.shape[-1] > 1:
+        scan = mix.scan(x, low[..., : mix.width], low, dt_proj)
+        if ops.takes_projection(scan, backend):
+            return scan
+    return mix.scan(x, _step_sizes(low, dt_proj, place), low)
+
+
 def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
     (2, B, L, D) if norms follow, or the convolved x and the step sizes (1 or 2, S, B, L, D), or nothing)."""
@@ -185,7 +198,7 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
     x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
     x_proj, dt_proj = mix.projections(backend)
     low = torch.bmm(_rows(x), x_proj.transpose(1, 2)).view(len(x), B, L, mix.low_width)
-    scan = mix.scan(x, _step_sizes(low, dt_proj, *places[1:]), low)
+    scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
     if not mix.shared:
@@ -204,7 +217,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     convolved, step = (*kept, None, None)[:2] if kept.numel() and not mix.shared else (None, None)
     if convolved is None:
         convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
-    scan = mix.scan(convolved, _step_sizes(low, dt_proj) if step is None else step, low)
+    scan = _scan(mix, convolved, low, dt_proj, backend) if step is None else mix.scan(convolved, step, low)
     scan_rates = scan.A if scan.A is None or len(mix.conv_weight) == 2 else scan.A.unsqueeze(0)
     if mix.shared:
         dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, kept, z, mix.norm_weight, mix.eps, dz)

@@ -51,6 +51,12 @@ def backward(
     return grads
 
 
+def takes_projection(scan: Scan, backend: str) -> bool:
+    """Whether `scan`, whose logits are given at low rank (`Scan.step_proj`), can run so. `backward` finds the gradient
+    of the logits then, (.., B, L, D), in the place of that of `step`."""
+    return implementation(scan, backend).takes_projection(scan)
+
+
 def saved_shape(scan: Scan, backend: str) -> tuple[int, ...]:
     """Of what a forward pass keeps for the backward pass, beside the inputs, in the dtype of `scan.accumulator`."""
     return implementation(scan, backend).saved_shape(scan)

@@ -7,10 +7,12 @@ import warnings
 
 import pytest
 import torch
+from plain_model import plain_mixer
 from scan_cases import call, make_inputs, relative_rms
-from vision_longhorn.kernels import ops
+from vision_longhorn.kernels import mixing, ops
 
 from vision_longhorn import kernels
+from vision_longhorn.models.mixers import BidirectionalMixer
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
 if kernels.HAS_TRITON:
@@ -173,6 +175,77 @@ def test_the_gradient_of_z_in_a_place_that_is_given(device, offset, full, monkey
     assert "z" not in ops.backward(scan, dy, None, saved, "triton", dz)
     assert relative_rms(dz, expected) <= 5e-3
     assert place[..., :offset].eq(7).all() and place[..., offset + 32 :].eq(7).all()
+
+
+@pytest.mark.parametrize(
+    "B,L,D,N,R,direction,combine,stacked,full",
+    [
+        (1, 9, 64, 16, 16, "both", "mean", True, True),
+        (2, 11, 32, 8, 24, "both", "mean", True, False),
+        (1, 18, 33, 8, 8, "both", "none", False, False),
+        (1, 17, 48, 16, 24, "backward", "none", False, True),
+        (1, 7, 64, 16, 24, "forward", "none", False, True),
+    ],
+)
+def test_logits_made_from_their_low_rank(device, B, L, D, N, R, direction, combine, stacked, full, monkeypatch):
+    """As the fused mixer has them: rows of low rank, keys and queries are slices of one tensor. Beside float64, and
+    with the bits of states that are found again."""
+    gpu_is_full(monkeypatch, full)
+    inputs = inputs_of(B, L, D, N, direction=direction, stacked=stacked, absent="initial_state")
+    sets = (2,) if stacked and direction == "both" else ()
+    generator = torch.Generator().manual_seed(2)
+    low = torch.randn(*sets, B, L, R + 2 * N, generator=generator)
+    low[..., R : R + N] *= N**-0.5
+    low, proj = low.bfloat16(), (torch.randn(*sets, D, R, generator=generator) * (2 / R**0.5)).bfloat16()
+    exact = {name: value.double() for name, value in inputs.items()}
+    step, exact["k"], exact["q"] = low.double().split([R, N, N], -1)
+    exact["step"] = step @ proj.double().mT.unsqueeze(-3)
+    leaves = {name: value.clone().requires_grad_() for name, value in exact.items()}
+    y = call("exact", leaves, backend="reference", direction=direction, combine=combine)
+    dy = torch.randn(y.shape, generator=generator).bfloat16()
+    expected = dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy.double())), y=y.detach())
+
+    low, dy = low.to(device), dy.to(device)
+    step, k, q = low.split([R, N, N], -1)
+    inputs = {name: value.to(device) for name, value in inputs.items()} | dict(step=step, k=k, q=q)
+    scan = scan_of(inputs, direction=direction, combine=combine, step_proj=proj.to(device))
+    kernels.contract.check(scan)
+    assert ops.takes_projection(scan, "triton") and not ops.takes_projection(scan, "torch")
+    found = []
+    for save_states in (True, False):
+        y, _, saved = ops.forward(scan, save_states, "triton")
+        found.append(ops.backward(scan, dy, None, saved, "triton") | {"y": y})
+    assert equal(*found)
+    for name, right in expected.items():
+        value = found[0][name].cpu()
+        assert value.shape == right.shape, name
+        size = expected["step"].norm() if name == "bias" else right.norm()
+        assert (value - right).norm() <= 5e-3 * (1 + 2 / right.numel() ** 0.5) * size, name
+
+
+@pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
+@pytest.mark.parametrize("dt_rank,stored", [(5, False), (30, True)])
+def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, wiring, dt_rank, stored, monkeypatch):
+    found = []
+    make = mixing._step_sizes
+    monkeypatch.setattr(mixing, "_step_sizes", lambda *args: found.append(args) or make(*args))
+    torch.manual_seed(0)
+    mixer = (
+        BidirectionalMixer(16, d_state=8, rule="exact", wiring=wiring, dt_rank=dt_rank, index=1).to(device).bfloat16()
+    )
+    mixer.scan_backend = "triton"
+    h = torch.randn(2, 11, 16).bfloat16()
+    weight = torch.randn(h.shape)
+    plain = {name: value.detach().cpu().double().requires_grad_() for name, value in mixer.named_parameters()}
+    exact = h.double().requires_grad_()
+    expected = plain_mixer(plain, exact, mixer)
+    expected = [expected, *torch.autograd.grad((expected * weight).sum(), [exact, *plain.values()])]
+    h = h.to(device).requires_grad_()
+    y = mixer(h)
+    grads = torch.autograd.grad((y.float() * weight.to(device)).sum(), [h, *mixer.parameters()])
+    assert bool(found) == stored
+    for name, value, right in zip(["y", "h", *plain], [y, *grads], expected):
+        assert relative_rms(value.cpu(), right) < 3e-2, name
 
 
 def test_a_loss_of_the_final_state_alone(device):

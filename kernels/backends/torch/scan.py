@@ -189,6 +189,11 @@ def _read_out(d: _Inputs, states: Tensor) -> Tensor:
     return y if d.D is None else y.addcmul_(d.D, d.x)
 
 
+def takes_projection(scan: Scan) -> bool:
+    """Whether logits may be given at low rank (`Scan.step_proj`)."""
+    return False
+
+
 def saved_shape(scan: Scan) -> tuple[int, ...]:
     """Of the states that `forward` saves."""
     G, B, L, D, N = scan.sizes

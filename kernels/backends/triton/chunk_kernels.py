@@ -46,9 +46,9 @@ SIGNS = tl.constexpr(-2147450880)
 # e = exp(-logit) is held below 2^125, so that eps e has a value; eps is no number that float32 could show there.
 MAX_EXPONENT = tl.constexpr(125.0)
 
-_RUNTIME = [f"{name}_{axis}" for name in ("x", "step", "k", "q", "z", "D", "bias", "dy", "dz", "start", "adjoint")
-            for axis in "gbldn"] + ["L", "B", "blocks", "direction"]  # fmt: skip
-_UNALIGNED = ["D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
+_TENSORS = ("x", "step", "proj", "k", "q", "z", "D", "bias", "dy", "dz", "start", "adjoint")
+_RUNTIME = [f"{name}_{axis}" for name in _TENSORS for axis in "gbldn"] + ["L", "B", "blocks", "direction"]
+_UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 _kernel = kernel(_RUNTIME, _UNALIGNED)
 
 
@@ -208,9 +208,34 @@ def own_products(G0, G1, t, tokens):
 
 
 @triton.jit
-def step_sizes(words, bias, n0, n1, cp: tl.constexpr, CP: tl.constexpr, SCALAR: tl.constexpr):
-    """eps and e = exp(-logit) of a tile, each as C lies."""
-    if SCALAR:
+def keep_projection(place, row, left, RP: tl.constexpr, CP: tl.constexpr, LANES: tl.constexpr):
+    """Puts a lane's share of the projection (D, 8 RP) that makes logits into shared memory of its own: of each tile the
+    words of both channels, as the left operand of a product. `row` is where the share of the first channel begins."""
+    pairs = row.to(tl.pointer_type(tl.int32), bitcast=True)
+    for cp in tl.static_range(CP):
+        for j in tl.static_range(RP):
+            one = tl.load(pairs + (8 * RP * cp + j), mask=2 * cp < left, other=0)
+            two = tl.load(pairs + (8 * RP * cp + 4 * RP + j), mask=2 * cp + 1 < left, other=0)
+            put_shared(place + 8 * LANES * (cp * RP + j), one.to(tl.float32, bitcast=True),
+                       two.to(tl.float32, bitcast=True))  # fmt: skip
+
+
+@triton.jit
+def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, CP: tl.constexpr, SCALAR: tl.constexpr,
+               RP: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """eps and e = exp(-logit) of a tile, each as C lies. RP: the words are the tokens' at low rank, and the projection
+    lies at `kept`."""
+    if RP > 0:
+        a = ()
+        for j in tl.static_range(RP):
+            one, two = get_shared(kept + 8 * LANES * (cp * RP + j))
+            a = a + (one.to(tl.int32, bitcast=True), two.to(tl.int32, bitcast=True))
+        u = over_states((zero, zero, zero, zero), a, words, RP)
+        e = (exp2(tl.minimum(u[0] * -LOG2E + bias[2 * cp], MAX_EXPONENT)),
+             exp2(tl.minimum(u[1] * -LOG2E + bias[2 * cp], MAX_EXPONENT)),
+             exp2(tl.minimum(u[2] * -LOG2E + bias[2 * cp + 1], MAX_EXPONENT)),
+             exp2(tl.minimum(u[3] * -LOG2E + bias[2 * cp + 1], MAX_EXPONENT)))  # fmt: skip
+    elif SCALAR:
         e0 = exp2(tl.minimum(low(words[0]) * -LOG2E + bias[0], MAX_EXPONENT))
         e1 = exp2(tl.minimum(low(words[1]) * -LOG2E + bias[0], MAX_EXPONENT))
         e = (e0, e1, e0, e1)
@@ -309,10 +334,12 @@ def scaled(values, factor):
 
 @triton.jit
 def load_chunk(place, rows, strides, lane, i, left_of_z, HAS_Z: tl.constexpr, OTHER: tl.constexpr,
-               SCALAR: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr,
-               ALL: tl.constexpr, HOW: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+               SCALAR: tl.constexpr, RP: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, WORD: tl.constexpr,
+               STATES: tl.constexpr, RANKS: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr,
+               LANES: tl.constexpr):  # fmt: skip
     """What a chunk from the i-th token of the scan on reads: words of keys, queries, x, logits, z and what the other
-    direction left (two tokens each); beyond the last token that one again.
+    direction left (two tokens each); beyond the last token that one again. RP: logits at low rank, as keys, RANKS
+    numbers at once.
 
     `rows` is where these begin for the lane's channels and states, in the order k, q, x, logits, z, other; `strides`
     how far their tokens are apart; `lane` its (g, t), channels left, and the scan's origin, sign and L.
@@ -331,9 +358,13 @@ def load_chunk(place, rows, strides, lane, i, left_of_z, HAS_Z: tl.constexpr, OT
     words = words + load_channels(place, x_row, first * x_l, left, CP, WORD, True, HOW, LANES)
     words = words + load_channels(place + OF_TOKEN, x_row, second * x_l, left, CP, WORD, True, HOW, LANES)
     place = place + 2 * OF_TOKEN
-    words = words + load_steps(place, step_row, first * step_l, left, CP, WORD, SCALAR, HOW, LANES)
-    words = words + load_steps(place + OF_TOKEN, step_row, second * step_l, left, CP, WORD, SCALAR, HOW, LANES)
-    place = place + 2 * OF_TOKEN
+    if RP > 0:
+        words = words + load_states(place, step_row, row * step_l, RP, RANKS, HOW, LANES)
+        place = place + 8 * LANES * (RP // 2 if RANKS == 4 else RP)
+    else:
+        words = words + load_steps(place, step_row, first * step_l, left, CP, WORD, SCALAR, HOW, LANES)
+        words = words + load_steps(place + OF_TOKEN, step_row, second * step_l, left, CP, WORD, SCALAR, HOW, LANES)
+        place = place + 2 * OF_TOKEN
     if HAS_Z:
         words = words + load_channels(place, z_row, first * z_l, left_of_z, CP, WORD, ALL, HOW, LANES)
         words = words + load_channels(place + OF_TOKEN, z_row, second * z_l, left_of_z, CP, WORD, ALL, HOW, LANES)
@@ -359,15 +390,15 @@ def span_of(values, begin: tl.constexpr, count: tl.constexpr):
 
 @_kernel
 def _forward_kernel(
-    x_ptr, step_ptr, k_ptr, q_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, written_ptr, anchor_ptr,
-    L, B, blocks,
-    x_g, x_b, x_l, step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, z_g, z_b, z_l, D_g, bias_g, bias_d,
-    start_g, start_b, start_d, start_n, unscale,
+    x_ptr, step_ptr, proj_ptr, k_ptr, q_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, written_ptr,
+    anchor_ptr, L, B, blocks,
+    x_g, x_b, x_l, step_g, step_b, step_l, step_d, proj_g, k_g, k_b, k_l, q_g, q_b, q_l, z_g, z_b, z_l, D_g, bias_g,
+    bias_d, start_g, start_b, start_d, start_n, unscale,
     HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_START: tl.constexpr,
     FIRST_REVERSED: tl.constexpr, MEET: tl.constexpr, SCALAR: tl.constexpr, OUTPUT: tl.constexpr, SAVE: tl.constexpr,
-    ALIGNED: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, NW: tl.constexpr,
-    WORD: tl.constexpr, STATES: tl.constexpr, ANCHOR: tl.constexpr, STAGES: tl.constexpr, STAGE: tl.constexpr,
-    WAIT: tl.constexpr, ROOM: tl.constexpr,
+    ALIGNED: tl.constexpr, D: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr,
+    NW: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, RANKS: tl.constexpr, ANCHOR: tl.constexpr,
+    STAGES: tl.constexpr, STAGE: tl.constexpr, WAIT: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """All chunks of NW blocks of 16 CP channels of one sequence and direction.
 
@@ -399,7 +430,10 @@ def _forward_kernel(
     meeting = (chunks - 1) // 2 if MEET else 0
     anchors = (chunks + ANCHOR - 1) // ANCHOR
     x_row = x_ptr + offset_of(G, x_g, ALIGNED) + offset_of(b, x_b, ALIGNED) + d
-    step_row = step_ptr + offset_of(G, step_g, ALIGNED) + offset_of(b, step_b, ALIGNED) + d * step_d
+    if RP > 0:
+        step_row = step_ptr + G * step_g + b * step_b + t * (2 * RP)
+    else:
+        step_row = step_ptr + offset_of(G, step_g, ALIGNED) + offset_of(b, step_b, ALIGNED) + d * step_d
     z_row = z_ptr + offset_of(G, z_g, ALIGNED) + offset_of(b, z_b, ALIGNED) + d
     y_row = y_ptr + offset_of(b if MEET else G * B + b, L * D, False) + d
     k_row = k_ptr + G * k_g + b * k_b + state
@@ -416,36 +450,40 @@ def _forward_kernel(
     else:
         for _ in tl.static_range(4 * CP * NP):
             S = S + (zero,)
-    STEPS: tl.constexpr = 1 if SCALAR else CP
+    STEPS: tl.constexpr = RP if RP > 0 else 2 if SCALAR else 2 * CP  # words of logits
     LANES: tl.constexpr = 32 * NW
     place = r * 8
+    if STAGES + RP > 0:
+        place = place + shared_room(ROOM, r)
+    kept = place + STAGES * STAGE
+    if RP > 0:
+        keep_projection(kept, proj_ptr + G * proj_g + d * (8 * RP) + t * (2 * RP), left, RP, CP, LANES)
     rows = k_row, q_row, x_row, step_row, z_row, y_row
     strides = k_l, q_l, x_l, step_l, z_l, L
     lane = g, t, left, origin, sign, L
     ahead = ()
     # z is of no use before the directions meet.
     if STAGES > 0:
-        place = place + shared_room(ROOM, r)
         for n in tl.static_range(STAGES - 1):
             load_chunk(place + n * STAGE, rows, strides, lane, 8 * n, tl.where(n < meeting, 0, left), HAS_Z, False,
-                       SCALAR, NP, CP, WORD, STATES, not MEET, START, LANES)  # fmt: skip
+                       SCALAR, RP, NP, CP, WORD, STATES, RANKS, not MEET, START, LANES)  # fmt: skip
             end_group(place)
     else:
-        ahead = load_chunk(place, rows, strides, lane, 0, tl.where(meeting > 0, 0, left), HAS_Z, False, SCALAR, NP, CP,
-                           WORD, STATES, not MEET, DIRECT, LANES)  # fmt: skip
+        ahead = load_chunk(place, rows, strides, lane, 0, tl.where(meeting > 0, 0, left), HAS_Z, False, SCALAR, RP, NP,
+                           CP, WORD, STATES, RANKS, not MEET, DIRECT, LANES)  # fmt: skip
     for c in tl.range(0, chunks, num_stages=1):
         if STAGES > 0:
             wait_group(WAIT, place)
-            words = load_chunk(place + c % STAGES * STAGE, rows, strides, lane, 8 * c, left, HAS_Z, False, SCALAR, NP,
-                               CP, WORD, STATES, not MEET, TAKE, LANES)  # fmt: skip
+            words = load_chunk(place + c % STAGES * STAGE, rows, strides, lane, 8 * c, left, HAS_Z, False, SCALAR, RP,
+                               NP, CP, WORD, STATES, RANKS, not MEET, TAKE, LANES)  # fmt: skip
             then = c + STAGES - 1
             load_chunk(place + then % STAGES * STAGE, rows, strides, lane, 8 * then, tl.where(then < meeting, 0, left),
-                       HAS_Z, False, SCALAR, NP, CP, WORD, STATES, not MEET, START, LANES)  # fmt: skip
+                       HAS_Z, False, SCALAR, RP, NP, CP, WORD, STATES, RANKS, not MEET, START, LANES)  # fmt: skip
             end_group(place)
         else:
             words = ahead
             ahead = load_chunk(place, rows, strides, lane, 8 * c + 8, tl.where(c + 1 < meeting, 0, left), HAS_Z, False,
-                               SCALAR, NP, CP, WORD, STATES, not MEET, DIRECT, LANES)  # fmt: skip
+                               SCALAR, RP, NP, CP, WORD, STATES, RANKS, not MEET, DIRECT, LANES)  # fmt: skip
         first = 8 * c + 2 * t
         at = (origin + sign * first) * D
         next_at = (origin + sign * (first + 1)) * D
@@ -465,7 +503,7 @@ def _forward_kernel(
         k = span_of(words, 0, NP)
         q = span_of(words, NP, NP)
         xs = span_of(words, 2 * NP, 2 * CP)
-        us = span_of(words, 2 * NP + 2 * CP, 2 * STEPS)
+        us = span_of(words, 2 * NP + 2 * CP, STEPS)
         kT = each_transposed(k)
         minus_k = each_negated(k)
         G0, G1, reads = products_of_tokens(k, q, zero, g, t, NP)
@@ -479,7 +517,7 @@ def _forward_kernel(
         for cp in tl.static_range(CP):
             a = words_of(span_of(S, 4 * NP * cp, 4 * NP), NP)
             A = A + a
-            own, e = step_sizes(us, bias, n0, n1, cp, CP, SCALAR)
+            own, e = step_sizes(us, kept, zero, bias, n0, n1, cp, CP, SCALAR, RP, LANES)
             eps = eps + own
             linked = linked + (own[1] * between, own[3] * between)
             base = base + over_states(numbers(xs, cp, CP), a, minus_k, NP)
@@ -501,7 +539,7 @@ def _forward_kernel(
                 new = new + product_8(span_of(S, 4 * (NP * cp + j), 4), w0, w1, kT[j])
         S = new
         if OUTPUT:
-            zs = span_of(words, 2 * NP + 2 * CP + 2 * STEPS, 2 * CP if HAS_Z else 0)
+            zs = span_of(words, 2 * NP + 2 * CP + STEPS, 2 * CP if HAS_Z else 0)
             if MEET:
                 put_tokens(y_row, at, next_at, ys, left, early, next_early, CP, WORD)
                 if c >= meeting:
@@ -543,8 +581,9 @@ def gate_tokens(values, zs, others, unscale, HAS_Z: tl.constexpr, ADD: tl.conste
 
 @triton.jit
 def load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, c, HAS_Z: tl.constexpr, OTHER: tl.constexpr,
-                    SCALAR: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, PAIRS: tl.constexpr, WORD: tl.constexpr,
-                    STATES: tl.constexpr, HOW: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+                    SCALAR: tl.constexpr, RP: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr, PAIRS: tl.constexpr,
+                    WORD: tl.constexpr, STATES: tl.constexpr, RANKS: tl.constexpr, HOW: tl.constexpr,
+                    LANES: tl.constexpr):  # fmt: skip
     """What chunk c reads: w, two words a tile, dy, and as `load_chunk`. Before the first chunk the first again."""
     g, t, left, origin, sign, L = lane
     c = tl.maximum(c, 0)
@@ -559,8 +598,8 @@ def load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, c, HAS_Z:
     for j in tl.static_range(2):
         token = origin + sign * tl.minimum(first + j, L - 1)
         words = words + load_channels(place + j * OF_TOKEN, dy_row, token * dy_l, left, CP, WORD, True, HOW, LANES)
-    return words + load_chunk(place + 2 * OF_TOKEN, rows, strides, lane, 8 * c, left, HAS_Z, OTHER, SCALAR, NP, CP,
-                              WORD, STATES, True, HOW, LANES)  # fmt: skip
+    return words + load_chunk(place + 2 * OF_TOKEN, rows, strides, lane, 8 * c, left, HAS_Z, OTHER, SCALAR, RP, NP, CP,
+                              WORD, STATES, RANKS, True, HOW, LANES)  # fmt: skip
 
 
 @triton.jit
@@ -622,16 +661,17 @@ def sums_of_keys(sums, pair_sums, kT, qT, none, g, t, NP: tl.constexpr):
 
 @_kernel
 def _backward_kernel(
-    x_ptr, step_ptr, k_ptr, q_ptr, z_ptr, D_ptr, bias_ptr, dy_ptr, adjoint_ptr, written_ptr, anchor_ptr, dx_ptr,
-    dstep_ptr, dz_ptr, sums_ptr, dD_ptr, dbias_ptr, dinitial_ptr,
+    x_ptr, step_ptr, proj_ptr, k_ptr, q_ptr, z_ptr, D_ptr, bias_ptr, dy_ptr, adjoint_ptr, written_ptr, anchor_ptr,
+    dx_ptr, dstep_ptr, dz_ptr, sums_ptr, dD_ptr, dbias_ptr, dinitial_ptr,
     L, B, blocks, direction,
-    x_g, x_b, x_l, step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, z_g, z_b, z_l, D_g, bias_g, bias_d,
-    dy_g, dy_b, dy_l, dz_g, dz_b, dz_l, adjoint_g, adjoint_b, adjoint_d, adjoint_n, unscale,
+    x_g, x_b, x_l, step_g, step_b, step_l, step_d, proj_g, k_g, k_b, k_l, q_g, q_b, q_l, z_g, z_b, z_l, D_g, bias_g,
+    bias_d, dy_g, dy_b, dy_l, dz_g, dz_b, dz_l, adjoint_g, adjoint_b, adjoint_d, adjoint_n, unscale,
     HAS_Z: tl.constexpr, HAS_D: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADJOINT: tl.constexpr,
     HAS_INITIAL: tl.constexpr, FIRST_REVERSED: tl.constexpr, IN_TURN: tl.constexpr, OTHER: tl.constexpr,
-    SCALAR: tl.constexpr, ALIGNED: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, CP: tl.constexpr,
-    NW: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, ANCHOR: tl.constexpr, STAGES: tl.constexpr,
-    STAGE: tl.constexpr, WAIT: tl.constexpr, ROOM: tl.constexpr,
+    SCALAR: tl.constexpr, ALIGNED: tl.constexpr, D: tl.constexpr, N: tl.constexpr, RP: tl.constexpr, NP: tl.constexpr,
+    CP: tl.constexpr, NW: tl.constexpr, WORD: tl.constexpr, STATES: tl.constexpr, RANKS: tl.constexpr,
+    ANCHOR: tl.constexpr, STAGES: tl.constexpr, STAGE: tl.constexpr, EXCHANGE: tl.constexpr, WAIT: tl.constexpr,
+    ROOM: tl.constexpr,
 ):  # fmt: skip
     """The chunks from the last to the first, NW blocks of 16 CP channels of one sequence and direction.
 
@@ -659,7 +699,10 @@ def _backward_kernel(
     anchors = (chunks + ANCHOR - 1) // ANCHOR
     of_sequence = offset_of(G * B + b, L * D, False) + d
     x_row = x_ptr + offset_of(G, x_g, ALIGNED) + offset_of(b, x_b, ALIGNED) + d
-    step_row = step_ptr + offset_of(G, step_g, ALIGNED) + offset_of(b, step_b, ALIGNED) + d * step_d
+    if RP > 0:
+        step_row = step_ptr + G * step_g + b * step_b + t * (2 * RP)
+    else:
+        step_row = step_ptr + offset_of(G, step_g, ALIGNED) + offset_of(b, step_b, ALIGNED) + d * step_d
     z_row = z_ptr + offset_of(G, z_g, ALIGNED) + offset_of(b, z_b, ALIGNED) + d
     dy_row = dy_ptr + offset_of(G, dy_g, ALIGNED) + offset_of(b, dy_b, ALIGNED) + d
     dz_row = dz_ptr + offset_of(G, dz_g, ALIGNED) + offset_of(b, dz_b, ALIGNED) + d
@@ -676,7 +719,10 @@ def _backward_kernel(
     room = shared_room(ROOM, r)
     place = room + r * 8
     exchange = room + STAGES * STAGE + r % 32 * 8
-    STEPS: tl.constexpr = 1 if SCALAR else CP
+    kept = place + (STAGES * STAGE + EXCHANGE)
+    if RP > 0:
+        keep_projection(kept, proj_ptr + G * proj_g + d * (8 * RP) + t * (2 * RP), left, RP, CP, LANES)
+    STEPS: tl.constexpr = RP if RP > 0 else 2 if SCALAR else 2 * CP
     S = ()
     for _n in tl.static_range(4 * CP * NP):
         S = S + (zero,)
@@ -695,11 +741,11 @@ def _backward_kernel(
     if STAGES > 0:
         for n in tl.static_range(STAGES - 1):
             load_chunk_back(place + n * STAGE, rows, strides, lane, dy_row, dy_l, written, chunks - 1 - n, HAS_Z, OTHER,
-                            SCALAR, NP, CP, PAIRS, WORD, STATES, START, LANES)  # fmt: skip
+                            SCALAR, RP, NP, CP, PAIRS, WORD, STATES, RANKS, START, LANES)  # fmt: skip
             end_group(place)
     else:
-        ahead = load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, chunks - 1, HAS_Z, OTHER, SCALAR, NP,
-                                CP, PAIRS, WORD, STATES, DIRECT, LANES)  # fmt: skip
+        ahead = load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, chunks - 1, HAS_Z, OTHER, SCALAR, RP,
+                                NP, CP, PAIRS, WORD, STATES, RANKS, DIRECT, LANES)  # fmt: skip
     for n in tl.range(0, chunks, num_stages=1):
         c = chunks - 1 - n
         if (c + 1) % ANCHOR == 0 or n == 0:
@@ -707,22 +753,22 @@ def _backward_kernel(
         if STAGES > 0:
             wait_group(WAIT, place)
             words = load_chunk_back(place + n % STAGES * STAGE, rows, strides, lane, dy_row, dy_l, written, c, HAS_Z,
-                                    OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, TAKE, LANES)  # fmt: skip
+                                    OTHER, SCALAR, RP, NP, CP, PAIRS, WORD, STATES, RANKS, TAKE, LANES)  # fmt: skip
             then = n + STAGES - 1
             load_chunk_back(place + then % STAGES * STAGE, rows, strides, lane, dy_row, dy_l, written,
-                            c - (STAGES - 1), HAS_Z, OTHER, SCALAR, NP, CP, PAIRS, WORD, STATES, START,
+                            c - (STAGES - 1), HAS_Z, OTHER, SCALAR, RP, NP, CP, PAIRS, WORD, STATES, RANKS, START,
                             LANES)  # fmt: skip
             end_group(place)
         else:
             words = ahead
-            ahead = load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, c - 1, HAS_Z, OTHER, SCALAR, NP,
-                                    CP, PAIRS, WORD, STATES, DIRECT, LANES)  # fmt: skip
+            ahead = load_chunk_back(place, rows, strides, lane, dy_row, dy_l, written, c - 1, HAS_Z, OTHER, SCALAR, RP,
+                                    NP, CP, PAIRS, WORD, STATES, RANKS, DIRECT, LANES)  # fmt: skip
         ws = span_of(words, 0, 2 * CP)
         dys = within(span_of(words, 2 * CP, 2 * CP), 8 * c + 2 * t, L, CP)
         k = span_of(words, 4 * CP, NP)
         q = span_of(words, 4 * CP + NP, NP)
         xs = span_of(words, 4 * CP + 2 * NP, 2 * CP)
-        us = span_of(words, 6 * CP + 2 * NP, 2 * STEPS)
+        us = span_of(words, 6 * CP + 2 * NP, STEPS)
         kT = each_transposed(k)
         qT = each_transposed(q)
         minus_kT = each_negated(kT)
@@ -758,7 +804,7 @@ def _backward_kernel(
             if HAS_Z:
                 o = (x[0] * skip[2 * cp], x[1] * skip[2 * cp], x[2] * skip[2 * cp + 1], x[3] * skip[2 * cp + 1])
                 o = product_8(over_states(o, A, q, NP), w0, w1, reads)
-                z = numbers(span_of(words, 6 * CP + 2 * NP + 2 * STEPS, 2 * CP), cp, CP)
+                z = numbers(span_of(words, 6 * CP + 2 * NP + STEPS, 2 * CP), cp, CP)
                 if OTHER:
                     o = sum_of(o, numbers(span_of(words, len(words) - 2 * CP, 2 * CP), cp, CP))
                 for j in tl.static_range(4):
@@ -777,7 +823,7 @@ def _backward_kernel(
             p = span_of(P, 4 * NP * cp, 4 * NP)
             PA = words_of(p, NP)
             base = product_8(over_states((zero, zero, zero, zero), PA, k, NP), o0, o1, reads_back)
-            eps, e = step_sizes(us, bias, n0, n1, cp, CP, SCALAR)
+            eps, e = step_sizes(us, kept, zero, bias, n0, n1, cp, CP, SCALAR, RP, LANES)
             U = solve_pair_back(base, eps, between)
             for _turn in tl.static_range(3):
                 U = solve_pair_back(product_tf32(base, U, G0, G1), eps, between)

@@ -24,6 +24,8 @@ CHUNK = 8
 # Chunks from one kept state to the next: the backward pass goes back from those by differences.
 ANCHOR = 32
 STATES = (8, 16, 32)
+# Of logits that are made here, with so many states at most: with more the projection leaves no room to load ahead.
+_RANKS, _RANK_STATES = (8, 16, 24), 16
 _SHARED = 48 << 10  # bytes that a program may reserve
 
 
@@ -72,7 +74,7 @@ def obstacle(scan: Scan) -> Optional[str]:
     if N not in STATES:
         return f"d_state is {N}; it must be one of {', '.join(map(str, STATES))}"
     names = scan.law.names
-    for name in ("x", "step", "k", "q", "z"):
+    for name in ("x", "step", "step_proj", "k", "q", "z"):
         value = getattr(scan, name)
         if value is not None and value.dtype != torch.bfloat16:
             return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
@@ -118,6 +120,12 @@ def chosen(scan: Scan) -> bool:
     return why is None
 
 
+def takes_projection(scan: Scan) -> bool:
+    """Whether the kernels make the logits of `scan`, whose `step` is at low rank, as they read it."""
+    rank = 0 if scan.step_proj is None else scan.step_proj.shape[-1]
+    return rank in _RANKS and scan.sizes[4] <= _RANK_STATES and chosen(scan)
+
+
 def saved_shape(scan: Scan) -> tuple[int, ...]:
     """Of what the backward pass starts from, in float32: w of every token in bfloat16, and some states."""
     G, B, L, D, N = scan.sizes
@@ -134,6 +142,15 @@ def _word(values: list[Tensor], whole: bool) -> int:
     if whole and aligned(4):
         return 4
     return 2 if values[0].shape[-1] % 2 == 0 and aligned(2) else 1
+
+
+def _share(numbers: int, *values: Tensor) -> int:
+    """How many of the `numbers` of a row that are a lane's one load takes."""
+
+    def aligned(size: int) -> bool:
+        return all(v.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in v.stride()[:-1]) for v in values)
+
+    return next((size for size in (4, 2) if numbers % size == 0 and aligned(size)), 1)
 
 
 def _in_turn(scan: Scan, shape: Shape) -> bool:
@@ -156,32 +173,38 @@ def _common(
     are read of `extra` tensors beside x, logits and z, and `exchange` bytes of shared memory are for other use."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
-    scalar = scan.step is not None and scan.step.shape[-1] == 1 and D > 1
     step = launch.args["step_ptr"]
+    rank = 0 if scan.step_proj is None else scan.step_proj.shape[-1]
+    scalar = not rank and scan.step is not None and scan.step.shape[-1] == 1 and D > 1
     if not scalar and step.stride(-1) != 1:
         step = step.contiguous()
-    rows = [launch.args["x_ptr"]] + ([] if scalar else [step])
+    rows = [launch.args["x_ptr"]] + ([] if scalar or rank else [step])
     rows += ([] if scan.z is None else [launch.args["z_ptr"]]) + list(others)
-    keys = [launch.args["k_ptr"], launch.args["q_ptr"]]
-    states = next((w for w in (4, 2) if N // 4 % w == 0 and all(
-        v.data_ptr() % (2 * w) == 0 and all(s % w == 0 for s in v.stride()[:-1]) for v in keys)), 1)  # fmt: skip
+    states = _share(N // 4, launch.args["k_ptr"], launch.args["q_ptr"])
+    ranks = _share(rank // 4, step) if rank else 1
+    proj = step if scan.step_proj is None else stack(scan, scan.step_proj, 2)
+    if rank and (proj.stride()[1:] != (rank, 1) or proj.data_ptr() % 4 or proj.stride(0) % 2):
+        proj = proj.contiguous()
     aligned = launch.aligned and all(s % 16 == 0 for v in others for s in v.stride()[:-1])
     args = launch.args | dict(
         step_ptr=step, **dict(zip(("step_g", "step_b", "step_l", "step_d"), step.stride())), SCALAR=scalar,
+        proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8, RANKS=ranks,
         blocks=ceil_div(D, channels), unscale=1 / scan.output_scale, ALIGNED=aligned, MEET=False, IN_TURN=False,
         OTHER=False, direction=0, NP=N // 8, CP=shape.pairs, NW=shape.warps, STATES=states, ANCHOR=ANCHOR,
         WORD=_word(rows, shape.pairs % 2 == 0 and D % channels == 0), num_warps=shape.warps, num_stages=1,
         enable_fp_fusion=True)  # fmt: skip
     # Copies into shared memory are of whole words.
-    stages = shape.stages if args["WORD"] > 1 and states > 1 else 0
-    reads = 2 * (2 + (scan.z is not None) + extra)  # of two tokens
+    stages = shape.stages if args["WORD"] > 1 and states > 1 and (ranks > 1 or not rank) else 0
+    reads = 2 * (1 + (not rank) + (scan.z is not None) + extra)  # of two tokens
     slots = reads * ceil_div(2 * shape.pairs, args["WORD"]) + 2 * ceil_div(N // 4, states)
+    slots += ceil_div(rank // 4, ranks)
     slots += shape.pairs if others else 0  # what the forward pass kept
     stage = slots * 8 * 32 * shape.warps
-    stages = min(stages, (_SHARED - exchange) // stage)
+    kept = rank // 8 * shape.pairs * 8 * 32 * shape.warps
+    stages = min(stages, (_SHARED - exchange - kept) // stage)
     stages = stages if stages > 1 else 0
-    args |= dict(STAGES=stages, STAGE=stage, WAIT=fragments.wait(max(0, stages - 2)),
-                 ROOM=fragments.room(max(16, stages * stage + exchange)))  # fmt: skip
+    args |= dict(STAGES=stages, STAGE=stage, EXCHANGE=exchange, WAIT=fragments.wait(max(0, stages - 2)),
+                 ROOM=fragments.room(max(16, stages * stage + exchange + kept)))  # fmt: skip
     if shape.registers is not None:
         args["maxnreg"] = shape.registers
     return args

@@ -140,7 +140,9 @@ class _Launch:
 
         x, k, q, z = (view(value, 3) for value in (scan.x, scan.k, scan.q, scan.z))
         skip = view(scan.D, 1)
-        step = x if scan.step is None else stack(scan, scan.step, 3).expand(G, B, L, D)
+        step = x if scan.step is None else stack(scan, scan.step, 3)
+        if scan.step_proj is None:
+            step = step.expand(G, B, L, D)
         bias = view(None, 1) if scan.bias is None else stack(scan, scan.bias, 1).expand(G, D)
         A = scan.x
         A_strides: tuple[int, ...] = (0,) * 5
@@ -166,7 +168,8 @@ class _Launch:
         NI = ceil_div(N, NS)
         self.lanes = warp_lanes(x.device) // NS  # that hold channels
         self.matrix &= NS == 1
-        self.aligned = D % 16 == 0 and all(map(_aligned, (x, step, *(() if scan.z is None else (z,)))))
+        rows = [x, *(() if scan.step_proj is not None else (step,)), *(() if scan.z is None else (z,))]
+        self.aligned = D % 16 == 0 and all(map(_aligned, rows))
         self.args |= dict(
             RULE=scan.law.triton(), SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
             HAS_Z=scan.z is not None, HAS_D=scan.D is not None, HAS_BIAS=scan.bias is not None,
@@ -263,6 +266,11 @@ def _norms(scan: Scan) -> int:
     return G * B * ceil_div(L, CHUNK) * CHUNK if scan.law.takes_norm else 0
 
 
+def takes_projection(scan: Scan) -> bool:
+    """Whether logits may be given at low rank (`Scan.step_proj`)."""
+    return chunks.takes_projection(scan)
+
+
 def saved_shape(scan: Scan) -> tuple[int, ...]:
     """As `backends.torch.scan.saved_shape`: states, or of a rule that is undone what each token wrote and states; and
     last, where the walk takes them, the squares of the keys' norms."""
@@ -346,7 +354,10 @@ def backward(
             add_directions(found, dz)
         elif found is not dz:
             dz.copy_(found.view_as(dz))
-    return {name: unstack(grads[name], value) for name, value in scan.tensors().items() if name in grads}
+    like = scan.tensors()
+    if scan.step_proj is not None:
+        like["step"] = scan.x  # the logits' gradient, not that of their low rank
+    return {name: unstack(grads[name], value) for name, value in like.items() if name in grads}
 
 
 def _walk_back(
