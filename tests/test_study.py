@@ -262,6 +262,9 @@ def test_a_json_alone_stands_for_runs_whose_folders_are_gone(whole, tmp_path):
     said = finish(tmp_path, "pairs", "--report")
     assert before == [(tmp_path / "studies" / name).read_text() for name in ("pairs.json", "pairs.md")]
     assert before[1] in said
+    # Elsewhere, too, where nothing ran.
+    finish(tmp_path, "pairs", "--report", "--out", "other", "--merge", tmp_path / "studies/pairs.json")
+    assert (tmp_path / "other/pairs.json").read_text() == before[0]
     # Other settings are other runs.
     changed = json.loads(json.dumps(TINY))
     changed["studies"]["pairs"]["overrides"]["lr"] = 5e-4
@@ -426,6 +429,12 @@ def test_speeds_are_measured_alone_and_tell_what_runs_will_cost(tmp_path):
     speeds = json.loads((tmp_path / "studies/speed.json").read_text())["speeds"]
     assert speeds.keys() == keys()
     assert all(found["images_per_s"] > 0 for speed in speeds.values() for found in speed.values())
+    assert said.index("longhorn") < said.index("vim")
+    known = {key: speed for key, speed in speeds.items() if all(of["variant"] == "longhorn" for of in speed.values())}
+    assert len(known) == 1
+    (tmp_path / "studies/speed.json").write_text(json.dumps({"speeds": known}))
+    said = finish(tmp_path, "pairs", "--speed")  # what is unknown comes first
+    assert said.index("vim") < said.index("longhorn")
     rate = {"somebody's GPU": {"images_per_s": 100}}
     (tmp_path / "studies/speed.json").write_text(json.dumps({"speeds": dict.fromkeys(speeds, rate)}))
     said = finish(tmp_path, "pairs", "--dry-run")

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not args.report:  # which may look on
             held.callback(RunLock(out).release)  # one at a time: two would start the same runs
         if args.speed:
-            return measure_speeds(studies, out, args.device)
+            return measure_speeds(studies, out, known, args.device)
         sys.exit(run_studies(studies, out, known, args))
 
 
@@ -84,7 +84,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--report", action="store_true", help="train nothing: write and print what runs or the JSON "
                         "of OUT say; with --data, evaluate what is missing")  # fmt: skip
     parser.add_argument("--speed", action="store_true", help="measure images/s of a training step of each variant "
-                        "alone, into OUT/speed.json, which tables and estimates use")  # fmt: skip
+                        "alone, into OUT/speed.json, which tables and estimates use; those of unknown speed come "
+                        "first")  # fmt: skip
     args = parser.parse_args(argv)
     chosen = [option for option in ("list", "dry_run", "report", "speed") if getattr(args, option)]
     if len(chosen) > 1:
@@ -212,8 +213,8 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
 # ------------------------------------------------------------------------------------------------------- what computes
 
 
-def measure_speeds(studies: list[Study], out: Path, device: str) -> None:
-    """Measures every variant's training step alone, into OUT/speed.json."""
+def measure_speeds(studies: list[Study], out: Path, known: Known, device: str) -> None:
+    """Measures every variant's training step alone, into OUT/speed.json: first those of which no speed is known."""
     from vision_longhorn.studies.speed import measure
 
     if other := [study.name for study in studies if study.task != "images"]:
@@ -221,7 +222,7 @@ def measure_speeds(studies: list[Study], out: Path, device: str) -> None:
     name, speeds = hardware(device), (read_json(out / SPEEDS) or {}).get("speeds", {})
     arms = {arm.speed_key: arm for study in studies for arm in study.arms}
     print(f"training steps on {name}")
-    for key, arm in arms.items():
+    for key, arm in sorted(arms.items(), key=lambda pair: name in known.speeds.get(pair[0], {})):
         found = measure(arm, device)
         speeds.setdefault(key, {})[name] = found
         write_results(out / SPEEDS, {"speeds": speeds})
@@ -269,7 +270,7 @@ def report(study: Study, out: Path, known: Known, environment: dict[str, Any] | 
     from vision_longhorn.studies.tables import markdown, plot
 
     path = out / f"{study.name}.json"
-    content = collect(study, out, known, environment or (read_json(path) or {}).get("environment"))
+    content = collect(study, out, known, environment)
     write_results(path, content)
     write_text(path.with_suffix(".md"), markdown(content))
     plot(content, path.with_suffix(".png"))

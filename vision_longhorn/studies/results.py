@@ -28,6 +28,7 @@ class Known:
         parameters: Numbers of parameters by key of settings.
         configs: Settings by their key.
         speeds: By key of a step's settings, then by hardware.
+        environments: Where a study last ran, by its name.
 
     Raises:
         UserError: For a file that is neither.
@@ -39,6 +40,7 @@ class Known:
         self.parameters: dict[str, int] = {}
         self.configs: dict[str, Record] = {}
         self.speeds: dict[str, dict[str, Any]] = {}
+        self.environments: dict[str, Record] = {}
         for file in files:
             self._read(file)
 
@@ -48,6 +50,8 @@ class Known:
             {"arms", "runs", "unfinished"} <= content.keys() or "speeds" in content
         ):
             raise UserError(f"{file} is no result of a study: give a JSON that `vision-longhorn study` has written")
+        if content.get("environment"):
+            self.environments[content["study"]] = content["environment"]
         for record in content.get("runs", []):
             before = self.runs.get((record["key"], record["seed"]), {})
             hits = {**before.get("hits", {}), **record["hits"]}  # studies look at different sizes
@@ -89,7 +93,8 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
         study: The study.
         out: Folder of the studies, with the runs' folders.
         known: What else is known of its runs; a folder's own result comes first.
-        environment: What `describe_environment` says of this machine; None: it has run nothing.
+        environment: What `describe_environment` says of this machine; None: it has run nothing, and where the study
+            last ran counts.
 
     Returns:
         Dict with "study", "task", "asks", "baseline", "pair", "resolutions", "environment", "arms" (a dict for each
@@ -126,7 +131,7 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
         "baseline": study.baseline,
         "pair": list(study.pair),
         "resolutions": list(study.resolutions),
-        "environment": environment,
+        "environment": environment or known.environments.get(study.name),
         "arms": [_describe(arm, known) for arm in study.arms],
         "runs": runs,
         "unfinished": unfinished,
