@@ -101,6 +101,33 @@ def test_padding_puts_zeros_after_the_rank_and_takes_them_out(backend, S, R, n, 
     assert all(torch.equal(found, value.to(dtype).float()) for found, value in zip(back, (x_proj, dt_proj)))
 
 
+def check_x_proj(backend, S, T, D, M, dtype, device):
+    """Against float64, and the same bits again."""
+    torch.manual_seed(0)
+    x, dx = (torch.randn(S, T, D, device=device).to(dtype) for _ in range(2))
+    dlow = torch.randn(S, T, M, device=device).to(dtype)
+    x_proj = (torch.randn(S, M, D, device=device) / D**0.5).to(dtype)
+    found = []
+    for _ in range(2):
+        place = dx.clone()
+        grad = load_backend(backend, "x_proj").backward(dlow, x, x_proj, place)
+        found.append((load_backend(backend, "x_proj").forward(x, x_proj), grad, place))
+    assert all(map(torch.equal, *found))
+    x, dx, dlow, x_proj = (value.double() for value in (x, dx, dlow, x_proj))
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+    for value, right in zip(found[0], (x @ x_proj.mT, dlow.mT @ x, dx + dlow @ x_proj)):
+        assert value.shape == right.shape and relative_rms(value, right) < tolerance
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "S,T,D,M", [(2, 200, 256, 48), (1, 37, 128, 20), (2, 5, 384, 64), (1, 33, 100, 44), (2, 0, 128, 8)]
+)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_the_projection_to_what_the_scan_wants_and_its_gradients(backend, S, T, D, M, dtype):
+    check_x_proj(backend, S, T, D, M, dtype, "cpu")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("wiring", ("vim", "shared"))
 def test_mixer_in_bfloat16(backend, wiring):
@@ -201,6 +228,13 @@ def test_inputs_of_any_strides(backend):
 def test_two_directions_cannot_be_reversed(layout):
     with pytest.raises(ValueError, match="reversed=True is for one direction alone"):
         torch.ops.vision_longhorn.mix(*operator_inputs(UPDATES[0], layout, False), True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T,D,M", [(50432, 768, 56), (48680, 384, 48), (197, 1536, 64), (1, 128, 20), (1001, 100, 44)])
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
+    check_x_proj("triton", 2, T, D, M, dtype, "cuda")
 
 
 @pytest.mark.gpu

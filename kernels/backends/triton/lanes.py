@@ -56,6 +56,15 @@ def warp_lanes(device: torch.device) -> int:
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def operand(value):
+    """`value` as `tl.dot` takes it: the interpreter multiplies bfloat16 as if its bits were integers."""
+    if _WIDEN:
+        value = value.to(tl.float32)
+    return value
 
 
 @triton.jit
