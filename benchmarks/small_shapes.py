@@ -41,8 +41,8 @@ def scans(rules: list[str]) -> None:
 
 
 def mixers(rules: list[str]) -> None:
-    """Short convolution, gated norm and the sum of two directions, around the scans."""
-    for B, L, dim in ((2, 37, 40), (1, 5, 24)):
+    """Short convolution, projections, gated norm and the sum of two directions, around the scans."""
+    for B, L, dim in ((2, 37, 40), (1, 5, 24), (1, 70, 64)):  # the last of whole blocks of channels
         wirings = dict(wiring="shared"), *(dict(wiring="alternate", index=i) for i in range(2))
         for arguments in (dict(), *wirings, *(dict(rule=rule) for rule in rules)):
             mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
