@@ -11,7 +11,7 @@ from unittest import mock
 
 import bench_scan  # first, since it lets a checkout do without installation
 import torch
-from vision_longhorn.kernels.backends.triton import chunks
+from vision_longhorn.kernels.backends.triton import chunks, x_proj
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn.models.mixers import BidirectionalMixer
@@ -53,6 +53,12 @@ def mixers(rules: list[str]) -> None:
             torch.cuda.synchronize()
             assert all(value.grad.isfinite().all() for value in (x, *mixer.parameters()))
             print("mixer", (B, L, dim), arguments, "ran")
+    # As of a long batch, of which a program has several tiles.
+    with mock.patch.object(x_proj, "multiprocessors", lambda device: 0):
+        dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 128, 128))
+        x_proj.backward(dlow, x, torch.randn(2, 56, 128, device="cuda").bfloat16(), dx)
+        torch.cuda.synchronize()
+        assert dx.isfinite().all()
 
 
 if __name__ == "__main__":

@@ -172,7 +172,8 @@ def _step_sizes(low: Tensor, dt_proj: Tensor, out: Optional[Tensor] = None) -> T
 
 def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: str, place: Optional[Tensor] = None) -> Scan:
     """The scan over x, which finds the step sizes itself if it can; else they are found here, in `place`, if given."""
-    if place is None and dt_proj.shape[1] == x.shape[-1] > 1:
+    # Asked where asking costs nothing: rates would be found twice, and no rule that has them can.
+    if place is None and mix.A_log is None and dt_proj.shape[1] == x.shape[-1] > 1:
         scan = mix.scan(x, low[..., : mix.width], low, dt_proj)
         if ops.takes_projection(scan, backend):
             return scan

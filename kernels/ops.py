@@ -30,7 +30,16 @@ def implementation(scan: Scan, backend: str) -> ModuleType:
 
 
 def forward(scan: Scan, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the final state, and what is kept for `backward`, of a scan that was checked."""
+    """y, the final state, and what is kept for `backward`, of a scan that was checked.
+
+    Raises:
+        ValueError: The logits are given at low rank, and this scan cannot run so.
+    """
+    if scan.step_proj is not None and not takes_projection(scan, backend):
+        raise ValueError(
+            f"logits at low rank (step_proj) are for the exact rule's chunks on a GPU, not for rule={scan.rule!r} with "
+            f"rank {scan.step_proj.shape[-1]} and d_state {scan.sizes[4]} here: give them whole"
+        )
     return implementation(scan, backend).forward(scan.law.prepare(scan), save_states)
 
 

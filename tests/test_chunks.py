@@ -246,6 +246,19 @@ def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, wiring
     assert bool(found) == stored
     for name, value, right in zip(["y", "h", *plain], [y, *grads], expected):
         assert relative_rms(value.cpu(), right) < 3e-2, name
+    # Of no image there is no gradient.
+    grads = torch.autograd.grad(mixer(h[:0]).sum(), list(mixer.parameters()))
+    assert all(value.eq(0).all() for value in grads)
+
+
+def test_logits_at_low_rank_are_refused_where_nothing_takes_them(device):
+    inputs = inputs_of(1, 9, 32, 8, absent="initial_state")
+    inputs = {name: value.to(device) for name, value in inputs.items()}
+    inputs["step"], proj = inputs["step"][..., :8].contiguous(), inputs["step"].new_zeros(32, 8)
+    for backend, options in (("torch", {}), ("triton", dict(rule="diagonal"))):
+        scan = scan_of(inputs, step_proj=proj)._replace(**options)
+        with pytest.raises(ValueError, match="give them whole"):
+            ops.forward(scan, False, backend)
 
 
 def test_a_loss_of_the_final_state_alone(device):

@@ -49,6 +49,12 @@ def takes_ptx(device: torch.device, capability: int = 0) -> bool:
     return target is not None and target.backend == "cuda" and target.arch >= capability
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether kernels on `device` run on a Hopper, or are interpreted."""
+    target = target_of(device)
+    return target is None or target.backend == "cuda" and 90 <= target.arch < 100
+
+
 def warp_lanes(device: torch.device) -> int:
     """64 on AMD's data-centre GPUs, 32 on all others."""
     target = target_of(device)

@@ -330,8 +330,11 @@ def backward(
     """As `backends.torch.scan.backward`."""
     launch = _Launch(scan)
     G, B, L, D, N = launch.sizes
+    like = scan.tensors()
+    if scan.step_proj is not None:
+        like["step"] = scan.x  # the logits' gradient, not that of their low rank
     if not B:
-        return {name: torch.zeros_like(value) for name, value in scan.tensors().items()}  # dz has no numbers either
+        return {name: torch.zeros_like(value) for name, value in like.items()}  # dz has no numbers either
     if not saved.numel():
         saved = _forward(launch, True, output=False)[2]
     if dy is None:
@@ -354,9 +357,6 @@ def backward(
             add_directions(found, dz)
         elif found is not dz:
             dz.copy_(found.view_as(dz))
-    like = scan.tensors()
-    if scan.step_proj is not None:
-        like["step"] = scan.x  # the logits' gradient, not that of their low rank
     return {name: unstack(grads[name], value) for name, value in like.items() if name in grads}
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...contract import ceil_div, power_of_2
 from ..torch import x_proj as plain
 from .finish import sum_sequences
-from .lanes import kernel, operand, target_of
+from .lanes import kernel, on_hopper, operand
 from .tuning import multiprocessors
 
 forward = plain.forward
@@ -51,10 +51,8 @@ def _x_proj_backward_kernel(
 def _takes(dlow: Tensor, x: Tensor, dx: Tensor) -> bool:
     """Whether the kernel is for these: 16-bit numbers in whole blocks of channels, contiguous, on Hopper. It would run
     on others, but nobody has timed it beside their libraries."""
-    target = target_of(x.device)
-    here = target is None or target.backend == "cuda" and 90 <= target.arch < 100
     fits = x.dtype.itemsize == 2 and x.shape[2] % _CHANNELS == 0 and dlow.shape[2] <= _WIDEST
-    return here and fits and all(value.is_contiguous() for value in (dlow, x, dx))
+    return on_hopper(x.device) and fits and all(value.is_contiguous() for value in (dlow, x, dx))
 
 
 def backward(dlow: Tensor, x: Tensor, x_proj: Tensor, dx: Tensor) -> Tensor:
