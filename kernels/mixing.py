@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .backends.torch.x_proj import weight_grad
 from .contract import Scan, ceil_div, check
 from .dispatch import choose_backend, load_backend
 from .rules import get_rule
@@ -161,6 +160,15 @@ def _rows(value: Tensor) -> Tensor:
     return value.flatten(1, 2)
 
 
+def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
+    """left^T right of each set, (S, B L, n) and (S, B L, m) to (S, n, m). One product after the other: small results of
+    long sums are cut along the sum then, which the batched product does not do."""
+    products = left.new_empty(len(left), left.shape[2], right.shape[2])
+    for a, b, product in zip(left, right, products):
+        torch.mm(a.t(), b, out=product)
+    return products
+
+
 def _step_sizes(low: Tensor, dt_proj: Tensor, out: Optional[Tensor] = None) -> Tensor:
     """(S, B, L, D, 1 or N), from `Mix.projections`."""
     S, B, L, _ = low.shape
@@ -190,7 +198,7 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
     places = list(kept) if kept.ndim == 5 else []
     x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
     x_proj, dt_proj = mix.projections(backend)
-    low = load_backend(backend, "x_proj").forward(_rows(x), x_proj).view(len(x), B, L, mix.low_width)
+    low = torch.bmm(_rows(x), x_proj.transpose(1, 2)).view(len(x), B, L, mix.low_width)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -235,13 +243,12 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         grads["A_log"] = da.sum((1, 2))
     dstep = _rows(stacked("step"))
     torch.bmm(dstep, dt_proj, out=_rows(dsteps))
-    ddt_proj = weight_grad(dstep, _rows(low)[..., : mix.width])
-    dconvolved = _rows(stacked("x"))
-    dx_proj = load_backend(backend, "x_proj").backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
     grads["x_proj"], grads["dt_proj"] = load_backend(backend, "padding").backward(
-        dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)  # fmt: skip
+        _weight_grad(_rows(dlow), _rows(convolved)), _weight_grad(dstep, _rows(low)[..., : mix.width]), mix.x_proj,
+        mix.dt_proj)  # fmt: skip
+    dconvolved = _rows(stacked("x")).baddbmm_(_rows(dlow), x_proj).view_as(convolved)
     grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
-        dconvolved.view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
+        dconvolved, x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
     )
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
     if mix.A_log is not None and not mix.A_per_token:
