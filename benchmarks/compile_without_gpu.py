@@ -168,6 +168,18 @@ def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
     triton_padding.backward(*padded, x_proj, dt_proj)
 
 
+def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import dt_proj as triton_dt_proj
+    from vision_longhorn.kernels.backends.triton import x_proj as triton_x_proj
+
+    D, R, M = (768, 24, 56) if variant == "small" else (384, 16, 48)
+    x, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
+    x_proj = _tensor(2, M, D, dtype=dtype)
+    if dtype != torch.float32:  # which torch multiplies
+        triton_dt_proj.backward(x, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
+        triton_x_proj.backward(dlow, x, x_proj, torch.empty_like(x))
+
+
 # What launches a family of kernels, and in which variants.
 def scan_variants(rule: Rule) -> tuple[str, ...]:
     return (
@@ -185,6 +197,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
+    "projections": (compile_projections, ("small", "tiny")),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
 # Constants that make another kernel of one: a row of the table names those that are set.

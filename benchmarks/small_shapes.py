@@ -11,10 +11,15 @@ from unittest import mock
 
 import bench_scan  # first, since it lets a checkout do without installation
 import torch
-from vision_longhorn.kernels.backends.triton import chunks
+from vision_longhorn.kernels.backends.triton import chunks, dt_proj, x_proj
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn.models.mixers import BidirectionalMixer
+
+
+def few(device: torch.device) -> int:
+    """Multiprocessors, so few that small sizes fill them."""
+    return 0
 
 
 def run(rule: str, shape: tuple[int, int, int], N: int, regime: str) -> None:
@@ -36,13 +41,13 @@ def scans(rules: list[str]) -> None:
     if "exact" not in rules:
         return
     # As for many programs, which small sizes are not.
-    with mock.patch.object(chunks, "multiprocessors", lambda device: 0):
+    with mock.patch.object(chunks, "multiprocessors", few):
         run("exact", (2, 35, 128), 16, "chunked")
 
 
 def mixers(rules: list[str]) -> None:
-    """Short convolution, gated norm and the sum of two directions, around the scans."""
-    for B, L, dim in ((2, 37, 40), (1, 5, 24)):
+    """Short convolution, projections, gated norm and the sum of two directions, around the scans."""
+    for B, L, dim in ((2, 37, 40), (1, 5, 24), (1, 70, 64)):  # the last of whole blocks of channels
         wirings = dict(wiring="shared"), *(dict(wiring="alternate", index=i) for i in range(2))
         for arguments in (dict(), *wirings, *(dict(rule=rule) for rule in rules)):
             mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
@@ -53,6 +58,14 @@ def mixers(rules: list[str]) -> None:
             torch.cuda.synchronize()
             assert all(value.grad.isfinite().all() for value in (x, *mixer.parameters()))
             print("mixer", (B, L, dim), arguments, "ran")
+    # As of a long batch, of which a program has several tiles.
+    with mock.patch.multiple(x_proj, multiprocessors=few), mock.patch.multiple(dt_proj, multiprocessors=few):
+        dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 256, 256))
+        x_proj.backward(dlow, x, torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)
+        dt_proj.backward(x, dlow, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
+        torch.cuda.synchronize()
+        assert dx.isfinite().all() and dlow.isfinite().all()
+        print("projections ran")
 
 
 if __name__ == "__main__":

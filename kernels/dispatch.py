@@ -36,6 +36,6 @@ def choose_backend(backend: str, device: torch.device) -> str:
 
 
 def load_backend(name: str, part: str) -> ModuleType:
-    """The module "scan", "conv", "norm" or "padding" of the backend "torch" or "triton", imported when it is first
-    asked for. Each has `forward` and `backward`."""
+    """The module "scan", "conv", "norm", "padding", "x_proj" or "dt_proj" of the backend "torch" or "triton", imported
+    when it is first asked for. Each has `forward` and `backward`."""
     return import_module(f".backends.{name}.{part}", __package__)

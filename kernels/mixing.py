@@ -160,21 +160,11 @@ def _rows(value: Tensor) -> Tensor:
     return value.flatten(1, 2)
 
 
-def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right of each set, (S, B L, n) and (S, B L, m) to (S, n, m). One product after the other: small results of
-    long sums are cut along the sum then, which the batched product does not do."""
-    products = left.new_empty(len(left), left.shape[2], right.shape[2])
-    for a, b, product in zip(left, right, products):
-        torch.mm(a.t(), b, out=product)
-    return products
-
-
-def _step_sizes(low: Tensor, dt_proj: Tensor, out: Optional[Tensor] = None) -> Tensor:
+def _step_sizes(low: Tensor, dt_proj: Tensor, backend: str, out: Optional[Tensor] = None) -> Tensor:
     """(S, B, L, D, 1 or N), from `Mix.projections`."""
     S, B, L, _ = low.shape
-    _, steps, width = dt_proj.shape
-    out = low.new_empty(S, B, L, steps) if out is None else out
-    torch.bmm(_rows(low)[..., :width], dt_proj.transpose(1, 2), out=_rows(out))
+    out = low.new_empty(S, B, L, dt_proj.shape[1]) if out is None else out
+    load_backend(backend, "dt_proj").forward(_rows(low), dt_proj, _rows(out))
     return out
 
 
@@ -185,7 +175,7 @@ def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: str, place
         scan = mix.scan(x, low[..., : mix.width], low, dt_proj)
         if ops.takes_projection(scan, backend):
             return scan
-    return mix.scan(x, _step_sizes(low, dt_proj, place), low)
+    return mix.scan(x, _step_sizes(low, dt_proj, backend, place), low)
 
 
 def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -198,7 +188,7 @@ def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, 
     places = list(kept) if kept.ndim == 5 else []
     x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
     x_proj, dt_proj = mix.projections(backend)
-    low = torch.bmm(_rows(x), x_proj.transpose(1, 2)).view(len(x), B, L, mix.low_width)
+    low = load_backend(backend, "x_proj").forward(_rows(x), x_proj).view(len(x), B, L, mix.low_width)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -224,7 +214,6 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
     # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
     dlow = low.new_empty(low.shape)  # contiguous, as what is written into it takes it
-    dsteps = dlow[..., : mix.width]
     dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
     # What serves both directions gets the sum of two gradients, and those lie elsewhere.
     in_place = None if mix.shared else (dk, dq)
@@ -241,14 +230,13 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         da = stacked("A") * scan_rates  # d exp(A_log + a) is the rate itself
         of_A[0].copy_(da)
         grads["A_log"] = da.sum((1, 2))
-    dstep = _rows(stacked("step"))
-    torch.bmm(dstep, dt_proj, out=_rows(dsteps))
+    ddt_proj = load_backend(backend, "dt_proj").backward(_rows(stacked("step")), _rows(low), dt_proj, _rows(dlow))
+    dconvolved = _rows(stacked("x"))
+    dx_proj = load_backend(backend, "x_proj").backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
     grads["x_proj"], grads["dt_proj"] = load_backend(backend, "padding").backward(
-        _weight_grad(_rows(dlow), _rows(convolved)), _weight_grad(dstep, _rows(low)[..., : mix.width]), mix.x_proj,
-        mix.dt_proj)  # fmt: skip
-    dconvolved = _rows(stacked("x")).baddbmm_(_rows(dlow), x_proj).view_as(convolved)
+        dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)  # fmt: skip
     grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
-        dconvolved, x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
+        dconvolved.view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
     )
     grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
     if mix.A_log is not None and not mix.A_per_token:

@@ -49,6 +49,12 @@ def takes_ptx(device: torch.device, capability: int = 0) -> bool:
     return target is not None and target.backend == "cuda" and target.arch >= capability
 
 
+def on_hopper(device: torch.device) -> bool:
+    """Whether kernels on `device` run on a Hopper, or are interpreted."""
+    target = target_of(device)
+    return target is None or target.backend == "cuda" and 90 <= target.arch < 100
+
+
 def warp_lanes(device: torch.device) -> int:
     """64 on AMD's data-centre GPUs, 32 on all others."""
     target = target_of(device)
@@ -56,6 +62,15 @@ def warp_lanes(device: torch.device) -> int:
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+_WIDEN = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def operand(value):
+    """`value` as `tl.dot` takes it: the interpreter multiplies bfloat16 as if its bits were integers."""
+    if _WIDEN:
+        value = value.to(tl.float32)
+    return value
 
 
 @triton.jit
