@@ -17,8 +17,8 @@ from vision_longhorn.kernels.rules import NAMES, get_rule
 from vision_longhorn.models.mixers import BidirectionalMixer
 
 
-def few(device: torch.device) -> int:
-    """Multiprocessors, so few that small sizes fill them."""
+def no_multiprocessors(device: torch.device) -> int:
+    """As if small sizes filled the GPU."""
     return 0
 
 
@@ -41,7 +41,7 @@ def scans(rules: list[str]) -> None:
     if "exact" not in rules:
         return
     # As for many programs, which small sizes are not.
-    with mock.patch.object(chunks, "multiprocessors", few):
+    with mock.patch.object(chunks, "multiprocessors", no_multiprocessors):
         run("exact", (2, 35, 128), 16, "chunked")
 
 
@@ -59,10 +59,13 @@ def mixers(rules: list[str]) -> None:
             assert all(value.grad.isfinite().all() for value in (x, *mixer.parameters()))
             print("mixer", (B, L, dim), arguments, "ran")
     # As of a long batch, of which a program has several tiles.
-    with mock.patch.multiple(x_proj, multiprocessors=few), mock.patch.multiple(dt_proj, multiprocessors=few):
-        dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 256, 256))
+    with (
+        mock.patch.object(x_proj, "multiprocessors", no_multiprocessors),
+        mock.patch.object(dt_proj, "multiprocessors", no_multiprocessors),
+    ):
+        low, dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 56, 256, 256))
         x_proj.backward(dlow, x, torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)
-        dt_proj.backward(x, dlow, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
+        dt_proj.backward(x, low, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
         torch.cuda.synchronize()
         assert dx.isfinite().all() and dlow.isfinite().all()
         print("projections ran")

@@ -230,6 +230,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         da = stacked("A") * scan_rates  # d exp(A_log + a) is the rate itself
         of_A[0].copy_(da)
         grads["A_log"] = da.sum((1, 2))
+    # The first writes its columns of dlow, the second, which wants all of them, adds to dconvolved.
     ddt_proj = load_backend(backend, "dt_proj").backward(_rows(stacked("step")), _rows(low), dt_proj, _rows(dlow))
     dconvolved = _rows(stacked("x"))
     dx_proj = load_backend(backend, "x_proj").backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)

@@ -101,6 +101,10 @@ def test_padding_puts_zeros_after_the_rank_and_takes_them_out(backend, S, R, n, 
     assert all(torch.equal(found, value.to(dtype).float()) for found, value in zip(back, (x_proj, dt_proj)))
 
 
+def has_projection_kernels(backend, device):
+    return backend == "triton" and (device == "cpu" or torch.cuda.get_device_capability()[0] == 9)
+
+
 def check_x_proj(backend, S, T, D, M, dtype, device):
     """Against float64, and the same bits again."""
     torch.manual_seed(0)
@@ -114,20 +118,20 @@ def check_x_proj(backend, S, T, D, M, dtype, device):
         found.append((load_backend(backend, "x_proj").forward(x, x_proj), grad, place))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
-    here = backend == "triton" and load_backend("triton", "lanes").on_hopper(x.device)
-    if here and dtype != torch.float32 and D % 128 == 0 and M <= 64:
+    if has_projection_kernels(backend, device) and dtype != torch.float32 and D % 128 == 0 and M <= 64:
         assert grad.dtype == torch.float32
     x, dx, dlow, x_proj = (value.double() for value in (x, dx, dlow, x_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
     for value, right in zip(found[0], (x @ x_proj.mT, dlow.mT @ x, dx + dlow @ x_proj)):
-        assert value.shape == right.shape and relative_rms(value, right) < tolerance
+        assert value.shape == right.shape
+        assert relative_rms(value, right) < (tolerance if value.dtype == dtype else 1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "S,T,D,M",
-    [(2, 200, 256, 48), (1, 200, 128, 20), (2, 5, 384, 64), (1, 9, 128, 72), (1, 33, 100, 44), (2, 0, 128, 8)],
-)  # on a CPU the second has several parts
+    [(2, 200, 128, 48), (1, 9, 256, 23), (2, 5, 384, 64), (1, 9, 128, 72), (1, 33, 100, 44), (2, 0, 128, 8)],
+)  # on a CPU the first has two parts of two tiles
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_the_projection_to_what_the_scan_wants_and_its_gradients(backend, S, T, D, M, dtype):
     check_x_proj(backend, S, T, D, M, dtype, "cpu")
@@ -148,20 +152,27 @@ def check_dt_proj(backend, S, T, D, R, M, dtype, device):
         found.append((load_backend(backend, "dt_proj").forward(low, dt_proj), grad, dlow[..., :R]))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
-    here = backend == "triton" and load_backend("triton", "lanes").on_hopper(dstep.device)
-    if here and dtype != torch.float32 and D % 128 == 0 and T:
+    if (
+        has_projection_kernels(backend, device)
+        and dtype != torch.float32
+        and D % 128 == 0
+        and T
+        and R % 2 == 0
+        and R <= 64
+    ):
         assert grad.dtype == torch.float32
     dstep, low, dt_proj = (value.double() for value in (dstep, low[..., :R], dt_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
     for value, right in zip(found[0], (low @ dt_proj.mT, dstep.mT @ low, dstep @ dt_proj)):
-        assert value.shape == right.shape and relative_rms(value, right) < tolerance
+        assert value.shape == right.shape
+        assert relative_rms(value, right) < (tolerance if value.dtype == dtype else 1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "S,T,D,R,M",
     [(2, 200, 256, 16, 48), (1, 37, 128, 24, 40), (2, 5, 384, 8, 24), (1, 33, 100, 8, 20), (2, 0, 128, 8, 24),
-     (2, 9, 1, 8, 24)],
+     (2, 9, 1, 8, 24), (1, 9, 128, 7, 20), (1, 9, 128, 64, 96), (1, 9, 128, 66, 96)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R, M, dtype):
@@ -172,12 +183,16 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
 @pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
 @pytest.mark.parametrize(
     "dim,options", [(16, {}), (64, {}), (64, dict(rule="mamba", A_per_token=True))], ids=str
-)  # 64: whole blocks of channels, for the projections' kernel
-def test_mixer_in_bfloat16(backend, wiring, dim, options):
+)  # 64 has 128 channels inside: a whole block, for the projections' kernels
+def test_mixer_in_bfloat16(backend, wiring, dim, options, monkeypatch):
     """All of it in bfloat16, the parameters too: nothing but the rounding of inputs, results and what lies between,
     which the interpreter cuts off instead."""
     mixer = build(backend, wiring=wiring, dim=dim, **options).to(torch.bfloat16)
-    tolerance = 3e-2 if backend == "torch" else 4e-2
+    tolerance = 3e-2
+    if backend == "triton":
+        tolerance = 4e-2
+        for part in ("x_proj", "dt_proj") if dim == 64 else ():  # what the kernels leave to torch
+            monkeypatch.setattr(load_backend("torch", part), "backward", None)
     check(mixer, torch.randn(2, 19, dim, dtype=torch.bfloat16, requires_grad=True), tolerance)
 
 
@@ -276,7 +291,9 @@ def test_two_directions_cannot_be_reversed(layout):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("T,D,M", [(50432, 768, 56), (48680, 384, 48), (197, 1536, 64), (1, 128, 20), (1001, 100, 44)])
+@pytest.mark.parametrize(
+    "T,D,M", [(50432, 768, 56), (48680, 384, 48), (197, 1536, 64), (1, 128, 20), (1001, 100, 44), (300, 128, 23)]
+)
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
     check_x_proj("triton", 2, T, D, M, dtype, "cuda")
@@ -284,7 +301,16 @@ def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "T,D,R,M", [(50432, 768, 24, 56), (48680, 384, 16, 48), (197, 1536, 48, 80), (1, 128, 8, 20), (1001, 100, 24, 44)]
+    "T,D,R,M",
+    [
+        (50432, 768, 24, 56),
+        (48680, 384, 16, 48),
+        (197, 1536, 48, 80),
+        (1, 128, 8, 20),
+        (1001, 100, 24, 44),
+        (300, 256, 8, 41),
+        (300, 384, 64, 96),
+    ],
 )
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_gpu_projection_of_the_step_sizes(T, D, R, M, dtype):

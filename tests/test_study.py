@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import torch
 import yaml
 from matplotlib.axes import Axes
 from PIL import Image
@@ -151,6 +152,7 @@ def work(folder, log, words, environment):
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     multiprocessing.set_start_method("fork", force=True)  # of the loaders' workers
+    torch.set_num_threads(1)  # a fork would wait for threads that its parent alone has
     runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
     run_cli(lambda: study.main(words))
 

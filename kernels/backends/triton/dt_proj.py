@@ -3,7 +3,8 @@ gradient of the step sizes.
 
 A program goes through some tiles of tokens with some channels. Their sums for the projection stay in registers until
 the end; what they add to the low rank is written, in float32, and summed over channels afterwards. All sums are in a
-fixed order.
+fixed order. The kernel is for Hopper, like that of `x_proj`: it would run on others, but nobody has timed it beside
+their libraries.
 """
 
 import torch
@@ -30,7 +31,7 @@ def _dt_proj_backward_kernel(
     STAGES: tl.constexpr,
 ):  # fmt: skip
     """Tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. RB is R or more, STRIDE how far
-    the tokens of low are apart."""
+    the tokens of low are apart. partial is (blocks, S, T, R), sums (S, parts, D, R)."""
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     s = tl.program_id(2).to(tl.int64)
@@ -52,9 +53,8 @@ def _dt_proj_backward_kernel(
 
 
 def _takes(dstep: Tensor, low: Tensor, dlow: Tensor, R: int) -> bool:
-    """Whether the kernel is for these: 16-bit numbers in whole blocks of channels, tokens at even distances, on Hopper.
-    It would run on others, but nobody has timed it beside their libraries."""
-    fits = dstep.dtype.itemsize == 2 and dstep.shape[2] % _TILES[-1][0] == 0 and R <= _WIDEST and R % 2 == 0
+    """Whether the kernel is for these: 16-bit numbers in whole blocks of channels, contiguous, on Hopper."""
+    fits = dstep.dtype.itemsize == 2 and dstep.shape[2] % _TILES[-1][0] == 0 and 0 < R <= _WIDEST and R % 2 == 0
     return on_hopper(dstep.device) and fits and all(value.is_contiguous() for value in (dstep, low, dlow))
 
 
@@ -71,7 +71,7 @@ def backward(dstep: Tensor, low: Tensor, dt_proj: Tensor, dlow: Tensor) -> Tenso
     with torch.cuda.device_of(dstep):
         _dt_proj_backward_kernel[(parts, blocks, S)](
             dstep, low, dt_proj.contiguous(), partial, sums, T, parts, D=D, R=R, RB=max(16, power_of_2(R)),
-            STRIDE=low.stride(1), BD=channels, BT=tokens, STAGES=_STAGES, num_warps=8)  # fmt: skip
-    left, right = dlow[:, None, :, :R].chunk(2, -1)
+            STRIDE=low.shape[2], BD=channels, BT=tokens, STAGES=_STAGES, num_warps=8)  # fmt: skip
+    left, right = dlow[:, None, :, :R].chunk(2, -1)  # sum_blocks writes two tensors: the halves of the columns
     sum_blocks(partial, left, right, dkq=(left, right))
     return sum_sequences(sums)[0].view(S, D, R)

@@ -62,13 +62,13 @@ def warp_lanes(device: torch.device) -> int:
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
-_WIDEN = tl.constexpr(INTERPRETED)
+_INTERPRETED = tl.constexpr(INTERPRETED)  # as kernels may read it
 
 
 @triton.jit
 def operand(value):
     """`value` as `tl.dot` takes it: the interpreter multiplies bfloat16 as if its bits were integers."""
-    if _WIDEN:
+    if _INTERPRETED:
         value = value.to(tl.float32)
     return value
 

@@ -3,6 +3,8 @@ tokens: x and its gradient are read, and the gradient written, once.
 
 A program goes through some tiles of tokens with a block of channels, whose sums for the projection stay in registers
 until the end. The parts of the programs are added in a fixed order.
+
+The kernel is for Hopper: it would run on others, but nobody has timed it beside their libraries.
 """
 
 import torch
@@ -17,9 +19,9 @@ from .tuning import multiprocessors
 
 forward = plain.forward
 
-# Of a tile. With the tiles on their way, 3 of them, a program fills most of a multiprocessor's shared memory.
+# Of a tile, and how many are on their way: a program fills most of a multiprocessor's shared memory.
 _TOKENS, _CHANNELS, _STAGES = 64, 128, 3
-_WIDEST = 64  # low rank that registers hold sums for
+_WIDEST = 64  # numbers of a token that registers hold sums for
 
 
 @kernel(["tokens", "parts"], [])
@@ -27,7 +29,8 @@ def _x_proj_backward_kernel(
     dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. MB is M or more."""
+    """Tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. MB is M or more; sums is
+    (S, parts, M, D)."""
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
     s = tl.program_id(2).to(tl.int64)
@@ -49,8 +52,7 @@ def _x_proj_backward_kernel(
 
 
 def _takes(dlow: Tensor, x: Tensor, dx: Tensor) -> bool:
-    """Whether the kernel is for these: 16-bit numbers in whole blocks of channels, contiguous, on Hopper. It would run
-    on others, but nobody has timed it beside their libraries."""
+    """Whether the kernel is for these: 16-bit numbers in whole blocks of channels, contiguous, on Hopper."""
     fits = x.dtype.itemsize == 2 and x.shape[2] % _CHANNELS == 0 and dlow.shape[2] <= _WIDEST
     return on_hopper(x.device) and fits and all(value.is_contiguous() for value in (dlow, x, dx))
 
@@ -61,7 +63,7 @@ def backward(dlow: Tensor, x: Tensor, x_proj: Tensor, dx: Tensor) -> Tensor:
     if not _takes(dlow, x, dx):
         return plain.backward(dlow, x, x_proj, dx)
     blocks = D // _CHANNELS
-    # One program on each multiprocessor; one of all has sums to write even if there is no token.
+    # One program on each multiprocessor, and at least one part, which writes zeros where there is no token.
     parts = max(1, min(ceil_div(T, _TOKENS), multiprocessors(x.device) // (S * blocks)))
     sums = x.new_empty(S, parts, M * D, dtype=torch.float32)
     with torch.cuda.device_of(x):
