@@ -523,6 +523,8 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, seeds=[-1]), ["seed is -1"]),
         (changed(*PLACE, resolutions=["big"]), ["resolutions is ['big']"]),
         (changed(*PLACE, resolutions=16), ["resolutions is 16: give a list"]),
+        (changed(*PLACE, weights="mean"), ["weights is 'mean': give one of ema, raw"]),
+        (changed(*PLACE, weights="raw"), ["weights is 'raw': give neither pair nor resolutions"]),
         (changed(*PLACE, variants="longhorn"), ["variants is 'longhorn': give a list"]),
         (changed(*PLACE, pair="longhorn"), ["pair is 'longhorn': give a list"]),
         (changed(*PLACE, config=3), ["config is 3"]),
@@ -726,6 +728,14 @@ def test_rows_come_from_the_json_and_one_seed_has_no_interval():
     assert table["vim"] == ["1,000", "1", "43.00", "42.00", "–", "–", "–"]
     table = rows(markdown(content([])))
     assert table["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
+
+
+def test_raw_weights_are_compared_where_a_study_says_so():
+    made = content([("longhorn", 44.0), ("vim", 43.0)], weights="raw")
+    for run, raw in zip(made["runs"], (30.0, 20.0)):
+        run["final"]["raw"] = raw
+    assert "difference to vim (raw)" in markdown(made)
+    assert rows(markdown(made))["longhorn"][2:5] == ["44.00", "30.00", "+10.00"]
 
 
 def test_a_pair_that_runs_in_several_settings_has_a_mean_over_them():

@@ -18,9 +18,21 @@ STUDIES = CONFIGS / "studies.yaml"
 DATA_KEYS = ("train_samples", "val_samples", "num_classes")
 VARIANT_KEYS = ("name", "like", "model", "model_kwargs", "overrides", "seeds")
 SETTING_KEYS = ("config", "data", "model_kwargs", "overrides", "seeds")
-STUDY_KEYS = ("asks", "task", *SETTING_KEYS, "settings", "grid", "variants", "baseline", "pair", "resolutions")
+STUDY_KEYS = (
+    "asks",
+    "task",
+    *SETTING_KEYS,
+    "settings",
+    "grid",
+    "variants",
+    "baseline",
+    "weights",
+    "pair",
+    "resolutions",
+)
 TASKS = {"images": Config, "recall": RecallConfig}
-OF_IMAGES = ("config", "data", "pair", "resolutions")  # keys that mean nothing to other tasks
+OF_IMAGES = ("config", "data", "weights", "pair", "resolutions")  # keys that mean nothing to other tasks
+WEIGHTS = ("ema", "raw")
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
 PLACES = ("data", "val_data", "run_dir", "resume", "allow_pipe", "workers", "device", "track")
@@ -116,6 +128,7 @@ class Study:
         task: What its runs are: "images" or "recall".
         arms: What it compares: all variants in the first setting, in the second, ...
         baseline: Variant that others are compared with, in the same setting.
+        weights: Which weights of a run count, "ema" or "raw".
         pair: The main pair of variants, or ().
         resolutions: Sides of images in pixels at which the final weights are evaluated, or ().
     """
@@ -125,6 +138,7 @@ class Study:
     task: str
     arms: tuple[Arm, ...]
     baseline: str
+    weights: str
     pair: tuple[str, ...]
     resolutions: tuple[int, ...]
 
@@ -202,7 +216,14 @@ def _study(name: str, spec: dict[str, Any], data: dict[str, Any], shared: dict[s
     sizes = spec.get("resolutions") or ()
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise UserError(f"{where}resolutions is {sizes}: give sides of images, in pixels")
-    return Study(name, str(spec["asks"]), task, arms, baseline, pair, tuple(sizes))
+    weights = spec.get("weights", WEIGHTS[0])
+    if weights not in WEIGHTS:
+        raise UserError(f"{where}weights is {weights!r}: give one of {', '.join(WEIGHTS)}")
+    if weights == "raw" and (pair or sizes):
+        raise UserError(
+            f"{where}weights is 'raw': give neither pair nor resolutions, for which the averaged weights are evaluated"
+        )
+    return Study(name, str(spec["asks"]), task, arms, baseline, weights, pair, tuple(sizes))
 
 
 def _settings(where: str, spec: dict[str, Any]) -> dict[str, dict[str, Any]]:

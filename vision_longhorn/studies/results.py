@@ -97,8 +97,8 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
             last ran counts.
 
     Returns:
-        Dict with "study", "task", "asks", "baseline", "pair", "resolutions", "environment", "arms" (a dict for each
-        variant in each setting, with "key", "parameters", "config" and "speed"), "runs" (see `result_of`) and
+        Dict with "study", "task", "asks", "baseline", "weights", "pair", "resolutions", "environment", "arms" (a dict
+        for each variant in each setting, with "key", "parameters", "config" and "speed"), "runs" (see `result_of`) and
         "unfinished" (runs that failed, or have not had all epochs).
     """
     runs, unfinished = [], []
@@ -129,6 +129,7 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
         "task": study.task,
         "asks": study.asks,
         "baseline": study.baseline,
+        "weights": study.weights,
         "pair": list(study.pair),
         "resolutions": list(study.resolutions),
         "environment": environment or known.environments.get(study.name),

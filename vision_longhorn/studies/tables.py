@@ -28,11 +28,13 @@ class Reading:
 
     Attributes:
         runs: The records of runs, by key of their arm's settings.
+        weights: Which ones count, "ema" or "raw".
         hardware: Whose speeds are shown: that of most arms; "" where none was measured.
     """
 
     def __init__(self, content: Record) -> None:
         self.content, self.arms = content, content["arms"]
+        self.weights = content.get("weights", "ema")
         self.runs: dict[str, list[Record]] = defaultdict(list)
         for run in content["runs"]:
             self.runs[run["key"]].append(run)
@@ -43,8 +45,10 @@ class Reading:
     def label(self, arm: Record) -> str:
         return f"{arm['setting']}, {arm['variant']}" if arm["setting"] else arm["variant"]
 
-    def accuracies(self, arm: Record, kind: str = "ema") -> list[float]:
-        """Top-1 of an arm's runs in per cent; "ema" stands for the raw weights where a run averages none."""
+    def accuracies(self, arm: Record, kind: str = "") -> list[float]:
+        """Top-1 of an arm's runs in per cent, of the weights that count unless `kind` says which; "ema" stands for the
+        raw ones where a run averages none."""
+        kind = kind or self.weights
         finals = [run["final"] for run in self.runs[arm["key"]]]
         return [final.get(kind, final["raw"]) for final in finals]
 
@@ -86,13 +90,14 @@ def markdown(content: Record) -> str:
 
 def _main_table(reading: Reading) -> str:
     baseline, hardware = reading.content["baseline"], reading.hardware
-    head = ["variant", "parameters", "n", "EMA top-1, %", "raw top-1, %", f"difference to {baseline}"]
+    kind = " (raw)" if reading.weights == "raw" else ""
+    head = ["variant", "parameters", "n", "EMA top-1, %", "raw top-1, %", f"difference to {baseline}{kind}"]
     rows = [[*head, f"images/s alone{f', {hardware}' if hardware else ''}", "peak GiB"]]
     for arm in reading.arms:
-        ema, raw = reading.accuracies(arm), reading.accuracies(arm, "raw")
+        ema, raw = reading.accuracies(arm, "ema"), reading.accuracies(arm, "raw")
         other, less = reading.accuracies(reading.arm(arm["setting"], baseline)), "–"
         if arm["variant"] != baseline and ema and other:
-            less = _signed(difference(ema, other))
+            less = _signed(difference(reading.accuracies(arm), other))
         speed = reading.speed(arm)
         rows.append(
             [
@@ -208,13 +213,14 @@ def plot(content: Record, out: Path) -> None:
         found = mean_interval(reading.accuracies(arm))
         error = None if found.high is None else found.high - found.value
         axes[0].errorbar(reading.cost(arm, alone), found.value, error, marker="o", capsize=3, label=label, **style)
-        for panel, kinds in (axes[1], ("ema", "raw")), (axes[2], ("train_loss",)):
+        for panel, kinds in (axes[1], (reading.weights, "raw")), (axes[2], ("train_loss",)):
             curves = [
                 next(run["curve"][kind] for kind in kinds if kind in run["curve"]) for run in reading.runs[arm["key"]]
             ]
             known = [i for i, values in enumerate(zip(*curves)) if None not in values]
             epochs = [reading.runs[arm["key"]][0]["curve"]["epoch"][i] for i in known]
-            panel.plot(epochs, np.mean([[curve[i] for i in known] for curve in curves], axis=0), label=label, **style)
+            mean = np.mean([[curve[i] for i in known] for curve in curves], axis=0)
+            panel.plot(epochs, mean, marker="o" if len(epochs) == 1 else None, label=label, **style)
         if sizes:
             means = {int(size): [100 * bits.mean() for bits in reading.bits(arm, size)] for size in sizes}
             intervals = {size: mean_interval(values) for size, values in means.items() if values}
@@ -222,8 +228,9 @@ def plot(content: Record, out: Path) -> None:
             values = [found.value for found in intervals.values()]
             axes[3].errorbar(list(intervals), values, errors, marker="o", capsize=3, label=label, **style)
     cost = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
-    titles = [("EMA top-1, %", f"seconds of training, {cost}"), ("EMA top-1, %", "epoch"), ("training loss", "epoch")]
-    for panel, (title, below) in zip(axes, [*titles, ("EMA top-1, %", "pixels")]):
+    top1 = f"{'EMA' if reading.weights == 'ema' else 'raw'} top-1, %"
+    titles = [(top1, f"seconds of training, {cost}"), (top1, "epoch"), ("training loss", "epoch"), (top1, "pixels")]
+    for panel, (title, below) in zip(axes, titles):
         panel.set(title=title, xlabel=below)
         panel.grid(alpha=0.3)
     if arms:
