@@ -372,6 +372,12 @@ def test_wrong_image_size_is_one_line_with_the_remedy():
     assert "img_size" in words and "set_input_size" in words and "dynamic_img_size" in words
 
 
+@pytest.mark.parametrize("shape,words", [((1, 1, 32, 32), "1 channels and the model takes 3"), ((3, 32, 32), "3 axes")])
+def test_wrong_images_are_told_what_is_right(shape, words):
+    with pytest.raises((AssertionError, ValueError), match=words):
+        small()(torch.randn(shape))
+
+
 @pytest.mark.parametrize(
     "options,words",
     [

@@ -425,7 +425,7 @@ def test_a_failing_run_is_recorded_and_stops_no_other(tmp_path):
 
 def test_speeds_are_measured_alone_and_tell_what_runs_will_cost(tmp_path):
     said = finish(tmp_path, "pairs", "--dry-run")
-    assert said.count("unknown\n") == 4 and "4 of unknown cost" in said
+    assert said.count("unknown\n") == 4 and "4 runs of unknown cost" in said
     said = finish(tmp_path, "pairs", "--speed")
     assert said.count("images/s") == 2
     speeds = json.loads((tmp_path / "studies/speed.json").read_text())["speeds"]

@@ -207,7 +207,7 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
     if any(run.arm.of_images for run in runs):
         print(f"by speeds of {costs.hardware}" if costs.hardware else "no speed is known: --speed measures them")
     if unknown:
-        print(f"{'not in these sums: ' if left > unknown else ''}{unknown} of unknown cost")
+        print(f"{'not in these sums: ' if left > unknown else ''}{unknown} runs of unknown cost")
 
 
 # ------------------------------------------------------------------------------------------------------- what computes

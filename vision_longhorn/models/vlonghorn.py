@@ -343,6 +343,11 @@ class VisionLonghorn(nn.Module):
 
     def _embed(self, x: Tensor) -> tuple[Tensor, int]:
         """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added, and the number of rows of patches."""
+        _assert(x.ndim == 4, f"images have {x.ndim} axes: give (batch, channels, height, width)")
+        _assert(
+            x.shape[1] == self.in_chans,
+            f"images have {x.shape[1]} channels and the model takes {self.in_chans}: give create_model in_chans",
+        )
         if not self.dynamic_img_size:
             height, width = self.patch_embed.img_size
             message = (

@@ -393,7 +393,7 @@ def _shorten_warmup(values: dict[str, Any]) -> list[str]:
         return []
     values["warmup_epochs"] = epochs / 20
     return [
-        f"a warm-up of {warmup:g} epochs would fill this run of {epochs}, so it takes {epochs / 20:g}; "
+        f"a warm-up of {warmup:g} epochs would fill this run of {epochs}, so it takes {epochs / 20:g} epochs; "
         "--warmup-epochs gives another"
     ]
 
