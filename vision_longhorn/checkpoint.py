@@ -184,7 +184,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        raise UserError(f"no checkpoint at {path}: give a run's folder, or a .pt file, such as RUN/best.pt")
+        raise UserError(f"no checkpoint at {path}: give a .pt file, such as RUN/best.pt")
     try:
         if path.suffix == ".safetensors":
             return {"state_dict": load_file(path)}
