@@ -126,7 +126,8 @@ def _resolutions(reading: Reading) -> str:
 
 
 def _pairs(reading: Reading) -> list[str]:
-    """The main pair's difference in each setting, over seeds and over images, and its mean over the settings."""
+    """The main pair's difference in each setting, over seeds and over images, and its mean over settings that have the
+    same data and as many epochs."""
     lines, pair = [], reading.content["pair"]
     found: list[tuple[list[float], list[float]]] = []
     for setting in reading.settings if pair else ():
@@ -146,7 +147,9 @@ def _pairs(reading: Reading) -> list[str]:
                     f"{where}at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "
                     f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap)"
                 )
-    if len(found) > 1:
+    # Over other data, or other numbers of epochs, a mean says nothing.
+    alike = len({(arm["data"], arm["config"]["epochs"]) for arm in reading.arms}) == 1
+    if alike and len(found) > 1:
         lines.append(f"mean over {len(found)} settings: {pair[0]} - {pair[1]} {_signed(mean_difference(found))}")
     return lines
 
