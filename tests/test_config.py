@@ -85,6 +85,12 @@ def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
     assert all(word in message for word in expected) and "\n" not in message
 
 
+@pytest.mark.parametrize("option", ["--dropout", "--gpus", "--xyz"])
+def test_no_option_is_hinted_at_that_is_not_near(option):
+    with pytest.raises(UserError, match=f"^unknown option {option}; --help lists all$"):
+        load_config([option, "1"])
+
+
 def bounds(allowed):
     """Numbers just beyond a `Range`, and just within it."""
     step = 1 if allowed.kind is int else 1e-6
@@ -153,6 +159,12 @@ def test_mistakes_in_a_file_name_value_and_remedy(tmp_path, text, expected):
         load_config(["--config", str(file), "--data", "DIR"])
     message = str(caught.value)
     assert all(word in message for word in expected) and "\n" not in message
+
+
+def test_no_key_is_hinted_at_that_is_not_near(tmp_path):
+    (tmp_path / "mine.yaml").write_text("dropout: 0.1\n")
+    with pytest.raises(UserError, match="unknown key 'dropout'; `vision-longhorn train --help` lists all$"):
+        load_config(["--config", str(tmp_path / "mine.yaml"), "--data", "DIR"])
 
 
 def test_merge_keys_of_yaml_are_read(tmp_path):

@@ -369,6 +369,17 @@ def test_raw_and_averaged_weights_are_those_of_the_last_epoch(run, tmp_path):
     assert history[-1]["val"]["loss"] != history[-1]["val_ema"]["loss"]
 
 
+def test_a_run_stands_before_or_behind_the_options_or_is_their_checkpoint(run, tmp_path):
+    options = ["--raw", "--workers", "0", "--out", str(tmp_path / "out.json")]
+    found = [
+        eval_script.main(words)
+        for words in ([str(run), *options], [*options, str(run)], [*options, "--checkpoint", str(run)])
+    ]
+    for result in found:
+        result.pop("images_per_s")
+    assert found[0] == found[1] == found[2] and found[0]["checkpoint"] == str(run / "best.pt")
+
+
 def test_timm_takes_the_checkpoint_as_it_is(run):
     checkpoint = load_checkpoint(run / "best.pt")
     model = timm.create_model(
@@ -420,7 +431,10 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
         (["--checkpoint", "{run}", "--batchsize", "8"], ["--batchsize", "--batch-size"]),
         (["--model", "vlonghorn_tinny", "--data", "x"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
         (["--model", "vlonghorn_test"], ["--data"]),
-        ([], ["--checkpoint", "--model"]),
+        (["--model", "nonsense", "--data", "x"], ["unknown model 'nonsense': timm.list_models() has them all"]),
+        ([], ["a run's folder", "--model"]),
+        (["{run}", "--pretrained"], ["a run's folder", "--model"]),
+        (["{run}", "--checkpoint", "{run}/last.pt"], ["last.pt both say what to evaluate", "give one"]),
     ],
 )
 def test_mistakes_end_with_one_line(run, monkeypatch, capsys, arguments, words):

@@ -270,8 +270,14 @@ def test_repeats(tmp_path, workers):
 
 def test_batch_larger_than_the_data(tmp_path):
     shards = write_shards(tmp_path / "s", [5])
-    with pytest.raises(DataError, match="5 samples do not make one batch of 3 on each of 2 processes"):
-        train_loader(shards, number_of, batch_size=3, num_workers=0, world_size=2)
+    for size, ranks, message in (
+        (3, 2, "^5 samples do not make one batch of 3 on each of 2 processes; lower batch_size to 2 at most$"),
+        (6, 1, "^5 samples do not make one batch of 6; lower batch_size to 5 at most$"),
+        (1, 6, "; start fewer processes$"),
+    ):
+        with pytest.raises(DataError, match=message):
+            train_loader(shards, number_of, batch_size=size, num_workers=0, world_size=ranks)
+    train_loader(shards, number_of, batch_size=2, num_workers=0, world_size=2)
 
 
 def test_shards_that_hold_nothing_end_training_with_an_error(tmp_path):
@@ -530,6 +536,9 @@ def test_patterns_and_counts(tmp_path):
     write_index(tmp_path / "s", {"train": names}, class_names=list("abcde"), num_classes=5)
     shards = open_shards(f"{tmp_path}/s/train-{{000001..000002}}.tar.gz")
     assert (shards.num_samples, shards.samples_per_shard, shards.num_classes) == (5, [3, 2], 5)
+    assert open_shards(tmp_path / "s", num_classes=6).num_classes == 6
+    with pytest.raises(DataError, match="num_classes=4, but .* has 5 classes; drop it, or give 5 or more"):
+        open_shards(tmp_path / "s", num_classes=4)
     with pytest.raises(DataError, match="num_samples=8, but the index .* says 9"):
         open_shards(tmp_path / "s", num_samples=8)
     with pytest.raises(DataError, match="--val-samples=8, but the index .* says 9"):

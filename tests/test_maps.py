@@ -182,7 +182,7 @@ def run(tmp_path):
 def test_command_draws_what_a_run_sees(run, capsys):
     Image.new("L", (30, 20), 200).save(run / "grey.png")
     main([str(run), str(run / "grey.png"), "--out", str(run / "maps.png"), "--layers", "-1"])
-    assert "maps.png" in capsys.readouterr().out and min(colours(run / "maps.png", 5)) > 10
+    assert capsys.readouterr().out == f"wrote {run / 'maps.png'}\n" and min(colours(run / "maps.png", 5)) > 10
     with pytest.raises(UserError, match="no checkpoint"):
         main([str(run / "none.pt"), str(run / "grey.png")])
 

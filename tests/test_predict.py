@@ -113,6 +113,7 @@ def test_text_csv_and_json_say_the_same(run, images, tmp_path, capsys):
     predict.main([*arguments, "--format", "json"])
     first, second = json.loads(capsys.readouterr().out)[0]["predictions"]
     predict.main([*arguments, "--out", str(tmp_path / "new" / "out.csv")])
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'new' / 'out.csv'}\n"
     with open(tmp_path / "new" / "out.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["image"], row["rank"], row["index"], row["name"]) for row in rows] == [
@@ -181,8 +182,13 @@ def test_a_model_folder_says_what_the_run_says(run, images, tmp_path, capsys, mo
 
 def test_maps_of_every_image(run, images, tmp_path, capsys):
     predict.main([str(run), str(images / "sub"), "--batch-size", "2", "--maps", str(tmp_path / "maps")])
+    said = capsys.readouterr()
+    assert said.err == f"wrote the maps in {tmp_path / 'maps'}\n" and len(said.out.splitlines()) == 3
     assert sorted(os.listdir(tmp_path / "maps")) == ["1-4.png", "2-5.png", "3-6.png"]
     assert len({path.read_bytes() for path in (tmp_path / "maps").iterdir()}) == 3  # each of its own image
+    out, more = tmp_path / "out.json", tmp_path / "more"
+    predict.main([str(run), str(images / "0.png"), "--out", str(out), "--maps", str(more)])
+    assert capsys.readouterr().out == f"wrote {out} and the maps in {more}\n"
     fails_with_one_line(predict.main, [run, images, "--maps", tmp_path / "maps"], capsys, "--maps", "is there already")
 
 

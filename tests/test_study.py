@@ -537,6 +537,10 @@ PLACE = "studies", "pairs"
         (changed("variants", longhorn={"modl": "vim"}), ["'modl'", "'model'"]),
         (changed("data", few={"train_samples": 3}), ["data few", "val_samples is missing"]),
         (changed("data", few={"samples": 3}), ["data few", "'samples'"]),
+        (
+            changed("data", few={"colours": 3}),
+            ["unknown key 'colours'; give one of train_samples, val_samples, num_classes"],
+        ),
     ],
 )
 def test_mistakes_in_the_file_are_named(content, words):
@@ -560,6 +564,8 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["mixers", "--dry-run", "--data", "nowhere"], ["no file or folder 'nowhere'", "30000 images", "100 classes"]),
         (["mixers", "--dry-run", "--data", "cifar10=DIR"], ["cifar10=DIR"]),
         (["mixers", "--report", "--out", "nowhere"], ["no folder nowhere"]),
+        (["mixer"], ["unknown study 'mixer'; the nearest known one is 'mixers', --list shows all"]),
+        (["photos"], ["unknown study 'photos'; --list shows all"]),
     ]:
         with monkeypatch.context() as patch:
             patch.setattr(study, "check_models", lambda *_: None)
@@ -584,6 +590,7 @@ def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatc
         (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "4 images", "of which the file"]),
         (dict(train_samples=4, val_samples=3, num_classes=2), ["val_samples=3", "3 to evaluate on"]),
         (dict(train_samples=4, val_samples=4, num_classes=3), ["num_classes=3", "has 2 classes"]),
+        (dict(train_samples=4, val_samples=4, num_classes=1), ["num_classes=1", "has 2 classes"]),
     ]:
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed("data", few=facts)))
         with monkeypatch.context() as patch:
@@ -702,7 +709,7 @@ def content(runs, **others):
     """A study's JSON with these runs: pairs of (variant, accuracy)."""
     arms = [
         dict(setting="", variant=name, key=name, seeds=[0, 1, 2], parameters=1000, images_per_epoch=100, speed={},
-             config={"epochs": 2})
+             data="made", config={"epochs": 2})
         for name in ("longhorn", "vim")
     ]  # fmt: skip
     seeds = {"longhorn": 0, "vim": 0}
@@ -744,6 +751,9 @@ def test_a_pair_that_runs_in_several_settings_has_a_mean_over_them():
     made["arms"] += [{**arm, "setting": "long", "key": f"{arm['key']} long"} for arm in made["arms"]]
     made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"]]
     assert "- mean over 2 settings: longhorn - vim +1.25 [" in markdown(made)
+    for arm in made["arms"][2:]:
+        arm["config"] = {"epochs": 60}
+    assert "long: longhorn - vim" in markdown(made) and "settings" not in markdown(made)
 
 
 def test_a_plot_has_one_kind_of_seconds(tmp_path, monkeypatch):

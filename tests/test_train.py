@@ -216,7 +216,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
         (["--model-kwargs", "in_chans=1"], ["in_chans is 1", "3 channels"]),
         (["--num-classes", "3"], ["label", "3", "sample"]),
         (["--val-samples", "36"], ["37", "36"]),
-        (["--batch-size", "128"], ["70", "128"]),
+        (["--batch-size", "128"], ["70 samples", "batch of 128", "--batch-size to 70"]),
         (["--grad-accum", "8"], ["8", "grad_accum"]),
         (["--lr", "1e30"], ["loss", "lr"]),
         (["--opt", "adamq"], ["adamq"]),
@@ -391,6 +391,15 @@ def test_evaluation_data_with_other_classes_is_refused(tmp_path, capsys):
             capsys,
             *words,
         )
+
+
+def test_more_classes_in_a_folder_than_in_the_model_are_found_before_it_is_built(tmp_path, monkeypatch, capsys):
+    for path in (tmp_path / split / name / "0.png" for split in ("train", "val") for name in "abc"):
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(path)
+    monkeypatch.delattr(setup, "build_model")
+    arguments = [*QUICK, *PLAIN, "--data", tmp_path, "--run-dir", tmp_path / "run", "--num-classes", "2"]
+    fails_with_one_line(train_imagenet.main, arguments, capsys, "--num-classes=2", "has 3 classes", "3 or more")
 
 
 def test_a_rate_that_would_rise_to_its_end_is_refused(tmp_path, shards, capsys):

@@ -9,7 +9,6 @@ The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes t
 averaged ones.
 """
 
-import difflib
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
-from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.files import written_aside
 
 TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, pretrained_cfg and num_classes among them
@@ -41,11 +40,9 @@ def create_model(name: str, **kwargs: Any) -> TimmModel:
         UserError: For an unknown name, or arguments that the model refuses.
     """
     if ":" not in name and not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), n=3, cutoff=0.4)
-        raise UserError(
-            f"unknown model {name!r}: the nearest names are {', '.join(near) or 'none'}; "
-            "timm.list_models() has them all"
-        )
+        near = nearest(name, timm.list_models(), n=3)
+        hint = f"the nearest names are {', '.join(near)}; " if near else ""
+        raise UserError(f"unknown model {name!r}: {hint}timm.list_models() has them all")
     try:
         return timm.create_model(name, **kwargs)
     except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:

@@ -1,7 +1,8 @@
 """Errors that a user can mend."""
 
 import contextlib
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -11,6 +12,13 @@ class UserError(ValueError):
 def one_line(error: BaseException) -> str:
     """Message of an exception without its line breaks."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def nearest(word: str, known: Iterable[str], n: int = 1) -> list[str]:
+    """Those of the words `known`, `n` at most, that are spelt much like `word`, or else begin with it."""
+    known = list(known)
+    begun = [name for name in known if word and name.startswith(word)]
+    return difflib.get_close_matches(word, known, n, cutoff=0.75) or begun[:n]  # 0.6 takes dropout for root
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.command_line.parser import Parser, Range
+from vision_longhorn.command_line.parser import IntermixedParser, Range
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
@@ -220,11 +220,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
     count = Range(1, kind=int)
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = IntermixedParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--checkpoint",
+        "run",
+        metavar="RUN",
+        nargs="?",
         help="a run's folder (then best.pt) or file, or a state dict with --model, or a folder in the hub's layout",
     )
+    parser.add_argument("--checkpoint", metavar="RUN", help="the same")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [where there are]")
     weights.add_argument("--raw", dest="ema", action="store_false", default=None, help="weights as trained")
@@ -267,10 +270,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--predictions", metavar="FILE", help="every sample's prediction, as a new CSV file")
     args = parser.parse_args(argv)
+    if args.run and args.checkpoint:
+        raise UserError(f"{args.run} and --checkpoint {args.checkpoint} both say what to evaluate: give one of them")
+    args.checkpoint = args.run or args.checkpoint
     if args.checkpoint and not args.model and is_model_folder(args.checkpoint):
         args.model, args.pretrained, args.checkpoint = f"local-dir:{args.checkpoint}", True, None
     if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
-        raise UserError("say what to evaluate: --checkpoint FILE, or --model NAME --pretrained")
+        raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
     # Before the work, not after it.
     if args.out and os.path.lexists(args.out) and _read_result(args.out) is None:
         raise UserError(f"--out {args.out} is there already and no result of an evaluation: name another file")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.command_line.parser import IntermixedParser, Range, run_cli
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import text_file
 
@@ -109,12 +109,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{len(bad)} of {len(paths)} images were skipped", file=sys.stderr)
     if not told:
         raise UserError("none of the images can be read")
+    written = [args.out] if args.out else []
+    written += [f"the maps in {args.maps}"] if args.maps else []
+    if written:
+        print(f"wrote {' and '.join(written)}", file=sys.stdout if args.out else sys.stderr)
     return told
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
-    parser = _Parser(
+    parser = IntermixedParser(
         description=__doc__.splitlines()[0],
         usage="%(prog)s [options] MODEL IMAGES... | --model NAME --pretrained [options] IMAGES...",
     )
@@ -168,16 +172,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.maps and os.path.lexists(args.maps) and not (os.path.isdir(args.maps) and not os.listdir(args.maps)):
         raise UserError(f"--maps {args.maps} is there already: remove it, or name another folder")
     return args
-
-
-class _Parser(Parser):
-    """Lets options stand between images."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        if self.__dict__.setdefault("within", False):
-            return super().parse_known_args(args, namespace)
-        self.within = True
-        return self.parse_known_intermixed_args(args, namespace)
 
 
 def find_images(places: Sequence[str]) -> list[str]:

@@ -8,7 +8,6 @@ signal's number where one came.
 
 import argparse
 import contextlib
-import difflib
 import sys
 import time
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.demo import DIGITS
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.files import write_text
 from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
@@ -95,8 +94,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _pick(name: str, studies: dict[str, Study]) -> Study:
     if name not in studies:
-        near = difflib.get_close_matches(name, studies, n=1, cutoff=0)[0]
-        raise UserError(f"unknown study {name!r}; the nearest known one is {near!r}, --list shows all")
+        near = nearest(name, studies)
+        hint = f"the nearest known one is {near[0]!r}, " if near else ""
+        raise UserError(f"unknown study {name!r}; {hint}--list shows all")
     return studies[name]
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import difflib
 import math
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any, NoReturn, TextIO
 
 import vision_longhorn
 from vision_longhorn.command_line.signals import end_commands, note_launcher
-from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.errors import UserError, nearest, one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _has_lost_its_reader(stream: TextIO) -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`.
+    """Argument parser that raises `UserError`, names an option that is near to an unknown one, and takes `_` for `-`.
 
     Its `synonyms` maps what others call an option, without dashes at the front, to the option.
     """
@@ -125,14 +124,25 @@ class Parser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args(words, namespace)
         if unknown and unknown[0].startswith("--"):
             key = unknown[0].partition("=")[0]
-            names = {f"--{word}": option for word, option in self.synonyms.items()}
-            names.update({option: option for option in self._option_string_actions if option not in ("-h", "--help")})
-            near = difflib.get_close_matches(key, names, n=1, cutoff=0)
+            own = (option for option in self._option_string_actions if option not in ("-h", "--help"))
+            # Without their dashes, in which all options are alike
+            names = {**self.synonyms, **{option.lstrip("-"): option for option in own}}
+            near = nearest(key.lstrip("-"), names)
             hint = f"the nearest known one is {names[near[0]]}, " if near else ""
             raise UserError(f"unknown option {key}; {hint}--help lists all")
         if unknown:
             self.error(f"{unknown[0]!r} follows no option")
         return found
+
+
+class IntermixedParser(Parser):
+    """Lets options stand before, between and after words that follow none."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        if self.__dict__.setdefault("within", False):
+            return super().parse_known_args(args, namespace)
+        self.within = True
+        return self.parse_known_intermixed_args(args, namespace)
 
 
 def _with_dashes(word: str) -> str:

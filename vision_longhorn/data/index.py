@@ -75,6 +75,7 @@ def open_shards(
     train: ShardSet | None = None,
     class_names: list[str] | None = None,
     samples_option: str = "num_samples",
+    classes_option: str = "num_classes",
 ) -> ShardSet:
     """Find the shards of a split, or the images of a folder, and learn how many samples and classes they hold.
 
@@ -86,13 +87,13 @@ def open_shards(
             well.
         split: which split of a directory; "val" and "validation" mean the same.
         num_samples: number of samples, where no index tells it.
-        num_classes: number of classes, where no index tells it (or to use a model with more).
+        num_classes: number of classes, where neither index nor folder tells it (or to use a model with more).
         allow_pipe: run the command of a `pipe:` in `spec`.
         train: ShardSet that is trained on, where this one is to evaluate: it has the same classes. An image folder
             without splits cannot be both.
         class_names: the classes by index that labels are to follow; default those of `train`. Without either, those of
             an image folder are its folders by name: of `spec/train`, where there is one.
-        samples_option: what the user calls `num_samples`, for messages.
+        samples_option, classes_option: what the user calls `num_samples` and `num_classes`, for messages.
 
     Raises:
         DataError: if shards are missing, the count is unknown, the classes are not those that they should be, or the
@@ -112,7 +113,9 @@ def open_shards(
         if index is None:
             splits = find_shards(spec)
             if not splits:
-                return _open_folder(spec, split, num_samples, num_classes, train, class_names, samples_option)
+                return _open_folder(
+                    spec, split, num_samples, num_classes, train, class_names, samples_option, classes_option
+                )
             urls = splits[_pick(split, splits, spec)]
         else:
             split = _pick(split, index["splits"], spec)
@@ -143,6 +146,7 @@ def open_shards(
         raise DataError(f"{samples_option}={num_samples} for {spec!r}; it must be at least 1")
     index = index or {}
     _compare_classes(spec, index.get("class_names"), class_names)
+    _check_number(spec, index.get("num_classes"), num_classes, classes_option)
     return ShardSet(
         urls,
         num_samples,
@@ -166,6 +170,14 @@ def _compare_classes(spec: str, names: list[str] | None, wanted: list[str] | Non
             )
 
 
+def _check_number(spec: str, found: int | None, num_classes: int | None, classes_option: str) -> None:
+    """Raises DataError where data have more classes than `num_classes`."""
+    if found and num_classes and num_classes < found:
+        raise DataError(
+            f"{classes_option}={num_classes}, but {spec} has {found} classes; drop it, or give {found} or more"
+        )
+
+
 def _open_folder(
     spec: str,
     split: str,
@@ -174,6 +186,7 @@ def _open_folder(
     train: ShardSet | None,
     class_names: list[str] | None,
     samples_option: str,
+    classes_option: str,
 ) -> ShardSet:
     """The ShardSet of an image folder."""
     home, folder, splits = spec, spec, find_splits(spec, (*SPLITS, split))
@@ -213,6 +226,7 @@ def _open_folder(
             f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
             "unknown; give the training data an index with class names"
         )
+    _check_number(spec, len(names), num_classes, classes_option)
     if num_samples not in (None, len(listed)):
         raise DataError(f"{samples_option}={num_samples}, but {folder} holds {len(listed)} images; drop it")
     command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(home)} OUT"

@@ -1,7 +1,6 @@
 """The file of studies: what each asks, and the runs that it is made of. configs/studies.yaml explains the keys."""
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import re
@@ -10,7 +9,7 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml, that_count
 
@@ -343,8 +342,9 @@ def _mapping(what: str, value: Any) -> dict[str, Any]:
 def _check_keys(where: str, given: dict[str, Any], known: Any) -> None:
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0)[0]
-            raise UserError(f"{where}unknown key {key!r}; the nearest known one is {near!r}")
+            near = nearest(str(key), known)
+            remedy = f"the nearest known one is {near[0]!r}" if near else f"give one of {', '.join(known)}"
+            raise UserError(f"{where}unknown key {key!r}; {remedy}")
 
 
 def _check_name(name: Any) -> None:

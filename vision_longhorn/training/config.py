@@ -7,7 +7,6 @@ Every field below is a key of the YAML files and an option of the command line (
 
 import argparse
 import dataclasses
-import difflib
 import json
 import types
 import typing
@@ -20,7 +19,7 @@ import yaml
 import vision_longhorn
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.demo import DIGITS
-from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.errors import UserError, nearest, one_line
 
 _HERE = Path(vision_longhorn.__file__).resolve().parent  # installed, the configs are in the package, else beside it
 CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
@@ -415,8 +414,9 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
                 for field in dataclasses.fields(Config)
                 for word in (*field.metadata["also"], field.name)
             }
-            near = names[difflib.get_close_matches(str(key), names, n=1, cutoff=0)[0]]
-            raise UserError(f"{file}: unknown key {key!r}; the nearest known one is {near!r}")
+            near = nearest(str(key), names)
+            hint = f"the nearest known one is {names[near[0]]!r}, " if near else ""
+            raise UserError(f"{file}: unknown key {key!r}; {hint}`vision-longhorn train --help` lists all")
     return values
 
 

@@ -85,7 +85,13 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
         )
     place = locate_data(cfg.data, accelerator)
     train = open_shards(
-        place, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe, samples_option="--train-samples"
+        place,
+        cfg.train_split,
+        cfg.train_samples,
+        cfg.num_classes,
+        cfg.allow_pipe,
+        samples_option="--train-samples",
+        classes_option="--num-classes",
     )
     if not cfg.val_data and not os.path.isdir(place):
         raise UserError(f"data is {place!r}, which names training shards only: give --val-data, or a folder of both")
@@ -97,6 +103,7 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
         cfg.allow_pipe,
         train=train,
         samples_option="--val-samples",
+        classes_option="--num-classes",
     )
     check_classes(train.class_names, val.class_names)
     num_classes = cfg.num_classes or train.num_classes
@@ -184,6 +191,7 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
         repeats=cfg.repeats,
         max_bad_samples=cfg.max_bad_samples,
         keys=True,
+        batch_option="--batch-size",
         **share,
     )
     val = eval_loader(data.val, create_transform(**settings), **share)
