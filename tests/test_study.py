@@ -328,6 +328,32 @@ def test_patience_with_a_held_folder_begins_anew_for_each(tmp_path, monkeypatch)
     assert found.failed == 1 and "first is held" in lines[-1]
 
 
+def test_what_a_device_has_time_for_depends_on_what_runs_there(tmp_path):
+    begun, words = {}, ["timeit", "-n", "1", "-r", "1", "-s", "import time; time.sleep(1)"]
+
+    def job(name, seconds):
+        def prepare():
+            begun[name] = time.monotonic()
+            return words, tmp_path / name
+
+        def rest():
+            now = time.monotonic()
+            return seconds - (now - begun.get(name, now))
+
+        return runner.Job(name, prepare, rest, lambda code: ("", code == 0))
+
+    jobs = [job("first", 9.3), job("second", 9.3), job("third", 9.3), job("short", 1.0)]
+    one, other = runner.Place("GPU 0", {}), runner.Place("GPU 1", {})
+    lines = []
+    deadline = time.monotonic() + 10
+    found = runner.Runner([one, other, one, other], SimpleNamespace(received=0), deadline, lines.append).run(jobs)
+    # Beside the first ones the third would not end in time, and the short one would not let them.
+    said = [line.split("]")[-1].split()[:2] for line in lines]
+    assert said[:2] == [["start", "first"], ["start", "second"]] and "GPU 0" in lines[0] and "GPU 1" in lines[1], lines
+    assert said[2][0] == "done" and ["start", "short"] in said[3:], lines
+    assert (found.done, found.left) == (3, 1) and not any("third" in line for line in lines)
+
+
 def begun(folder):
     return list(folder.glob("studies/runs/*/last.pt"))
 

@@ -29,7 +29,7 @@ class Costs:
         out: Folder of the studies.
         known: Earlier results, and speeds.
         hardware: Whose speeds to go by; where none of it is known, those of the hardware that most is known of.
-        beside: Runs that will share a device. Side by side each is taken to need as many times as long.
+        beside: Runs that will share a device. Finished ones that shared theirs with as many tell best.
 
     Attributes:
         hardware: Whose speeds and runs are gone by, "" where none is known.
@@ -63,14 +63,14 @@ class Costs:
         machine = _machine(record["environment"].get("device") or "")
         self.hardware = self.hardware or machine  # the first thing that is known
         if machine == self.hardware:
-            # Those that ran beside as many others tell best.
+            # Side by side each takes as many times as long.
             measured = self.measured[_kind(run)]
             place = 0 if record["side_by_side"] == self.beside else len(measured)
             seconds = record["wall_seconds"] / record["epochs"]
-            measured.insert(place, seconds * self.beside / record["side_by_side"])
+            measured.insert(place, seconds / record["side_by_side"])
 
     def seconds(self, run: Run) -> float | None:
-        """Seconds that the rest of a run takes, None: nothing is known."""
+        """Seconds that the rest of a run takes alone on its device, None: nothing is known."""
         cfg, measured = run.arm.config, self.measured[_kind(run)]
         left = 1 - len(history_of(folder_of(self.out, run))) / cfg.epochs
         if measured:
@@ -81,9 +81,7 @@ class Costs:
             return None
         # An evaluation is a forward pass, a third of an update, of raw and averaged weights.
         looks = cfg.epochs / cfg.eval_interval * (2 if cfg.ema_decay else 1) / 3
-        return (
-            START + left * self.beside * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
-        )
+        return START + left * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
 
 
 def _machine(name: str) -> str:

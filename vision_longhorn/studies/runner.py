@@ -24,7 +24,7 @@ class Place:
     """Where one process at a time runs.
 
     Attributes:
-        name: "CPU", or "GPU" and what CUDA_VISIBLE_DEVICES calls it.
+        name: "CPU", or "GPU" and what CUDA_VISIBLE_DEVICES calls it: places of one name share the device.
         variables: Of its environment.
     """
 
@@ -67,7 +67,7 @@ class Job:
     Attributes:
         name: For messages.
         prepare: Called when it is about to start; gives the words after `python -m`, and the file for its output.
-        seconds: Gives how long it takes by estimate, None: unknown.
+        seconds: Gives how long the rest of it takes alone on its device, by estimate; None: unknown.
         done: Called when it has ended by itself, with its exit code; gives a text for the message, and whether all is
             well.
         held: Gives why it cannot start yet, or "".
@@ -127,7 +127,7 @@ class Runner:
             while (waiting or self.children) and not self._is_over():
                 self._reap(outcome, waiting)
                 self._start(waiting, outcome)
-                if not self.children and waiting and not any(self._fits(job) for job in waiting):
+                if not self.children and waiting and not any(self._fits(job, self.places[0]) for job in waiting):
                     break
                 time.sleep(POLL)
             outcome.left += len(waiting) + self._stop(outcome)
@@ -139,21 +139,33 @@ class Runner:
             raise
         return outcome
 
+    @property
+    def _beside(self) -> int:
+        """Places of a device."""
+        return self.places.count(self.places[0])
+
     def _is_over(self) -> bool:
         return bool(self.signals.received) or self.deadline is not None and time.monotonic() > self.deadline
 
-    def _fits(self, job: Job) -> bool:
-        return self.deadline is None or time.monotonic() + (job.seconds() or 0) < self.deadline
+    def _fits(self, job: Job, place: Place) -> bool:
+        """Whether the job would end in time there, and make no other late."""
+        if self.deadline is None:
+            return True
+        left = self.deadline - time.monotonic()
+        others = [child.job.seconds() or 0 for child in self.children if child.place.name == place.name]
+        every = [*others, job.seconds() or 0]
+        return _late(every, left) == _late(others, left)
 
     def _start(self, waiting: list[Job], outcome: Outcome) -> None:
         """Starts what can start on the places that are free."""
         busy = [child.place for child in self.children]
         for place in [place for place in self.places if not busy or not _take(busy, place)]:
-            job = next((job for job in waiting if self._fits(job) and not job.held()), None)
+            job = next((job for job in waiting if self._fits(job, place) and not job.held()), None)
             if job is None:
                 if waiting and not self.children and (why := waiting[0].held()):
                     self._give_up_late(waiting, outcome, why)
-                return
+                    return
+                continue
             waiting.remove(job)
             self.waits_since = None
             seconds = job.seconds()
@@ -168,7 +180,7 @@ class Runner:
                     start_new_session=True,  # Ctrl-C is for this process, which hands it on
                 )
             self.children.append(_Child(job, place, process, time.monotonic()))
-            about = f", about {seconds:,.0f} s" if seconds else ""
+            about = f", about {seconds * self._beside:,.0f} s" if seconds else ""
             number = f"[{self.numbers[id(job)]}/{len(self.numbers)}] " if id(job) in self.numbers else ""
             self.say(f"{number}start   {job.name}  {place.name}{about}")
 
@@ -193,7 +205,7 @@ class Runner:
             if well:
                 following = child.job.then()
                 waiting[:0] = following
-            to_come = sum(job.seconds() or seconds for job in waiting) / len(self.places)
+            to_come = sum(job.seconds() or seconds / self._beside for job in waiting) * self._beside / len(self.places)
             left = f"; {len(waiting)} to start, about {to_come:,.0f} s" if waiting else ""
             text, line, details = text.partition("\n")
             came = "done   " if well else "FAILED "
@@ -219,6 +231,12 @@ class Runner:
                 left += 1
         self.children = []
         return left
+
+
+def _late(seconds: list[float], left: float) -> int:
+    """How many of the jobs of one device, which shares its time out equally, are not done after `left` seconds, from
+    what each would take alone."""
+    return sum(sum(min(own, other) for other in seconds) >= left for own in seconds)
 
 
 def _take(busy: list[Place], place: Place) -> bool:
