@@ -210,6 +210,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
         (["--model", "vlonghorn_tinny"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
         (["--model-kwargs", "img_size=2"], ["img_size=2"]),
         (["--model-kwargs", "dept=3"], ["dept"]),
+        (["--model", "resnet18"], ["unexpected", "`--model-kwargs depth=none` leaves it out"]),
         (["--epocs", "3"], ["--epocs", "--epochs"]),
         (["--device", "cuda"], ["cuda", "--device cpu"]),
         (["--precision", "fp16"], ["fp16", "GPU"]),

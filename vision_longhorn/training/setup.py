@@ -131,11 +131,17 @@ def build_model(
     """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy of it."""
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
-    if cfg.init and not resuming:
-        model, loaded = model_from_weights(cfg.model, cfg.init, **kwargs)
-        accelerator.print(f"init    {loaded}")
-    else:
-        model = create_model(cfg.model, **kwargs)
+    try:
+        if cfg.init and not resuming:
+            model, loaded = model_from_weights(cfg.model, cfg.init, **kwargs)
+            accelerator.print(f"init    {loaded}")
+        else:
+            model = create_model(cfg.model, **kwargs)
+    except UserError as error:
+        for key in cfg.model_kwargs:  # a config's are for its own model
+            if f"unexpected keyword argument '{key}'" in str(error):
+                raise UserError(f"{error}; `--model-kwargs {key}=none` leaves it out") from error
+        raise
     model.to(accelerator.device)
     return model, ModelEmaV3(model, decay=cfg.ema_decay) if cfg.ema_decay else None
 
