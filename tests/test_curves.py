@@ -46,8 +46,15 @@ def test_legend_tells_runs_and_weights_apart(tmp_path, monkeypatch):
     figures = []
     monkeypatch.setattr(curves, "save_png", lambda figure, *_, **__: figures.append(figure))
     curves.plot_runs(runs, tmp_path / "curves.png")
-    legend = [text.get_text() for text in figures[0].axes[0].get_legend().get_texts()]
-    assert legend == [f"{runs[0]}, raw weights", f"{runs[0]}, EMA weights", f"{runs[1]}"]
+    (legend,) = figures[0].legends
+    looks = {
+        text.get_text(): (line.get_color(), line.get_linestyle())
+        for text, line in zip(legend.texts, legend.get_lines())
+    }
+    top1 = [(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].get_lines()]
+    (one, _), (other, _) = looks[str(runs[0])], looks[str(runs[1])]
+    (_, raw), (_, averaged) = looks["raw weights"], looks["EMA weights"]
+    assert one != other and raw != averaged and top1 == [(one, raw), (one, averaged), (other, raw)]
 
 
 def test_a_picture_that_cannot_be_written_is_named(tmp_path):

@@ -88,24 +88,29 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
     Raises:
         UserError: Where a run has no curves, or the PNG cannot be written.
     """
+    from matplotlib.lines import Line2D
+
     curves = {name: read_scalars(run) for run, name in _names(runs).items()}
     panels = {
         "top-1 on the evaluation split, %": {"val/top1": "-", "val_ema/top1": "--"},
         "loss": {"train/loss": ":", "val/loss": "-", "val_ema/loss": "--"},
         "learning rate": {"train/lr": "-"},
     }
-    figure = new_figure(15, 4.5)
+    averages = any(tag.startswith("val_ema/") for scalars in curves.values() for tag in scalars)
+    kinds = {"-": "raw weights", "--": "EMA weights"} if averages else {"-": "evaluation"}
+    kinds[":"] = "training loss"
+    figure = new_figure(15, 5)
     for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        for number, (name, scalars) in enumerate(curves.items()):
-            both = any(tag.startswith("val_ema/") for tag in scalars)
-            kinds = {"val": ", raw weights" if both else "", "val_ema": ", EMA weights", "train": ", training"}
+        for number, scalars in enumerate(curves.values()):
             for tag, style in styles.items():
                 if tag in scalars:
-                    axes.plot(*scalars[tag], style, color=f"C{number % 10}", label=name + kinds[tag.split("/")[0]])
+                    marker = "o" if len(scalars[tag][0]) == 1 else None  # which a line would not show
+                    axes.plot(*scalars[tag], style, marker=marker, color=f"C{number % 10}")
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
+    lines = [Line2D([], [], color=f"C{number % 10}", label=name) for number, name in enumerate(curves)]
+    lines += [Line2D([], [], color="black", linestyle=style, label=kind) for style, kind in kinds.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=6, fontsize="small")  # where it covers no curve
     save_png(figure, out, dpi=110)
 
 
