@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError, one_line
@@ -97,7 +97,7 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
         "learning rate": {"train/lr": "-"},
     }
     averages = any(tag.startswith("val_ema/") for scalars in curves.values() for tag in scalars)
-    kinds = {"-": "raw weights", "--": "EMA weights"} if averages else {"-": "evaluation"}
+    kinds: dict[Any, str] = {"-": "raw weights", "--": "EMA weights"} if averages else {"-": "evaluation"}
     kinds[":"] = "training loss"
     figure = new_figure(15, 5)
     for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items(), strict=True):
