@@ -143,7 +143,7 @@ class RecallRun:
 
     def train_step(self, batch: Sequences) -> None:
         """One update."""
-        loss = self.loss(batch)[0]
+        loss, _ = self.loss(batch)
         loss.backward()
         grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
         step_if_finite(self.optimizer, grad_norm)
@@ -154,12 +154,10 @@ class RecallRun:
         self.updates += 1
 
     def loss(self, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean cross-entropy of a batch's answers, and how many of them are right."""
+        """The mean cross-entropy of a batch's answers, and their scores (answers, vocab_size)."""
         with self.accelerator.autocast():
-            scores = self.model(batch.tokens, batch.places)
-        answers = batch.answers.long().flatten()
-        scores = scores.flatten(0, 1)
-        return F.cross_entropy(scores.float(), answers), (scores.argmax(-1) == answers).sum()
+            scores = self.model(batch.tokens, batch.places).flatten(0, 1)
+        return F.cross_entropy(scores.float(), batch.answers.long().flatten()), scores
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -168,9 +166,10 @@ class RecallRun:
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         for parts in zip(*(part.split(self.cfg.batch_size) for part in self.val)):
-            loss, found = self.loss(Sequences(*parts))
-            loss_sum += loss.double() * len(parts[0])
-            right += found
+            batch = Sequences(*parts)
+            loss, scores = self.loss(batch)
+            loss_sum += loss.double() * len(batch.tokens)
+            right += (scores.argmax(-1) == batch.answers.flatten()).sum()
         return {"top1": 100 * right.item() / self.val.answers.numel(), "loss": loss_sum.item() / len(self.val.tokens)}
 
     def report(self) -> None:
