@@ -24,7 +24,7 @@ from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
 from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs
 from vision_longhorn.studies.results import SPEEDS, Known, build, collect, count_parameters, write_results
-from vision_longhorn.studies.runner import Outcome, Runner, find_places
+from vision_longhorn.studies.runner import START, Outcome, Runner, find_places
 from vision_longhorn.studies.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.lock import RunLock
@@ -194,7 +194,8 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
     for run in runs:
         epochs = len(history_of(folder_of(out, run)))
         state = "done" if known.is_done(out, run) else f"{epochs} of {run.arm.config.epochs} epochs"
-        seconds = costs.seconds(run)
+        rest = costs.seconds(run)
+        seconds = None if rest is None else START + rest
         cost = "unknown" if seconds is None else f"{seconds:,.0f} s"
         if state != "done":
             total, unknown, left = total + (seconds or 0), unknown + (seconds is None), left + 1

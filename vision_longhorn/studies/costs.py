@@ -9,8 +9,6 @@ from vision_longhorn.studies.plan import Run
 from vision_longhorn.studies.results import Known, Record
 from vision_longhorn.studies.runs import folder_of, history_of, is_finished, result_of
 
-START = 15  # seconds from a process's start to its first update
-
 
 def hardware(device: str) -> str:
     """What a speed is a speed of: the GPU's name, or the number of the CPU's threads."""
@@ -70,18 +68,18 @@ class Costs:
             measured.insert(place, seconds / record["side_by_side"])
 
     def seconds(self, run: Run) -> float | None:
-        """Seconds that the rest of a run takes alone on its device, None: nothing is known."""
+        """Seconds that the rest of a run takes alone on its device once it has started; None: nothing is known."""
         cfg, measured = run.arm.config, self.measured[_kind(run)]
         left = 1 - len(history_of(folder_of(self.out, run))) / cfg.epochs
         if measured:
-            return START + left * cfg.epochs * measured[0]
+            return left * cfg.epochs * measured[0]
         speeds = {_machine(name): speed for name, speed in self.known.speeds.get(run.arm.speed_key, {}).items()}
         rate = speeds.get(self.hardware, {}).get("images_per_s")
         if not rate:
             return None
         # An evaluation is a forward pass, a third of an update, of raw and averaged weights.
         looks = cfg.epochs / cfg.eval_interval * (2 if cfg.ema_decay else 1) / 3
-        return START + left * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
+        return left * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
 
 
 def _machine(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 from vision_longhorn.command_line.signals import SIGNALS, STUDY, StopSignals
 from vision_longhorn.errors import UserError
 
+START = 15  # seconds from a process's start to its first update
 POLL = 0.1  # seconds between two looks at the processes
 GRACE = 120  # seconds that a process has to save and end, once it was asked to
 PATIENCE = 600  # seconds to wait for a folder that a process of an earlier, killed study has not let go
@@ -67,7 +68,7 @@ class Job:
     Attributes:
         name: For messages.
         prepare: Called when it is about to start; gives the words after `python -m`, and the file for its output.
-        seconds: Gives how long the rest of it takes alone on its device, by estimate; None: unknown.
+        seconds: Gives how long the rest of it takes alone on its device after its start, by estimate; None: unknown.
         done: Called when it has ended by itself, with its exit code; gives a text for the message, and whether all is
             well.
         held: Gives why it cannot start yet, or "".
@@ -149,12 +150,11 @@ class Runner:
 
     def _fits(self, job: Job, place: Place) -> bool:
         """Whether the job would end in time there, and make no other late."""
-        if self.deadline is None:
+        if self.deadline is None or (seconds := job.seconds()) is None:
             return True
-        left = self.deadline - time.monotonic()
+        left = self.deadline - time.monotonic() - START
         others = [child.job.seconds() or 0 for child in self.children if child.place.name == place.name]
-        every = [*others, job.seconds() or 0]
-        return _late(every, left) == _late(others, left)
+        return _late([*others, seconds], left) == _late(others, left)
 
     def _start(self, waiting: list[Job], outcome: Outcome) -> None:
         """Starts what can start on the places that are free."""
@@ -180,7 +180,7 @@ class Runner:
                     start_new_session=True,  # Ctrl-C is for this process, which hands it on
                 )
             self.children.append(_Child(job, place, process, time.monotonic()))
-            about = f", about {seconds * self._beside:,.0f} s" if seconds else ""
+            about = "" if seconds is None else f", about {START + seconds * self._beside:,.0f} s"
             number = f"[{self.numbers[id(job)]}/{len(self.numbers)}] " if id(job) in self.numbers else ""
             self.say(f"{number}start   {job.name}  {place.name}{about}")
 
@@ -205,7 +205,8 @@ class Runner:
             if well:
                 following = child.job.then()
                 waiting[:0] = following
-            to_come = sum(job.seconds() or seconds / self._beside for job in waiting) * self._beside / len(self.places)
+            known = [job.seconds() for job in waiting]  # of the others, the last one tells
+            to_come = sum(seconds if own is None else START + own * self._beside for own in known) / len(self.places)
             left = f"; {len(waiting)} to start, about {to_come:,.0f} s" if waiting else ""
             text, line, details = text.partition("\n")
             came = "done   " if well else "FAILED "
