@@ -285,7 +285,7 @@ def changed(**values):
         (changed(task="remember"), ["task is 'remember'", "images, recall"]),
         (changed(data="few"), ["'data'"]),
         (changed(pair=["longhorn", "attention"]), ["'pair'"]),
-        (changed(overrides={"weigth": 3}), ["'weigth'", "width"]),
+        (changed(overrides={"weigth": 3}), ["'weigth'", "give one of width, depth"]),
         (changed(grid={"lr": 3}), ["grid", "lr is 3"]),
         (changed(grid={"pairs": [2, 200]}), ["pairs200-longhorn", "800"]),
         (changed(variants=[{"name": "vit", "model": "vit_tiny_patch16_224"}]), ["vit_tiny", "vim_*"]),

@@ -36,7 +36,7 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
 from vision_longhorn.studies import hits, recall, runner
 from vision_longhorn.studies.costs import Costs
-from vision_longhorn.studies.plan import STUDIES, read_studies, unique_runs
+from vision_longhorn.studies.plan import STUDIES, Run, read_studies, unique_runs
 from vision_longhorn.studies.results import Known, build, write_results
 from vision_longhorn.studies.statistics import difference, mean_difference, mean_interval, over_images, read_bits
 from vision_longhorn.studies.tables import markdown, plot
@@ -343,16 +343,21 @@ def test_what_a_device_has_time_for_depends_on_what_runs_there(tmp_path, monkeyp
 
         return runner.Job(name, prepare, rest, lambda code: ("", code == 0))
 
-    jobs = [job("first", 9.3), job("second", 9.3), job("third", 9.3), job("short", 1.0)]
+    jobs = [job("first", 95), job("second", 95), job("third", 99.5), job("short", 10)]
     one, other = runner.Place("GPU 0", {}), runner.Place("GPU 1", {})
     lines = []
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     found = runner.Runner([one, other, one, other], SimpleNamespace(received=0), deadline, lines.append).run(jobs)
     # Beside the first ones the third would not end in time, and the short one would not let them.
     said = [line.split("]")[-1].split()[:2] for line in lines]
     assert said[:2] == [["start", "first"], ["start", "second"]] and "GPU 0" in lines[0] and "GPU 1" in lines[1], lines
     assert said[2][0] == "done" and ["start", "short"] in said[3:], lines
     assert (found.done, found.left) == (3, 1) and not any("third" in line for line in lines)
+    # A CPU's threads are shared out: who runs alone has no more of them.
+    lines.clear()
+    jobs = [job("long", 60), job("one", 45), job("two", 45)]
+    found = runner.Runner([runner.Place("CPU", {})] * 2, SimpleNamespace(received=0), deadline, lines.append).run(jobs)
+    assert (found.done, found.left) == (2, 1) and not any("long" in line for line in lines), lines
 
 
 def begun(folder):
@@ -419,12 +424,22 @@ def test_a_budget_starts_nothing_that_would_not_end_and_stops_what_does_not(tmp_
 
 def test_what_the_first_run_took_tells_of_the_others(whole):
     runs = of(TINY)["pairs"].runs()
-    costs = Costs(runs, whole / "elsewhere", Known([]), "CPU, 2 threads", 1)
+    costs = Costs(runs, whole / "elsewhere", Known([]), "CPU, 2 threads")
     assert costs.hardware == "" and costs.seconds(runs[0]) is None
     costs.out = whole / "studies"
     costs.learn(runs[0])  # which has ended in the meantime
     later = next(run for run in runs if run.arm == runs[0].arm and run.seed != runs[0].seed)
     assert costs.hardware == "CPU" and costs.seconds(later) is not None
+
+
+def test_what_a_run_takes_alone_is_its_share_of_the_time_beside_others():
+    arm = of(TINY)["pairs"].arms[0]
+    runs, known = [Run(arm, seed) for seed in range(3)], Known([])
+    for run, seconds in zip(runs, (80, 40)):  # the second had the device to itself for most of the time
+        known.runs[run.identity] = dict(
+            wall_seconds=seconds, epochs=arm.config.epochs, side_by_side=4, environment={"device": "a GPU"}
+        )
+    assert Costs(runs, Path("nowhere"), known, "a GPU").seconds(runs[2]) == 20
 
 
 def keys():

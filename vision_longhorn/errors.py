@@ -15,10 +15,11 @@ def one_line(error: BaseException) -> str:
 
 
 def nearest(word: str, known: Iterable[str], n: int = 1) -> list[str]:
-    """Those of the words `known`, `n` at most, that are spelt much like `word`, or else begin with it."""
+    """`n` of the words `known` at most, that begin with `word`, or else are spelt much like it, or contain it."""
     known = list(known)
     begun = [name for name in known if word and name.startswith(word)]
-    return difflib.get_close_matches(word, known, n, cutoff=0.75) or begun[:n]  # 0.6 takes dropout for root
+    alike = difflib.get_close_matches(word, known, n, cutoff=0.75)  # 0.6 takes dropout for root
+    return (begun or alike or [name for name in known if len(word) > 2 and word in name])[:n]
 
 
 @contextlib.contextmanager

@@ -136,13 +136,9 @@ def check_data(runs: list[Run], places: dict[str, str]) -> None:
         if name == DIGITS or name not in places or not isinstance(cfg, Config):
             continue
         try:
-            train = open_shards(
-                places[name], cfg.train_split, cfg.train_samples, cfg.num_classes, samples_option="train_samples"
-            )
-            open_shards(
-                places[name], cfg.val_split, cfg.val_samples, cfg.num_classes, train=train, samples_option="val_samples"
-            )
-            found = len(train.class_names or []) or cfg.num_classes
+            train = open_shards(places[name], cfg.train_split, cfg.train_samples, samples_option="train_samples")
+            open_shards(places[name], cfg.val_split, cfg.val_samples, train=train, samples_option="val_samples")
+            found = len(train.class_names or []) or train.num_classes or cfg.num_classes
             if found != cfg.num_classes:
                 raise DataError(f"num_classes={cfg.num_classes}, but {places[name]} has {found} classes")
         except DataError as error:
@@ -189,7 +185,7 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
     todo = [run for run in runs if not known.is_done(out, run)]
     check_models(studies, todo, known)
     check_data(todo, find_data(args.data, studies, set()))
-    costs = Costs(runs, out, known, hardware(args.device), 1)
+    costs = Costs(runs, out, known, hardware(args.device))
     total, longest, unknown, left = 0.0, 0.0, 0, 0
     for run in runs:
         epochs = len(history_of(folder_of(out, run)))
@@ -247,7 +243,7 @@ def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Na
         from vision_longhorn.training.folder import describe_environment  # which imports torch
 
         places = find_places(args.device, args.per_gpu, args.jobs)
-        costs = Costs(runs, out, known, hardware(args.device), places.count(places[0]))
+        costs = Costs(runs, out, known, hardware(args.device))
         say = partial(print, file=sys.stderr if args.report else sys.stdout)
         jobs = Jobs(studies, out, data, args.device, places, costs, say)
         with StopSignals(out) as signals:

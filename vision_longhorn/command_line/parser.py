@@ -131,7 +131,8 @@ class Parser(argparse.ArgumentParser):
             hint = f"the nearest known one is {names[near[0]]}, " if near else ""
             raise UserError(f"unknown option {key}; {hint}--help lists all")
         if unknown:
-            self.error(f"{unknown[0]!r} follows no option")
+            takes_words = any(not action.option_strings for action in self._actions)
+            self.error(f"{unknown[0]!r} " + ("is one word too many" if takes_words else "follows no option"))
         return found
 
 

@@ -1,7 +1,7 @@
 """What runs will take, from speeds measured alone and from runs that are finished."""
 
 import contextlib
-from collections import Counter, defaultdict
+from collections import Counter
 from pathlib import Path
 
 from vision_longhorn.errors import UserError
@@ -27,20 +27,19 @@ class Costs:
         out: Folder of the studies.
         known: Earlier results, and speeds.
         hardware: Whose speeds to go by; where none of it is known, those of the hardware that most is known of.
-        beside: Runs that will share a device. Finished ones that shared theirs with as many tell best.
 
     Attributes:
         hardware: Whose speeds and runs are gone by, "" where none is known.
     """
 
-    def __init__(self, runs: list[Run], out: Path, known: Known, hardware: str, beside: int) -> None:
-        self.out, self.known, self.beside = out, known, beside
+    def __init__(self, runs: list[Run], out: Path, known: Known, hardware: str) -> None:
+        self.out, self.known = out, known
         names = Counter(_machine(name) for speeds in known.speeds.values() for name in speeds)
         records = [(run, record) for run in runs if (record := self._record(run))]
         names.update(_machine(record["environment"].get("device") or "") for _, record in records)
         own = _machine(hardware)
         self.hardware = own if own in names else names.most_common(1)[0][0] if names else ""
-        self.measured: dict[str, list[float]] = defaultdict(list)
+        self.measured: dict[str, float] = {}  # seconds of an epoch by kind of run
         for run, record in records:
             self._learn(run, record)
 
@@ -61,18 +60,19 @@ class Costs:
         machine = _machine(record["environment"].get("device") or "")
         self.hardware = self.hardware or machine  # the first thing that is known
         if machine == self.hardware:
-            # Side by side each takes as many times as long.
-            measured = self.measured[_kind(run)]
-            place = 0 if record["side_by_side"] == self.beside else len(measured)
-            seconds = record["wall_seconds"] / record["epochs"]
-            measured.insert(place, seconds / record["side_by_side"])
+            # Side by side each takes as many times as long. The slowest had the most beside it, all the time.
+            seconds = record["wall_seconds"] / record["epochs"] / record["side_by_side"]
+            self.measured[_kind(run)] = max(seconds, self.measured.get(_kind(run), 0))
 
     def seconds(self, run: Run) -> float | None:
-        """Seconds that the rest of a run takes alone on its device once it has started; None: nothing is known."""
-        cfg, measured = run.arm.config, self.measured[_kind(run)]
+        """Seconds that the rest of a run takes alone on its device once it has started; None: nothing is known.
+
+        One that leaves much of the device idle takes longer: what was measured side by side says little of that.
+        """
+        cfg, measured = run.arm.config, self.measured.get(_kind(run))
         left = 1 - len(history_of(folder_of(self.out, run))) / cfg.epochs
         if measured:
-            return left * cfg.epochs * measured[0]
+            return left * cfg.epochs * measured
         speeds = {_machine(name): speed for name, speed in self.known.speeds.get(run.arm.speed_key, {}).items()}
         rate = speeds.get(self.hardware, {}).get("images_per_s")
         if not rate:

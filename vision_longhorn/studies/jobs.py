@@ -80,7 +80,7 @@ class Jobs:
         folder = folder_of(self.out, run)
 
         def start() -> tuple[list[str], Path]:
-            config = prepare(self.out, folder, run, self.costs.beside, self.workers)
+            config = prepare(self.out, folder, run, self.places.count(self.places[0]), self.workers)
             words = ["--config", str(config), "--run-dir", str(folder), "--device", self.device]
             if run.arm.of_images:
                 data = self.data[run.arm.data]

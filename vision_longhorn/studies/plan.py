@@ -343,7 +343,10 @@ def _check_keys(where: str, given: dict[str, Any], known: Any) -> None:
     for key in given:
         if key not in known:
             near = nearest(str(key), known)
-            remedy = f"the nearest known one is {near[0]!r}" if near else f"give one of {', '.join(known)}"
+            few = (
+                f"give one of {', '.join(known)}" if len(known) < 20 else "`vision-longhorn train --help` has them all"
+            )
+            remedy = f"the nearest known one is {near[0]!r}" if near else few
             raise UserError(f"{where}unknown key {key!r}; {remedy}")
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from vision_longhorn.command_line.signals import SIGNALS, STUDY, StopSignals
 from vision_longhorn.errors import UserError
 
+CPU = "CPU"  # name of a place
 START = 15  # seconds from a process's start to its first update
 POLL = 0.1  # seconds between two looks at the processes
 GRACE = 120  # seconds that a process has to save and end, once it was asked to
@@ -57,7 +58,7 @@ def find_places(device: str, per_gpu: int, jobs: int) -> list[Place]:
     # Threads of their own, as many as cores, would wait for those of the others.
     share = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // number)))}
     if not gpus:
-        return [Place("CPU", share)] * jobs
+        return [Place(CPU, share)] * jobs
     return [Place(f"GPU {gpu}", {**share, "CUDA_VISIBLE_DEVICES": gpu}) for _ in range(per_gpu) for gpu in gpus]
 
 
@@ -119,6 +120,7 @@ class Runner:
     deadline: float | None
     say: Callable[[str], Any] = print
     children: list[_Child] = field(default_factory=list)
+    known: dict[int, float | None] = field(default_factory=dict)  # what jobs said of their seconds at this look
 
     def run(self, jobs: list[Job]) -> Outcome:
         """Runs the jobs. A failing one stops no other."""
@@ -126,6 +128,7 @@ class Runner:
         self.waits_since: float | None = None
         try:
             while (waiting or self.children) and not self._is_over():
+                self.known.clear()
                 self._reap(outcome, waiting)
                 self._start(waiting, outcome)
                 if not self.children and waiting and not any(self._fits(job, self.places[0]) for job in waiting):
@@ -150,11 +153,18 @@ class Runner:
 
     def _fits(self, job: Job, place: Place) -> bool:
         """Whether the job would end in time there, and make no other late."""
-        if self.deadline is None or (seconds := job.seconds()) is None:
+        if self.deadline is None or (seconds := self._seconds(job)) is None:
             return True
         left = self.deadline - time.monotonic() - START
-        others = [child.job.seconds() or 0 for child in self.children if child.place.name == place.name]
+        if place.name == CPU:  # whose threads are shared out for good
+            return seconds * self._beside < left
+        others = [self._seconds(child.job) or 0 for child in self.children if child.place.name == place.name]
         return _late([*others, seconds], left) == _late(others, left)
+
+    def _seconds(self, job: Job) -> float | None:
+        if id(job) not in self.known:
+            self.known[id(job)] = job.seconds()
+        return self.known[id(job)]
 
     def _start(self, waiting: list[Job], outcome: Outcome) -> None:
         """Starts what can start on the places that are free."""

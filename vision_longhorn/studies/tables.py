@@ -130,12 +130,14 @@ def _pairs(reading: Reading) -> list[str]:
     same data and as many epochs."""
     lines, pair = [], reading.content["pair"]
     found: list[tuple[list[float], list[float]]] = []
+    kinds: set[tuple[str, int]] = set()
     for setting in reading.settings if pair else ():
         one, other = (reading.arm(setting, name) for name in pair)
         values = reading.accuracies(one), reading.accuracies(other)
         if not all(values):
             continue
         found.append(values)
+        kinds |= {(arm["data"], arm["config"]["epochs"]) for arm in (one, other)}
         where = f"{setting}: " if setting else ""
         lines.append(f"{where}{pair[0]} - {pair[1]} {_signed(difference(*values))} over {_count(*map(len, values))}")
         sizes = {size for arm in (one, other) for run in reading.runs[arm["key"]] for size in run["hits"]}
@@ -147,9 +149,7 @@ def _pairs(reading: Reading) -> list[str]:
                     f"{where}at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "
                     f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap)"
                 )
-    # Over other data, or other numbers of epochs, a mean says nothing.
-    alike = len({(arm["data"], arm["config"]["epochs"]) for arm in reading.arms}) == 1
-    if alike and len(found) > 1:
+    if len(found) > 1 and len(kinds) == 1:  # over other data, or other numbers of epochs, a mean says nothing
         lines.append(f"mean over {len(found)} settings: {pair[0]} - {pair[1]} {_signed(mean_difference(found))}")
     return lines
 

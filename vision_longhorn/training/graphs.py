@@ -41,7 +41,9 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"cuda_graphs: this model cannot be captured ({one_line(error)}): leave it out") from error
+        raise UserError(
+            f"cuda_graphs: this model cannot be captured ({one_line(error)}): leave it out, or give --cuda-graphs false"
+        ) from error
     if not apart:
         # Gradients would become the parameters' own where they are, to be scaled once for each parameter that shares
         # them, and written over by the next pass.

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs, set_seed
 from timm.data import Mixup, create_transform
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.models import is_model_in_modules
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -138,8 +139,11 @@ def build_model(
         else:
             model = create_model(cfg.model, **kwargs)
     except UserError as error:
-        for key in cfg.model_kwargs:  # a config's are for its own model
-            if f"unexpected keyword argument '{key}'" in str(error):
+        for key in cfg.model_kwargs:
+            # A config's are for its own model, which is one of ours.
+            if f"unexpected keyword argument '{key}'" in str(error) and not is_model_in_modules(
+                cfg.model, ["vlonghorn"]
+            ):
                 raise UserError(f"{error}; `--model-kwargs {key}=none` leaves it out") from error
         raise
     model.to(accelerator.device)
