@@ -1,6 +1,7 @@
 """Studies: their file, runs that go on after any end, what is reused, the figures, and the tables made of them."""
 
 import contextlib
+import dataclasses
 import json
 import math
 import multiprocessing
@@ -38,7 +39,7 @@ from vision_longhorn.studies import hits, recall, runner
 from vision_longhorn.studies.costs import Costs
 from vision_longhorn.studies.plan import STUDIES, Run, read_studies, unique_runs
 from vision_longhorn.studies.results import Known, build, write_results
-from vision_longhorn.studies.statistics import difference, mean_difference, mean_interval, over_images, read_bits
+from vision_longhorn.studies.statistics import combination, difference, mean_interval, over_images, read_bits
 from vision_longhorn.studies.tables import markdown, plot
 from vision_longhorn.training import trainer
 from vision_longhorn.training.config import load_config
@@ -567,6 +568,15 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, resolutions=16), ["resolutions is 16: give a list"]),
         (changed(*PLACE, weights="mean"), ["weights is 'mean': give one of ema, raw"]),
         (changed(*PLACE, weights="raw"), ["weights is 'raw': give neither pair nor resolutions"]),
+        (changed(*PLACE, contrasts=["longhorn"]), ["contrasts", "['longhorn']"]),
+        (changed(*PLACE, contrasts={"a": {"plus": ["longhorn"]}}), ["contrast 'a'", "minus None: give a list"]),
+        (changed(*PLACE, contrasts={"a": {"pluss": []}}), ["contrast 'a'", "'pluss'", "'plus'"]),
+        (
+            changed(*PLACE, contrasts={"a": {"plus": ["longhorn"], "minus": ["exact"]}}),
+            ["contrast 'a'", "'exact' is none of its arms: give some of longhorn, vim"],
+        ),
+        (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["vim"]}}), ["contrast 'a'", "vim stands twice"]),
+        (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["longhorn"], "over": 0}}), ["over is 0"]),
         (changed(*PLACE, variants="longhorn"), ["variants is 'longhorn': give a list"]),
         (changed(*PLACE, pair="longhorn"), ["pair is 'longhorn': give a list"]),
         (changed(*PLACE, config=3), ["config is 3"]),
@@ -724,15 +734,19 @@ def test_the_intervals_are_students_and_welchs():
 
 def test_the_mean_over_settings_has_an_interval_of_its_own():
     one, other = [44.3, 43.7, 44.9], [42.6, 41.9]
-    assert mean_difference([(one, other)]) == pytest.approx(difference(one, other))
+    assert combination((one, other), (1, -1)) == pytest.approx(difference(one, other))
     # The same twice: half the variance, twice the degrees of freedom.
     error = math.sqrt((0.12 + 0.1225) / 2)
     freedom = 2 * (0.12 + 0.1225) ** 2 / (0.12**2 / 2 + 0.1225**2 / 1)
     half = stats.t.ppf(0.975, freedom) * error
     higher = [value + 10 for value in one], [value + 9 for value in other]  # another setting, one point more between
-    assert mean_difference([(one, other), higher]) == pytest.approx((2.55, 2.55 - half, 2.55 + half))
-    assert mean_difference([(one, other), ([45.0], other)])[1:] == (None, None)
-    assert mean_difference([([1.0, 1.0], [2.0, 2.0])]) == (-1, None, None)
+    found = combination((one, other, *higher), (0.5, -0.5, 0.5, -0.5))
+    assert found == pytest.approx((2.55, 2.55 - half, 2.55 + half))
+    # How much more is between in one than in the other: twice the width.
+    found = combination((one, other, *higher), (-1, 1, 1, -1))
+    assert found == pytest.approx((1, 1 - 2 * half, 1 + 2 * half))
+    assert combination((one, other, [45.0], other), (0.5, -0.5, 0.5, -0.5))[1:] == (None, None)
+    assert combination(([1.0, 1.0], [2.0, 2.0]), (1, -1)) == (-1, None, None)
 
 
 def test_the_bootstrap_over_images_pairs_them():
@@ -759,7 +773,7 @@ def content(runs, **others):
     for name, accuracy in runs:
         records.append(
             dict(key=name, seed=seeds[name], final={"ema": accuracy, "raw": accuracy - 1}, seconds=10.0, side_by_side=1,
-                 skipped_updates=0, hits={}, curve={"epoch": [1, 2], "train_loss": [2, 1], "ema": [1, accuracy]})
+                 skipped_updates=0, hits={}, curve={"epoch": [1, 2], "train_loss": [2, 1], "raw": [1, 2], "ema": [1, accuracy]})
         )  # fmt: skip
         seeds[name] += 1
     return dict(study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=records,
@@ -796,6 +810,42 @@ def test_a_pair_that_runs_in_several_settings_has_a_mean_over_them():
     for arm in made["arms"][2:]:
         arm["config"] = {"epochs": 60}
     assert "long: longhorn - vim" in markdown(made) and "settings" not in markdown(made)
+
+
+def test_a_pair_is_compared_on_the_way_where_all_its_runs_were_evaluated():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0)])
+    assert "- on the way +0.00 after epoch 1\n" in markdown(made)  # of 2: a quarter is none of them, the others are 1
+    for number, run in enumerate(made["runs"]):
+        run["curve"] = {"epoch": list(range(1, 9)), "train_loss": [1] * 8, "raw": [9] * 8, "ema": list(range(8))}
+        run["curve"]["ema"][0] = run["curve"]["ema"][3] = None
+        run["curve"]["ema"][5] = 50 - number
+    for arm in made["arms"]:
+        arm["config"] = {"epochs": 8}
+    found = next(line for line in markdown(made).splitlines() if "way" in line)
+    assert re.fullmatch(r"- on the way \+0.00 after epoch 2, \+0.00 after epoch 3, \+2.00 \[.*\] after epoch 6", found)
+
+
+def test_a_pair_is_compared_by_the_seeds_that_both_have():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("longhorn", 47.0), ("vim", 43.0), ("vim", 44.0)])
+    assert "over 3 and 2 seeds; in pairs by seed +1.50 [-4.85, +7.85]\n" in markdown(made)  # 1.5 ± 12.706 x 0.5
+    made["runs"][-1]["seed"] = 9
+    assert "over 3 and 2 seeds\n" in markdown(made)
+
+
+def test_contrasts_stand_below_the_table_once_each_of_their_arms_has_run():
+    lead = {"plus": ["longhorn", "long-vim"], "minus": ["vim", "long-longhorn"]}
+    spec = changed(*PLACE, contrasts={"a": {"plus": ["longhorn"], "minus": ["vim"], "over": 2}})
+    assert [dataclasses.astuple(found) for found in of(spec)["pairs"].contrasts] == [("a", ("longhorn",), ("vim",), 2)]
+    made = content(
+        [("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0)],
+        contrasts=[{"name": "the lead after more epochs", **lead, "over": 1}],
+    )
+    made["arms"] += [{**arm, "setting": "long", "key": f"{arm['key']} long"} for arm in made["arms"]]
+    assert "after more" not in markdown(made)
+    made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"][:3]]
+    assert "- the lead after more epochs: +2.50 over 1 to 2 seeds each\n" in markdown(made)
+    made["runs"].append({**made["runs"][-1], "key": "vim long", "seed": 1})
+    assert "- the lead after more epochs: +2.50 [" in markdown(made)
 
 
 def test_a_plot_has_one_kind_of_seconds(tmp_path, monkeypatch):

@@ -27,10 +27,12 @@ STUDY_KEYS = (
     "baseline",
     "weights",
     "pair",
+    "contrasts",
     "resolutions",
 )
+CONTRAST_KEYS = ("plus", "minus", "over")
 TASKS = {"images": Config, "recall": RecallConfig}
-OF_IMAGES = ("config", "data", "weights", "pair", "resolutions")  # keys that mean nothing to other tasks
+OF_IMAGES = ("config", "data", "weights", "pair", "contrasts", "resolutions")  # keys that mean nothing to other tasks
 WEIGHTS = ("ema", "raw")
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
@@ -119,6 +121,22 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
+class Contrast:
+    """What several arms' means make together: the sum of some, less that of others, divided.
+
+    Attributes:
+        name: What it is, for readers of the table.
+        plus, minus: Labels of the arms that are added, and that are taken away: each stands once.
+        over: What the sum is divided by: 3 makes the mean of three differences.
+    """
+
+    name: str
+    plus: tuple[str, ...]
+    minus: tuple[str, ...]
+    over: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Study:
     """A study. `configs/studies.yaml` says what its parts mean.
 
@@ -129,6 +147,7 @@ class Study:
         baseline: Variant that others are compared with, in the same setting.
         weights: Which weights of a run count, "ema" or "raw".
         pair: The main pair of variants, or ().
+        contrasts: What else of the arms is compared.
         resolutions: Sides of images in pixels at which the final weights are evaluated, or ().
     """
 
@@ -139,6 +158,7 @@ class Study:
     baseline: str
     weights: str
     pair: tuple[str, ...]
+    contrasts: tuple[Contrast, ...]
     resolutions: tuple[int, ...]
 
     def runs(self) -> list[Run]:
@@ -222,7 +242,29 @@ def _study(name: str, spec: dict[str, Any], data: dict[str, Any], shared: dict[s
         raise UserError(
             f"{where}weights is 'raw': give neither pair nor resolutions, for which the averaged weights are evaluated"
         )
-    return Study(name, str(spec["asks"]), task, arms, baseline, weights, pair, tuple(sizes))
+    contrasts = tuple(
+        _contrast(f"{where}contrast {title!r}: ", title, _mapping(f"{where}contrast {title!r}", own), arms)
+        for title, own in _mapping(f"{where}contrasts", spec.get("contrasts")).items()
+    )
+    return Study(name, str(spec["asks"]), task, arms, baseline, weights, pair, contrasts, tuple(sizes))
+
+
+def _contrast(where: str, title: str, own: dict[str, Any], arms: tuple[Arm, ...]) -> Contrast:
+    _check_keys(where, own, CONTRAST_KEYS)
+    labels = [arm.label for arm in arms]
+    plus, minus = own.get("plus"), own.get("minus")
+    if not (isinstance(plus, list) and isinstance(minus, list) and plus and minus):
+        raise UserError(f"{where}plus is {plus!r}, minus {minus!r}: give a list of arms for each")
+    named = [str(label) for label in (*plus, *minus)]
+    for label in named:
+        if label not in labels:
+            raise UserError(f"{where}{label!r} is none of its arms: give some of {', '.join(labels)}")
+        if named.count(label) > 1:
+            raise UserError(f"{where}{label} stands twice: give each once")
+    over = own.get("over", 1)
+    if type(over) is not int or over < 1:
+        raise UserError(f"{where}over is {over!r}: give a whole number, 1 or more")
+    return Contrast(str(title), tuple(named[: len(plus)]), tuple(named[len(plus) :]), over)
 
 
 def _settings(where: str, spec: dict[str, Any]) -> dict[str, dict[str, Any]]:

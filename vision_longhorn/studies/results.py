@@ -1,5 +1,6 @@
 """The JSON of a study: from its runs' folders and from earlier JSONs; tables and plots are made of it alone."""
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -97,9 +98,9 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
             last ran counts.
 
     Returns:
-        Dict with "study", "task", "asks", "baseline", "weights", "pair", "resolutions", "environment", "arms" (a dict
-        for each variant in each setting, with "key", "parameters", "config" and "speed"), "runs" (see `result_of`) and
-        "unfinished" (runs that failed, or have not had all epochs).
+        Dict with "study", "task", "asks", "baseline", "weights", "pair", "contrasts", "resolutions", "environment",
+        "arms" (a dict for each variant in each setting, with "key", "parameters", "config" and "speed"), "runs" (see
+        `result_of`) and "unfinished" (runs that failed, or have not had all epochs).
     """
     runs, unfinished = [], []
     for run in study.runs():
@@ -131,6 +132,7 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
         "baseline": study.baseline,
         "weights": study.weights,
         "pair": list(study.pair),
+        "contrasts": [dataclasses.asdict(contrast) for contrast in study.contrasts],
         "resolutions": list(study.resolutions),
         "environment": environment or known.environments.get(study.name),
         "arms": [_describe(arm, known) for arm in study.arms],

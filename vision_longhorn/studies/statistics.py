@@ -40,18 +40,24 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
     return Interval(value, float(bounds.low), float(bounds.high))
 
 
-def mean_difference(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
-    """The mean over several settings of what `difference` finds in each, from pairs (`one`, `other`), with the interval
-    of Welch and Satterthwaite: all runs count as independent, and each group has a variance of its own."""
-    value = float(np.mean([difference(*pair).value for pair in pairs]))
-    groups = [values for pair in pairs for values in pair]
+def paired(one: Sequence[float], other: Sequence[float]) -> Interval:
+    """The mean of what `one` is more than `other`, value by value, with Student's interval: for runs that share their
+    seeds, and with these the order of the images."""
+    return mean_interval([first - second for first, second in zip(one, other, strict=True)])
+
+
+def combination(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> Interval:
+    """The sum of the groups' means, each times its weight, with the interval of Welch and Satterthwaite: all runs count
+    as independent, and each group, which stands here once, has a variance of its own. With two groups and the weights
+    1 and -1 it is `difference`."""
+    value = float(np.dot(weights, [np.mean(values) for values in groups]))
     if min(map(len, groups)) < 2:
         return Interval(value, None, None)
-    shares = np.array([stats.sem(values) ** 2 for values in groups])
+    shares = np.array([(weight * stats.sem(values)) ** 2 for values, weight in zip(groups, weights)])
     weighed = float(np.sum(shares**2 / [len(values) - 1 for values in groups]))
     if not weighed:
         return Interval(value, None, None)
-    half = stats.t.ppf((1 + LEVEL) / 2, shares.sum() ** 2 / weighed) * np.sqrt(shares.sum()) / len(pairs)
+    half = stats.t.ppf((1 + LEVEL) / 2, shares.sum() ** 2 / weighed) * np.sqrt(shares.sum())
     return Interval(value, value - float(half), value + float(half))
 
 

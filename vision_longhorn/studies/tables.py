@@ -10,10 +10,11 @@ import numpy as np
 from vision_longhorn.curves import new_figure, save_png
 from vision_longhorn.studies.statistics import (
     Interval,
+    combination,
     difference,
-    mean_difference,
     mean_interval,
     over_images,
+    paired,
     read_bits,
 )
 
@@ -52,6 +53,11 @@ class Reading:
         finals = [run["final"] for run in self.runs[arm["key"]]]
         return [final.get(kind, final["raw"]) for final in finals]
 
+    def curve(self, run: Record) -> dict[int, float]:
+        """A run's top-1 in per cent, of the weights that count, by epoch, where it was evaluated."""
+        values = run["curve"][self.weights if self.weights in run["curve"] else "raw"]
+        return {epoch: value for epoch, value in zip(run["curve"]["epoch"], values) if value is not None}
+
     def arm(self, setting: str, variant: str) -> Record:
         return next(arm for arm in self.arms if (arm["setting"], arm["variant"]) == (setting, variant))
 
@@ -84,7 +90,7 @@ def markdown(content: Record) -> str:
     parts = [_main_table(reading)]
     if content["resolutions"]:
         parts.append(_resolutions(reading))
-    parts.append("\n".join(f"- {line}" for line in [*_pairs(reading), *remarks(reading)]))
+    parts.append("\n".join(f"- {line}" for line in [*_pairs(reading), *_contrasts(reading), *remarks(reading)]))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -126,31 +132,76 @@ def _resolutions(reading: Reading) -> str:
 
 
 def _pairs(reading: Reading) -> list[str]:
-    """The main pair's difference in each setting, over seeds and over images, and its mean over settings that have the
-    same data and as many epochs."""
+    """The main pair in each setting, and its mean difference over settings that have the same data and as many
+    epochs."""
     lines, pair = [], reading.content["pair"]
-    found: list[tuple[list[float], list[float]]] = []
+    found: list[list[float]] = []
     kinds: set[tuple[str, int]] = set()
     for setting in reading.settings if pair else ():
-        one, other = (reading.arm(setting, name) for name in pair)
-        values = reading.accuracies(one), reading.accuracies(other)
-        if not all(values):
+        arms = [reading.arm(setting, name) for name in pair]
+        values = [reading.accuracies(arm) for arm in arms]
+        if all(values):
+            found += values
+            kinds |= {(arm["data"], arm["config"]["epochs"]) for arm in arms}
+            lines += [f"{setting}: {line}" if setting else line for line in _pair(reading, *arms)]
+    count = len(found) // 2
+    if count > 1 and len(kinds) == 1:  # over other data, or other numbers of epochs, a mean says nothing
+        mean = combination(found, [1 / count, -1 / count] * count)
+        lines.append(f"mean over {count} settings: {pair[0]} - {pair[1]} {_signed(mean)}")
+    return lines
+
+
+def _pair(reading: Reading, *arms: Record) -> list[str]:
+    """How far the first of two arms is ahead: over the seeds, in pairs of those that both have, on the way, and over
+    the images."""
+    one, other = [
+        {run["seed"]: accuracy for run, accuracy in zip(reading.runs[arm["key"]], reading.accuracies(arm))}
+        for arm in arms
+    ]
+    lead = difference([*one.values()], [*other.values()])
+    lines = [f"{arms[0]['variant']} - {arms[1]['variant']} {_signed(lead)} over {_count(len(one), len(other))}"]
+    if len(shared := [seed for seed in one if seed in other]) > 1:
+        by_seed = paired([one[seed] for seed in shared], [other[seed] for seed in shared])
+        lines[0] += f"; in pairs by seed {_signed(by_seed)}"
+    if earlier := _on_the_way(reading, *arms):
+        lines.append(f"on the way {earlier}")
+    sizes = {size for arm in arms for run in reading.runs[arm["key"]] for size in run["hits"]}
+    for size in sorted(sizes, key=int):
+        bits = [reading.bits(arm, size) for arm in arms]
+        if all(bits) and reading.are_same_images(arms, size):
+            means = [[100 * float(found.mean()) for found in some] for some in bits]
+            lines.append(
+                f"at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "
+                f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap; of these networks)"
+            )
+    return lines
+
+
+def _on_the_way(reading: Reading, one: Record, other: Record) -> str:
+    """How far one arm was ahead of the other after a quarter, half and three quarters of the epochs, or after the last
+    ones before where all runs were evaluated: who learns sooner need not end higher."""
+    epochs = one["config"]["epochs"]
+    if other["config"]["epochs"] != epochs:
+        return ""
+    known = [[reading.curve(run) for run in reading.runs[arm["key"]]] for arm in (one, other)]
+    common = set.intersection(*(set(curve) for curves in known for curve in curves))
+    marks = {max((epoch for epoch in common if epoch <= share * epochs), default=0) for share in (0.25, 0.5, 0.75)}
+    leads = {mark: difference(*([curve[mark] for curve in curves] for curves in known)) for mark in marks - {0}}
+    return ", ".join(f"{_signed(leads[mark])} after epoch {mark}" for mark in sorted(leads))
+
+
+def _contrasts(reading: Reading) -> list[str]:
+    """What the study compares besides; nothing of a contrast of which an arm has no run yet."""
+    arms = {"-".join(filter(None, (arm["setting"], arm["variant"]))): arm for arm in reading.arms}
+    lines = []
+    for contrast in reading.content.get("contrasts", ()):  # JSONs of before have none
+        groups = [reading.accuracies(arms[label]) for label in (*contrast["plus"], *contrast["minus"])]
+        if not all(groups):
             continue
-        found.append(values)
-        kinds |= {(arm["data"], arm["config"]["epochs"]) for arm in (one, other)}
-        where = f"{setting}: " if setting else ""
-        lines.append(f"{where}{pair[0]} - {pair[1]} {_signed(difference(*values))} over {_count(*map(len, values))}")
-        sizes = {size for arm in (one, other) for run in reading.runs[arm["key"]] for size in run["hits"]}
-        for size in sorted(sizes, key=int):
-            bits = [reading.bits(arm, size) for arm in (one, other)]
-            if all(bits) and reading.are_same_images((one, other), size):
-                means = [[100 * float(found.mean()) for found in some] for some in bits]
-                lines.append(
-                    f"{where}at {size} px {_signed(difference(*means))} over {_count(*map(len, bits))}, "
-                    f"{_signed(over_images(*bits))} over the {len(bits[0][0]):,} images (bootstrap)"
-                )
-    if len(found) > 1 and len(kinds) == 1:  # over other data, or other numbers of epochs, a mean says nothing
-        lines.append(f"mean over {len(found)} settings: {pair[0]} - {pair[1]} {_signed(mean_difference(found))}")
+        weights = [1 / contrast["over"]] * len(contrast["plus"]) + [-1 / contrast["over"]] * len(contrast["minus"])
+        few, many = min(map(len, groups)), max(map(len, groups))
+        count = _count(few, few) if few == many else f"{few} to {many} seeds each"
+        lines.append(f"{contrast['name']}: {_signed(combination(groups, weights))} over {count}")
     return lines
 
 
