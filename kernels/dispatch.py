@@ -4,6 +4,7 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
+from torch.autograd import forward_ad
 
 from .contract import BACKENDS, check_option
 from .rules.base import HAS_TRITON
@@ -33,6 +34,16 @@ def choose_backend(backend: str, device: torch.device) -> str:
                 "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU"
             )
     return backend
+
+
+def refuse_forward_mode() -> None:
+    """Raises NotImplementedError within forward-mode differentiation, whose tangents would be lost without a word: an
+    operator sees the values alone."""
+    if getattr(forward_ad, "_current_level", -1) >= 0:
+        raise NotImplementedError(
+            "the scans have no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
+            "backward(), torch.autograd.grad or torch.autograd.functional, and call models without tangents outside"
+        )
 
 
 def load_backend(name: str, part: str) -> ModuleType:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 from .contract import Scan, ceil_div, check
-from .dispatch import choose_backend, load_backend
+from .dispatch import choose_backend, load_backend, refuse_forward_mode
 from .rules import get_rule
 
 
@@ -257,6 +257,7 @@ def mix(
     """`forward` as an operator; its tensors and options are the fields of `Mix`. The first output is y, (B, L, D) in
     the dtype of xz; the others are for the backward pass, and no gradient flows through them. (Programs that were
     exported before there was `reversed` call it without: new options come last, and have a default.)"""
+    refuse_forward_mode()
     values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
     with torch.autocast(xz.device.type, enabled=False):  # xz has the dtype that is meant
         return forward(values, save_states, choose_backend(backend, xz.device))

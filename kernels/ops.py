@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .contract import Pair, Scan, check
-from .dispatch import choose_backend, load_backend
+from .dispatch import choose_backend, load_backend, refuse_forward_mode
 
 
 def implementation(scan: Scan, backend: str) -> ModuleType:
@@ -95,6 +95,7 @@ def scan(
     Returns y, the final state (empty unless `return_final_state`), and what the backward pass wants kept: the states
     at the starts of the chunks if `save_states`, else an empty tensor, and the backward pass finds them again.
     """
+    refuse_forward_mode()
     inputs = Scan(x, step, k, q, A, z, D, bias, initial_state, rule, direction, combine, softplus, A_per_token, regime)
     check(inputs)
     with torch.autocast(x.device.type, enabled=False):  # sums are in float32, whatever surrounds the operator

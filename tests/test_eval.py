@@ -420,6 +420,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
         (["--checkpoint", "{run}/best.pt", "--num-classes", "7"], ["another model", "head"]),
         (["--checkpoint", "{run}/config.yaml"], ["config.yaml", "no checkpoint"]),
         (["--checkpoint", "nowhere.pt"], ["nowhere.pt"]),
+        (["nowhere/run"], ["nowhere/run", "there is no folder nowhere"]),
         (["--checkpoint", "{run}", "--data", "nowhere"], ["nowhere"]),
         (["--checkpoint", "{run}", "--split", "test"], ["test", "val"]),
         (["--checkpoint", "{run}", "--samples", "38"], ["37", "38"]),

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import timm
 import torch
 from scan_cases import RULES, call, make_inputs
 from torch import nn
+from torch.autograd import forward_ad
 
 import vision_longhorn
 from vision_longhorn import kernels
@@ -159,6 +161,45 @@ def test_second_derivatives_are_refused_rather_than_wrong():
     (gradient,) = torch.autograd.grad(call("diagonal", inputs).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="scan_backward"):
         gradient.square().sum().backward()
+
+
+def test_forward_mode_is_refused_rather_than_wrong():
+    inputs = make_inputs("diagonal", 1, 5, 3, 4)
+    v = torch.ones_like(inputs["x"])
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: call("diagonal", {**inputs, "x": x}), (inputs["x"],), (v,))
+    mixer = BidirectionalMixer(8, d_state=4).requires_grad_(False)
+    h = torch.randn(1, 6, 8)
+    with torch.no_grad(), forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        mixer(forward_ad.make_dual(h, torch.ones_like(h)))
+    assert mixer(h).isfinite().all()
+
+
+def test_what_one_call_is_made_under_is_not_left_to_the_next():
+    inputs = make_inputs("diagonal", 1, 40, 30, 4)
+    expected = call("diagonal", inputs)
+    results = []
+
+    def calls():  # in a thread without memory of other calls
+        with torch.inference_mode():
+            results.append(call("diagonal", inputs).clone())
+        x = inputs["x"].clone().requires_grad_()
+        call("diagonal", {**inputs, "x": x}).sum().backward()
+        results.append(call("diagonal", inputs))
+
+    def calls_in_other_types():
+        torch.set_default_dtype(torch.float64)
+        try:
+            results.append(call("diagonal", inputs))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        results.append(call("diagonal", inputs))
+
+    for task in (calls, calls_in_other_types):
+        thread = threading.Thread(target=task)
+        thread.start()
+        thread.join()
+    assert len(results) == 4 and all(torch.equal(found, expected) for found in results)
 
 
 def compiled_once(function, backend):

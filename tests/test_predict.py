@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -106,6 +107,14 @@ def test_results_are_the_models_in_the_order_given(run, images, tmp_path):
             for told in one["predictions"]
         )
     assert len({round(one["predictions"][0]["probability"], 3) for one in found}) > 3  # each has its own
+
+
+def test_images_of_other_kinds_are_left_out_by_name(run, images, tmp_path, capsys):
+    shutil.copytree(images, tmp_path / "mixed")
+    Image.open(images / "1.png").save(tmp_path / "mixed" / "1.bmp")
+    assert predict.main([str(run), str(tmp_path / "mixed"), "--top-k", "1"]) == 7
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"1 ({tmp_path / 'mixed' / '1.bmp'})" in said and "left out" in said
 
 
 def test_text_csv_and_json_say_the_same(run, images, tmp_path, capsys):

@@ -273,6 +273,10 @@ def test_a_json_alone_stands_for_runs_whose_folders_are_gone(whole, tmp_path):
     changed["studies"]["pairs"]["overrides"]["lr"] = 5e-4
     (tmp_path / "studies.yaml").write_text(yaml.safe_dump(changed))
     assert "0 of   4 runs done" in finish(tmp_path, "pairs", "--list")
+    # Nor does their table take the only copy of the others away.
+    finish(tmp_path, "pairs", "--report")
+    assert json.loads((tmp_path / "studies/pairs.json").read_text())["runs"] == []
+    assert (tmp_path / "studies/pairs-before-1.json").read_text() == before[0]
 
 
 def test_a_run_whose_files_are_lost_takes_no_other_with_it(whole, tmp_path):
@@ -773,7 +777,8 @@ def content(runs, **others):
     for name, accuracy in runs:
         records.append(
             dict(key=name, seed=seeds[name], final={"ema": accuracy, "raw": accuracy - 1}, seconds=10.0, side_by_side=1,
-                 skipped_updates=0, hits={}, curve={"epoch": [1, 2], "train_loss": [2, 1], "raw": [1, 2], "ema": [1, accuracy]})
+                 skipped_updates=0, hits={},
+                 curve={"epoch": [1, 2], "train_loss": [2, 1], "raw": [1, 2], "ema": [1, accuracy]})
         )  # fmt: skip
         seeds[name] += 1
     return dict(study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=records,

@@ -5,6 +5,7 @@ python -m vision_longhorn.curves runs/A runs/B --out curves.png
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.
     import numpy as np
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    # Of a run that was killed and went on it says that events are removed: those between checkpoint and kill, which
+    # were written again.
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     if Path(run).is_dir():
         events.Reload()

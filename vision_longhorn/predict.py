@@ -184,6 +184,8 @@ def find_images(places: Sequence[str]) -> list[str]:
     Raises:
         UserError: where there is nothing at a path, or no image in a folder.
     """
+    from PIL import Image
+
     from vision_longhorn.data.images import EXTENSIONS
 
     found: list[str] = []
@@ -191,16 +193,20 @@ def find_images(places: Sequence[str]) -> list[str]:
         if place == "-":
             found += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
         elif os.path.isdir(place):
-            inside = []
+            inside: list[str] = []
+            others: list[str] = []
             for folder, folders, files in os.walk(place):
                 folders.sort()
-                inside += [
-                    os.path.join(folder, file)
-                    for file in sorted(files)
-                    if file.lower().endswith(tuple(f".{end}" for end in EXTENSIONS))
-                ]
+                for file in sorted(files):
+                    if (end := os.path.splitext(file)[1].lower())[1:] in EXTENSIONS:
+                        inside.append(os.path.join(folder, file))
+                    elif end in Image.registered_extensions():
+                        others.append(os.path.join(folder, file))
             if not inside:
                 raise UserError(f"{place} holds no images ({', '.join(EXTENSIONS)})")
+            if others:
+                kinds = f"{len(others)} ({', '.join(others[:3])})"
+                print(f"left out, as not of {', '.join(EXTENSIONS)}: {kinds}", file=sys.stderr)
             found += inside
         elif os.path.exists(place):
             found.append(place)

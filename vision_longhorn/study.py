@@ -23,7 +23,7 @@ from vision_longhorn.files import write_text
 from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
 from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs
-from vision_longhorn.studies.results import SPEEDS, Known, build, collect, count_parameters, write_results
+from vision_longhorn.studies.results import SPEEDS, Known, build, collect, count_parameters, set_aside, write_results
 from vision_longhorn.studies.runner import START, Outcome, Runner, find_places
 from vision_longhorn.studies.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.training.config import Config
@@ -268,6 +268,8 @@ def report(study: Study, out: Path, known: Known, environment: dict[str, Any] | 
 
     path = out / f"{study.name}.json"
     content = collect(study, out, known, environment)
+    if aside := set_aside(path, content):
+        print(f"{path} has runs of other settings or seeds: it is {aside} now, for --merge", file=sys.stderr)
     write_results(path, content)
     write_text(path.with_suffix(".md"), markdown(content))
     plot(content, path.with_suffix(".png"))

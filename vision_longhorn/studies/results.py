@@ -184,6 +184,23 @@ def count_parameters(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+def set_aside(path: Path, content: Record) -> Path | None:
+    """Moves a study's JSON that has runs which the new content lacks to a file beside it: their folders may be gone.
+
+    Returns:
+        That file, None where nothing would be lost.
+    """
+    earlier = (read_json(path) or {}).get("runs", [])
+    stay = {(run["key"], run["seed"]) for run in content["runs"]}
+    if all((run["key"], run["seed"]) in stay for run in earlier):
+        return None
+    aside = next(
+        file for n in range(1, 1 << 30) if not (file := path.with_name(f"{path.stem}-before-{n}.json")).exists()
+    )
+    path.rename(aside)
+    return aside
+
+
 def write_results(path: Path, content: Record) -> None:
     """Writes a JSON in which each item of a long list has a line of its own."""
 

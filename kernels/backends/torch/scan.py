@@ -145,7 +145,10 @@ def _workspace(d: _Inputs, b: slice, spans: list[slice], fields: int) -> Tensor:
     if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or size > 4 * BLOCK_ELEMENTS:
         return d.x.new_empty(shape)
     if getattr(_kept, "room", None) is None or _kept.room.numel() < size:
-        _kept.room = torch.empty(size)
+        # It outlives the call, so nothing that is set for this one may decide what it is: neither a default dtype or
+        # device, nor inference mode, whose tensors cannot be written outside.
+        with torch.inference_mode(False):
+            _kept.room = torch.empty(size, dtype=torch.float32, device="cpu")
     return _kept.room[:size].view(shape)
 
 
