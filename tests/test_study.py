@@ -654,6 +654,11 @@ def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatc
             for more in ["--dry-run"], ["--device", "cpu"]:
                 words = ["pairs", "--file", "mine.yaml", "--data", "photos", *more]
                 fails_with_one_line(study.main, words, capsys, *found)
+    content = changed(*PLACE, data="digits")
+    content["data"]["digits"] = {"train_samples": 1500, "val_samples": 360, "num_classes": 10}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
+    words = ["pairs", "--file", "mine.yaml", "--dry-run"]
+    fails_with_one_line(study.main, words, capsys, "data digits: train_samples=1500, but", "train_samples: 1437")
 
 
 def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():

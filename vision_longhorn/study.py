@@ -130,10 +130,21 @@ def find_data(words: list[str], studies: list[Study], needed: set[str]) -> dict[
 def check_data(runs: list[Run], places: dict[str, str]) -> None:
     """Raises UserError where data whose place is known are not what the studies say: before the first run starts, not
     in each of them."""
-    from vision_longhorn.data import DataError, open_shards
+    from vision_longhorn.data import DataError, open_shards, sources
 
     for name, cfg in {run.arm.data: run.arm.config for run in runs}.items():
-        if name == DIGITS or name not in places or not isinstance(cfg, Config):
+        if name not in places or not isinstance(cfg, Config):
+            continue
+        if places[name] == DIGITS:
+            splits, classes = sources.digits()
+            facts = {
+                "train_samples": len(splits["train"]),
+                "val_samples": len(splits["val"]),
+                "num_classes": len(classes),
+            }
+            if wrong := [f"{key}={getattr(cfg, key)}" for key, value in facts.items() if getattr(cfg, key) != value]:
+                right = ", ".join(f"{key}: {value}" for key, value in facts.items())
+                raise UserError(f"data {name}: {', '.join(wrong)}, but those that are built in have {right}")
             continue
         try:
             train = open_shards(places[name], cfg.train_split, cfg.train_samples, samples_option="train_samples")

@@ -30,12 +30,14 @@ class RunLock:
         note: Why the folder could not be locked, on a file system that knows no locks; else None.
 
     Raises:
-        UserError: Where another process holds it.
+        UserError: Where another process holds it, or it is a file.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.note: str | None = None
         path = Path(folder, NAME)
+        if path.parent.is_file():
+            raise UserError(f"{folder} is a file: name a folder for the run")
         self._file = open(path, "a+", encoding="utf-8")
         try:
             if sys.platform == "win32":

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.curves import plot_runs
-from vision_longhorn.data import device_batches
+from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
 from vision_longhorn.errors import UserError
@@ -210,9 +210,15 @@ class Trainer:
         done = self.state.epoch + 1
         if done % self.cfg.eval_interval and done != self.cfg.epochs:
             return {}
-        return evaluate(
-            self.evaluated, self.loaders.val, self.accelerator, self.data.val.num_samples, self.cfg.batch_size
-        )
+        try:
+            return evaluate(
+                self.evaluated, self.loaders.val, self.accelerator, self.data.val.num_samples, self.cfg.batch_size
+            )
+        except DataError as error:
+            raise DataError(
+                f"{error} (an evaluation leaves nothing out: mend or remove that one; --resume {self.folder.path} goes "
+                "on from the last checkpoint)"
+            ) from None
 
     def save(self, is_best: bool = False) -> None:
         """Saves a checkpoint, with all that a resumed run needs."""
