@@ -9,6 +9,7 @@ Papers:
 import math
 from collections.abc import Sequence
 from functools import partial
+from numbers import Integral
 from typing import Any, Final, Optional, cast
 
 import torch
@@ -201,6 +202,7 @@ class VisionLonghorn(nn.Module):
         dd = {"device": device, "dtype": dtype}
         check_option("class_token", class_token, CLASS_TOKENS)
         check_option("scan_order", scan_order, SCAN_ORDERS)
+        _check_whole(embed_dim=embed_dim, depth=depth)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
@@ -589,8 +591,15 @@ _SIZES = {
 _CROSS = dict(rule="exact", scan_order="rows_columns", class_token="none", global_pool="avg")
 
 
+def _check_whole(**sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, Integral):
+            raise ValueError(f"{name}={size!r}: give a whole number")
+
+
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     kwargs = {**_SIZES[variant.split("_")[1]], **kwargs}
+    _check_whole(depth=kwargs["depth"])
     out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
     model = build_model_with_cfg(
         VisionLonghorn,
