@@ -444,7 +444,10 @@ def test_what_a_run_takes_alone_is_its_share_of_the_time_beside_others():
         known.runs[run.identity] = dict(
             wall_seconds=seconds, epochs=arm.config.epochs, side_by_side=4, environment={"device": "a GPU"}
         )
-    assert Costs(runs, Path("nowhere"), known, "a GPU").seconds(runs[2]) == 20
+    costs = Costs(runs, Path("nowhere"), known, "a GPU")
+    assert costs.seconds(runs[2]) == 20
+    longer = of(changed(*PLACE, overrides={**PAIRS["overrides"], "epochs": 6}))["pairs"].arms[0]
+    assert longer.key != arm.key and costs.seconds(Run(longer, 0)) == 60
 
 
 def keys():

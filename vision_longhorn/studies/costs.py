@@ -62,21 +62,23 @@ class Costs:
         if machine == self.hardware:
             # Side by side each takes as many times as long. The slowest had the most beside it, all the time.
             seconds = record["wall_seconds"] / record["epochs"] / record["side_by_side"]
-            self.measured[_kind(run)] = max(seconds, self.measured.get(_kind(run), 0))
+            for kind in _kind(run), _like(run):
+                self.measured[kind] = max(seconds, self.measured.get(kind, 0))
 
     def seconds(self, run: Run) -> float | None:
         """Seconds that the rest of a run takes alone on its device once it has started; None: nothing is known.
 
         One that leaves much of the device idle takes longer: what was measured side by side says little of that.
         """
-        cfg, measured = run.arm.config, self.measured.get(_kind(run))
+        cfg = run.arm.config
         left = 1 - len(history_of(folder_of(self.out, run))) / cfg.epochs
-        if measured:
+        if measured := self.measured.get(_kind(run)):
             return left * cfg.epochs * measured
         speeds = {_machine(name): speed for name, speed in self.known.speeds.get(run.arm.speed_key, {}).items()}
         rate = speeds.get(self.hardware, {}).get("images_per_s")
         if not rate:
-            return None
+            measured = self.measured.get(_like(run))
+            return left * cfg.epochs * measured if measured else None
         # An evaluation is a forward pass, a third of an update, of raw and averaged weights.
         looks = cfg.epochs / cfg.eval_interval * (2 if cfg.ema_decay else 1) / 3
         return left * (run.arm.images_per_epoch * cfg.epochs + looks * (cfg.val_samples or 0)) / rate
@@ -90,4 +92,9 @@ def _machine(name: str) -> str:
 def _kind(run: Run) -> str:
     """What runs have in common whose epochs take about as long. Those of recall have no loader, whose work an update's
     speed says nothing of, and often differ in their learning rate alone."""
-    return run.arm.key if run.arm.of_images else f"{run.arm.speed_key} {run.arm.config.train_samples}"
+    return run.arm.key if run.arm.of_images else _like(run)
+
+
+def _like(run: Run) -> str:
+    """What runs of one model have in common over as many samples: they may differ in their number of epochs, say."""
+    return f"{run.arm.speed_key} {run.arm.config.train_samples}"
