@@ -442,3 +442,8 @@ def test_mistakes_end_with_one_line(run, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arguments = [word.format(run=run) for word in arguments]
     fails_with_one_line(eval_script.main, ["--workers", "0", *arguments], capsys, *words)
+
+
+def test_a_run_that_was_never_evaluated_names_its_newest_weights(run, tmp_path, capsys):
+    shutil.copy(run / "last.pt", tmp_path / "last.pt")
+    fails_with_one_line(eval_script.main, [str(tmp_path)], capsys, "not been evaluated", str(tmp_path / "last.pt"))
