@@ -1,0 +1,207 @@
+"""Figures of studies and the tables and plots made of them, down to those in the documents."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+from matplotlib.axes import Axes
+from scipy import stats
+from test_train import REPOSITORY
+
+from vision_longhorn.studies.results import Known
+from vision_longhorn.studies.statistics import combination, difference, mean_interval, over_images
+from vision_longhorn.studies.tables import markdown, plot
+
+COMMITTED = sorted((REPOSITORY / "benchmarks" / "results" / "study").glob("*.json"))
+
+
+def test_the_intervals_are_students_and_welchs():
+    one, other = [44.3, 43.7, 44.9], [42.6, 41.9]
+    found = mean_interval(one)
+    assert found.value == pytest.approx(44.3)
+    assert found.high - found.value == pytest.approx(4.302653 * 0.6 / math.sqrt(3), rel=1e-6)
+    # By hand: variances 0.36 and 0.245, their shares 0.12 and 0.1225, degrees of freedom by Welch and Satterthwaite.
+    error = math.sqrt(0.12 + 0.1225)
+    freedom = (0.12 + 0.1225) ** 2 / (0.12**2 / 2 + 0.1225**2 / 1)
+    half = stats.t.ppf(0.975, freedom) * error
+    found = difference(one, other)
+    assert found == pytest.approx((2.05, 2.05 - half, 2.05 + half))
+    assert freedom == pytest.approx(2.648, abs=0.001) and half == pytest.approx(1.69, abs=0.01)
+    assert mean_interval([1.0])[1:] == difference([1.0], one)[1:] == (None, None)
+
+
+def test_the_mean_over_settings_has_an_interval_of_its_own():
+    one, other = [44.3, 43.7, 44.9], [42.6, 41.9]
+    assert combination((one, other), (1, -1)) == pytest.approx(difference(one, other))
+    # The same twice: half the variance, twice the degrees of freedom.
+    error = math.sqrt((0.12 + 0.1225) / 2)
+    freedom = 2 * (0.12 + 0.1225) ** 2 / (0.12**2 / 2 + 0.1225**2 / 1)
+    half = stats.t.ppf(0.975, freedom) * error
+    higher = [value + 10 for value in one], [value + 9 for value in other]  # another setting, one point more between
+    found = combination((one, other, *higher), (0.5, -0.5, 0.5, -0.5))
+    assert found == pytest.approx((2.55, 2.55 - half, 2.55 + half))
+    # How much more is between in one than in the other: twice the width.
+    found = combination((one, other, *higher), (-1, 1, 1, -1))
+    assert found == pytest.approx((1, 1 - 2 * half, 1 + 2 * half))
+    assert combination((one, other, [45.0], other), (0.5, -0.5, 0.5, -0.5))[1:] == (None, None)
+    assert combination(([1.0, 1.0], [2.0, 2.0]), (1, -1)) == (-1, None, None)
+
+
+def test_the_bootstrap_over_images_pairs_them():
+    rng = np.random.default_rng(1)
+    other = (rng.random(2000) < 0.5).astype(np.uint8)
+    one = other.copy()
+    one[np.flatnonzero(other == 0)[:40]] = 1  # right wherever the other is, and on 40 more
+    found = over_images([one], [other])
+    half = 1.96 * 100 * math.sqrt(0.02 * 0.98 / 2000)  # of a share of 2 %; unpaired it would be 3.1
+    assert found.value == pytest.approx(2) and found.high - found.low == pytest.approx(2 * half, rel=0.1)
+    assert over_images([one], [other]) == found
+    assert over_images([one, other], [other, other]).value == pytest.approx(1)
+
+
+def content(runs, **others):
+    """A study's JSON with these runs: pairs of (variant, accuracy)."""
+    arms = [
+        dict(setting="", variant=name, key=name, seeds=[0, 1, 2], parameters=1000, images_per_epoch=100, speed={},
+             data="made", config={"epochs": 2})
+        for name in ("longhorn", "vim")
+    ]  # fmt: skip
+    seeds = {"longhorn": 0, "vim": 0}
+    records = []
+    for name, accuracy in runs:
+        records.append(
+            dict(key=name, seed=seeds[name], final={"ema": accuracy, "raw": accuracy - 1}, seconds=10.0, side_by_side=1,
+                 skipped_updates=0, hits={},
+                 curve={"epoch": [1, 2], "train_loss": [2, 1], "raw": [1, 2], "ema": [1, accuracy]})
+        )  # fmt: skip
+        seeds[name] += 1
+    return dict(study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=records,
+                unfinished=[], **others)  # fmt: skip
+
+
+def rows(table):
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    return {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
+
+
+def test_rows_come_from_the_json_and_one_seed_has_no_interval():
+    table = rows(markdown(content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0)])))
+    assert table["longhorn"] == ["1,000", "2", "45.00 ± 12.71", "44.00 ± 12.71", "+2.00", "–", "–"]
+    assert table["vim"] == ["1,000", "1", "43.00", "42.00", "–", "–", "–"]
+    table = rows(markdown(content([])))
+    assert table["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
+
+
+def test_raw_weights_are_compared_where_a_study_says_so():
+    made = content([("longhorn", 44.0), ("vim", 43.0)], weights="raw")
+    for run, raw in zip(made["runs"], (30.0, 20.0)):
+        run["final"]["raw"] = raw
+    assert "difference to vim (raw)" in markdown(made)
+    assert rows(markdown(made))["longhorn"][2:5] == ["44.00", "30.00", "+10.00"]
+
+
+def test_a_pair_that_runs_in_several_settings_has_a_mean_over_them():
+    made = content([("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0)])
+    assert "settings" not in markdown(made)
+    made["arms"] += [{**arm, "setting": "long", "key": f"{arm['key']} long"} for arm in made["arms"]]
+    made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"]]
+    assert "- mean over 2 settings: longhorn - vim +1.25 [" in markdown(made)
+    for arm in made["arms"][2:]:
+        arm["config"] = {"epochs": 60}
+    assert "long: longhorn - vim" in markdown(made) and "settings" not in markdown(made)
+
+
+def test_a_pair_is_compared_on_the_way_where_all_its_runs_were_evaluated():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0)])
+    assert "- on the way +0.00 after epoch 1\n" in markdown(made)  # of 2: a quarter is none of them, the others are 1
+    for number, run in enumerate(made["runs"]):
+        run["curve"] = {"epoch": list(range(1, 9)), "train_loss": [1] * 8, "raw": [9] * 8, "ema": list(range(8))}
+        run["curve"]["ema"][0] = run["curve"]["ema"][3] = None
+        run["curve"]["ema"][5] = 50 - number
+    for arm in made["arms"]:
+        arm["config"] = {"epochs": 8}
+    found = next(line for line in markdown(made).splitlines() if "way" in line)
+    assert re.fullmatch(r"- on the way \+0.00 after epoch 2, \+0.00 after epoch 3, \+2.00 \[.*\] after epoch 6", found)
+
+
+def test_a_pair_is_compared_by_the_seeds_that_both_have():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("longhorn", 47.0), ("vim", 43.0), ("vim", 44.0)])
+    assert "over 3 and 2 seeds; in pairs by seed +1.50 [-4.85, +7.85]\n" in markdown(made)  # 1.5 ± 12.706 x 0.5
+    made["runs"][-1]["seed"] = 9
+    assert "over 3 and 2 seeds\n" in markdown(made)
+
+
+def test_contrasts_stand_below_the_table_once_each_of_their_arms_has_run():
+    lead = {"plus": ["longhorn", "long-vim"], "minus": ["vim", "long-longhorn"]}
+    made = content(
+        [("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0)],
+        contrasts=[{"name": "the lead after more epochs", **lead, "over": 1}],
+    )
+    made["arms"] += [{**arm, "setting": "long", "key": f"{arm['key']} long"} for arm in made["arms"]]
+    assert "after more" not in markdown(made)
+    made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"][:3]]
+    assert "- the lead after more epochs: +2.50 over 1 to 2 seeds each\n" in markdown(made)
+    made["runs"].append({**made["runs"][-1], "key": "vim long", "seed": 1})
+    assert "- the lead after more epochs: +2.50 [" in markdown(made)
+
+
+def test_a_plot_has_one_kind_of_seconds(tmp_path, monkeypatch):
+    costs = []
+    monkeypatch.setattr(Axes, "errorbar", lambda self, cost, *_, **__: costs.append(cost))
+    made = content([("longhorn", 44.0), ("vim", 43.0)])
+    made["arms"][0]["speed"] = {"GPU": {"images_per_s": 100.0}}
+    plot(made, tmp_path / "plot.png")
+    assert costs == [10.0, 10.0]  # as the runs had it
+    made["arms"][1]["speed"] = {"GPU": {"images_per_s": 50.0}}
+    plot(made, tmp_path / "plot.png")
+    assert costs[2:] == [2.0, 4.0]  # alone: two epochs of 100 images
+
+
+def test_images_are_compared_with_the_same_images_alone():
+    made = content([("longhorn", 44.0), ("vim", 43.0)])
+    for run in made["runs"]:
+        run["hits"] = {"64": {"count": 16, "top1": 50.0, "bits": "//8=", "images": "abc"}}
+    assert "over the 16 images" in markdown(made)
+    made["runs"][0]["hits"]["64"]["images"] = "def"
+    assert "over the 16 images" not in markdown(made)
+
+
+def test_what_went_wrong_stands_below_the_table():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0)])
+    made["runs"][0]["skipped_updates"] = 3
+    made["unfinished"] = [dict(key="vim", seed=2, epochs=1, exit_code=1, last_line="error: no memory")]
+    text = markdown(made)
+    assert (
+        "longhorn seed 0: 3" in text and "vim seed 2 after 1 epochs: failed with exit code 1: error: no memory" in text
+    )
+    assert "longhorn - vim +2.50 [" in text and "4 of 6 runs" in text
+
+
+def faults_of(document, results):
+    """What of a document's tables, those between <!-- study: NAME --> and <!-- end -->, its JSON does not say."""
+    faults = []
+    for name, table in re.findall(r"<!-- study: (\S+) -->\n(.*?)<!-- end -->", document, flags=re.S):
+        path = results / f"{name}.json"
+        if not path.exists():
+            faults.append(f"{name}: there is no {path.name}")
+        elif table != markdown(json.loads(path.read_text())):
+            faults.append(f"{name}: not what `vision-longhorn study {name} --report --out {results}` prints")
+    return faults
+
+
+def test_the_documents_tables_are_those_of_the_committed_results():
+    faults = [
+        fault
+        for document in sorted(REPOSITORY.glob("docs/*.md"))
+        for fault in faults_of(document.read_text(encoding="utf-8"), REPOSITORY / "benchmarks/results/study")
+    ]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
+def test_committed_results_are_read_and_name_no_place(path):
+    assert markdown(json.loads(path.read_text()))
+    Known([path])
+    assert not re.search(r'"/(home|root|tmp|work)/', path.read_text())
