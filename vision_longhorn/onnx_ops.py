@@ -7,9 +7,10 @@ only what inference needs: what an operator returns for its backward pass stands
 
 import linecache
 import re
-from collections.abc import Sequence  # noqa: F401  (`_WALK` names it)
 from functools import cache
-from typing import Any
+
+# `_WALK` names it. Python 3.10 takes that of collections.abc, with its argument, for a class, and onnxscript fails.
+from typing import Any, Sequence  # noqa: F401, UP035
 
 import torch
 from onnxscript import FLOAT, graph, opset18, script  # noqa: F401  (`_WALK` names them)
