@@ -113,11 +113,11 @@ def settings(**others):
                            "batch_size": 16, "epochs": 3, "width": 8, "lr": 0.01, **others})  # fmt: skip
 
 
-def start(folder, cfg):
+def start(folder, cfg, device="cpu"):
     """A run as its process has it."""
     file = folder.parent / f"{folder.name}.yaml"
     file.write_text(yaml.safe_dump(cfg.values()))
-    recall.main(["--config", str(file), "--run-dir", str(folder), "--device", "cpu"])
+    recall.main(["--config", str(file), "--run-dir", str(folder), "--device", device])
 
 
 def results(folder):
@@ -171,6 +171,34 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch
     assert results(tmp_path / "run") == results(tmp_path / "whole")
     weights = [torch.load(tmp_path / name / "last.pt")["state_dict"] for name in ("run", "whole")]
     torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MIXERS)
+def test_graphs_and_a_compiled_loss_change_nothing_on_a_gpu(tmp_path, monkeypatch, name):
+    mixer = dict(MIXERS[name])
+    cfg = dict(mixer=mixer.pop("mixer"), model_kwargs=mixer, width=64, length=64, pairs=8, vocab_size=512, lr=0.003,
+               train_samples=2048, val_samples=200, batch_size=64)  # fmt: skip
+    start(tmp_path / "plain", settings(**cfg, cuda_graphs=False, compile=False), "cuda")
+    plain = results(tmp_path / "plain")
+    start(tmp_path / "captured", settings(**cfg, compile=False), "cuda")
+    assert results(tmp_path / "captured") == plain
+    start(tmp_path / "both", settings(**cfg), "cuda")
+    both = results(tmp_path / "both")
+    for key in "train_loss", "lr":
+        assert [entry[key] for entry in both] == pytest.approx([entry[key] for entry in plain], rel=2e-3)
+
+    def step(run, index):
+        real(run, index)
+        if run.updates == 50:  # within the second epoch
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    real = recall.RecallRun.train_step
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(recall.RecallRun, "train_step", step)
+        start(tmp_path / "stopped", settings(**cfg), "cuda")
+    start(tmp_path / "stopped", settings(**cfg), "cuda")
+    assert results(tmp_path / "stopped") == both
 
 
 def test_updates_that_are_not_finite_are_skipped_and_an_epoch_of_them_ends_the_run(tmp_path, monkeypatch):

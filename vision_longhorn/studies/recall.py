@@ -7,7 +7,6 @@ sequences. The same command goes on from the last checkpoint.
 """
 
 import contextlib
-import math
 import signal
 import sys
 import time
@@ -53,6 +52,11 @@ def build_model(cfg: RecallConfig) -> RecallModel:
         return RecallModel(cfg.vocab_size, cfg.length, cfg.width, cfg.depth, cfg.mixer, **cfg.model_kwargs)
 
 
+def mean_loss(scores: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy, () float32, of scores (B x K, vocab_size) for answers (B, K)."""
+    return F.cross_entropy(scores.float(), answers.long().flatten())
+
+
 class RecallRun:
     """A run, from its set-up to its end.
 
@@ -86,8 +90,13 @@ class RecallRun:
         self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # of this epoch's updates
         self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)  # of all
         self.skipped_before = 0
+        self.index = torch.zeros(cfg.batch_size, dtype=torch.int64, device=self.device)  # of this update's samples
+        self.grad_norm = torch.zeros((), device=self.device)
+        on_gpu = self.device.type == "cuda"
+        self.training_loss = torch.compile(mean_loss) if on_gpu and cfg.compile else mean_loss
         if resuming:
             self.resume(load_checkpoint(last))
+        self.graph = self.capture() if on_gpu and cfg.cuda_graphs else None
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
         """Goes on where the checkpoint stopped."""
@@ -126,7 +135,7 @@ class RecallRun:
         while self.updates < end:
             if signals.received:
                 self.stop(signals.received)
-            self.train_step(Sequences(*(part[batches[self.updates % self.updates_per_epoch]] for part in self.data)))
+            self.train_step(batches[self.updates % self.updates_per_epoch])
         loss_sum, skipped = self.loss_sum.item(), int(self.skipped)  # which waits for the device
         rate = (end - first) * cfg.batch_size / (time.perf_counter() - start)
         made = self.updates_per_epoch - (skipped - self.skipped_before)
@@ -141,23 +150,49 @@ class RecallRun:
         self.history.append({"epoch": epoch + 1, **facts, "val": self.evaluate()})
         self.report()
 
-    def train_step(self, batch: Sequences) -> None:
-        """One update."""
-        loss, _ = self.loss(batch)
-        loss.backward()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), math.inf)
-        step_if_finite(self.optimizer, grad_norm)
+    def train_step(self, index: torch.Tensor) -> None:
+        """One update, by the samples of these numbers, (batch_size,) int64."""
+        self.index.copy_(index)
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.passes()
+        step_if_finite(self.optimizer, self.grad_norm)
+        self.updates += 1
+
+    def passes(self) -> None:
+        """The gradients of the samples of `index`, their norm, and the sums of an epoch."""
         self.optimizer.zero_grad()
-        is_good = grad_norm.isfinite()
+        loss, _ = self.loss(Sequences(*(part[self.index] for part in self.data)))
+        loss.backward()
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        self.grad_norm = torch.nn.utils.get_total_norm(grads)
+        is_good = self.grad_norm.isfinite()
         self.loss_sum += torch.where(is_good, loss.detach(), 0)
         self.skipped += ~is_good
-        self.updates += 1
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """`passes` as one launch: these models are so small that the GPU would wait for the CPU."""
+        sums = self.loss_sum.clone(), self.skipped.clone()
+        self.model.train()
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # what is compiled or chosen at first sight is, and what is allocated once
+                self.passes()
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.passes()
+        self.loss_sum.copy_(sums[0])
+        self.skipped.copy_(sums[1])
+        return graph
 
     def loss(self, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         """The mean cross-entropy of a batch's answers, and their scores (answers, vocab_size)."""
         with self.accelerator.autocast():
             scores = self.model(batch.tokens, batch.places).flatten(0, 1)
-        return F.cross_entropy(scores.float(), batch.answers.long().flatten()), scores
+        return (self.training_loss if self.model.training else mean_loss)(scores, batch.answers), scores
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -45,6 +45,8 @@ class RecallConfig(Settings):
     precision: str = option(
         "auto", "auto is bf16 autocast on a GPU that has it, else fp32", ("auto", "bf16", "fp32")
     )  # fp32 there
+    compile: bool = option(True, "on a GPU, torch.compile the loss, whose scores are most of the memory's traffic")
+    cuda_graphs: bool = option(True, "on a GPU, launch an update's passes as one CUDA graph")
 
     # Fixed here, where a trainer's config has a choice
     track = None
