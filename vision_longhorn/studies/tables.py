@@ -179,7 +179,8 @@ def _pair(reading: Reading, *arms: Record) -> list[str]:
 
 def _on_the_way(reading: Reading, one: Record, other: Record) -> str:
     """How far one arm was ahead of the other after a quarter, half and three quarters of the epochs, or after the last
-    ones before where all runs were evaluated: who learns sooner need not end higher."""
+    ones before where all runs were evaluated, and in how many it had the lower training loss: who learns sooner need
+    not end higher."""
     epochs = one["config"]["epochs"]
     if other["config"]["epochs"] != epochs:
         return ""
@@ -187,7 +188,10 @@ def _on_the_way(reading: Reading, one: Record, other: Record) -> str:
     common = set.intersection(*(set(curve) for curves in known for curve in curves))
     marks = {max((epoch for epoch in common if epoch <= share * epochs), default=0) for share in (0.25, 0.5, 0.75)}
     leads = {mark: difference(*([curve[mark] for curve in curves] for curves in known)) for mark in marks - {0}}
-    return ", ".join(f"{_signed(leads[mark])} after epoch {mark}" for mark in sorted(leads))
+    marked = ", ".join(f"{_signed(leads[mark])} after epoch {mark}" for mark in sorted(leads))
+    losses = [[run["curve"]["train_loss"] for run in reading.runs[arm["key"]]] for arm in (one, other)]
+    lower = np.sum(np.mean(losses[0], axis=0) < np.mean(losses[1], axis=0))
+    return marked and f"{marked}; its mean training loss is the lower in {lower} of {epochs} epochs"
 
 
 def _contrasts(reading: Reading) -> list[str]:
