@@ -6,6 +6,7 @@ Papers:
   https://arxiv.org/abs/2401.09417
 """
 
+import inspect
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -30,7 +31,7 @@ from torch import Tensor, nn
 
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.grid_conv import GridConv
-from vision_longhorn.models.mixers import create_mixer
+from vision_longhorn.models.mixers import check_options, create_mixer
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
 from vision_longhorn.models.tokens import join_class, split_class, turn_patches
 from vision_longhorn.models.vim_weights import fit_features, rename_official, unwrap
@@ -203,6 +204,7 @@ class VisionLonghorn(nn.Module):
         check_option("class_token", class_token, CLASS_TOKENS)
         check_option("scan_order", scan_order, SCAN_ORDERS)
         _check_whole(embed_dim=embed_dim, depth=depth)
+        check_options(mixer, mixer_args, models_own=inspect.signature(VisionLonghorn).parameters)
         self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim

@@ -12,11 +12,12 @@ and, if it keeps a state that `vision_longhorn.maps` can show, `forgetting_and_w
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
 
+from vision_longhorn.errors import nearest
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers.attention import GatedAttention
 from vision_longhorn.models.mixers.state_space import BidirectionalMixer, mamba
@@ -28,11 +29,16 @@ MIXERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-def create_mixer(name: str, dim: int, index: int = 0, **options: Any) -> nn.Module:
-    """The mixer called `name`, of the block with this index.
+def check_options(name: str, options: Iterable[str], models_own: Iterable[str] = ()) -> None:
+    """Raises where the mixer called `name` does not take these options.
+
+    Args:
+        name: Of the mixer.
+        options: Names of arguments.
+        models_own: Those that the model itself takes, which one of them may have been meant for.
 
     Raises:
-        ValueError: there is none, or an option has a value that it does not know.
+        ValueError: there is no such mixer.
         TypeError: it has no such option.
     """
     check_option("mixer", name, tuple(MIXERS))
@@ -41,10 +47,22 @@ def create_mixer(name: str, dim: int, index: int = 0, **options: Any) -> nn.Modu
     if unknown is not None:
         given = ("dim", "residual_layers", "eps", "device", "dtype", "index")
         own = [option for option in taken if option not in given]
+        near = nearest(unknown, (*own, *models_own))
+        hint = f", the nearest known one is '{near[0]}'" if near else ""
         raise TypeError(
-            f"got an unexpected keyword argument '{unknown}'; beside the model's own, mixer={name!r} takes "
+            f"got an unexpected keyword argument '{unknown}'{hint}; beside the model's own, mixer={name!r} takes "
             f"{', '.join(own)}"
         )
-    if "index" in taken:
+
+
+def create_mixer(name: str, dim: int, index: int = 0, **options: Any) -> nn.Module:
+    """The mixer called `name`, of the block with this index.
+
+    Raises:
+        ValueError: there is none, or an option has a value that it does not know.
+        TypeError: it has no such option.
+    """
+    check_options(name, options)
+    if "index" in inspect.signature(MIXERS[name]).parameters:
         options["index"] = index
     return MIXERS[name](dim, **options)
