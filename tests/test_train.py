@@ -118,7 +118,7 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
         processes=2,
     )
     assert done.returncode == 0, done.stderr
-    assert "this is the demo" in done.stdout and "2 process(es)" in done.stdout
+    assert "handwritten digits" in done.stdout and "2 process(es)" in done.stdout
     assert done.stdout.count("count 360 of 360") == 2  # raw and averaged weights
     run = tmp_path / "run"
     promised = {"config.yaml", "env.json", "metrics.json", "summary.csv", "last.pt", "best.pt", "curves.png"}

@@ -82,7 +82,7 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
         )
     if cfg.data == DIGITS:
         accelerator.print(
-            "No data named by --data DIR: this is the demo, which learns scikit-learn's handwritten digits."
+            "The data are scikit-learn's handwritten digits, which are built in: --data DIR names others."
         )
     place = locate_data(cfg.data, accelerator)
     train = open_shards(
