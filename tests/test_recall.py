@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -354,5 +355,10 @@ def test_the_table_shows_the_best_rate_and_all_of_them():
         "| 256, 64 | longhorn | 128 | 1,000 | 40.00 (64) | 90.00 (64) |",
     ]
     assert "4 of 4 runs" in text
+    for arm in arms:
+        arm["config"]["enough"] = 89.0
+    text = markdown(dict(study="recall", task="recall", arms=arms, runs=[*runs, {**runs[3], "seed": 1},
+                         {**runs[3], "seed": 2, "epochs": 9, "final": {"raw": 60.0}}], unfinished=[]))  # fmt: skip
+    assert re.search(r"\| 40.00 \(64\) \| 80.00 ± [0-9.]+ \(2 of 3, 9 to 64\) \|", text)
     text = markdown(dict(study="recall", task="recall", arms=arms, runs=[], unfinished=[]))
     assert "| 256, 64 | longhorn | 0 | – | – |" in text

@@ -76,7 +76,7 @@ def recall_markdown(content: Record) -> str:
     lines = [
         "accuracy in per cent at the queries of sequences that were not trained on, after the last epoch: first that "
         f"of the rate, of {len(grid.rates)}, that is best on them (in brackets), then that of each (in brackets "
-        "its runs' epochs, the fewest and the most)",
+        "of several runs how many got above the accuracy that ends a run, and their epochs, the fewest and the most)",
         *remarks(grid.reading),
     ]
     return "\n\n".join([_best(grid), _all(grid), "\n".join(f"- {line}" for line in lines)]) + "\n"
@@ -100,7 +100,11 @@ def _all(grid: Grid) -> str:
             runs = grid.reading.runs[arms[lr]["key"]] if lr in arms else []
             epochs = sorted({run["epochs"] for run in runs})
             ends = " to ".join(map(str, dict.fromkeys((epochs[0], epochs[-1])))) if runs else ""
-            figures.append(f"{format_mean(grid.reading.accuracies(arms[lr]))} ({ends})" if runs else "–")
+            accuracies = grid.reading.accuracies(arms[lr]) if runs else []
+            if len(runs) > 1:
+                solved = sum(accuracy > arms[lr]["config"]["enough"] for accuracy in accuracies)
+                ends = f"{solved} of {len(runs)}, {ends}"
+            figures.append(f"{format_mean(accuracies)} ({ends})" if runs else "–")
         parameters = next(iter(arms.values()))["parameters"]
         rows.append([cell.task, cell.variant, str(cell.width), f"{parameters:,}", *figures])
     return format_table(rows)
