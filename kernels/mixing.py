@@ -132,6 +132,10 @@ def prepare(mix: Mix) -> Mix:
     )
 
 
+# A token forgets all long before, and an infinite A, which float32 has from 89 on, gets a gradient of zero times that.
+_MAX_LOG_RATE = 60.0
+
+
 def _wide(value: Tensor) -> torch.dtype:
     return torch.float64 if value.dtype == torch.float64 else torch.float32
 
@@ -140,7 +144,7 @@ def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tens
     """A, in float32 or float64: (S, D, N) from A_log alone, (S, B, L, N) with each token's part `a`."""
     if A_log is None or a is None:
         return None if A_log is None else -torch.exp(A_log.to(_wide(A_log)))
-    return -torch.exp(A_log.to(_wide(a))[:, None, None] + a)
+    return -torch.exp((A_log.to(_wide(a))[:, None, None] + a).clamp(max=_MAX_LOG_RATE))
 
 
 def token_facts(

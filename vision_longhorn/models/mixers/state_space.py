@@ -45,7 +45,8 @@ class BidirectionalMixer(nn.Module):
         rule: the update, one of `kernels.rules.NAMES`.
         wiring: "vim", "shared", "forward" or "alternate".
         beta: "vector" for a step size per channel, "scalar" for one per token.
-        A_per_token: a decay rate A = -exp(A_log + linear(x)) of each token in the place of one for all (Mamba only).
+        A_per_token: a decay rate A = -exp(A_log + linear(x)) of each token in the place of one for all (Mamba only);
+            the exponent is cut off at 60, where a token forgets everything.
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
         save_states: in training, keep the states that the scan's backward pass starts from instead of finding them
