@@ -173,11 +173,15 @@ def test_images_are_compared_with_the_same_images_alone():
 def test_what_went_wrong_stands_below_the_table():
     made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0)])
     made["runs"][0]["skipped_updates"] = 3
-    made["unfinished"] = [dict(key="vim", seed=2, epochs=1, exit_code=1, last_line="error: no memory")]
+    made["unfinished"] = [
+        dict(key="vim", seed=2, epochs=1, exit_code=1, last_line="error: no memory"),
+        dict(key="vim", seed=3, epochs=2, curve=dict(epoch=[1, 2], train_loss=[2.0, 1.0], raw=[8.5, 9.25])),
+    ]
     text = markdown(made)
     assert (
         "longhorn seed 0: 3" in text and "vim seed 2 after 1 epochs: failed with exit code 1: error: no memory" in text
     )
+    assert "vim seed 3 after 2 epochs at raw 9.25 %: unfinished" in text
     assert "longhorn - vim +2.50 [" in text and "4 of 6 runs" in text
 
 

@@ -10,7 +10,7 @@ from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
 from vision_longhorn.studies.plan import Arm, Run, Study
 from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.studies.runs import FAILED, folder_of, history_of, is_finished, read_json, result_of
+from vision_longhorn.studies.runs import FAILED, curve_of, folder_of, history_of, is_finished, read_json, result_of
 from vision_longhorn.training.config import that_count
 
 Record = dict[str, Any]
@@ -100,7 +100,7 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
     Returns:
         Dict with "study", "task", "asks", "baseline", "weights", "pair", "contrasts", "resolutions", "environment",
         "arms" (a dict for each variant in each setting, with "key", "parameters", "config" and "speed"), "runs" (see
-        `result_of`) and "unfinished" (runs that failed, or have not had all epochs).
+        `result_of`) and "unfinished" (runs that failed, or have not had all epochs, with their curve so far).
     """
     runs, unfinished = [], []
     for run in study.runs():
@@ -142,7 +142,8 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
 
 
 def _unfinished(run: Run, folder: Path, **about: Any) -> Record:
-    return {"key": run.arm.key, "seed": run.seed, "epochs": len(history_of(folder)), **about}
+    history = history_of(folder)
+    return {"key": run.arm.key, "seed": run.seed, "epochs": len(history), "curve": curve_of(history), **about}
 
 
 def _describe(arm: Arm, known: Known) -> Record:

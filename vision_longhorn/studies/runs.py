@@ -111,13 +111,7 @@ def result_of(folder: Path, run: Run) -> dict[str, Any]:
     """
     history, environment = history_of(folder), read_json(folder / "env.json") or {}
     facts = {key: environment.pop(key, None) for key in ("command", "updates_per_epoch", "global_batch")}
-    curve: dict[str, list[Any]] = {
-        "epoch": [entry["epoch"] for entry in history],
-        "train_loss": [_round(entry["train_loss"]) for entry in history],
-    }
-    for name, tag in ("raw", "val"), ("ema", "val_ema"):
-        if tag in history[-1]:
-            curve[name] = [_round(entry[tag]["top1"]) if tag in entry else None for entry in history]
+    curve = curve_of(history)
     images = len(history) * facts["updates_per_epoch"] * facts["global_batch"]
     clock = _clock(folder, images / len(history))
     return {
@@ -132,6 +126,19 @@ def result_of(folder: Path, run: Run) -> dict[str, Any]:
         "environment": environment,
         "hits": read_json(folder / HITS) or {},
     }
+
+
+def curve_of(history: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """What a run's epochs came to: lists "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where
+    it was not evaluated), as far as the last epoch has them."""
+    curve: dict[str, list[Any]] = {
+        "epoch": [entry["epoch"] for entry in history],
+        "train_loss": [_round(entry["train_loss"]) for entry in history],
+    }
+    for name, tag in ("raw", "val"), ("ema", "val_ema"):
+        if history and tag in history[-1]:
+            curve[name] = [_round(entry[tag]["top1"]) if tag in entry else None for entry in history]
+    return curve
 
 
 def _clock(folder: Path, images_per_epoch: float) -> dict[str, Any]:
