@@ -232,7 +232,8 @@ def remarks(reading: Reading) -> list[str]:
     for run in content["unfinished"]:
         why = f"failed with exit code {run['exit_code']}: {run['last_line']}" if "exit_code" in run else "unfinished"
         curve = run.get("curve", {})
-        so_far = [f"{label} {curve[name][-1]:.2f} %" for name, label in (("ema", "EMA"), ("raw", "raw")) if name in curve]
+        labelled = ("ema", "EMA"), ("raw", "raw")
+        so_far = [f"{label} {curve[name][-1]:.2f} %" for name, label in labelled if name in curve]
         at = f" at {', '.join(so_far)}" if so_far else ""
         lines.append(f"{labels[run['key']]} seed {run['seed']} after {run['epochs']} epochs{at}: {why}")
     return lines
