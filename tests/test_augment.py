@@ -168,6 +168,31 @@ def test_same_seed_same_crop_box_and_flip(flips):
     assert off.mean() < 0.15 and (off > 1.01).float().mean() < 0.02 and off.max() < 12
 
 
+@pytest.mark.parametrize("size", [(40, 40), (90, 70)], ids=["as_they_are", "shrunk"])
+def test_padded_crops(size):
+    plain = Config(crop_padding=4, auto_augment=None, color_jitter=None, re_prob=0.0)
+    settings = {"input_size": (3, 40, 40), "interpolation": "bicubic", "mean": MEAN, "std": STD}
+    whole = train_transform(settings, plain)
+    crops, finish = split_transform(whole)
+    white = Image.new("RGB", size, (255, 255, 255))
+    margins, off = set(), []
+    for seed in range(80):
+        views = []
+        for image in (photo(6, size), white):
+            random.seed(seed), torch.manual_seed(seed)
+            views.append(whole(image))
+            random.seed(seed), torch.manual_seed(seed)
+            views.append(finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0])
+        off.append((views[0] - views[1]).abs() * torch.tensor(STD).view(3, 1, 1) * 255)
+        assert torch.equal(views[2], views[3]), "the same draws leave the same margin"
+        lit = (views[2][0] > 0).int()
+        margins.add((lit[0].max().item() == 0, lit[:, 0].max().item() == 0, lit.sum().item()))
+        assert lit.sum() >= 36 * 36, "more than 4 pixels of a side are missing"
+    off = torch.stack(off)
+    assert off.max() < (0.01 if size == (40, 40) else 12) and off.mean() < 0.15
+    assert len(margins) > 10 and {margin[:2] for margin in margins} >= {(True, True), (True, False), (False, True)}
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -251,6 +276,19 @@ def test_erasing_follows_timm():
     assert abs(noise.mean()) < 0.05 and abs(noise.std() - 1) < 0.05
     out[1:, :, 10:30, 4:44] = out[0, :, 10:30, 4:44]
     assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[3]), "outside of the box nothing changes"
+
+
+@pytest.mark.parametrize("re_mode", ["pixel", "rand", "const"])
+def test_batches_finished_together_are_as_each_alone(re_mode):
+    crops, finish = split_transform(timms(re_mode=re_mode, re_prob=0.5))
+    random.seed(0), torch.manual_seed(0)
+    sizes = (1, 7, 3, 16, 2)
+    batches = [torch.utils.data.default_collate([crops((tensor_of(photo(n)), None)) for n in range(k)]) for k in sizes]
+    batches[2][1][:, 1:5] = 0  # nothing erased
+    alone = [finish(batch, CPU) for batch in batches]
+    for one, other in zip(alone, finish.together(batches, CPU), strict=True):
+        assert torch.equal(one, other)
+    assert any((one == 0).all(1).any() for one in alone) == (re_mode == "const")
 
 
 def test_draws_are_all_made_with_the_crop():

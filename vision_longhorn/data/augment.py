@@ -11,14 +11,14 @@ bilinear in the place of bicubic resampling. An operation 0 is none.
 import copy
 import functools
 import random
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing
-from timm.data.transforms import MaybeToTensor, RandomResizedCropAndInterpolation
+from timm.data.transforms import MaybeToTensor, RandomResizedCropAndInterpolation, ResizeKeepRatio
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
@@ -29,6 +29,8 @@ from .operations import KINDS, OPERATIONS, groups
 
 _RESAMPLING = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
 _HEAD = 6
+_WORTHWHILE = 2**21  # bytes of images that `Finish` works on at once, if single batches are smaller
+Correction = Callable[[torch.Tensor], torch.Tensor] | None  # of colours
 _BITS = {"PosterizeIncreasing": "Posterize", "PosterizeOriginal": "Posterize", "SolarizeIncreasing": "Solarize"}
 
 
@@ -36,7 +38,8 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     """Split a training transform of `timm.data.create_transform`.
 
     Args:
-        transform: random resized crop, flips, RandAugment or AutoAugment or colour jitter, normalisation, erasing.
+        transform: random resized crop, or resizing and a random crop with padding; flips, RandAugment or AutoAugment or
+            colour jitter, normalisation, erasing.
 
     Returns:
         (crops, finish): `crops` is the transform for `train_loader`, `finish` the argument of `device_batches`.
@@ -44,7 +47,8 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     Raises:
         UserError: for a step that has no form for a batch, such as AugMix; use `transform` as it is then.
     """
-    crop: RandomResizedCropAndInterpolation | None = None
+    crop: Any = None
+    resize: ResizeKeepRatio | None = None
     flips: list[tuple[int, float]] = []
     policies: list[Any] = []
     finish: dict[str, Any] = {"eraser": None}
@@ -52,6 +56,14 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
         if isinstance(step, RandomResizedCropAndInterpolation) and crop is None:
             crop = step
             _check(step, set(_as_list(step.interpolation)) <= set(_RESAMPLING))
+        elif isinstance(step, ResizeKeepRatio) and resize is crop is None:
+            resize = step
+            varies = step.random_scale_prob > 0 or step.random_aspect_prob > 0
+            _check(step, set(_as_list(step.interpolation)) <= set(_RESAMPLING) and not varies)
+        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None:
+            crop = step
+            is_black = step.padding_mode == "constant" and not step.fill
+            _check(step, isinstance(step.padding, int) and is_black and not step.pad_if_needed)
         elif isinstance(step, (transforms.RandomHorizontalFlip, transforms.RandomVerticalFlip)):
             flips.append((1 if isinstance(step, transforms.RandomHorizontalFlip) else 2, step.p))
         elif isinstance(step, (auto_augment.RandAugment, auto_augment.AutoAugment)):
@@ -66,11 +78,11 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
             _check(step, isinstance(step, MaybeToTensor))
     if crop is None or "mean" not in finish:
         raise UserError(
-            "the transform lacks a random resized crop or a normalisation; make it with timm's "
+            "the transform lacks a random crop or a normalisation; make it with timm's "
             "create_transform(is_training=True)"
         )
     fill = next((op.kwargs["fillcolor"] for policy in policies for op in getattr(policy, "all_ops", ())), (0, 0, 0))
-    return Crops(crop, flips, policies, finish["eraser"]), Finish(fill=fill, **finish)
+    return Crops(crop, resize, flips, policies, finish["eraser"]), Finish(fill=fill, **finish)
 
 
 def _check(step: Any, fine: bool) -> None:
@@ -133,20 +145,20 @@ class Crops:
 
     def __init__(
         self,
-        crop: RandomResizedCropAndInterpolation,
+        crop: RandomResizedCropAndInterpolation | transforms.RandomCrop,
+        resize: ResizeKeepRatio | None,
         flips: list[tuple[int, float]],
         policies: list[Any],
         eraser: RandomErasing | None,
     ) -> None:
-        self.crop, self.flips, self.policies = crop, flips, policies
+        self.crop: Any = crop
+        self.resize, self.flips, self.policies = resize, flips, policies
         self.length = sum(_longest(policy) for policy in policies)
         self.eraser = copy.copy(eraser)
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the place is wanted
 
-    def __call__(
-        self, decoded: tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
             decoded: what `decode` gave.
@@ -155,20 +167,10 @@ class Crops:
             uint8 tensor (height, width, 3), float64 tensor (6 + 3 * operations,)
         """
         image, correct = decoded
-        top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        height, width = max(height, 1), max(width, 1)  # of a picture one pixel high it can be none
-        top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
-        image = image[:, top : top + height, left : left + width]
-        # Colours are corrected pixel by pixel: before or after resampling, where there are fewer pixels.
-        late = height * width > self.crop.size[0] * self.crop.size[1]
-        if correct and not late:
-            image = correct(image)
-        mode = random.choice(_as_list(self.crop.interpolation)).value
-        # Decoders give the colours of a pixel side by side. Resampling is faster with these than with planes.
-        image = image[None].contiguous(memory_format=torch.channels_last)
-        image = F.interpolate(image, self.crop.size, mode=mode, antialias=True)[0]
-        if correct and late:
-            image = correct(image)
+        if self.resize is None:
+            image = self._resized_crop(image, correct)
+        else:
+            image = self._padded_crop(image, correct, self.resize)
         turned = 0
         for bit, probability in self.flips:
             if torch.rand(1).item() < probability:  # as torchvision draws it
@@ -181,6 +183,37 @@ class Crops:
             self.eraser(box)
         row = [random.getrandbits(48), *box.box, turned, *notes, *[0] * (3 * self.length - len(notes))]
         return image.permute(1, 2, 0).contiguous(), torch.tensor(row, dtype=torch.float64)
+
+    def _resized_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
+        top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
+        height, width = max(height, 1), max(width, 1)  # of a picture one pixel high it can be none
+        top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
+        return _resized(
+            image[:, top : top + height, left : left + width], correct, self.crop.size, self.crop.interpolation
+        )
+
+    def _padded_crop(self, image: torch.Tensor, correct: Correction, resize: ResizeKeepRatio) -> torch.Tensor:
+        size = resize.get_params(image, resize.size, resize.longest)
+        image = _resized(image, correct, size, resize.interpolation)
+        (_, height, width), margin = image.shape, self.crop.padding
+        wide = image.new_zeros(height + 2 * margin, width + 2 * margin, 3).permute(2, 0, 1)
+        wide[:, margin : margin + height, margin : margin + width] = image
+        top, left, height, width = self.crop.get_params(wide, self.crop.size)
+        return wide[:, top : top + height, left : left + width]
+
+
+def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], interpolation: Any) -> torch.Tensor:
+    """An image in another size (height, width), with its colours corrected."""
+    # Colours are corrected pixel by pixel: before or after resampling, where there are fewer pixels.
+    late = image[0].numel() > size[0] * size[1]
+    if correct and not late:
+        image = correct(image)
+    mode = random.choice(_as_list(interpolation)).value
+    if tuple(image.shape[1:]) != tuple(size):
+        # Decoders give the colours of a pixel side by side. Resampling is faster with these than with planes.
+        image = image[None].contiguous(memory_format=torch.channels_last)
+        image = F.interpolate(image, list(size), mode=mode, antialias=True)[0]
+    return correct(image) if correct and late else image
 
 
 def _longest(policy: Any) -> int:
@@ -208,25 +241,32 @@ class Finish:
         Returns:
             float32 tensor (B, 3, H, W) on `device`, normalised.
         """
-        images, table = batch
-        rows = table.tolist()
-        height, width = images.shape[1:3]
-        plan = [group for first in range(_HEAD, table.shape[1], 3) for group in groups(rows, first, height, width)]
+        return self.together([batch], device)[0]
+
+    def together(
+        self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
+        """Several batches at once, each to the bits that `__call__` gives: small ones take a device as long as one
+        large one does."""
+        tables = [table.tolist() for _, table in batches]
+        rows = [row for table in tables for row in table]
+        height, width = batches[0][0].shape[1:3]
+        plan = [group for first in range(_HEAD, len(rows[0]), 3) for group in groups(rows, first, height, width)]
         # Flips come first, in the order of the whole transform: they are drawn and done before the policy.
         plan[:0] = [
             (kind, chosen, [[0] * 6] * len(chosen))
             for kind, bit in (("horizontal", 1), ("vertical", 2))
             if (chosen := [n for n, row in enumerate(rows) if int(row[5]) & bit])
         ]
-        erased = [n for n, row in enumerate(rows) if row[4] > row[2]]
+        erased = [n for n, row in enumerate(rows) if _is_erased(row)]
         all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
         all_values = [value for _, _, some in plan for value in some] + [rows[n][1:5] + [0, 0] for n in erased]
         # Two copies for everything, from pinned memory: many small ones would wait for the device each.
         numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
         values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
         mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
-        images = images.to(device, non_blocking=True).permute(0, 3, 1, 2)  # (B, 3, H, W)
-        images = images.clone(memory_format=torch.contiguous_format)
+        images = torch.cat([images.to(device, non_blocking=True) for images, _ in batches])
+        images = images.permute(0, 3, 1, 2).contiguous()  # (B, 3, H, W)
         start = 0
         for kind, chosen, _ in plan:
             stop = start + len(chosen)
@@ -236,22 +276,30 @@ class Finish:
             start = stop
         images = images.float().div_(255).sub_(mean).div_(std)
         if self.eraser is not None and erased:
-            self._erase(images, numbers[start:], values[start:, :4], int(rows[0][0]), self.eraser)
-        return images
+            noise = torch.cat([self._noise(table, height, width, images.device) for table in tables])
+            self._erase(images, numbers[start:], values[start:, :4], noise)
+        return images.split([len(table) for table in tables])
 
-    def _erase(
-        self, images: torch.Tensor, numbers: torch.Tensor, boxes: torch.Tensor, seed: int, eraser: RandomErasing
-    ) -> None:
+    def _noise(self, table: list[list[float]], height: int, width: int, device: torch.device) -> torch.Tensor:
+        """What a batch's erased parts are filled with, (n, 3, H, W) or (n, 3, 1, 1)."""
+        eraser = cast(RandomErasing, self.eraser)
+        shape = (height, width) if eraser.per_pixel else (1, 1)
+        noise = torch.zeros(sum(map(_is_erased, table)), 3, *shape, device=device)
+        if (eraser.per_pixel or eraser.rand_color) and len(noise):
+            noise.normal_(generator=torch.Generator(device).manual_seed(int(table[0][0])))
+        return noise
+
+    def _erase(self, images: torch.Tensor, numbers: torch.Tensor, boxes: torch.Tensor, noise: torch.Tensor) -> None:
         _, _, height, width = images.shape
         top, left, bottom, right = boxes.view(-1, 4, 1, 1).unbind(1)
         y = torch.arange(height, device=images.device)[:, None]
         x = torch.arange(width, device=images.device)
         inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (n, H, W)
-        shape = (height, width) if eraser.per_pixel else (1, 1)
-        noise = torch.zeros(len(numbers), 3, *shape, device=images.device)
-        if eraser.per_pixel or eraser.rand_color:
-            noise.normal_(generator=torch.Generator(images.device).manual_seed(seed))
         images.index_copy_(0, numbers, torch.where(inside[:, None], noise, images[numbers]))
+
+
+def _is_erased(row: list[float]) -> bool:
+    return row[3] > row[1]
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -265,8 +313,9 @@ def device_batches(
 ) -> Iterator[tuple[Any, ...]]:
     """Batches on a device, each sent there while the one before is worked on.
 
-    On a GPU the copy and `finish` run on a stream of their own, one batch ahead; pinned memory (`pin_memory` of the
-    loader) makes the copy run beside the network. On a CPU nothing is fetched ahead.
+    On a GPU the copy and `finish` run on a stream of their own, one batch ahead, or several together where they are
+    small; pinned memory (`pin_memory` of the loader) makes the copy run beside the network. On a CPU nothing is fetched
+    ahead.
 
     Args:
         loader: gives (inputs, targets, ...).
@@ -279,26 +328,43 @@ def device_batches(
     """
     device = torch.device(device)
 
-    def send(inputs: Any, targets: torch.Tensor, *others: Any) -> tuple[Any, ...]:
-        inputs = finish(inputs, device) if finish else inputs.to(device, non_blocking=True)
-        return inputs, targets.to(device, non_blocking=True), *others
+    def send(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        if finish:
+            inputs: Iterable[Any] = finish.together([batch[0] for batch in batches], device)
+        else:
+            inputs = [batch[0].to(device, non_blocking=True) for batch in batches]
+        return [
+            (images, targets.to(device, non_blocking=True), *others)
+            for images, (_, targets, *others) in zip(inputs, batches, strict=True)
+        ]
 
     if device.type != "cuda":
         for batch in loader:
-            yield send(*batch)
+            yield from send([batch])
         return
-    side, ready = _side_stream(device), None
-    for batch in loader:
+    side, ready = _side_stream(device), list[tuple[Any, ...]]()
+    for group in _groups(loader) if finish else ([batch] for batch in loader):
         # What the caller has let go may be written over from here on, so its work on that comes first.
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            coming = send(*batch)
-        if ready is not None:
-            yield ready
+            coming = send(group)
+        yield from ready
         torch.cuda.current_stream(device).wait_stream(side)
         ready = coming
-    if ready is not None:
-        yield ready
+    yield from ready
+
+
+def _groups(loader: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
+    """Batches for `Finish`, as many together as give a GPU work for longer than it takes to ask for it."""
+    group, size = list[tuple[Any, ...]](), 0
+    for batch in loader:
+        group.append(batch)
+        size += batch[0][0].nbytes
+        if size >= _WORTHWHILE:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
 
 
 @functools.lru_cache

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from timm.data import auto_augment, create_transform, resolve_data_config
+from timm.data.transforms import RandomResizedCropAndInterpolation, ResizeKeepRatio
 from torch import nn
-from torchvision.transforms import AutoAugment, AutoAugmentPolicy
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy, RandomCrop
 
 from vision_longhorn.errors import UserError, bad_input
 
@@ -64,9 +65,14 @@ def train_transform(settings: Mapping[str, Any], config: "Config") -> Callable[[
             re_prob=config.re_prob,
             re_mode=config.re_mode,
         )
-    for step in transform.transforms if is_cifar else ():
-        if isinstance(step, auto_augment.AutoAugment):
+    steps = transform.transforms
+    for number, step in enumerate(steps):
+        if isinstance(step, auto_augment.AutoAugment) and is_cifar:
             step.policy = _cifar_policy(step.policy[0][0].hparams)
+        if isinstance(step, RandomResizedCropAndInterpolation) and config.crop_padding is not None:
+            size = settings["input_size"][-2:]
+            resize = ResizeKeepRatio(size, interpolation=settings["interpolation"])
+            steps[number : number + 1] = [resize, RandomCrop(size, padding=config.crop_padding)]
     return transform
 
 

@@ -156,6 +156,12 @@ class Config(Settings):
         [0.08, 1.0], "area of the random resized crop, as fractions of the image", Range(above=0, high=1), lengths=(2,)
     )
     ratio: list[float] = option([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
+    crop_padding: int | None = option(
+        None,
+        "black pixels around an image, from which a crop of its size is cut in the place of the random resized crop: 4 "
+        "is usual on CIFAR",
+        Range(0, kind=int),
+    )
     hflip: float = option(0.5, "probability of a horizontal flip", SHARE)
     color_jitter: float | None = option(
         0.3, "strength of colour jitter; timm leaves it out where auto_augment is on", Range(0)
