@@ -29,7 +29,7 @@ from .operations import KINDS, OPERATIONS, groups
 
 _RESAMPLING = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
 _HEAD = 6
-_WORTHWHILE = 2**21  # bytes of images that `Finish` works on at once, if single batches are smaller
+_WORTHWHILE = 2**22  # bytes of images that `Finish` works on at once, if single batches are smaller
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # of colours
 _BITS = {"PosterizeIncreasing": "Posterize", "PosterizeOriginal": "Posterize", "SolarizeIncreasing": "Solarize"}
 
@@ -356,13 +356,13 @@ def device_batches(
 
 def _groups(loader: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
     """Batches for `Finish`, as many together as give a GPU work for longer than it takes to ask for it."""
-    group, size = list[tuple[Any, ...]](), 0
+    group, size, enough = list[tuple[Any, ...]](), 0, 0
     for batch in loader:
         group.append(batch)
         size += batch[0][0].nbytes
-        if size >= _WORTHWHILE:
+        if size >= enough:
             yield group
-            group, size = [], 0
+            group, size, enough = [], 0, min(2 * size, _WORTHWHILE)  # the first ones are wanted soon
     if group:
         yield group
 

@@ -18,7 +18,7 @@ from vision_longhorn.command_line.signals import outlive_signals
 
 from .images import DataError
 from .index import ShardSet
-from .streams import Batch, EvalStream, Faults, Stream, TrainStream
+from .streams import Batch, EvalStream, Faults, Stream, TrainStream, heavy
 
 _log = logging.getLogger(__name__)
 _warned = False
@@ -149,6 +149,7 @@ class Loader(wds.WebLoader):
             "persistent_workers": num_workers > 0,
             "pin_memory": pin_memory,
             "worker_init_fn": outlive_signals,
+            "collate_fn": _as_it_is,  # torch would make tensors of small arrays, see `light`
         }
         self.stream = stream
         self.num_batches = num_batches
@@ -239,7 +240,8 @@ class Loader(wds.WebLoader):
                         # A new one: this frame would form a cycle with `batch`, and workers freed by the garbage
                         # collector hear no call to end and are waited for, five seconds each.
                         raise DataError(*batch.args)
-                    yield (*batch, news.places) if self.stream.keys else tuple(batch)
+                    batch = tuple(map(heavy, batch))
+                    yield (*batch, news.places) if self.stream.keys else batch
                     taken += 1
             except (RuntimeError, OSError, EOFError) as error:
                 if not self._means_death(error):
@@ -263,6 +265,10 @@ class Loader(wds.WebLoader):
             return str(error).startswith("DataLoader worker")
         # A batch was on its way, and its sender is gone. What workers raise themselves says so.
         return self.options["num_workers"] > 0 and " in DataLoader worker process " not in str(error)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _raise_here_only() -> None:

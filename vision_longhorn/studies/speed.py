@@ -15,7 +15,7 @@ from vision_longhorn.studies.plan import Arm
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.folder import describe_environment
-from vision_longhorn.training.updates import step_if_finite
+from vision_longhorn.training.updates import gradient_norm, step_if_finite
 
 WINDOWS = 5
 
@@ -59,9 +59,9 @@ def _make_update(arm: Arm, accelerator: Any) -> Callable[[], None]:
     side = cfg.model_kwargs.get("img_size", 224)
     images = torch.randn(cfg.batch_size, 3, side, side, device=device)
     labels = torch.randint(classes, (cfg.batch_size,), device=device)
-    largest = math.inf if cfg.clip_grad is None else cfg.clip_grad
     setup.speed_up(cfg, model, images.shape[1:], accelerator)
     model.train()
+    parameters = list(model.parameters())
 
     def update() -> None:
         for _ in range(cfg.grad_accum):
@@ -71,7 +71,7 @@ def _make_update(arm: Arm, accelerator: Any) -> Callable[[], None]:
                 scores = model(inputs)
             loss = criterion(scores.float(), targets) / cfg.grad_accum
             (loss * (1 + 0 * loss.detach())).backward()
-        step_if_finite(optimizer, torch.nn.utils.clip_grad_norm_(model.parameters(), largest))
+        step_if_finite(optimizer, gradient_norm(parameters, cfg.clip_grad))
         optimizer.zero_grad()
         if ema:
             ema.update(model, step=1)

@@ -14,7 +14,6 @@ from timm.models import is_model_in_modules
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from timm.utils import ModelEmaV3
 from torch import nn
 
 from vision_longhorn.checkpoint import TimmModel, create_model, model_from_weights
@@ -24,6 +23,7 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input
+from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
@@ -128,7 +128,7 @@ def check_classes(train: list[str] | None, val: list[str] | None) -> None:
 
 def build_model(
     cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool
-) -> tuple[TimmModel, ModelEmaV3 | None]:
+) -> tuple[TimmModel, Ema | None]:
     """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy of it."""
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
@@ -147,7 +147,7 @@ def build_model(
                 raise UserError(f"{error}; `--model-kwargs {key}=none` leaves it out") from error
         raise
     model.to(accelerator.device)
-    return model, ModelEmaV3(model, decay=cfg.ema_decay) if cfg.ema_decay else None
+    return model, Ema(model, decay=cfg.ema_decay) if cfg.ema_decay else None
 
 
 def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) -> None:
@@ -263,7 +263,7 @@ def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: floa
     return scheduler
 
 
-def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, say: Say) -> None:
+def choose_ema_warmup(cfg: Config, ema: Ema, updates: int, say: Say) -> None:
     """Lets the decay grow from 0 where the run's updates are too few for the average to leave the first weights."""
     start_left = cfg.ema_decay**updates
     if cfg.ema_warmup is None:

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from timm.utils import ModelEmaV3
 from torch import nn
 
 from vision_longhorn.checkpoint import load_weights
 from vision_longhorn.errors import UserError, bad_input
+from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config, that_count
 from vision_longhorn.training.fsdp import load_optimizer_state, whole_optimizer_state, whole_weights
 from vision_longhorn.training.updates import UpdateMonitor
@@ -36,7 +36,7 @@ class RunState:
     """
 
     model: nn.Module
-    ema: ModelEmaV3 | None
+    ema: Ema | None
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     monitor: UpdateMonitor

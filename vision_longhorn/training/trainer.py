@@ -33,7 +33,7 @@ from vision_longhorn.training.config import Config
 from vision_longhorn.training.folder import RunFolder
 from vision_longhorn.training.fsdp import is_sharded
 from vision_longhorn.training.state import SCHEDULE, RunState, changes_since
-from vision_longhorn.training.updates import UpdateMonitor, step_if_finite
+from vision_longhorn.training.updates import UpdateMonitor, gradient_norm, step_if_finite
 
 
 def train(cfg: Config, name: str) -> Path:
@@ -110,6 +110,7 @@ class Trainer:
         self.scheduler.step_update(self.state.updates)
         self.describe()
         self.net = setup.wrap(cfg, model, optimizer, self.settings["input_size"], accelerator)
+        self.parameters = list(self.net.parameters())
 
     def resume(self) -> None:
         """Goes on where the checkpoint stopped, and says what has changed since."""
@@ -188,10 +189,11 @@ class Trainer:
                 accelerator.backward(loss * (1 + 0 * loss.detach()))
         if state.scaler:
             state.scaler.unscale_(state.optimizer)
-        largest = math.inf if cfg.clip_grad is None else cfg.clip_grad
-        grad_norm = accelerator.clip_grad_norm_(self.net.parameters(), largest)
         if is_sharded(state.model):
-            grad_norm = grad_norm.full_tensor()
+            largest = math.inf if cfg.clip_grad is None else cfg.clip_grad
+            grad_norm = accelerator.clip_grad_norm_(self.parameters, largest).full_tensor()
+        else:
+            grad_norm = gradient_norm(self.parameters, cfg.clip_grad)
         step_if_finite(state.optimizer, grad_norm)
         if state.scaler:
             state.scaler.update()

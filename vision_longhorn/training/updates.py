@@ -4,7 +4,7 @@ import collections
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,21 @@ from vision_longhorn.files import write_text
 from vision_longhorn.training.runlog import RunLog
 
 QUIET = 30  # seconds without a line, where no bar shows how far it is
+
+
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], largest: float | None) -> torch.Tensor:
+    """Norm of the whole gradient before it is clipped.
+
+    Args:
+        parameters: Of the model.
+        largest: What the gradient's norm is clipped to, in place; None leaves it as it is.
+
+    Returns:
+        () float32 on the parameters' device; not finite where an element of the gradient is not.
+    """
+    if largest is None:
+        return torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
+    return torch.nn.utils.clip_grad_norm_(parameters, largest)
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
