@@ -15,7 +15,7 @@ from timm.data import create_transform
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 
 from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
-from vision_longhorn.data.augment import Finish, _Box
+from vision_longhorn.data.augment import Finish, _Box, _Groups
 from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.data.operations import AFFINE, KINDS
 from vision_longhorn.data.transforms import mend_posterize, train_transform
@@ -341,6 +341,33 @@ def test_batches_on_a_device():
     batch = torch.utils.data.default_collate([(crops((tensor_of(photo()), None)), 3)] * 2)
     ((images, targets),) = device_batches([batch], "cpu", finish)
     assert images.shape == (2, 3, 48, 48) and targets.tolist() == [3, 3]
+
+
+def test_small_batches_are_gathered_without_running_ahead_of_the_loader():
+    taken = []
+
+    def loader():
+        for number in range(40):
+            taken.append(number)
+            yield [torch.zeros(100, dtype=torch.uint8), None], number
+
+    groups, seen, sizes, lead = _Groups(loader(), 800), [], [], 0
+    coming = groups.take()
+    while coming:
+        ready, coming = coming, groups.take()
+        sizes.append(len(ready))
+        for _, number in ready:
+            seen.append(number)
+            lead = max(lead, len(taken) - len(seen))
+            before = len(taken)
+            groups.pull()
+            assert len(taken) <= before + 1
+    assert seen == list(range(40)) and sizes == [1, 2, 4, 8, 8, 8, 8, 1]
+    assert lead <= 16, "more than two groups wait"
+    large = _Groups(loader(), 50)
+    assert [len(large.take()) for _ in range(3)] == [1, 1, 1]
+    images = _Groups([(torch.zeros(3), 0)] * 2, 0)
+    assert [len(images.take()) for _ in range(3)] == [1, 1, 0]
 
 
 @pytest.mark.gpu

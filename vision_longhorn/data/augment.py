@@ -342,29 +342,60 @@ def device_batches(
         for batch in loader:
             yield from send([batch])
         return
-    side, ready = _side_stream(device), list[tuple[Any, ...]]()
-    for group in _groups(loader) if finish else ([batch] for batch in loader):
+    side, groups = _side_stream(device), _Groups(loader, _WORTHWHILE if finish else 0)
+
+    def send_next() -> list[tuple[Any, ...]]:
+        group = groups.take()
         # What the caller has let go may be written over from here on, so its work on that comes first.
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            coming = send(group)
-        yield from ready
+            return send(group) if group else []
+
+    coming = send_next()
+    while coming:
         torch.cuda.current_stream(device).wait_stream(side)
-        ready = coming
-    yield from ready
+        ready, coming = coming, send_next()
+        for batch in ready:
+            yield batch
+            groups.pull()
 
 
-def _groups(loader: Iterable[tuple[Any, ...]]) -> Iterator[list[tuple[Any, ...]]]:
-    """Batches for `Finish`, as many together as give a GPU work for longer than it takes to ask for it."""
-    group, size, enough = list[tuple[Any, ...]](), 0, 0
-    for batch in loader:
-        group.append(batch)
-        size += batch[0][0].nbytes
-        if size >= enough:
-            yield group
-            group, size, enough = [], 0, min(2 * size, _WORTHWHILE)  # the first ones are wanted soon
-    if group:
-        yield group
+class _Groups:
+    """Batches that go to the GPU together: as many as give it work for longer than it takes to ask for it.
+
+    Args:
+        loader: Its batches begin with a list whose first tensor holds the images; with `enough` 0 that does not matter.
+        enough: Bytes of images in a group. The first ones are smaller, as they are wanted soon.
+    """
+
+    def __init__(self, loader: Iterable[tuple[Any, ...]], enough: int) -> None:
+        self._batches = iter(loader)
+        self._most, self._enough = enough, 0
+        self._group, self._size, self._ended = list[tuple[Any, ...]](), 0, False
+
+    @property
+    def _is_full(self) -> bool:
+        return self._ended or bool(self._group) and self._size >= self._enough
+
+    def pull(self) -> None:
+        """Takes a batch of the next group from the loader, if it lacks one. Called once for each batch that is used, it
+        keeps the loader's workers busy; many batches at once would find them behind."""
+        if self._is_full:
+            return
+        batch = next(self._batches, None)
+        if batch is None:
+            self._ended = True
+            return
+        self._group.append(batch)
+        self._size += batch[0][0].nbytes if self._most else 0
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """The next group, empty at the end."""
+        while not self._is_full:
+            self.pull()
+        group, self._enough = self._group, min(2 * self._size, self._most)
+        self._group, self._size = [], 0
+        return group
 
 
 @functools.lru_cache
