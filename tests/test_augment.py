@@ -366,6 +366,17 @@ def test_small_batches_are_gathered_without_running_ahead_of_the_loader():
     assert lead <= 16, "more than two groups wait"
     large = _Groups(loader(), 50)
     assert [len(large.take()) for _ in range(3)] == [1, 1, 1]
+
+    def broken():
+        yield from loader()
+        raise DataError("sample 40 is bad")
+
+    groups, seen = _Groups(broken(), 800), []
+    while group := groups.take():
+        seen += [number for _, number in group]
+    assert seen == list(range(40)), "an error took good batches with it"
+    with pytest.raises(DataError, match="sample 40"):
+        groups.raise_error()
     images = _Groups([(torch.zeros(3), 0)] * 2, 0)
     assert [len(images.take()) for _ in range(3)] == [1, 1, 0]
 

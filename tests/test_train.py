@@ -1,5 +1,6 @@
 """Training runs, short ones: one process and two, what they leave on disk, going on after a stop, and mistakes."""
 
+import copy
 import importlib
 import io
 import json
@@ -19,6 +20,7 @@ from accelerate.utils import set_seed
 from PIL import Image
 from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from timm.utils import ModelEmaV3
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -31,6 +33,7 @@ from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
 from vision_longhorn.training import folder, runlog, setup, trainer  # noqa: E402
+from vision_longhorn.training.averages import Ema  # noqa: E402
 from vision_longhorn.training.config import Config  # noqa: E402
 
 SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
@@ -521,3 +524,31 @@ def test_help_does_not_wait_for_torch(command):
     command = [str(REPOSITORY / word) if word.endswith(".py") else word for word in command]
     done = subprocess.run([sys.executable, "-c", code, *command], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0 and "--device" in done.stdout, done.stderr
+
+
+def test_averaged_weights_are_timms_to_the_bit():
+    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 2))
+    ours, timms = Ema(net, decay=0.9, use_warmup=True), ModelEmaV3(net, decay=0.9, use_warmup=True)
+
+    def train(*averages):
+        for step in range(4):
+            with torch.no_grad():
+                for parameter in net.parameters():
+                    parameter.add_(torch.randn_like(parameter))
+            net(torch.randn(9, 5))
+            for average in averages:
+                average.update(net, step=step)
+
+    def same(one, other):
+        pairs = zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True)
+        return all(torch.equal(*pair) for pair in pairs)
+
+    train(ours, timms)
+    assert same(ours, timms) and ours.module[1].num_batches_tracked == 4
+    for average in (ours, timms):
+        average.module.load_state_dict(net.state_dict())  # as a run that goes on does
+    train(ours, timms)
+    assert same(ours, timms)
+    copied = copy.deepcopy(ours)
+    train(copied, timms)
+    assert same(copied, timms) and not same(ours, timms)

@@ -299,7 +299,7 @@ class Finish:
 
 
 def _is_erased(row: list[float]) -> bool:
-    return row[3] > row[1]
+    return row[4] > row[2]
 
 
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -355,9 +355,10 @@ def device_batches(
     while coming:
         torch.cuda.current_stream(device).wait_stream(side)
         ready, coming = coming, send_next()
-        for batch in ready:
-            yield batch
+        while ready:
+            yield ready.pop(0)  # kept here, a group would stay in memory for longer than it is used
             groups.pull()
+    groups.raise_error()
 
 
 class _Groups:
@@ -372,6 +373,7 @@ class _Groups:
         self._batches = iter(loader)
         self._most, self._enough = enough, 0
         self._group, self._size, self._ended = list[tuple[Any, ...]](), 0, False
+        self._error: Exception | None = None
 
     @property
     def _is_full(self) -> bool:
@@ -382,7 +384,10 @@ class _Groups:
         keeps the loader's workers busy; many batches at once would find them behind."""
         if self._is_full:
             return
-        batch = next(self._batches, None)
+        try:
+            batch = next(self._batches, None)
+        except Exception as error:  # what came before it is still good
+            batch, self._error = None, error
         if batch is None:
             self._ended = True
             return
@@ -396,6 +401,15 @@ class _Groups:
         group, self._enough = self._group, min(2 * self._size, self._most)
         self._group, self._size = [], 0
         return group
+
+    def raise_error(self) -> None:
+        """Raises what ended the loader, once all batches before that are used."""
+        error, self._error = self._error, None  # with its traceback it would keep the loader's workers alive
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
 
 @functools.lru_cache

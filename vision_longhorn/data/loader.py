@@ -59,7 +59,7 @@ def train_loader(
             each view, and the views follow each other in the batch (batch augmentation, arXiv 1901.09335).
         shuffle_buffer: undecoded samples that each worker holds to draw from. ImageNet's files take 110 kB each.
         num_classes: labels must be below it; default is that of the shards.
-        pin_memory: as in torch's DataLoader.
+        pin_memory: as in torch's DataLoader, for all but small tensors of int64 and float64, such as the targets.
         max_bad_samples: how many samples of an epoch each rank may skip because they cannot be used: a number, or below
             1 a share of its samples. A batch stays full: the next sample stands in for one that was skipped.
         keys: give with each batch where its samples lie.

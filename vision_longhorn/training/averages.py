@@ -1,5 +1,7 @@
 """Averaged weights (EMA): timm's, which are found once and not by name at every update."""
 
+from typing import Any
+
 import torch
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -17,6 +19,9 @@ class Ema(ModelEmaV3):
     """
 
     _found: tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_found": None}  # a copy has tensors of its own
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
         """
