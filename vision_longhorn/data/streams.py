@@ -74,7 +74,7 @@ class News:
 
 def light(value: Any) -> Any:
     """Small tensors, among those of a batch, as arrays: each tensor that a worker sends in shared memory costs the
-    receiver a connection to that worker, most of a millisecond. `heavy` undoes it."""
+    receiver a connection to that worker. `heavy` undoes it."""
     if isinstance(value, list):
         return [light(part) for part in value]
     is_small = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.float64) and value.nbytes < 2**16

@@ -12,10 +12,9 @@ from vision_longhorn.training.fsdp import is_sharded
 class Ema(ModelEmaV3):
     """timm's `ModelEmaV3` of a model on the same device, to the same bits.
 
-    timm looks all tensors up in two state dicts at each update. For a hundred of them that takes the host 2.5 ms, as
-    long as a GPU needs for all else that a small model's update is. Here model and average have to keep their memory
-    from the first update on, as they do where weights are loaded into them. Shards, whose memory is FSDP's own affair,
-    are looked up.
+    timm makes two state dicts at each update, which for a small model the GPU has to wait for. Here model and average
+    have to keep their memory from the first update on, as they do where weights are loaded into them (not with
+    `assign=True`, nor where they are cast). Shards, whose memory is FSDP's own affair, are looked up.
     """
 
     _found: tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
