@@ -13,6 +13,7 @@ from test_images import encode, rotated, scene, swapped_profile
 from test_shards import write_tar
 from timm.data import create_transform
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
+from torchvision.transforms import RandomCrop
 
 from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
 from vision_longhorn.data.augment import Finish, _Box, _Groups
@@ -166,6 +167,21 @@ def test_same_seed_same_crop_box_and_flip(flips):
     off = torch.stack(off)
     # Resampling of uint8 tensors rounds its weights otherwise than PIL.
     assert off.mean() < 0.15 and (off > 1.01).float().mean() < 0.02 and off.max() < 12
+
+
+@pytest.mark.parametrize("padding", [0, 3, 30, 70])
+def test_crops_of_padded_images_are_torchvisions_wherever_they_lie(padding):
+    """With a margin wider than the image, also beside it."""
+    settings = {"input_size": (3, 40, 24), "interpolation": "bicubic", "mean": MEAN, "std": STD}
+    whole = train_transform(settings, Config(crop_padding=padding, hflip=0.0, auto_augment=None, re_prob=0.0))
+    crops, _ = split_transform(whole)
+    crop = next(step for step in whole.transforms if isinstance(step, RandomCrop))
+    image = tensor_of(photo(6, (24, 40)))
+    for seed in range(60):
+        torch.manual_seed(seed)
+        wanted = crop(image)
+        torch.manual_seed(seed)
+        assert torch.equal(crops((image, None))[0].permute(2, 0, 1), wanted)
 
 
 @pytest.mark.parametrize("size", [(40, 40), (90, 70)], ids=["as_they_are", "shrunk"])

@@ -195,11 +195,20 @@ class Crops:
     def _padded_crop(self, image: torch.Tensor, correct: Correction, resize: ResizeKeepRatio) -> torch.Tensor:
         size = resize.get_params(image, resize.size, resize.longest)
         image = _resized(image, correct, size, resize.interpolation)
-        (_, height, width), margin = image.shape, self.crop.padding
-        wide = image.new_zeros(height + 2 * margin, width + 2 * margin, 3).permute(2, 0, 1)
-        wide[:, margin : margin + height, margin : margin + width] = image
-        top, left, height, width = self.crop.get_params(wide, self.crop.size)
-        return wide[:, top : top + height, left : left + width]
+        (_, height, width), margin, size = image.shape, self.crop.padding, self.crop.size
+        top, left, *_ = self.crop.get_params(_blank(height + 2 * margin, width + 2 * margin), size)
+        top, left = top - margin, left - margin  # in the image; outside it is black
+        crop = image.new_zeros(*size, 3).permute(2, 0, 1)
+        inside = image[:, max(top, 0) : max(top + size[0], 0), max(left, 0) : max(left + size[1], 0)]
+        first_row, first_column = max(-top, 0), max(-left, 0)
+        crop[:, first_row : first_row + inside.shape[1], first_column : first_column + inside.shape[2]] = inside
+        return crop
+
+
+@functools.lru_cache
+def _blank(height: int, width: int) -> torch.Tensor:
+    """Stands in for an image of which only the size is asked."""
+    return torch.empty(3, height, width, device="meta")
 
 
 def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], interpolation: Any) -> torch.Tensor:
