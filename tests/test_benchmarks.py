@@ -331,10 +331,11 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
             "ours, all in workers",
             "ours, split",
             "ours, split, 3 views",
+            "ours, split, in memory",
             "ours, split, --max-side 500",
             "ours, split, --max-side 400",
         }
-        and len(found["loaders"]) == 7
+        and len(found["loaders"]) == 8
     )
     for row in rows.values():
         assert "error" not in row

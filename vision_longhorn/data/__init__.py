@@ -4,6 +4,7 @@ from .augment import device_batches, split_transform
 from .images import DataError, decode_image
 from .index import ShardSet, open_shards
 from .loader import default_workers, eval_loader, train_loader
+from .memory import keep_in_memory
 
 __all__ = [
     "DataError",
@@ -12,6 +13,7 @@ __all__ = [
     "default_workers",
     "device_batches",
     "eval_loader",
+    "keep_in_memory",
     "open_shards",
     "split_transform",
     "train_loader",

@@ -29,14 +29,14 @@ class DataError(UserError):
     """Data that cannot be used. The message is one line that names the thing at fault and the remedy."""
 
 
-def decode_image(data: bytes) -> Image.Image:
+def decode_image(data: bytes | np.ndarray) -> Image.Image:
     """Decode an image as people see it.
 
     EXIF orientation is applied, an embedded colour profile is converted to sRGB (one that cannot be applied is
     ignored), 16-bit gray is scaled to 8 bits, alpha is dropped. The content decides the format, not the file's name.
 
     Args:
-        data: a JPEG, PNG, WebP or PPM file.
+        data: a JPEG, PNG, WebP or PPM file; or, uint8 (H, W, 3), what this made of one before.
 
     Returns:
         PIL image, mode RGB.
@@ -44,6 +44,8 @@ def decode_image(data: bytes) -> Image.Image:
     Raises:
         DataError: if the bytes are not such an image, or end too early.
     """
+    if isinstance(data, np.ndarray):
+        return Image.fromarray(data)
     try:
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         image.load()
@@ -60,13 +62,13 @@ def decode_image(data: bytes) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def decode_tensor(data: bytes) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
+def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
     """`decode_image` as a tensor, to the bit, and faster for ordinary JPEGs.
 
     Its colours may be left to be corrected, pixel by pixel, so that this can be done to a part of the picture.
 
     Args:
-        data: a JPEG, PNG, WebP or PPM file.
+        data: a JPEG, PNG, WebP or PPM file; or, uint8 (H, W, 3), what `decode_image` made of one before.
 
     Returns:
         uint8 tensor (3, H, W); a function from a part of it to the same in sRGB, None where it is so already.
@@ -74,6 +76,8 @@ def decode_tensor(data: bytes) -> tuple[torch.Tensor, Callable[[torch.Tensor], t
     Raises:
         DataError: if the bytes are not such an image, or end too early.
     """
+    if isinstance(data, np.ndarray):
+        return torch.from_numpy(data).permute(2, 0, 1), None
     try:
         header = Image.open(io.BytesIO(data), formats=FORMATS)  # which refuses pictures too large to decode
         turned = header.getexif().get(ExifTags.Base.Orientation) in range(2, 9)

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import braceexpand
 
@@ -23,6 +23,9 @@ from .folders import NAMES_FILE, SPLITS, ImageFiles, class_folders, find_splits,
 from .images import DataError
 from .samples import RawSample
 from .tars import read_shard
+
+if TYPE_CHECKING:
+    from .memory import Kept
 
 INDEX_NAMES = ("_info.json", "info.json")
 _SHARD = re.compile(r"\.tar(\.gz)?$|\.tgz$")
@@ -46,6 +49,8 @@ class ShardSet:
         files: the `ImageFiles` of an image folder, None for shards.
         hint: a line for whoever reads an image folder: how to make shards of it, and what is left out; else "".
         samples_option: what the caller calls `num_samples`, for messages.
+        kept: the samples of each of `urls`, as `keep_in_memory` has decoded them: None for one, or for all, that are
+            read anew.
     """
 
     urls: list[str]
@@ -59,9 +64,13 @@ class ShardSet:
     files: ImageFiles | None = None
     hint: str = ""
     samples_option: str = "num_samples"
+    kept: "list[Kept | None] | None" = dataclasses.field(default=None, repr=False)
 
     def read(self, number: int) -> Iterator[RawSample]:
         """The samples of shard `number`, as `read_shard` yields them. Raises DataError as it does."""
+        kept = self.kept[number] if self.kept is not None else None
+        if kept is not None:
+            return kept.samples()
         return self.files.samples(number) if self.files else read_shard(self.urls[number], self.pipes)
 
 

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -50,7 +51,8 @@ def train_loader(
     Args:
         shards: what `open_shards` found.
         transform: from a PIL image (RGB) to a float tensor (3, H, W); one that brings its own `decode` gets what that
-            makes of the file's bytes, and may give any structure of tensors (see `augment.split_transform`).
+            makes of the file's bytes (of pixels, where `shards` come from `keep_in_memory`), and may give any structure
+            of tensors (see `augment.split_transform`).
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
@@ -151,6 +153,8 @@ class Loader(wds.WebLoader):
             "worker_init_fn": outlive_signals,
             "collate_fn": _as_it_is,  # torch would make tensors of small arrays, see `light`
         }
+        if stream.shards.kept is not None and num_workers and sys.platform == "linux":
+            self.options["multiprocessing_context"] = "fork"  # which shares that memory, as no other does
         self.stream = stream
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []

@@ -7,6 +7,7 @@ from typing import Any
 from .images import EXTENSIONS, DataError
 
 RawSample = dict[str, Any]
+PIXELS = "__pixels__"  # in the place of a file: key of a decoded image, (H, W, 3) uint8
 
 
 def image_of(sample: RawSample) -> bytes:

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
 from .images import DataError, decode_image
 from .index import ShardSet
-from .samples import RawSample, image_of, label_of, place
+from .samples import PIXELS, RawSample, image_of, label_of, place
 
 _UNIT = 1 << 32
 _GOLDEN = 2654435769  # 2**32 / golden ratio
@@ -172,7 +172,7 @@ class Stream(IterableDataset):
     def decode(self, sample: RawSample) -> tuple[Any, int]:
         """(PIL image, label) of a raw sample."""
         label = label_of(sample, self.num_classes)
-        data = image_of(sample)
+        data = sample[PIXELS] if PIXELS in sample else image_of(sample)
         try:
             return self.decode_image(data), label
         except DataError as error:

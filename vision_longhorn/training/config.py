@@ -37,7 +37,11 @@ TYPES = {
 POSITIVE = Range(above=0)
 COUNT = Range(1, kind=int)
 SHARE = Range(0, 1)
-SAME_BITS = ("cuda_graphs", "save_states")  # fields, and arguments of models, of how fast, not what comes out
+SAME_BITS = (
+    "cuda_graphs",
+    "keep_in_memory",
+    "save_states",
+)  # fields, and arguments of models, of how fast, not what comes out
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
 
 
@@ -135,6 +139,12 @@ class Config(Settings):
         "loader processes per training process; default: one to a core, 8 at most",
         Range(0, kind=int),
         also=("num_workers", "dataloader_workers"),
+    )
+    keep_in_memory: bool = option(
+        False,
+        "decode all images at the start and keep them, three bytes a pixel, in the memory of each process: for small "
+        "data, to the same bits",
+        also=("cache", "cache_images", "in_memory"),
     )
     max_bad_samples: float = option(
         0,

@@ -17,7 +17,15 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
 from vision_longhorn.checkpoint import TimmModel, create_model, model_from_weights
-from vision_longhorn.data import ShardSet, default_workers, eval_loader, open_shards, split_transform, train_loader
+from vision_longhorn.data import (
+    ShardSet,
+    default_workers,
+    eval_loader,
+    keep_in_memory,
+    open_shards,
+    split_transform,
+    train_loader,
+)
 from vision_longhorn.data.augment import Finish
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
@@ -194,8 +202,11 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
         num_classes=data.num_classes,
         pin_memory=on_gpu,
     )
+    splits = [data.train, data.val]
+    if cfg.keep_in_memory:
+        splits = [keep_in_memory(split, cfg.workers) for split in splits]
     train = train_loader(
-        data.train,
+        splits[0],
         transform,
         seed=cfg.seed,
         repeats=cfg.repeats,
@@ -204,7 +215,7 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
         batch_option="--batch-size",
         **share,
     )
-    val = eval_loader(data.val, create_transform(**settings), **share)
+    val = eval_loader(splits[1], create_transform(**settings), **share)
     updates_per_epoch = len(train) // cfg.grad_accum
     if updates_per_epoch == 0:
         raise UserError(
