@@ -19,19 +19,21 @@ RUN = ["--model-kwargs", "depth=2", "embed_dim=32", "img_size=8", "patch_size=4"
        "--batch-size", "128", "--epochs", "2", "--warmup-epochs", "0", "--lr-base-batch", "none"]  # fmt: skip
 
 
-def weights_after_updates(name, options, passes, graphs):
+def weights_after_updates(name, options, passes, graphs, compiled=False):
     """A model's weights and buffers after three updates, and its scores for other images in eval mode."""
     torch.manual_seed(0)
     model = timm.create_model(name, num_classes=10, drop_path_rate=0.2, **options).cuda().train()
     accelerator = make_accelerator("cuda", "bf16")
     batches = torch.randn(3 * passes, 4, 3, *model.default_cfg["input_size"][1:], device="cuda")
     if graphs:
-        capture(accelerator, model, torch.zeros_like(batches[0]), passes)
+        capture(accelerator, model, torch.zeros_like(batches[0]), passes, compiled)
+    elif compiled:
+        forward = torch.compile(model.forward)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     for i, images in enumerate(batches, 1):
         torch.manual_seed(i)  # of drop path
         with accelerator.autocast():
-            scores = model(images)
+            scores = (forward if compiled and not graphs else model)(images)
         scores.float().square().mean().backward()
         if i % passes == 0:
             optimizer.step()
@@ -55,6 +57,15 @@ def weights_after_updates(name, options, passes, graphs):
 def test_same_bits_as_without_graphs(name, options, passes):
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         plain, captured = (weights_after_updates(name, options, passes, graphs) for graphs in (False, True))
+    for key, value in plain.items():
+        assert torch.equal(value, captured[key]), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("name", ["vlonghorn_test", "vim_test", "test_vit"])
+def test_a_compiled_model_gives_its_bits_in_graphs_too(name, passes):
+    plain, captured = (weights_after_updates(name, {}, passes, graphs, compiled=True) for graphs in (False, True))
     for key, value in plain.items():
         assert torch.equal(value, captured[key]), key
 
@@ -85,7 +96,7 @@ def test_a_model_that_waits_for_the_gpu_is_refused():
 
 
 @pytest.mark.parametrize("other", ["compile", "fsdp"])
-def test_what_runs_without_graphs_says_so(other, capsys):
+def test_without_a_gpu_or_with_fsdp_there_are_no_graphs(other, capsys):
     class Compiled(nn.Linear):
         compiled = False
 
@@ -94,8 +105,34 @@ def test_what_runs_without_graphs_says_so(other, capsys):
 
     model = Compiled(4, 4)
     speed_up(Config(cuda_graphs=True, **{other: True}), model, (4,), make_accelerator("cpu", "fp32"))
-    assert f"Note: {other} runs without cuda_graphs" in capsys.readouterr().out
+    assert ("Note: fsdp runs without cuda_graphs" in capsys.readouterr().out) == (other == "fsdp")
     assert model.compiled == (other == "compile")
+
+
+def test_a_captured_model_is_compiled_for_training_alone(monkeypatch):
+    """An evaluation has batches of other sizes, and would wait for the compiler at each."""
+
+    def graphed(model, inputs, **_):
+        forward = model.forward
+        model.forward = lambda images: torch.full((), 7.0) if forward(images) is compiled else None
+
+    compiled = torch.ones(2, 4)
+    monkeypatch.setattr(torch, "compile", lambda function: lambda images: compiled)
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", graphed)
+    monkeypatch.setattr("vision_longhorn.training.graphs.gradients_are_apart", lambda *_: True)
+    model = nn.Linear(4, 4)
+    capture(make_accelerator("cpu", "fp32"), model, torch.randn(2, 4), 1, compiled=True)
+    assert model.train()(torch.zeros(2, 4)) == 7
+    assert torch.equal(model.eval()(torch.zeros(3, 4)), model.bias.expand(3, 4))
+
+
+def test_a_model_that_does_not_compile_is_not_blamed_on_graphs_alone(monkeypatch):
+    def fails(images):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(torch, "compile", lambda function: fails)
+    with pytest.raises(UserError, match="compile, cuda_graphs: .* \\(no compiler\\): leave one of them out"):
+        capture(make_accelerator("cpu", "fp32"), nn.Linear(4, 4), torch.randn(2, 4), 1, compiled=True)
 
 
 def test_gradients_that_share_memory_are_found():

@@ -265,7 +265,7 @@ class Config(Settings):
     cuda_graphs: bool = option(
         False,
         "on a GPU, launch the model's passes as CUDA graphs: faster where the CPU cannot keep up, to the same bits; "
-        "not with compile or fsdp",
+        "not with fsdp",
     )
     deterministic: bool = option(
         False, "only algorithms of torch that give the same bits again; an error where it has none"

@@ -12,7 +12,9 @@ from torch import nn
 from vision_longhorn.errors import UserError, one_line
 
 
-def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, passes: int) -> None:
+def capture(
+    accelerator: Accelerator, model: nn.Module, images: torch.Tensor, passes: int, compiled: bool = False
+) -> None:
     """Lets `model` replay its training passes, to the same bits; in eval mode it runs as before.
 
     What it decides or draws on the host in a pass is decided here, once for all passes.
@@ -22,6 +24,7 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
         model: Changed in place. From now on its parameters keep their memory, and its training batches their shape.
         images: Of that shape (B, 3, H, W), on the GPU; their values do not matter.
         passes: Backward passes of an update.
+        compiled: Whether what is captured is compiled before; then the bits are those of the compiled model.
 
     Raises:
         UserError: Where the model does what torch cannot capture, such as waiting for the GPU.
@@ -31,6 +34,9 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
         # Gradients do come, from now on, from the capture's stream, and torch waits for it.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     model.train()
+    forward = model.forward
+    if compiled:
+        model.forward = torch.compile(forward)
     # Within a graph no cast of a weight may outlive its pass, as autocast's cache would have it.
     precision = accelerator.autocast(autocast_handler=AutocastKwargs(cache_enabled=False))
     try:
@@ -41,9 +47,13 @@ def capture(accelerator: Accelerator, model: nn.Module, images: torch.Tensor, pa
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
-        raise UserError(
-            f"cuda_graphs: this model cannot be captured ({one_line(error)}): leave it out, or give --cuda-graphs false"
-        ) from error
+        what, remedy = "cuda_graphs: this model cannot be captured", "leave it out, or give --cuda-graphs false"
+        if compiled:
+            what, remedy = "compile, cuda_graphs: this model cannot be compiled and captured", "leave one of them out"
+        raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
+    replay = model.forward
+    # Compiled, an evaluation's first and last batch would be compiled for anew.
+    model.forward = lambda images: (replay if model.training else forward)(images)
     if not apart:
         # Gradients would become the parameters' own where they are, to be scaled once for each parameter that shares
         # them, and written over by the next pass.

@@ -322,13 +322,15 @@ def wrap(
 
 
 def speed_up(cfg: Config, model: nn.Module, input_size: tuple[int, ...], accelerator: Accelerator) -> None:
-    """Compiles the model, or captures its passes as CUDA graphs, as cfg says."""
-    if cfg.cuda_graphs and (cfg.compile or cfg.fsdp):
-        accelerator.print(f"Note: {'compile' if cfg.compile else 'fsdp'} runs without cuda_graphs.")
-    if cfg.compile:
+    """Compiles the model, captures its passes as CUDA graphs, or both, as cfg says."""
+    if cfg.cuda_graphs and cfg.fsdp:
+        accelerator.print("Note: fsdp runs without cuda_graphs.")
+    captures = cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda"
+    if captures:
+        images = torch.zeros(cfg.batch_size, *input_size, device=accelerator.device)
+        capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
+    elif cfg.compile:
         compile_blocks(model) if is_sharded(model) else model.compile()
-    elif cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
-        capture(accelerator, model, torch.zeros(cfg.batch_size, *input_size, device=accelerator.device), cfg.grad_accum)
 
 
 def settle_buckets(
