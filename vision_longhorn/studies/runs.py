@@ -130,13 +130,13 @@ def result_of(folder: Path, run: Run) -> dict[str, Any]:
 
 def curve_of(history: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """What a run's epochs came to: lists "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where
-    it was not evaluated), as far as the last epoch has them."""
+    it was not evaluated), as far as an epoch has them."""
     curve: dict[str, list[Any]] = {
         "epoch": [entry["epoch"] for entry in history],
         "train_loss": [_round(entry["train_loss"]) for entry in history],
     }
     for name, tag in ("raw", "val"), ("ema", "val_ema"):
-        if history and tag in history[-1]:
+        if any(tag in entry for entry in history):
             curve[name] = [_round(entry[tag]["top1"]) if tag in entry else None for entry in history]
     return curve
 

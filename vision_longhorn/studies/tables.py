@@ -233,8 +233,15 @@ def remarks(reading: Reading) -> list[str]:
         why = f"failed with exit code {run['exit_code']}: {run['last_line']}" if "exit_code" in run else "unfinished"
         curve = run.get("curve", {})
         labelled = ("ema", "EMA"), ("raw", "raw")
-        so_far = [f"{label} {curve[name][-1]:.2f} %" for name, label in labelled if name in curve]
-        at = f" at {', '.join(so_far)}" if so_far else ""
+        known = [
+            (epoch, f"{label} {value:.2f} %")
+            for name, label in labelled
+            for epoch, value in zip(curve.get("epoch", []), curve.get(name, []), strict=False)
+            if value is not None
+        ]
+        last = max(known)[0] if known else 0
+        at = f" at {', '.join(text for epoch, text in known if epoch == last)}" if known else ""
+        at += f" in epoch {last}" if known and last != run["epochs"] else ""
         lines.append(f"{labels[run['key']]} seed {run['seed']} after {run['epochs']} epochs{at}: {why}")
     return lines
 
