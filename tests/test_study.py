@@ -372,7 +372,8 @@ def test_a_study_that_is_killed_and_stopped_goes_on_to_the_figures_of_an_undistu
     orphans = psutil.Process(first.process.pid).children()
     first.process.kill()  # its runs notice, save and end
     first.process.join()
-    second = Studying(tmp_path, "pairs", "--jobs", 2, SLOW="0.3")
+    # So slow that no run ends before it is stopped, however late the first one's are to end.
+    second = Studying(tmp_path, "pairs", "--jobs", 2, SLOW="2")
     until(lambda: "start" in second.text)
     until(lambda: not any(child.is_running() and child.status() != "zombie" for child in orphans))
     until(lambda: second.text.count("start") > 1)
