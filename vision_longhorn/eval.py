@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     accelerator = make_accelerator(args.device, args.precision)
     say = accelerator.print
 
+    model_kwargs = parse_pairs(args.model_kwargs)
     # What the checkpoint says of itself stands in for what the command line leaves open.
     path = run_file(args.checkpoint) if args.checkpoint else None
     checkpoint = load_checkpoint(path) if path else {}
@@ -75,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise UserError("no data: give --data DIR, a folder of shards or of images, or --data digits")
     is_own = own_data is not None and _place(data) == _place(own_data)
     samples = own_samples if is_own and args.samples is None else args.samples
-    values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **parse_pairs(args.model_kwargs)}}
+    values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **model_kwargs}}
 
     # Model and weights
     if path:

@@ -8,6 +8,7 @@ Every field below is a key of the YAML files and an option of the command line (
 import argparse
 import dataclasses
 import json
+import os
 import types
 import typing
 from collections.abc import Sequence
@@ -547,7 +548,8 @@ def parse_pairs(words: Sequence[str]) -> dict[str, Any]:
     """
     for word in words:
         if "=" not in word:
-            raise UserError(f"{word!r} is not KEY=VALUE, such as img_size=32")
+            hint = ": a run goes before the options" if os.path.exists(word) else ""
+            raise UserError(f"{word!r} is not KEY=VALUE, such as img_size=32{hint}")
     pairs = (word.partition("=") for word in words)
     return {key: value if (key, value) == ("class_token", "none") else _parse_word(value) for key, _, value in pairs}
 
