@@ -120,6 +120,11 @@ def test_every_value_of_a_config_has_its_range(field):
         load_config([*free, option, *[str(value)] * (many[-1] if many else 1)])
 
 
+def test_padded_crops_say_what_they_leave_unused():
+    assert "--scale change" in load_config(["--data", "x", "--crop-padding", "4", "--scale", "0.5", "1"])[0].notes[0]
+    assert not load_config(["--data", "x", "--crop-padding", "4"])[0].notes
+
+
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said_where_nobody_gave_it():
     config, _ = load_config(["--data", "x", "--epochs", "2"])
     assert config.warmup_epochs == 0.1 and "5 epochs" in config.notes[0] and "0.1" in config.notes[0]

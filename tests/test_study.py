@@ -415,7 +415,7 @@ def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
 def test_a_budget_starts_nothing_that_would_not_end_and_stops_what_does_not(tmp_path):
     studying = Studying(tmp_path, "pairs", "--budget", 4, SLOW="0.8")  # a run takes 10 s
     assert studying.wait() == study.LEFT, studying.text
-    assert "stopping 1" in studying.text and "0 of 4 runs," in studying.text
+    assert "stopping 1" in studying.text and "0 of 4 runs done" in studying.text
     (tmp_path / "studies/speed.json").write_text(
         json.dumps({"speeds": {key: {"a GPU": {"images_per_s": 1}} for key in keys()}})
     )
@@ -512,7 +512,7 @@ def test_two_studies_do_not_share_a_folder_at_once(tmp_path):
     first = Studying(tmp_path, "pairs", SLOW="0.3")
     until(lambda: "start" in first.text)
     assert "is being written by process" in finish(tmp_path, "pairs", code=1)
-    assert "0 of 4 runs," in finish(tmp_path, "pairs", "--report")  # only looks
+    assert "0 of 4 runs done" in finish(tmp_path, "pairs", "--report")  # only looks
     first.process.terminate()
     assert first.wait() == 128 + signal.SIGTERM
 
@@ -555,7 +555,7 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, overrides={"epoch": 3}), ["'epoch'", "'epochs'"]),
         (changed(*PLACE, overrides={"epochs": "three"}), ["pairs, longhorn", "epochs is 'three'"]),
         (changed(*PLACE, overrides={"epochs": 2, "warmup_epochs": 2}), ["warmup_epochs is 2"]),
-        (changed(*PLACE, overrides={"seed": 3}), ["'seed'"]),
+        (changed(*PLACE, overrides={"seed": 3}), ["'seed'", "give `seeds: [0]` beside them"]),
         (changed(*PLACE, overrides={"data": "DIR"}), ["'data'"]),
         (changed(*PLACE, asks=None), ["asks is missing"]),
         (changed(*PLACE, config="nowhere"), ["no config at nowhere"]),
@@ -606,6 +606,11 @@ def test_mistakes_in_the_file_are_named(content, words):
     assert all(word in str(error.value) for word in [*words, "studies.yaml"]), error.value
 
 
+def test_a_warm_up_that_a_study_does_not_give_fits_into_its_epochs():
+    arms = of(changed(*PLACE, config="own_data", overrides={"epochs": 2}))["pairs"].arms
+    assert {arm.config.warmup_epochs for arm in arms} == {0.1}
+
+
 def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for words, found in [
@@ -613,7 +618,10 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["mixer"], ["'mixer'", "'mixers'"]),
         (["mixers"], ["--data tiny-imagenet-100=DIR"]),
         (["mixers", "--data", "cifar10=DIR"], ["cifar10=DIR", "tiny-imagenet-100"]),
-        (["epochs", "--data", "DIR"], ["NAME=DIR"]),
+        (["epochs", "--data", "DIR"], ["need --data cifar10=DIR tiny-imagenet-100=DIR"]),
+        (["digits", "--data", "DIR"], ["--data DIR", "built in"]),
+        (["--merge", "old.json", "mixers"], ["--merge mixers", "goes before the options"]),
+        (["mixers", "--merge", "old.json"], ["no file old.json"]),
         (["mixers", "--report", "--speed"], ["--report, --speed"]),
         (["mixers", "--data", "nowhere"], ["nowhere"]),
         (["mixers", "--merge", str(REPOSITORY / "docs/cifar10.json")], ["no result of a study"]),

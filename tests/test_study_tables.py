@@ -179,9 +179,8 @@ def test_what_went_wrong_stands_below_the_table():
         dict(key="vim", seed=4, epochs=3, curve=dict(epoch=[1, 2, 3], train_loss=[3, 2, 1], raw=[8, 9.75, None])),
     ]
     text = markdown(made)
-    assert (
-        "longhorn seed 0: 3" in text and "vim seed 2 after 1 epochs: failed with exit code 1: error: no memory" in text
-    )
+    assert "longhorn seed 0: 3" in text
+    assert "vim seed 2 after 1 epoch: failed with exit code 1: error: no memory" in text
     assert "vim seed 3 after 2 epochs at raw 9.25 %: unfinished" in text
     assert "vim seed 4 after 3 epochs at raw 9.75 % in epoch 2: unfinished" in text
     assert "longhorn - vim +2.50 [" in text and "4 of 6 runs" in text

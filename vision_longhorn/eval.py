@@ -57,7 +57,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     accelerator = make_accelerator(args.device, args.precision)
     say = accelerator.print
 
-    model_kwargs = parse_pairs(args.model_kwargs)
     # What the checkpoint says of itself stands in for what the command line leaves open.
     path = run_file(args.checkpoint) if args.checkpoint else None
     checkpoint = load_checkpoint(path) if path else {}
@@ -76,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise UserError("no data: give --data DIR, a folder of shards or of images, or --data digits")
     is_own = own_data is not None and _place(data) == _place(own_data)
     samples = own_samples if is_own and args.samples is None else args.samples
-    values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **model_kwargs}}
+    values = {**values, "model_kwargs": {**values.get("model_kwargs", {}), **args.model_kwargs}}
 
     # Model and weights
     if path:
@@ -276,6 +275,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.checkpoint = args.run or args.checkpoint
     if args.checkpoint and not args.model and is_model_folder(args.checkpoint):
         args.model, args.pretrained, args.checkpoint = f"local-dir:{args.checkpoint}", True, None
+    args.model_kwargs = parse_pairs(args.model_kwargs)
     if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
     # Before the work, not after it.

@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Does as the command line `argv` says (default: the process's own)."""
     args = parse(argv)
     all_studies, out = read_studies(args.file), Path(args.out)
+    for option in "data", "merge":
+        for word in getattr(args, option):
+            if word in all_studies and word != DIGITS and not Path(word).exists():
+                raise UserError(f"--{option} {word}: a study's name goes before the options")
     studies = [_pick(name, all_studies) for name in dict.fromkeys(args.names)]
     own = [out / f"{name}.json" for name in all_studies]  # of all: they may share runs
     known = Known([*map(Path, args.merge), *(file for file in (*own, out / SPEEDS) if file.exists())])
@@ -119,9 +123,11 @@ def find_data(words: list[str], studies: list[Study], needed: set[str]) -> dict[
             places[name] = place
         elif len(names - {DIGITS}) == 1 and not equals:
             places[(names - {DIGITS}).pop()] = word
+        elif not names - {DIGITS}:
+            raise UserError(f"--data {word}: no data are needed{', the digits are built in' if names else ''}")
         else:
-            known = f"give NAME=DIR, of the names {', '.join(sorted(names))}" if names else "no data are needed"
-            raise UserError(f"--data {word}: {known}")
+            needs = " ".join(f"{known}=DIR" for known in sorted(names - {DIGITS}))
+            raise UserError(f"--data {word}: these studies need --data {needs}")
     for name in sorted(needed - {"", *places}):
         raise UserError(f"no place of the data {name}: give --data {name}=DIR, a folder of shards or images")
     return places
@@ -231,12 +237,13 @@ def measure_speeds(studies: list[Study], out: Path, known: Known, device: str) -
     arms = {arm.speed_key: arm for study in studies for arm in study.arms}
     print(f"training steps on {name}")
     for key, arm in sorted(arms.items(), key=lambda pair: name in known.speeds.get(pair[0], {})):
+        print(f"{arm.label:30} ", end="", flush=True)  # a CPU takes minutes for some
         found = measure(arm, device)
         speeds.setdefault(key, {})[name] = found
         write_results(out / SPEEDS, {"speeds": speeds})
         memory = f", {found['peak_gib']} GiB" if "peak_gib" in found else ""
         rate = f"{found['images_per_s']:,.0f} images/s" if "images_per_s" in found else found["error"]
-        print(f"{arm.label:30} {rate}{memory}")
+        print(f"{rate}{memory}")
 
 
 def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Namespace) -> int:

@@ -237,7 +237,9 @@ def _open_folder(
         )
     _check_number(spec, len(names), num_classes, classes_option)
     if num_samples not in (None, len(listed)):
-        raise DataError(f"{samples_option}={num_samples}, but {folder} holds {len(listed)} images; drop it")
+        raise DataError(
+            f"{samples_option}={num_samples}, but {folder} holds {len(listed)} images; drop it, or give {len(listed)}"
+        )
     command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(home)} OUT"
     hint = f"{folder} is read image by image, and shards load faster: {command}{'' if splits else f' --split {split}'}"
     if others:

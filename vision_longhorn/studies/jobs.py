@@ -94,7 +94,7 @@ class Jobs:
                 last = history_of(folder)[-1]
                 return f"top-1 {last.get('val_ema', last['val'])['top1']:.2f} %", True
             lines = "".join(f"\n    {line}" for line in note_failure(folder, code)["last_lines"])
-            return f"exit code {code}, {folder / OUTPUT} ends with{lines}", False
+            return f"exit code {code}\n    {folder / OUTPUT} ends with{lines}", False
 
         def then() -> list[Job]:
             return self.looks(folder)  # at once: where time is short, the machine may soon be gone with the weights

@@ -11,7 +11,7 @@ from typing import Any
 
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml, that_count
+from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml, shorten_warmup, that_count
 
 STUDIES = CONFIGS / "studies.yaml"
 DATA_KEYS = ("train_samples", "val_samples", "num_classes")
@@ -319,6 +319,8 @@ def _arm(
     for key in PLACES:
         values.pop(key, None)
     try:
+        if not any("warmup_epochs" in (part.get("overrides") or {}) for part in (spec, own, variant)):
+            shorten_warmup(values)
         checked = Config(**values)
         faults = checked.faults_of_schedule()
         if faults:
@@ -353,6 +355,9 @@ def _merge(where: str, kind: Any, values: dict[str, Any], parts: tuple[dict[str,
     taken = (*PLACES, "seed", "model_kwargs", "mixer")
     for part in parts:
         overrides = _mapping(f"{where}overrides", part.get("overrides"))
+        if elsewhere := [key for key in ("seed", "model_kwargs", "mixer") if key in overrides]:
+            place = {"seed": "`seeds: [0]`", "mixer": "`model_kwargs: {mixer: longhorn}`"}.get(elsewhere[0], "it")
+            raise UserError(f"{where}overrides has {elsewhere[0]!r}: give {place} beside them")
         _check_keys(f"{where}overrides: ", overrides, [key for key in kind.__dataclass_fields__ if key not in taken])
         values = {**values, **overrides}
         kwargs.update(_mapping(f"{where}model_kwargs", part.get("model_kwargs")))

@@ -47,6 +47,8 @@ class Known:
 
     def _read(self, file: Path) -> None:
         content = read_json(file)
+        if not file.exists():
+            raise UserError(f"there is no file {file} of a study's results")
         if not isinstance(content, dict) or not (
             {"arms", "runs", "unfinished"} <= content.keys() or "speeds" in content
         ):

@@ -217,7 +217,8 @@ class Runner:
                 waiting[:0] = following
             known = [job.seconds() for job in waiting]  # of the others, the last one tells
             to_come = sum(seconds if own is None else START + own * self._beside for own in known) / len(self.places)
-            left = f"; {len(waiting)} to start, about {to_come:,.0f} s" if waiting else ""
+            count = sum(id(job) in self.numbers for job in waiting)
+            left = f"; {count} to start, about {to_come:,.0f} s" if count else ""
             text, line, details = text.partition("\n")
             came = "done   " if well else "FAILED "
             self.say(f"{came} {child.job.name}  {text}, {seconds:,.0f} s{left}{line}{details}")

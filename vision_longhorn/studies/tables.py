@@ -217,9 +217,8 @@ def remarks(reading: Reading) -> list[str]:
     """What each study has to say of runs that are missing or were not smooth, and what it cost."""
     content, labels = reading.content, {arm["key"]: reading.label(arm) for arm in reading.arms}
     planned = sum(len(arm["seeds"]) for arm in reading.arms)
-    lines = [
-        f"{len(content['runs'])} of {planned} runs, {sum(run['seconds'] for run in content['runs']):,.0f} s of training"
-    ]
+    seconds = sum(run["seconds"] for run in content["runs"])
+    lines = [f"{len(content['runs'])} of {planned} runs" + (f", {seconds:,.0f} s of training" if seconds else " done")]
     beside = sorted({run["side_by_side"] for run in content["runs"]})
     if beside and beside != [1]:
         lines[0] += f", up to {beside[-1]} side by side on a device"
@@ -242,7 +241,8 @@ def remarks(reading: Reading) -> list[str]:
         last = max(known)[0] if known else 0
         at = f" at {', '.join(text for epoch, text in known if epoch == last)}" if known else ""
         at += f" in epoch {last}" if known and last != run["epochs"] else ""
-        lines.append(f"{labels[run['key']]} seed {run['seed']} after {run['epochs']} epochs{at}: {why}")
+        after = f"{run['epochs']} epoch{'' if run['epochs'] == 1 else 's'}"
+        lines.append(f"{labels[run['key']]} seed {run['seed']} after {after}{at}: {why}")
     return lines
 
 

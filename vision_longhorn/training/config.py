@@ -390,8 +390,11 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
         merged = {**_coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
     values = {**values, **given}
-    notes = [] if "warmup_epochs" in given or "resume" in given else _shorten_warmup(values)
+    notes = [] if "warmup_epochs" in given or "resume" in given else shorten_warmup(values)
     config = Config(**values)
+    unused = [f"--{key}" for key in ("scale", "ratio") if key in given]
+    if unused and config.crop_padding is not None:
+        notes.append(f"with crop_padding {' and '.join(unused)} change nothing: crops have one size")
     faults = config.faults_of_schedule()
     if faults and "resume" not in given:
         raise UserError(faults[0])
@@ -399,7 +402,7 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     return config, Path(path).stem if path else config.model
 
 
-def _shorten_warmup(values: dict[str, Any]) -> list[str]:
+def shorten_warmup(values: dict[str, Any]) -> list[str]:
     """Makes a warm-up that `values` leave to a file or the default fit into their epochs; what to say of that."""
     fields = Config.__dataclass_fields__
     epochs, warmup = (

@@ -288,7 +288,7 @@ class Trainer:
             f"data    {self.data.place}: {self.data.train.num_samples:,} samples to train on, "
             f"{self.data.val.num_samples:,} to evaluate"
         )
-        if self.data.train.hint:
+        if self.data.train.hint and not self.cfg.keep_in_memory:
             self.say(f"        {self.data.train.hint}")
         self.say(
             f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in "
