@@ -121,7 +121,10 @@ def test_every_value_of_a_config_has_its_range(field):
 
 
 def test_padded_crops_say_what_they_leave_unused():
-    assert "--scale change" in load_config(["--data", "x", "--crop-padding", "4", "--scale", "0.5", "1"])[0].notes[0]
+    assert (
+        "--scale changes nothing"
+        in load_config(["--data", "x", "--crop-padding", "4", "--scale", "0.5", "1"])[0].notes[0]
+    )
     assert not load_config(["--data", "x", "--crop-padding", "4"])[0].notes
 
 

@@ -432,7 +432,7 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
         (["--checkpoint", "{run}", "--batchsize", "8"], ["--batchsize", "--batch-size"]),
         (["--model", "vlonghorn_tinny", "--data", "x"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
         (["--model", "vlonghorn_test"], ["--data"]),
-        (["--model", "vim_test", "--model-kwargs", "depth=1", "{run}"], ["KEY=VALUE", "a run goes before the options"]),
+        (["--model", "vim_test", "--model-kwargs", "depth=1", "{run}"], ["KEY=VALUE", "before the options"]),
         (["--model", "nonsense", "--data", "x"], ["unknown model 'nonsense': timm.list_models() has them all"]),
         ([], ["a run's folder", "--model"]),
         (["{run}", "--pretrained"], ["a run's folder", "--model"]),

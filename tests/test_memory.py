@@ -153,7 +153,7 @@ def test_what_does_not_fit_is_refused_before_it_fills_the_memory(tmp_path, monke
     images = {f"i{number}": coloured for number in range(60)} if profile else {}
     on_disk = write_set(tmp_path / "set", **images)
     memory = memory_module.psutil.virtual_memory()
-    monkeypatch.setattr(memory_module.psutil, "virtual_memory", lambda: memory._replace(available=60_000))
+    monkeypatch.setattr(memory_module.psutil, "virtual_memory", lambda: memory._replace(available=9_000))
     before, read = ShardSet.read, []
     monkeypatch.setattr(ShardSet, "read", lambda self, number: read.append(number) or before(self, number))
     with pytest.raises(DataError, match="keep_in_memory.*train.*GiB"):
@@ -215,10 +215,31 @@ keep_in_memory(open_shards(sys.argv[1], num_classes=5), 2)
     assert not are_alive()
 
 
-def test_training_comes_to_the_same(tmp_path, shards):  # noqa: F811
+def test_pictures_of_all_sizes_are_not_judged_by_the_first_ones(tmp_path, monkeypatch):
+    images = [picture(number, size=(60, 60) if number < 16 else (12, 12)) for number in range(64)]
+    for number, data in enumerate(images):
+        path = tmp_path / "train" / "ab"[number % 2] / f"{number:02d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    memory, taken = memory_module.psutil.virtual_memory(), []
+    # As much as they need, of which the first ones take a part.
+    needed = 16 * 3 * 60**2 + 48 * 3 * 12**2
+    before = memory_module.Kept.nbytes.fget
+    monkeypatch.setattr(
+        memory_module.Kept, "nbytes", property(lambda kept: taken.append(before(kept)) or before(kept)), raising=True
+    )
+    monkeypatch.setattr(
+        memory_module.psutil, "virtual_memory", lambda: memory._replace(available=needed + 9_000 - sum(taken))
+    )
+    kept = keep_in_memory(open_shards(tmp_path, "train"))
+    assert len(kept.kept) > 1 and sum(taken) == needed
+
+
+def test_training_comes_to_the_same(tmp_path, shards, capsys):  # noqa: F811
     ends = []
     for name, more in ("disk", []), ("memory", ["--keep-in-memory", "true"]):
         train([*QUICK, *shards, "--epochs", "2", "--workers", "1", "--run-dir", str(tmp_path / name), *more])
         ends.append(torch.load(tmp_path / name / "last.pt", weights_only=True))
     assert all(torch.equal(value, ends[1]["state_dict"][key]) for key, value in ends[0]["state_dict"].items())
     assert [entry["val"] for entry in ends[0]["history"]] == [entry["val"] for entry in ends[1]["history"]]
+    assert capsys.readouterr().out.count("kept in the memory of each process: 0.0 MB") == 1

@@ -181,7 +181,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     path = Path(path)
     if not path.is_file():
-        hint = "give a run's folder or a .pt file, such as RUN/best.pt"
+        hint = "give a .pt file, such as RUN/best.pt"
         if path.name == "best.pt" and (last := path.with_name("last.pt")).is_file():
             hint = f"the run has not been evaluated yet; {last} has its newest weights"
         elif not path.parent.is_dir():

@@ -5,6 +5,7 @@ import dataclasses
 import multiprocessing
 import os
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,26 +45,21 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
     if shards.kept is not None:
         return shards
     count = len(shards.urls)
-    loader: Any = DataLoader(
-        _ToDecode(shards),
-        batch_size=None,
-        num_workers=min(num_workers, count),
-        collate_fn=_as_it_is,
-        worker_init_fn=_start,
-    )
     lengths = shards.samples_per_shard or [1] * count
     kept: list[Kept | None] = []
     size = done = 0
     try:
-        for one in loader:
+        for one in _decoded(shards, min(num_workers, count)):
             done += lengths[len(kept)]
             kept.append(one)
             size += one.nbytes if one else 0
             whole, free = size / max(done, 1) * sum(lengths), psutil.virtual_memory().available
-            if whole - size > free:
+            # A few images tell little of the others' sizes. What is refused late still leaves some memory free.
+            if whole - size > free * (4 if done < 1000 else 1.1):
                 raise DataError(
                     f"keep_in_memory: the images of {shards.split or 'these shards'} would take about "
-                    f"{whole / _GIB:.1f} GiB, and {free / _GIB:.1f} are left; leave it out"
+                    f"{whole / _GIB:.1f} GiB, and {free / _GIB:.1f} are left; leave it out, or give "
+                    "--keep-in-memory false"
                 )
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):
@@ -72,6 +68,21 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
             f"keep_in_memory: a process that decodes images died, perhaps for want of memory ({one_line(error)})"
         ) from None
     return dataclasses.replace(shards, kept=kept)
+
+
+def _decoded(shards: ShardSet, num_workers: int) -> Iterator["Kept | None"]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # the trainer's loaders say it, once
+        found = iter(
+            DataLoader(
+                _ToDecode(shards),
+                batch_size=None,
+                num_workers=num_workers,
+                collate_fn=_as_it_is,
+                worker_init_fn=_start,
+            )
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

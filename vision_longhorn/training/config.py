@@ -394,7 +394,9 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     config = Config(**values)
     unused = [f"--{key}" for key in ("scale", "ratio") if key in given]
     if unused and config.crop_padding is not None:
-        notes.append(f"with crop_padding {' and '.join(unused)} change nothing: crops have one size")
+        notes.append(
+            f"with crop_padding {' and '.join(unused)} change{'s' * (len(unused) == 1)} nothing: crops have one size"
+        )
     faults = config.faults_of_schedule()
     if faults and "resume" not in given:
         raise UserError(faults[0])
@@ -551,7 +553,7 @@ def parse_pairs(words: Sequence[str]) -> dict[str, Any]:
     """
     for word in words:
         if "=" not in word:
-            hint = ": a run goes before the options" if os.path.exists(word) else ""
+            hint = ": a run to evaluate or export goes before the options" if os.path.exists(word) else ""
             raise UserError(f"{word!r} is not KEY=VALUE, such as img_size=32{hint}")
     pairs = (word.partition("=") for word in words)
     return {key: value if (key, value) == ("class_token", "none") else _parse_word(value) for key, _, value in pairs}

@@ -171,12 +171,14 @@ def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) ->
 
 
 class Loaders(NamedTuple):
-    """Batches of this process. `finish` is what of the augmentation happens on the GPU, else None."""
+    """Batches of this process. `finish` is what of the augmentation happens on the GPU, else None; `kept_bytes`, what
+    is kept in memory."""
 
     train: Any
     val: Any
     finish: Finish | None
     updates_per_epoch: int
+    kept_bytes: int
 
 
 def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator: Accelerator) -> Loaders:
@@ -222,7 +224,8 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
             f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give "
             "a smaller grad_accum or batch_size"
         )
-    return Loaders(train, val, finish, updates_per_epoch)
+    kept_bytes = sum(one.nbytes for split in splits for one in split.kept or [] if one)
+    return Loaders(train, val, finish, updates_per_epoch, kept_bytes)
 
 
 def build_loss(cfg: Config, num_classes: int) -> tuple[Mixup | None, nn.Module]:

@@ -288,8 +288,10 @@ class Trainer:
             f"data    {self.data.place}: {self.data.train.num_samples:,} samples to train on, "
             f"{self.data.val.num_samples:,} to evaluate"
         )
-        if self.data.train.hint and not self.cfg.keep_in_memory:
+        if self.data.train.hint:
             self.say(f"        {self.data.train.hint}")
+        if self.cfg.keep_in_memory:
+            self.say(f"        kept in the memory of each process: {self.loaders.kept_bytes / 1e6:,.1f} MB")
         self.say(
             f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in "
             f"{'fp32' if mixed == 'no' else mixed}, {cfg.epochs} epochs of {self.loaders.updates_per_epoch} "
