@@ -23,6 +23,9 @@ COUNTS = {
     "vim_tiny": 7_148_008,
     "vim_small": 25_796_584,
     "vim_base": 97_598_440,
+    "vim_tiny_cross": 7_147_624,
+    "vim_small_cross": 25_795_816,
+    "vim_base_cross": 97_596_904,
     "vim_tiny_stride8": 7_250_344,
     "vim_small_stride8": 26_001_256,
     "vlonghorn_tiny": 6_853_096,
@@ -94,6 +97,7 @@ def test_every_name_makes_a_model_of_its_own_kind():
         "vim_tiny",
         "vim_small",
         "vim_base",
+        "vim_tiny_cross",
         "vlonghorn_tiny_cross",
         "vlonghorn_tiny_exact",
         "vlonghorn_tiny_shared",
@@ -178,15 +182,21 @@ def test_model_that_reads_rows_and_columns_is_its_plain_description(class_token,
     compare_with_plain_model(model, torch.randn(2, 3, 16, 40))
 
 
-def test_cross_models_are_what_the_study_chose():
+@pytest.mark.parametrize(("family", "own"), [("vlonghorn", {"rule": "exact"}), ("vim", {})])
+def test_cross_models_are_what_the_study_compares(family, own):
     given = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
-    named = timm.create_model("vlonghorn_tiny_cross", **given)
-    chosen = dict(rule="exact", class_token="none", global_pool="avg", scan_order="rows_columns")
-    plain = timm.create_model("vlonghorn_tiny", **given, **chosen)
+    named = timm.create_model(f"{family}_tiny_cross", **given)
+    trunk = dict(class_token="none", global_pool="avg", scan_order="rows_columns")
+    plain = timm.create_model(f"{family}_tiny", **given, **own, **trunk)
     plain.load_state_dict(named.state_dict())
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(named(images), plain(images))
-    assert timm.create_model("vlonghorn_tiny_cross", **given, rule="diagonal").blocks[0].mixer.rule == "diagonal"
+    token = timm.create_model(f"{family}_tiny_cross", **given, class_token="middle", global_pool="token")
+    assert token.cls_token is not None and token.blocks[1].reads_columns
+
+
+def test_the_rule_of_a_cross_model_is_an_argument():
+    assert timm.create_model("vlonghorn_tiny_cross", depth=2, rule="diagonal").blocks[0].mixer.rule == "diagonal"
 
 
 @pytest.mark.parametrize("class_token", ["middle", "none"])
