@@ -18,7 +18,7 @@ from timm.data.readers.reader_wds import ReaderWds
 from vision_longhorn import shards as maker
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import DataError, decode_image, open_shards, sharding
-from vision_longhorn.data.index import read_index
+from vision_longhorn.data.index import read_index, write_index
 from vision_longhorn.data.samples import image_of
 from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
 from vision_longhorn.data.tars import read_shard
@@ -568,6 +568,139 @@ def test_index_of_shards_made_by_others(tmp_path, capsys):
         maker.main(["index", str(tmp_path), option, str(tmp_path / "names.txt")])
     shards = open_shards(tmp_path)
     assert (shards.num_classes, shards.class_names[7], shards.display_names[7]) == (8, "--classes 7", "--names 7")
+
+
+GOOD = {
+    "splits": {"train": {"filenames": ["train-0.tar", "train-1.tar"], "shard_lengths": [2, 1], "num_samples": 3}},
+    "num_classes": 2,
+    "class_names": ["cat", "dog"],
+    "display_names": ["Cat", "Cat"],
+}
+
+
+def index_with(changed):
+    """GOOD with other values at paths such as "splits.train.num_samples"; `...` takes the field out."""
+    index = json.loads(json.dumps(GOOD))
+    for path, value in changed.items():
+        *above, field = path.split(".")
+        place = functools.reduce(dict.__getitem__, above, index)
+        place.pop(field, None)
+        if value is not ...:
+            place[field] = value
+    return index
+
+
+@pytest.fixture
+def indexed(tmp_path):
+    """A folder of two shards, and a function that writes its index: an object, or the bytes of the file."""
+    for shard, keys in enumerate(("ab", "c")):
+        write_tar(tmp_path / f"train-{shard}.tar", [(f"{k}.{e}", d) for k in keys for e, d in SAMPLE.items()])
+
+    def write(index):
+        data = index if isinstance(index, bytes) else json.dumps(index).encode()
+        (tmp_path / "_info.json").write_bytes(data)
+        return tmp_path
+
+    return write
+
+
+SAMPLE = {"jpg": picture(0), "cls": b"1"}
+FILES, LENGTHS, SUM = "splits.train.filenames", "splits.train.shard_lengths", "splits.train.num_samples"
+
+
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"class_names": ["cat", ["dog"]]}, r"class_names\[1\] is \['dog'\]; it must be a name"),
+        ({"class_names": ["cat", None]}, r"class_names\[1\] is missing; it must be a name"),
+        ({"class_names": {"cat": 0}}, r"class_names is {'cat': 0}; it must be a list"),
+        ({"class_names": "ab"}, "class_names is 'ab'; it must be a list"),
+        ({"class_names": ["cat"]}, "class_names has 1 names for 2 classes"),
+        ({"class_names": ["cat", "dog", "emu"]}, "class_names has 3 names for 2 classes"),
+        ({"class_names": ["cat", "cat"]}, "class_names has 'cat' twice, as number 0 and 1; .* display_names"),
+        ({"display_names": "CD"}, "display_names is 'CD'; it must be a list"),
+        ({"display_names": ["Cat"]}, "display_names has 1 names for 2 classes"),
+        ({"class_names": ..., "num_classes": ..., "display_names": [3, 4]}, r"display_names\[0\] is 3"),
+        ({"num_classes": -1}, "num_classes is -1; it must be a whole number from 1"),
+        ({"num_classes": 2.0}, "num_classes is 2.0; it must be a whole number"),
+        ({"num_classes": True, "class_names": ["cat"], "display_names": ["Cat"]}, "num_classes is True; .* number"),
+        ({"num_classes": 10**15}, "num_classes is 1000000000000000; it must be .* to 10,000,000"),
+        ({LENGTHS: [4, -1]}, r"shard_lengths\[1\] of split 'train' is -1; it must be a whole number from 0"),
+        ({LENGTHS: [1.5, 1.5]}, r"shard_lengths\[0\] of split 'train' is 1.5; it must be a whole number"),
+        ({LENGTHS: [2, True]}, r"shard_lengths\[1\] of split 'train' is True; it must be a whole number"),
+        ({LENGTHS: [2, 10**30], SUM: 2 + 10**30}, r"shard_lengths\[1\] .* from 0 to 1,000,000,000,000"),
+        ({LENGTHS: 3}, "shard_lengths of split 'train' is 3; it must be a list"),
+        ({LENGTHS: [3]}, "there are 2 filenames of split 'train', but 1 shard_lengths"),
+        ({SUM: 4}, "num_samples of split 'train' is 4; it must be 3"),
+        ({SUM: 3.0}, "num_samples of split 'train' is 3.0; it must be 3"),
+        ({FILES: ["train-0.tar", 1]}, r"filenames\[1\] of split 'train' is 1; it must be a name"),
+        ({FILES: ["train-0.tar"] * 2}, "filenames of split 'train' has 'train-0.tar' twice, as number 0 and 1"),
+        ({FILES: ...}, "filenames of split 'train' is missing; it must be a list"),
+        ({"splits.train.skipped": 3}, "skipped of split 'train' is 3; it must be a list"),
+        ({"splits.val": ["train-0.tar"]}, r"the entry of split 'val' is \['train-0.tar'\]; it must be an object"),
+        ({"splits": [1]}, r"splits is \[1\]; it must be an object"),
+        ({"splits": ...}, "splits is missing; it must be an object"),
+        ({"class_names": ["cat", ["x" * 10000] * 100]}, r"class_names\[1\] is .{,80}; it must be"),
+        (b"[]", r"it is \[\]; it must be an object with splits"),
+        (b"", "it is not JSON in UTF-8: Expecting value"),
+        (json.dumps(GOOD).encode()[:-30], "it is not JSON in UTF-8: "),
+        (b"[" * 100000, "it is not JSON in UTF-8: maximum recursion"),
+        (json.dumps(GOOD).replace("cat", "\xe9" * 5000).encode("latin-1"), "it is not JSON in UTF-8: .* byte 0xe9"),
+    ],
+)
+def test_an_index_that_is_wrong_is_told_by_its_field_and_by_verify_as_well(indexed, changed, words):
+    folder = indexed(changed if isinstance(changed, bytes) else index_with(changed))
+    with pytest.raises(DataError, match=rf"_info\.json is not an index of shards \({words}") as raised:
+        open_shards(folder)
+    assert len(str(raised.value)) < 400 + len(str(folder)) * 2 and "\n" not in str(raised.value)
+    with pytest.raises(DataError, match=re.escape(str(raised.value))):
+        maker.main(["verify", str(folder)])
+
+
+@pytest.mark.parametrize(
+    "changed, classes",
+    [
+        ({}, 2),
+        ({"num_classes": ..., "class_names": ..., "display_names": ...}, None),
+        ({"num_classes": None, "class_names": None, "display_names": None}, None),
+        ({"num_classes": ...}, 2),
+        ({"num_classes": ..., "class_names": ...}, 2),
+        ({SUM: ...}, 2),
+        ({"splits.train.alt_label": "cls", "license": ["any"]}, 2),
+    ],
+)
+def test_an_index_of_others_may_say_less_or_more(indexed, changed, classes):
+    folder = indexed(b"\xef\xbb\xbf" + json.dumps(index_with(changed)).encode())  # as some editors begin a file
+    shards = open_shards(folder)
+    assert (shards.num_samples, shards.num_classes, shards.samples_per_shard) == (3, classes, [2, 1])
+    assert maker.verify(folder, progress=False) == []
+
+
+def test_no_index_is_written_that_could_not_be_read(indexed, tmp_path):
+    folder = indexed(GOOD)
+    (tmp_path / "names.txt").write_text("cat\ncat\n")
+    before = (folder / "_info.json").read_bytes()
+    with pytest.raises(DataError, match="class_names has 'cat' twice"):
+        maker.main(["index", str(folder), "--classes", str(tmp_path / "names.txt")])
+    with pytest.raises(DataError, match="display_names has 3 names for 2 classes"):
+        write_index(folder, {}, display_names=["a", "b", "c"])
+    assert (folder / "_info.json").read_bytes() == before
+
+
+def test_folders_without_an_index_or_samples(tmp_path):
+    (tmp_path / "empty").mkdir()
+    for command in "verify", "index":
+        with pytest.raises(DataError, match="none is not a folder; check the path"):
+            maker.main([command, str(tmp_path / "none")])
+        with pytest.raises(DataError, match="empty holds no shards"):
+            maker.main([command, str(tmp_path / "empty")])
+    write_tar(tmp_path / "train-0.tar", [("no-ending", b"x")])
+    with pytest.raises(DataError, match="has no index; `python -m vision_longhorn.shards index .*` writes it"):
+        maker.main(["verify", str(tmp_path)])
+    with pytest.raises(DataError, match="hold no samples"):
+        maker.main(["index", str(tmp_path)])
+    (tmp_path / "_info.json").write_text('{"splits": {}}')
+    assert maker.verify(tmp_path, progress=False) == [f"the index of {tmp_path} names no shards"]
 
 
 def test_names_alone_tell_the_number_of_classes(tmp_path):

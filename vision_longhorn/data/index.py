@@ -11,12 +11,14 @@ import glob
 import json
 import os
 import re
+import reprlib
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import braceexpand
 
+from vision_longhorn.errors import one_line
 from vision_longhorn.files import written_aside
 
 from .folders import NAMES_FILE, SPLITS, ImageFiles, class_folders, find_splits, list_images, read_names
@@ -28,6 +30,15 @@ if TYPE_CHECKING:
     from .memory import Kept
 
 INDEX_NAMES = ("_info.json", "info.json")
+_MOST_SAMPLES, _MOST_CLASSES = 10**12, 10**7
+_TWICE = "names of classes must differ; readable ones, which need not, are display_names"
+# What a split may say besides, for people and for `make_shards`.
+_FACTS: dict[str, tuple[type, str]] = {
+    "name": (str, "a text"),
+    "source": (str, "a text"),
+    "made_with": (dict, "an object"),
+    "skipped": (list, "a list of names"),
+}
 _SHARD = re.compile(r"\.tar(\.gz)?$|\.tgz$")
 _ALIASES = {"val": "validation", "validation": "val"}
 
@@ -362,27 +373,86 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         if not os.path.isfile(path):
             continue
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:
                 index = json.load(file)
-            for entry in index["splits"].values():
-                if len(entry["filenames"]) != len(entry["shard_lengths"]):
-                    raise ValueError("filenames and shard_lengths differ in length")
-                if sum(entry["shard_lengths"]) != entry["num_samples"]:
-                    raise ValueError("shard_lengths do not add up to num_samples")
-                if any(
-                    os.path.isabs(n) or "://" in n or _is_pipe(n) or ".." in re.split(r"[/\\]", n)
-                    for n in entry["filenames"]
-                ):
-                    raise ValueError("filenames name files outside of its folder")
-            if index.get("display_names") and len(index["display_names"]) != index["num_classes"]:
-                raise ValueError("display_names are not num_classes in number")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            check_index(index)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read ({error.strerror})") from None
+        except (ValueError, RecursionError) as error:
+            reason = str(error) if isinstance(error, DataError) else f"it is not JSON in UTF-8: {one_line(error)}"
             raise DataError(
-                f"{path} is not an index of shards ({error!r}); remove it and write a new one with "
-                "`python -m vision_longhorn.shards index DIR`"
+                f"{path} is not an index of shards ({reason}); mend it, or remove it and write a new one with "
+                f"`python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}`"
             ) from None
         return index
     return None
+
+
+def check_index(index: Any) -> None:
+    """Fills in what an index lacks and other fields tell. Raises DataError, which names the field, where it is none."""
+    _expect("it", index, isinstance(index, dict), "an object with splits")
+    splits = index.get("splits")
+    _expect("splits", splits, isinstance(splits, dict), "an object with an entry for each split")
+    for split, entry in splits.items():
+        of = f" of split {_short(split)}"
+        _expect(f"the entry{of}", entry, isinstance(entry, dict), "an object with filenames and shard_lengths")
+        names, lengths = entry.get("filenames"), entry.get("shard_lengths")
+        check_names(f"filenames{of}", names, "name each shard once")
+        for name in names:
+            outside = os.path.isabs(name) or "://" in name or _is_pipe(name) or ".." in re.split(r"[/\\]", name)
+            if outside:
+                raise DataError(f"filenames{of} name {_short(name)}, which is outside of its folder")
+        _expect(f"shard_lengths{of}", lengths, isinstance(lengths, list), "a list, the number of samples in each shard")
+        for number, length in enumerate(lengths):
+            _expect_number(f"shard_lengths[{number}]{of}", length, 0, _MOST_SAMPLES)
+        if len(lengths) != len(names):
+            raise DataError(
+                f"there are {len(names)} filenames{of}, but {len(lengths)} shard_lengths; give each its own"
+            )
+        if entry.get("num_samples") is None:
+            entry["num_samples"] = sum(lengths)
+        total, right = entry["num_samples"], f"{sum(lengths)}, which is what shard_lengths add up to"
+        _expect(f"num_samples{of}", total, type(total) is int and total == sum(lengths), right)
+        for fact, (kind, right) in _FACTS.items():
+            _expect(f"{fact}{of}", entry.get(fact), isinstance(entry.get(fact), (kind, type(None))), right)
+    if index.get("num_classes") is not None:
+        _expect_number("num_classes", index["num_classes"], 1, _MOST_CLASSES)
+    for field, remedy in (("class_names", _TWICE), ("display_names", "")):
+        if index.get(field) is not None:
+            check_names(field, index[field], remedy)
+            if index.get("num_classes") is None:
+                index["num_classes"] = len(index[field])
+            if len(index[field]) != index["num_classes"]:
+                raise DataError(
+                    f"{field} has {len(index[field])} names for {index['num_classes']} classes; give one for each"
+                )
+
+
+def check_names(field: str, names: Any, twice: str = _TWICE) -> None:
+    """Raises DataError, which calls the list `field`, where `names` are not names, or one of them stands there twice:
+    then `twice` says what would be right; with "" it may."""
+    _expect(field, names, isinstance(names, list) and names != [], "a list of names")
+    first: dict[str, int] = {}
+    name_of, _, of = field.partition(" ")
+    for number, name in enumerate(names):
+        _expect(f"{name_of}[{number}] {of}".rstrip(), name, isinstance(name, str) and name != "", "a name, in quotes")
+        if twice and first.setdefault(name, number) != number:
+            raise DataError(f"{field} has {_short(name)} twice, as number {first[name]} and {number}; {twice}")
+
+
+def _expect(field: str, value: Any, fits: bool, right: str) -> None:
+    if not fits:
+        raise DataError(f"{field} is {'missing' if value is None else _short(value)}; it must be {right}")
+
+
+def _expect_number(field: str, value: Any, low: int, high: int) -> None:
+    fits = type(value) is int and low <= value <= high  # isinstance would take true for 1
+    _expect(field, value, fits, f"a whole number from {low} to {high:,}")
+
+
+def _short(value: Any) -> str:
+    text = reprlib.repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def write_index(
@@ -419,5 +489,6 @@ def write_index(
         index["num_classes"] = num_classes
     if display_names is not None:
         index["display_names"] = list(display_names)
+    check_index(index)
     with written_aside(os.path.join(directory, INDEX_NAMES[0])) as aside:
         aside.write_bytes(json.dumps(index, indent=1).encode())

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import tempfile
 import zlib
@@ -24,7 +25,7 @@ from vision_longhorn.files import left_aside, written_aside
 from . import sources
 from .folders import read_names
 from .images import DataError, check_image, decode_image
-from .index import INDEX_NAMES, find_shards, read_index, write_index
+from .index import INDEX_NAMES, check_names, find_shards, read_index, write_index
 from .samples import RawSample, image_of, label_of, place
 from .tars import read_shard
 
@@ -278,12 +279,15 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
         what is wrong, a line each
 
     Raises:
-        DataError: if there is no index.
+        DataError: if there is no such folder or no index, or the index is none.
     """
     index = read_index(directory)
     if index is None:
-        raise DataError(f"{directory} has no index; `python -m vision_longhorn.shards index {directory}` writes it")
-    problems = []
+        if not find_shards(directory):
+            raise DataError(f"{directory} holds no shards and no index; give a folder of shards")
+        command = f"python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}"
+        raise DataError(f"{directory} has no index; `{command}` writes it")
+    problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
     check = decode_image if full else check_image
     look = functools.partial(_problems, num_classes=index.get("num_classes"), check=check)
     shards = [
@@ -342,6 +346,8 @@ def index_shards(
     """
     before = read_index(directory) or {}
     class_names = class_names or before.get("class_names")
+    if class_names:
+        check_names("class_names", class_names)
     same = class_names == before.get("class_names")
     display_names = read_names(names, class_names) if names else before.get("display_names") if same else None
     splits: dict[str, tuple[list[str], list[int], Mapping[str, Any]]] = {}
@@ -355,6 +361,8 @@ def index_shards(
         splits[split] = ([os.path.basename(path) for path in paths], lengths, {})
     if not splits:
         raise DataError(f"{directory} holds no shards (SPLIT-000000.tar or .tar.gz)")
+    if most < 0:
+        raise DataError(f"the shards in {directory} hold no samples; a sample is a KEY.jpg and a KEY.cls")
     named = class_names or display_names
     if named and len(named) <= most:
         raise DataError(f"the shards in {directory} have a label {most}, but only {len(named)} classes are named")
