@@ -4,6 +4,7 @@ import bz2
 import collections
 import contextlib
 import dataclasses
+import errno
 import functools
 import gzip
 import http.server
@@ -15,16 +16,19 @@ import os
 import pickle
 import tarfile
 import threading
+from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
 from test_shards import picture, write_tar
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
-from vision_longhorn.data import DataError, eval_loader, open_shards, train_loader
+from vision_longhorn.data import DataError, eval_loader, open_shards, tars, train_loader
 from vision_longhorn.data.loader import _Counts
+from vision_longhorn.data.memory import keep_in_memory
 from vision_longhorn.data.streams import TrainStream
 from vision_longhorn.data.tars import read_shard
+from vision_longhorn.errors import reason
 from vision_longhorn.evaluation.evaluate import evaluate
 
 
@@ -397,6 +401,36 @@ def test_bad_sample_is_named(tmp_path, spoil, message):
         assert ("max_bad_samples" in str(raised.value)) == isinstance(loader.stream, TrainStream)
 
 
+@pytest.mark.parametrize(
+    "names, message",
+    [
+        (
+            "a.jpg b.jpg a.cls b.cls",
+            "a: no label .*, only a.jpg; .* follow each other in the tar, as `tar --sort=name`",
+        ),
+        ("a.cls b.cls a.jpg b.jpg", "a: no image .*, only a.cls; .* follow each other in the tar"),
+        (
+            "a.jpg a.label.cls",
+            "a: no label .*, only a.jpg, a.label.cls; .* rename a.label.cls to a.cls or a_label.cls$",
+        ),
+        ("d.1/a.v2.cls d.1/a.v2.jpg", "d.1/a: no label .*, only d.1/a.v2.cls, d.1/a.v2.jpg; .* to a.cls or a_v2.cls$"),
+        ("a.cls a.v2.png", "a: no image .*, only a.cls, a.v2.png; .* rename a.v2.png to a.png or a_v2.png$"),
+        ("a.jpg a.txt a.json", "a: no label .*, only a.jpg, a.txt, a.json; "),
+        (
+            "a.jpg " + " ".join(f"a.{n}" for n in range(999)),
+            r"a: no label .*, only a.jpg, a.0, a.1, a.2, a.3, \.\.\.; ",
+        ),
+        (f"{'a' * 90}.jpg", r"no label .*, only \.\.\.a{53}.jpg; "),
+    ],
+)
+def test_a_label_or_image_that_is_elsewhere_is_told_by_what_is_there(tmp_path, names, message):
+    write_tar(tmp_path / "train-0.tar", [(name, b"0" if "cls" in name else numbered(0)) for name in names.split()])
+    shards = open_shards(tmp_path, num_samples=1, num_classes=5)
+    for kept in shards, keep_in_memory(shards):
+        with pytest.raises(DataError, match=rf"^shard \S+train-0\.tar, sample .*{message}"):
+            list(eval_loader(kept, number_of, batch_size=1, num_workers=0))
+
+
 def test_more_classes_by_hand(tmp_path):
     write_tar(tmp_path / "train-0.tar", members(range(8), label=lambda number: 7))
     shards = open_shards(tmp_path, num_samples=8, num_classes=5)
@@ -671,6 +705,115 @@ def test_ordinary_members_do_without_tarfile_and_sizes_of_twelve_digits_are_read
     assert len(list(read_shard(str(tmp_path / "11.tar")))) == 3
     with pytest.raises(AssertionError, match="was asked"):
         list(read_shard(str(tmp_path / "12.tar")))
+
+
+@pytest.mark.parametrize(
+    "pack, ending",
+    [
+        (gzip.compress, "gz"),
+        (bz2.compress, "bz2"),
+        (lzma.compress, "xz"),
+        (lambda data: lzma.compress(data, lzma.FORMAT_ALONE), ""),
+    ],
+    ids=["gzip", "bzip2", "xz", "lzma"],
+)
+def test_packed_shards_whatever_they_are_called(tmp_path, pack, ending):
+    plain, path = tmp_path / "plain.tar", tmp_path / "0.tar"
+    write_tar(plain, members(range(40)))
+    packed = pack(plain.read_bytes())
+    path.write_bytes(packed)
+    wanted = [{**sample, "__url__": str(path)} for sample in read_shard(str(plain))]
+    assert list(read_shard(str(path))) == wanted
+    if ending:
+        (tmp_path / "s").mkdir()
+        (tmp_path / "s" / f"val-0.tar.{ending}").write_bytes(packed)
+        shards = open_shards(tmp_path / "s", "val", num_samples=40)
+        assert len(numbers(eval_loader(shards, number_of, batch_size=4, num_workers=0))) == 40
+    for part in packed[: len(packed) * 2 // 3], packed[: len(packed) // 2] + packed[len(packed) // 2 + 9 :]:
+        path.write_bytes(part)
+        with pytest.raises(
+            DataError, match=r"0\.tar cannot be read (from its start|after sample s00\d\d) \([^\n]+\); make"
+        ):
+            list(read_shard(str(path)))
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"PK\x03\x04", "is a zip file: unpack it, and pack the files with `tar"),
+        (b"Rar!\x1a\x07\x00", "is a rar file: unpack it"),
+        (b"7z\xbc\xaf\x27\x1c", "is a 7z file: unpack it"),
+        (b"\x28\xb5\x2f\xfd", "is packed with zstd: unpack it with `zstd -d`"),
+        (b"\x04\x22\x4d\x18", "is packed with lz4: unpack it with `lz4 -d`"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .*`git lfs pull`"),
+        (b"\n<!DOCTYPE html><html>", "is a web page"),
+    ],
+)
+def test_other_files_under_the_name_of_a_tar_are_told(tmp_path, data, message):
+    path = tmp_path / "0.tar"
+    for size in 0, 4000:
+        path.write_bytes(data + bytes(size))
+        with pytest.raises(
+            DataError, match=rf"^shard \S+0\.tar {message}.*; shards are tar files, plain or packed with"
+        ):
+            list(read_shard(str(path)))
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (os.remove, "No such file or directory"),
+        (lambda path: (os.remove(path), os.mkdir(path)), "Is a directory"),
+        (lambda path: path.write_bytes(b""), "empty file"),
+        (lambda path: path.write_bytes(b"\x1f\x8b" + bytes(600)), "Unknown compression method"),
+    ],
+)
+def test_why_a_shard_cannot_be_read_is_told_in_words(tmp_path, spoil, words):
+    path = tmp_path / "0.tar"
+    write_tar(path, members(range(2)))
+    spoil(path)
+    with pytest.raises(
+        DataError, match=rf"^shard {path} cannot be read from its start \({words}\); make or fetch it again$"
+    ):
+        list(read_shard(str(path)))
+
+
+def test_an_error_of_the_system_amid_a_shard_is_told_in_words(tmp_path, monkeypatch):
+    """Also where webdataset reads it, which adds the stream and the URL to what was said."""
+    for names in ("a.jpg", "b.jpg", "c.jpg"), ("a.jpg", "b" * 120 + ".jpg", "c.jpg"):
+        path = tmp_path / "0.tar"
+        write_tar(path, [(name, bytes(3000)) for name in names])
+        data = path.read_bytes()
+
+        class Failing(io.BytesIO):
+            def peek(self, size):
+                return data[:size]
+
+            def read(self, size):
+                if self.tell() + size > 8000:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                return super().read(size)
+
+        monkeypatch.setattr(tars, "_opened", lambda url, pipe: Failing(data))
+        with pytest.raises(
+            DataError, match=r"0\.tar cannot be read [^(]+ \(Input/output error\); make or fetch it again$"
+        ):
+            list(read_shard(str(path)))
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (URLError(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")), "Connection refused"),
+        (URLError("unknown url type"), "<urlopen error unknown url type>"),
+        (HTTPError("http://host/0.tar", 404, "Not Found", {}, None), "HTTP Error 404: Not Found"),
+        (FileNotFoundError(errno.ENOENT, "No such file", "here"), "No such file"),
+        (ValueError("two\nlines"), "two lines"),
+        (EOFError(), "EOFError"),
+    ],
+)
+def test_the_reason_of_an_error_has_no_number(error, words):
+    assert reason(error) == words
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,20 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Message of an exception without its line breaks."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Message of an exception without its line breaks. For an error of the system that is the file and what is wrong
+    with it, and no number."""
+    text = str(error)
+    if isinstance(error, OSError) and error.strerror:
+        text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return " ".join(text.split()) or type(error).__name__
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong, in words, for a message that names the file itself."""
+    cause = getattr(error, "reason", None)
+    if isinstance(cause, OSError):  # within urllib's
+        error = cause
+    return getattr(error, "strerror", None) or one_line(error)
 
 
 def nearest(word: str, known: Iterable[str], n: int = 1) -> list[str]:

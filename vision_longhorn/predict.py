@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from vision_longhorn.command_line.parser import IntermixedParser, Range, run_cli
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import text_file
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -268,7 +268,7 @@ class _Images:
         try:
             return number, self.transform(decode_image(Path(self.paths[number]).read_bytes()))
         except OSError as error:
-            return number, error.strerror or str(error)
+            return number, reason(error)
         except DataError as error:
             return number, str(error)
 

@@ -1,6 +1,6 @@
 """Finding shards, and the index file that says how much is in them.
 
-A shard is a tar file (plain or gzip) whose samples are runs of members with one name: `KEY.jpg`, `KEY.cls` (the class
+A shard is a tar file (plain or packed) whose samples are runs of members with one name: `KEY.jpg`, `KEY.cls` (the class
 index in ASCII) and perhaps `KEY.json`. The index, `_info.json`, is the one that timm's `ReaderWds` reads, with
 `num_classes`, `class_names` and `display_names` added. An image folder that is read as it is stands for shards as well.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import braceexpand
 
-from vision_longhorn.errors import one_line
+from vision_longhorn.errors import one_line, reason
 from vision_longhorn.files import written_aside
 
 from .folders import NAMES_FILE, SPLITS, ImageFiles, class_folders, find_splits, list_images, read_names
@@ -39,7 +39,7 @@ _FACTS: dict[str, tuple[type, str]] = {
     "made_with": (dict, "an object"),
     "skipped": (list, "a list of names"),
 }
-_SHARD = re.compile(r"\.tar(\.gz)?$|\.tgz$")
+_SHARD = re.compile(r"\.tar(\.(gz|bz2|xz))?$|\.t(gz|bz2?|xz)$")
 _ALIASES = {"val": "validation", "validation": "val"}
 
 
@@ -377,11 +377,11 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
                 index = json.load(file)
             check_index(index)
         except OSError as error:
-            raise DataError(f"{path} cannot be read ({error.strerror})") from None
+            raise DataError(f"{path} cannot be read ({reason(error)})") from None
         except (ValueError, RecursionError) as error:
-            reason = str(error) if isinstance(error, DataError) else f"it is not JSON in UTF-8: {one_line(error)}"
+            why = str(error) if isinstance(error, DataError) else f"it is not JSON in UTF-8: {one_line(error)}"
             raise DataError(
-                f"{path} is not an index of shards ({reason}); mend it, or remove it and write a new one with "
+                f"{path} is not an index of shards ({why}); mend it, or remove it and write a new one with "
                 f"`python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}`"
             ) from None
         return index

@@ -170,11 +170,12 @@ def _pixels(sample: RawSample) -> np.ndarray | None:
 
 
 def _as_bytes(sample: RawSample) -> RawSample:
-    """A sample without what no loader reads, and with the bytes of its image in the place of a path."""
+    """A sample with the names alone of what no loader reads, and with the bytes of its image in the place of a path."""
     kind = next((extension for extension in EXTENSIONS if extension in sample), None)
     if kind is None:
         return sample
-    less = {name: sample[name] for name in ("__key__", "__url__", "cls", kind) if name in sample}
+    read = ("__key__", "__url__", "cls", kind)
+    less = {name: value if name in read else b"" for name, value in sample.items()}
     with contextlib.suppress(DataError):  # a file that cannot be read is told of when it is asked for
         less[kind] = image_of(sample)
     return less

@@ -20,6 +20,7 @@ import webdataset as wds
 from PIL import Image
 from tqdm import tqdm
 
+from vision_longhorn.errors import reason
 from vision_longhorn.files import left_aside, written_aside
 
 from . import sources
@@ -360,7 +361,7 @@ def index_shards(
             most = max([most, *labels])
         splits[split] = ([os.path.basename(path) for path in paths], lengths, {})
     if not splits:
-        raise DataError(f"{directory} holds no shards (SPLIT-000000.tar or .tar.gz)")
+        raise DataError(f"{directory} holds no shards (SPLIT-000000.tar, plain or .gz, .bz2 or .xz)")
     if most < 0:
         raise DataError(f"the shards in {directory} hold no samples; a sample is a KEY.jpg and a KEY.cls")
     named = class_names or display_names
@@ -369,5 +370,5 @@ def index_shards(
     try:
         write_index(directory, splits, class_names, len(named or range(most + 1)), display_names)
     except OSError as error:
-        raise DataError(f"the index cannot be written to {directory} ({error.strerror})") from None
+        raise DataError(f"the index cannot be written to {directory} ({reason(error)})") from None
     return read_index(directory) or {}

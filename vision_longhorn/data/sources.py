@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from PIL import Image
 
+from vision_longhorn.errors import reason
 from vision_longhorn.files import written_aside
 
 from .folders import list_images
@@ -47,7 +48,7 @@ class Sample:
                 file.seek(self.offset)
                 data = file.read(self.size)
         except OSError as error:
-            raise DataError(f"{self.name} cannot be read from {self.path} ({error.strerror})") from None
+            raise DataError(f"{self.name} cannot be read from {self.path} ({reason(error)})") from None
         if len(data) != self.size:
             raise DataError(f"{self.name}: {self.path} ended too early or changed while it was read")
         return data
@@ -291,25 +292,25 @@ def _read(path: str | os.PathLike[str]) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+        raise DataError(f"{path} cannot be read ({reason(error)})") from None
 
 
 def _size(path: str | os.PathLike[str]) -> int:
     try:
         return os.path.getsize(path)
     except OSError as error:
-        raise DataError(f"{path} cannot be read ({error.strerror})") from None
+        raise DataError(f"{path} cannot be read ({reason(error)})") from None
 
 
 def _open_tar(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> tarfile.TarFile:
     try:
         return tarfile.open(path, "r:", fileobj)
     except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{path} cannot be opened as an uncompressed tar ({error})") from None
+        raise DataError(f"{path} cannot be opened as an uncompressed tar ({reason(error)})") from None
 
 
 def _files(tar: tarfile.TarFile, path: str | os.PathLike[str]) -> list[tarfile.TarInfo]:
     try:
         return [member for member in tar if member.isreg()]
     except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{path} is damaged or cut short ({error}); fetch it again") from None
+        raise DataError(f"{path} is damaged or cut short ({reason(error)}); fetch it again") from None

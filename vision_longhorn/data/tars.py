@@ -6,9 +6,12 @@ pixels takes 2.4 ms in all, one of Tiny-ImageNet's 64 pixels 0.34: without this 
 less. (`python benchmarks/bench_loader.py IMAGES`, and with `--size 64 --min-side 1`; AMD EPYC, Python 3.11)
 """
 
+import bz2
 import contextlib
 import gzip
+import lzma
 import os
+import re
 import subprocess
 import tarfile
 import urllib.request
@@ -21,16 +24,31 @@ from webdataset.gopen import Pipe
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from vision_longhorn.command_line.signals import COMMANDS, end_command
+from vision_longhorn.errors import reason
 
 from .images import DataError
 from .samples import RawSample
+
+# What a packed tar begins with, as tarfile tells them, and what unpacks it.
+_PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
+_PACK_ANEW = "unpack it, and pack the files with `tar --sort=name -cf`"
+# What else people have under the name of a tar, and what to do about it.
+_NO_TAR = {
+    rb"PK\x03\x04": f"is a zip file: {_PACK_ANEW}",
+    rb"Rar!\x1a\x07": f"is a rar file: {_PACK_ANEW}",
+    rb"7z\xbc\xaf": f"is a 7z file: {_PACK_ANEW}",
+    rb"\x28\xb5\x2f\xfd": "is packed with zstd: unpack it with `zstd -d`",
+    rb"\x04\x22\x4d\x18": "is packed with lz4: unpack it with `lz4 -d`",
+    rb"version https://git-lfs": "is a pointer of Git LFS and not the file: fetch that with `git lfs pull`",
+    rb"(?i)\s*<(!doctype|html|\?xml)": "is a web page, perhaps of an error: fetch the shard again",
+}
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
     """Read the samples of one shard as they are: nothing in it is decoded, and nothing in it is run.
 
     Args:
-        url: path or http(s) URL of a tar or tar.gz file.
+        url: path or http(s) URL of a tar file, plain or packed with gzip, bzip2 or xz.
         pipe: whether `url` is `pipe:COMMAND` instead, whose command prints such a file.
 
     Yields:
@@ -40,9 +58,12 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         DataError: if the shard cannot be read to its end.
     """
     last = key = None
+    start = b""
     try:
         with _opened(url, pipe) as file:
-            stream = _Tail(gzip.open(file) if file.peek(2)[:2] == b"\x1f\x8b" else file)
+            start = file.peek(32)
+            unpack = next((unpack for begin, unpack in _PACKED.items() if re.match(begin, start)), None)
+            stream = _Tail(unpack(file) if unpack else file)
             for sample in group_by_keys(_members(stream, url)):
                 if last is not None:
                     key = last["__key__"]
@@ -55,10 +76,15 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
                 raise EOFError("unexpected end of data")
         if last is not None:
             yield last
-    except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error) as error:
+    except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
+        what = next((what for begin, what in _NO_TAR.items() if re.match(begin, start)), None)
+        if what and key is None:
+            kinds = "shards are tar files, plain or packed with gzip, bzip2 or xz"
+            raise DataError(f"shard {url} {what}; {kinds}") from None
         where = f"after sample {key}" if key else "from its start"
-        reason = str(error.args[0] if error.args else error) or type(error).__name__
-        raise DataError(f"shard {url} cannot be read {where} ({reason}); make or fetch it again") from None
+        error.args = error.args[:1]  # webdataset adds the stream and the URL, and " @ " with the stream once more
+        why = reason(error).partition(" @ <")[0]
+        raise DataError(f"shard {url} cannot be read {where} ({why}); make or fetch it again") from None
 
 
 def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
