@@ -13,6 +13,7 @@ import timm
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
+from test_shards import full_disk
 from test_train import REPOSITORY, fails_with_one_line, fresh_process_state  # noqa: F401  (a fixture)
 from timm.data import create_transform
 
@@ -163,6 +164,17 @@ def test_an_image_that_cannot_be_read_is_named(run, images, tmp_path, capsys):
     assert f"skipped: {tmp_path / 'bad.jpg'}: not a readable image" in said and "1 of 3 images were skipped" in said
     assert "bad.jpg" not in (tmp_path / "out.csv").read_text()
     fails_with_one_line(predict.main, [run, tmp_path / "bad.jpg", "--on-bad", "skip"], capsys, "none of the images")
+
+
+def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(run, images, tmp_path, capsys, monkeypatch):
+    with full_disk(100):
+        fails_with_one_line(predict.main, [run, images, "--out", tmp_path / "out.csv"], capsys, f"{tmp_path}/out.csv: ")
+    assert not list(tmp_path.iterdir())
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        fails_with_one_line(predict.main, [run, images], capsys, "standard output cannot be written (No space left")
+        with pytest.raises(OSError):
+            full.close()
 
 
 def test_paths_from_standard_input(run, images, capsys, monkeypatch):

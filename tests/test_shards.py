@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import tarfile
 
@@ -23,6 +24,7 @@ from vision_longhorn.data.samples import image_of
 from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
 from vision_longhorn.data.tars import read_shard
 from vision_longhorn.errors import UserError
+from vision_longhorn.files import write_text
 from vision_longhorn.shards import make_digits
 
 WNIDS = ["n00000003", "n00000005", "n00000009", "n00000012"]
@@ -258,6 +260,49 @@ def test_folder_without_classes_or_images(tmp_path):
 def test_not_enough_space(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(sharding.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(DataError, match=r"out needs \d+kB more, but has 1\.00kB free"):
+        make(folder, tmp_path / "out")
+
+
+@contextlib.contextmanager
+def full_disk(room):
+    """No file can become longer than `room` bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("room, file", [(20, ".train.journal"), (1000, "train-000000.tar")])
+def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(folder, tmp_path, room, file, capsys):
+    with full_disk(room), pytest.raises(SystemExit):
+        run_cli(lambda: maker.main(["imagefolder", str(folder), str(tmp_path / "out")]))
+    assert capsys.readouterr().err.splitlines()[-1] == f"error: {tmp_path}/out/{file}: File too large"
+    assert not list((tmp_path / "out").glob("*.tar*"))
+    maker.main(["imagefolder", str(folder), str(tmp_path / "out")])
+    assert len(stored(tmp_path / "out")) == 40
+
+
+def test_files_that_cannot_be_written_are_told_by_their_own_names(tmp_path):
+    for write in (
+        lambda path: write_text(path, "x" * 100),
+        lambda path: write_index(path.parent, {"train": (["a" * 100], [1], {})}),
+    ):
+        path = tmp_path / "_info.json"
+        with full_disk(20), pytest.raises(OSError, match=f"File too large: '{path}'$"):
+            write(path)
+        assert not list(tmp_path.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=f"'{tmp_path}/file'"):
+        write_text(tmp_path / "file" / "within", "")
+
+
+@pytest.mark.parametrize("damage", [b"\0\0\0\n", b"3\n", b"[1]\n"])
+def test_a_journal_that_is_damaged_is_named(folder, tmp_path, damage):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".train.journal").write_bytes(damage)
+    with pytest.raises(DataError, match=r"out/\.train\.journal is damaged \([^\n]+\); remove it"):
         make(folder, tmp_path / "out")
 
 

@@ -33,8 +33,27 @@ def written_aside(path: str | os.PathLike[str], ending: str = "", lasting: bool 
         os.replace(aside, path)
         if lasting and os.name == "posix":
             _sync(aside.parent, os.O_RDONLY)
+    except OSError as error:
+        _name(error, path, aside)
+        raise
     finally:
         _remove(aside)
+
+
+def _name(error: OSError, path: str | os.PathLike[str], aside: Path | None = None) -> None:
+    """Lets an error tell the file `path`, where the system gave no name, as on a full disk, or that of `aside`."""
+    if error.errno is not None and error.filename in (None, str(aside)):
+        error.filename = os.fspath(path)
+
+
+def append(path: str | os.PathLike[str], data: bytes) -> None:
+    """Adds `data` to the end of a file. Raises OSError, which names it, where that fails."""
+    try:
+        with open(path, "ab") as file:
+            file.write(data)
+    except OSError as error:
+        _name(error, path)
+        raise
 
 
 def _remove(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import errno
 import math
 import os
 import re
@@ -14,6 +15,8 @@ from typing import Any, NoReturn, TextIO
 import vision_longhorn
 from vision_longhorn.command_line.signals import end_commands, note_launcher
 from vision_longhorn.errors import UserError, nearest, one_line
+
+_FULL = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +76,8 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
         code, message = 1, f"error: {one_line(error)}"
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
             code, message = 141, ""  # as a shell has it for a process that SIGPIPE ended
+        elif isinstance(error, OSError) and error.filename is None and error.errno in _FULL and _is_full(sys.stdout):
+            message = f"error: standard output cannot be written ({error.strerror})"
     except KeyboardInterrupt as interrupt:
         code, message = 130, str(interrupt) or stopped
     except Exception:
@@ -87,6 +92,16 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
         end_commands()
         os._exit(code)
     sys.exit(code)
+
+
+def _is_full(stream: TextIO) -> bool:
+    """Whether a stream can still not be written to. (Files tell their names by themselves.)"""
+    try:
+        stream.write("\n")
+        stream.flush()
+        return False
+    except OSError:
+        return True
 
 
 def _has_lost_its_reader(stream: TextIO) -> bool:

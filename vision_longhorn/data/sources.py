@@ -11,8 +11,8 @@ from typing import IO, Any
 
 from PIL import Image
 
-from vision_longhorn.errors import reason
-from vision_longhorn.files import written_aside
+from vision_longhorn.errors import one_line, reason
+from vision_longhorn.files import append, written_aside
 
 from .folders import list_images
 from .images import EXTENSIONS, DataError
@@ -67,11 +67,13 @@ class Journal:
         if whole != text:  # stopped in the middle of a line
             with written_aside(path) as aside:
                 aside.write_bytes(whole)
-        self.entries: list[Any] = [json.loads(line) for line in whole.splitlines()]
+        try:
+            self.entries: list[dict[str, Any]] = [dict(json.loads(line)) for line in whole.splitlines()]
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path} is damaged ({one_line(error)}); remove it, and its shards are made anew") from None
 
     def add(self, entry: Any) -> None:
-        with open(self.path, "ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+        append(self.path, json.dumps(entry).encode() + b"\n")
         self.entries.append(entry)
 
     def remove(self) -> None:
