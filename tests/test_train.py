@@ -5,6 +5,7 @@ import importlib
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -277,6 +278,17 @@ def test_a_finished_run_is_neither_overwritten_nor_resumed_as_another_model(tmp_
 def test_every_command_says_a_mistake_in_one_line(command, capsys):
     main = importlib.import_module(f"vision_longhorn.{command}").main
     fails_with_one_line(main, ["--no-such-option"], capsys, "--help lists all")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.filterwarnings("ignore:'vision_longhorn:RuntimeWarning")  # the module is imported, too
+def test_every_command_is_a_module_to_run(command, monkeypatch, capsys):
+    """`python -m vision_longhorn.COMMAND`, and with it `accelerate launch -m`."""
+    monkeypatch.setattr(sys, "argv", [command, "--no-such-option"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module(f"vision_longhorn.{COMMANDS[command][0]}", run_name="__main__")
+    said = capsys.readouterr().err
+    assert exit.value.code == 1 and said.count("\n") == 1 and "--help lists all" in said
 
 
 def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
