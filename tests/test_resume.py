@@ -137,6 +137,7 @@ def work(script, rank, processes, port, log, arguments, fault):
             LOCAL_WORLD_SIZE=str(processes),
             MASTER_PORT=str(port),
         )
+    os.environ.update(fault.pop("environment", {}))
     if "mark" in fault:
         mark(fault["mark"], rank)
     elif fault and rank == fault["rank"]:
@@ -538,6 +539,15 @@ def test_gradients_sent_in_bfloat16_are_nearly_those_sent_whole(tmp_path, argume
     assert run.wait() == [0, 0], run.text
     norms = [scalars(folder)["train/grad_norm"][2] for folder in (undisturbed(2, 0), tmp_path / "run")]
     assert norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=2e-2)
+
+
+def test_an_accumulation_that_accelerate_is_told_of_changes_nothing_and_is_said(tmp_path, arguments, undisturbed):
+    """It would leave out the sum over the processes in three of four updates, and their weights would part."""
+    asked = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    run = Run(tmp_path / "run", [*arguments, "--workers", "0"], environment=asked)
+    assert run.wait() == [0, 0], run.text
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS 4 changes nothing" in run.text
+    same_run(undisturbed(2, 0), tmp_path / "run")
 
 
 def test_without_hard_links_checkpoints_are_copied(tmp_path, monkeypatch):
