@@ -379,7 +379,7 @@ def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_pat
     assert (end["epoch"], end["updates"], len(end["history"])) == (2, 36, 2)
 
 
-def test_a_process_that_fails_ends_all_with_its_traceback_first(tmp_path, arguments):
+def test_a_process_that_fails_ends_all_and_alone_says_why(tmp_path, arguments):
     """Its fellow waits for it in a sum over the processes, under the launcher that a user has."""
     script = tmp_path / "fails.py"
     script.write_text(
@@ -391,8 +391,15 @@ def test_a_process_that_fails_ends_all_with_its_traceback_first(tmp_path, argume
     )
     failed = launch(script, *arguments, "--run-dir", "run", cwd=tmp_path, processes=2, timeout=120)
     assert failed.returncode == 1
-    first = failed.stderr[failed.stderr.index("Traceback") :]
-    assert first.index("the fault of this test") < first.find("Traceback", 1) % len(first)
+    said = failed.stderr.partition("torch/distributed/elastic")[0]  # the rest is the launcher's
+    assert said.count("Traceback") == 1 and "the fault of this test" in said
+    assert "gloo" not in failed.stderr
+
+
+def test_the_loss_of_a_process_that_was_killed_is_said_in_one_line(tmp_path, arguments):
+    run = Run(tmp_path / "run", arguments, rank=1, at=2, kind="kill")
+    assert run.wait() == [1, -signal.SIGKILL]
+    assert run.text.count("error: another process has ended without a word") == 1 and "Traceback" not in run.text
 
 
 def quick(folder, arguments, *more):
