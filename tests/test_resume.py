@@ -137,6 +137,7 @@ def work(script, rank, processes, port, log, arguments, fault):
             LOCAL_WORLD_SIZE=str(processes),
             MASTER_PORT=str(port),
         )
+    os.environ.update(fault.pop("environment", {}))
     if "mark" in fault:
         mark(fault["mark"], rank)
     elif fault and rank == fault["rank"]:
@@ -378,7 +379,7 @@ def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_pat
     assert (end["epoch"], end["updates"], len(end["history"])) == (2, 36, 2)
 
 
-def test_a_process_that_fails_ends_all_with_its_traceback_first(tmp_path, arguments):
+def test_a_process_that_fails_ends_all_and_alone_says_why(tmp_path, arguments):
     """Its fellow waits for it in a sum over the processes, under the launcher that a user has."""
     script = tmp_path / "fails.py"
     script.write_text(
@@ -390,8 +391,15 @@ def test_a_process_that_fails_ends_all_with_its_traceback_first(tmp_path, argume
     )
     failed = launch(script, *arguments, "--run-dir", "run", cwd=tmp_path, processes=2, timeout=120)
     assert failed.returncode == 1
-    first = failed.stderr[failed.stderr.index("Traceback") :]
-    assert first.index("the fault of this test") < first.find("Traceback", 1) % len(first)
+    said = failed.stderr.partition("torch/distributed/elastic")[0]  # the rest is the launcher's
+    assert said.count("Traceback") == 1 and "the fault of this test" in said
+    assert "gloo" not in failed.stderr
+
+
+def test_the_loss_of_a_process_that_was_killed_is_said_in_one_line(tmp_path, arguments):
+    run = Run(tmp_path / "run", arguments, rank=1, at=2, kind="kill")
+    assert run.wait() == [1, -signal.SIGKILL]
+    assert run.text.count("error: another process has ended without a word") == 1 and "Traceback" not in run.text
 
 
 def quick(folder, arguments, *more):
@@ -538,6 +546,15 @@ def test_gradients_sent_in_bfloat16_are_nearly_those_sent_whole(tmp_path, argume
     assert run.wait() == [0, 0], run.text
     norms = [scalars(folder)["train/grad_norm"][2] for folder in (undisturbed(2, 0), tmp_path / "run")]
     assert norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=2e-2)
+
+
+def test_an_accumulation_that_accelerate_is_told_of_changes_nothing_and_is_said(tmp_path, arguments, undisturbed):
+    """It would leave out the sum over the processes in three of four updates, and their weights would part."""
+    asked = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+    run = Run(tmp_path / "run", [*arguments, "--workers", "0"], environment=asked)
+    assert run.wait() == [0, 0], run.text
+    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS 4 changes nothing" in run.text
+    same_run(undisturbed(2, 0), tmp_path / "run")
 
 
 def test_without_hard_links_checkpoints_are_copied(tmp_path, monkeypatch):

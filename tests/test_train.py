@@ -5,9 +5,11 @@ import importlib
 import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ sys.path.insert(0, str(REPOSITORY))
 import train_imagenet  # noqa: E402
 from vision_longhorn import devices  # noqa: E402
 from vision_longhorn.checkpoint import create_model  # noqa: E402
+from vision_longhorn.command_line import signals  # noqa: E402
 from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
 from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
@@ -279,6 +282,17 @@ def test_every_command_says_a_mistake_in_one_line(command, capsys):
     fails_with_one_line(main, ["--no-such-option"], capsys, "--help lists all")
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.filterwarnings("ignore:'vision_longhorn:RuntimeWarning")  # the module is imported, too
+def test_every_command_is_a_module_to_run(command, monkeypatch, capsys):
+    """`python -m vision_longhorn.COMMAND`, and with it `accelerate launch -m`."""
+    monkeypatch.setattr(sys, "argv", [command, "--no-such-option"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_module(f"vision_longhorn.{COMMANDS[command][0]}", run_name="__main__")
+    said = capsys.readouterr().err
+    assert exit.value.code == 1 and said.count("\n") == 1 and "--help lists all" in said
+
+
 def test_a_mistake_shows_no_traceback_in_a_shell(tmp_path):
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "train_imagenet.py"), "--lr", "fast", "--data", "x"],
@@ -463,6 +477,69 @@ def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware,
     monkeypatch.setattr(devices, "Accelerator", lambda **options: SimpleNamespace(print=print, **options))
     assert devices.make_accelerator("auto", precision).mixed_precision == expected
     assert ("Tesla T4 has no bf16" in capsys.readouterr().out) == (expected == "fp16")
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        (["ACCELERATE_USE_FSDP", "true"], ["--use_fsdp", "--fsdp"]),
+        (["ACCELERATE_USE_DEEPSPEED", "true"], ["--use_deepspeed"]),
+        (["ACCELERATE_USE_MEGATRON_LM", "true"], ["--use_megatron_lm"]),
+        (["ACCELERATE_USE_PARALLELISM_CONFIG", "true"], ["--use_parallelism_config"]),
+        (["ACCELERATE_TORCH_DEVICE", "meta"], ["ACCELERATE_TORCH_DEVICE", "meta", "--device"]),
+        (["ACCELERATE_USE_CPU", "maybe"], ["maybe"]),
+        (["LOCAL_RANK", "first"], ["first"]),
+    ],
+)
+def test_what_accelerate_cannot_be_asked_for_here_is_refused(monkeypatch, words, said):
+    monkeypatch.setenv(*words)
+    with pytest.raises(UserError) as caught:
+        devices.make_accelerator("cpu")
+    assert all(word in str(caught.value) for word in said) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "variables, launcher, settings, said",
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, "", {}, []),  # as it always says
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "", {}, ["ACCELERATE_MIXED_PRECISION fp16", "--precision", "bf16"]),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "", {}, []),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "", {}, ["INDUCTOR", "this command has none"]),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "", {"dynamo_backend": "inductor"}, []),
+        ({}, "--gradient_accumulation_steps 4", {"gradient_accumulation_steps": 2}, ["_steps 4", "--grad-accum", "2"]),
+        ({}, "--gradient-accumulation-steps=2", {"gradient_accumulation_steps": 2}, []),
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
+            "",
+            {"gradient_accumulation_steps": 1},
+            ["--grad-accum", "1"],
+        ),
+    ],
+)
+def test_what_accelerate_is_asked_for_beside_the_options_is_said_and_changes_nothing(
+    monkeypatch, capsys, variables, launcher, settings, said
+):
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(signals, "LAUNCHER_WORDS", ["accelerate", "launch", *launcher.split(), "train.py"])
+    accelerator = devices.make_accelerator("cpu", "bf16", settings)
+    notes = capsys.readouterr().out
+    assert notes.count("\n") == bool(said) and all(word in notes for word in said)
+    assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend == "NO"
+    assert accelerator.gradient_accumulation_steps == settings.get("gradient_accumulation_steps", 1)
+
+
+def test_runs_of_other_precisions_follow_each_other_in_one_process_also_in_a_thread(tmp_path, shards, capsys):
+    """As in a notebook. Signals, which only the main thread can take, end the process as ever there."""
+    runs, arguments = [], [*QUICK, *PLAIN, *shards, "--epochs", "1", "--run-dir"]
+    for name, more in ("first", []), ("second", ["--precision", "bf16", "--grad-accum", "2"]):
+        words = [*arguments, str(tmp_path / name), *more]
+        thread = threading.Thread(target=lambda words=words: runs.append(train_imagenet.main(words)))
+        thread.start()
+        thread.join()
+    said = capsys.readouterr().out
+    assert "on cpu in fp32, 1 epochs of 4 updates" in said and "on cpu in bf16, 1 epochs of 2 updates" in said
+    assert [(run / "best.pt").exists() for run in runs] == [True, True]
 
 
 def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path, shards):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import written_aside
 
@@ -129,4 +129,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    from vision_longhorn.command_line.commands import run
+
+    run("curves")

@@ -405,3 +405,9 @@ def _read_result(path: str | Path) -> dict[str, Any] | None:
         return result if {"top1", "top5", "count", "split"} <= result.keys() else None
     except (OSError, ValueError, AttributeError):
         return None
+
+
+if __name__ == "__main__":
+    from vision_longhorn.command_line.commands import run
+
+    run("eval")

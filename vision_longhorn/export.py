@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import written_aside
 from vision_longhorn.training.config import parse_pairs
@@ -346,4 +346,6 @@ def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tupl
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    from vision_longhorn.command_line.commands import run
+
+    run("export")

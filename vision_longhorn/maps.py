@@ -21,7 +21,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
-from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.curves import new_figure, save_png
 from vision_longhorn.errors import UserError
 
@@ -188,4 +188,6 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    from vision_longhorn.command_line.commands import run
+
+    run("maps")

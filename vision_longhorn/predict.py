@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from vision_longhorn.command_line.parser import IntermixedParser, Range, run_cli
+from vision_longhorn.command_line.parser import IntermixedParser, Range
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import text_file
 
@@ -353,4 +353,6 @@ def _draw_maps(
 
 
 if __name__ == "__main__":
-    run_cli(main)
+    from vision_longhorn.command_line.commands import run
+
+    run("predict")

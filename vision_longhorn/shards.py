@@ -9,7 +9,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.command_line.parser import Parser, Range
 
 
 def __getattr__(name: str) -> Any:
@@ -84,4 +84,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_cli(main, stopped="stopped; the same command goes on from here")
+    from vision_longhorn.command_line.commands import run
+
+    run("shards")

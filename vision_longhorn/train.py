@@ -14,3 +14,9 @@ def main(argv: Sequence[str] | None = None) -> Path:
     )
 
     return train(cfg, name)
+
+
+if __name__ == "__main__":
+    from vision_longhorn.command_line.commands import run
+
+    run("train")

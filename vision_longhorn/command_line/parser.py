@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import vision_longhorn
+from vision_longhorn.command_line.processes import has_lost_another, is_first_to_fail, is_one_of_several
 from vision_longhorn.command_line.signals import end_commands, note_launcher
 from vision_longhorn.errors import UserError, nearest, one_line
 
@@ -63,12 +64,12 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     with code 1; Ctrl-C prints `stopped`, or what the KeyboardInterrupt says, and exits with code 130.
 
     One of several processes exits at once, without the clean-up in which it might wait for the others, so that
-    whoever started them learns of its failure.
+    whoever started them learns of its failure. Those that fail only because it has gone leave the word to it.
     """
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(line_buffering=True)  # in a file, too, where else it would come late or never
+    lost = False
     try:
         main()
         return
@@ -80,10 +81,16 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
             message = f"error: standard output cannot be written ({error.strerror})"
     except KeyboardInterrupt as interrupt:
         code, message = 130, str(interrupt) or stopped
-    except Exception:
-        if not several:
+    except Exception as error:
+        if not is_one_of_several():
             raise
         code, message = 1, traceback.format_exc().rstrip()
+        if lost := has_lost_another(error):
+            reason = re.sub(r"^\[\S*\] ", "", one_line(error)).split(". ")[0]
+            message = f"error: another process has ended without a word, killed perhaps, or is out of reach: {reason}"
+    several = is_one_of_several()
+    if several and not is_first_to_fail() and lost:
+        message = ""
     if message:
         print(message, file=sys.stderr, flush=True)
     if several:

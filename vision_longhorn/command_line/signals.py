@@ -16,8 +16,9 @@ import psutil
 # What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
-# Number of the process that started this one, where that is `accelerate launch` or a study
+# Number of the process that started this one, where that is `accelerate launch` or a study, and the words of the first
 LAUNCHER: int | None = None
+LAUNCHER_WORDS: list[str] = []
 STUDY = "VISION_LONGHORN_STUDY"  # variable of the environment with which a study gives its runs its own number
 
 # Number of a group of processes that runs a shell command, and of the process that started it
@@ -41,21 +42,30 @@ def end_commands() -> None:
 
 def note_launcher() -> None:
     """Notes who started this process, a launcher while that is alive for certain."""
-    global LAUNCHER
+    global LAUNCHER, LAUNCHER_WORDS
     if os.environ.get(STUDY, "").isdigit():
         LAUNCHER = int(os.environ[STUDY])  # alive or not: a run whose study was killed at once ends, too
         return
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process().parent()
-        if parent and any(
-            Path(word).name == "accelerate" or "accelerate.commands" in word for word in parent.cmdline()[:4]
-        ):
-            LAUNCHER = parent.pid
+        words = parent.cmdline() if parent else []
+        if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words[:4]):
+            LAUNCHER, LAUNCHER_WORDS = parent.pid, words
+
+
+def launcher_option(name: str) -> str | None:
+    """The value that `accelerate launch` was given for its option `name`, written with `_`; None where it was not."""
+    for number, word in enumerate(LAUNCHER_WORDS, 1):
+        key, equals, value = word.partition("=")
+        if key.startswith("--") and key[2:].replace("-", "_") == name:
+            return value if equals else " ".join(LAUNCHER_WORDS[number : number + 1])
+    return None
 
 
 class StopSignals:
     """Within this context SIGTERM, SIGUSR1 and the first Ctrl-C do not end the process but stand in `received`
-    (before: 0). Ctrl-C after one of them is a KeyboardInterrupt.
+    (before: 0). Ctrl-C after one of them is a KeyboardInterrupt. Only the main thread can have it so; in another one
+    they do what they did.
 
     `accelerate launch` of one process dies of a signal that was meant for it and leaves the process that it started
     alive, as a study does that is killed. So where such a launcher (`note_launcher`) is gone, SIGTERM counts as
@@ -75,11 +85,10 @@ class StopSignals:
         return self._received
 
     def __enter__(self) -> "StopSignals":
+        own = SIGNALS if threading.current_thread() is threading.main_thread() else []
         # What is started in the background of a script is not to hear Ctrl-C.
         self._before = {
-            number: signal.signal(number, self._note)
-            for number in SIGNALS
-            if signal.getsignal(number) != signal.SIG_IGN
+            number: signal.signal(number, self._note) for number in own if signal.getsignal(number) != signal.SIG_IGN
         }
         return self
 
