@@ -1,10 +1,17 @@
 """The package as it is installed, and as a checkout has it."""
 
+import email
+import re
+import shutil
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
+
+import vision_longhorn
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -45,3 +52,80 @@ def test_a_checkout_has_its_kernels_and_nothing_else_inside():
         str(ROOT / "kernels" / "rules" / "__init__.py"),
         *(f"No module named 'vision_longhorn.{folder}'" for folder in folders),
     ]
+
+
+BUILD = """
+import sys
+from setuptools import build_meta
+_, out, *kinds = sys.argv
+for kind in kinds:
+    getattr(build_meta, f"build_{kind}")(out)
+"""
+
+
+def build(source, out, *kinds):
+    out.mkdir()
+    subprocess.run([sys.executable, "-c", BUILD, str(out), *kinds], cwd=source, capture_output=True, check=True)
+    return out
+
+
+TOPS = ("benchmarks", "configs", "docs", "examples", "kernels", "tests", "vision_longhorn",
+        "*.md", "*.py", "LICENSE", "MANIFEST.in", "pyproject.toml")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """Folders with a wheel and a source distribution of this checkout, and with a wheel of the latter; and the latter
+    unpacked."""
+    folder = tmp_path_factory.mktemp("built")
+    for found in (found for top in TOPS for found in ROOT.glob(top)):
+        copy = shutil.copytree if found.is_dir() else shutil.copy2
+        (folder / "tree").mkdir(exist_ok=True)
+        copy(found, folder / "tree" / found.name)
+    from_tree = build(folder / "tree", folder / "from_tree", "sdist", "wheel")
+    with tarfile.open(next(from_tree.glob("*.tar.gz"))) as tar:
+        tar.extractall(folder, filter="data")
+    unpacked = next(folder.glob("vision_longhorn-*"))
+    return from_tree, build(unpacked, folder / "from_sdist", "wheel"), unpacked
+
+
+def wheel_of(folder):
+    """Dict of name to content of all files of the folder's wheel."""
+    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+        return {name: wheel.read(name) for name in wheel.namelist()}
+
+
+def test_a_wheel_of_the_source_distribution_is_that_of_the_checkout(built):
+    from_tree, from_sdist, _ = built
+    files = wheel_of(from_tree)
+    assert files == wheel_of(from_sdist)
+    assert {"vision_longhorn/py.typed", "vision_longhorn/configs/own_data.yaml"} <= files.keys()
+    assert not any(name.startswith(("tests", "benchmarks", "kernels", "setup")) for name in files)
+
+
+def test_the_source_distribution_has_what_the_documents_name(built):
+    unpacked = built[2]
+    held = {path.relative_to(unpacked) for path in unpacked.rglob("*") if path.is_file()}
+    here = {path.relative_to(ROOT) for top in TOPS for found in ROOT.glob(top) for path in (found, *found.rglob("*"))}
+    assert {path for path in here if (ROOT / path).is_file() and path.suffix != ".pyc"} <= held
+    assert not [path for path in held if path.suffix == ".pyc" or path.parts[0] in (".ci", ".git")]
+
+
+def test_an_index_page_links_to_nothing_that_it_lacks(built):
+    files = wheel_of(built[0])
+    about = email.message_from_bytes(next(text for name, text in files.items() if name.endswith("METADATA")))
+    page, readme = about.get_payload(), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(page) > 0.8 * len(readme) and "(https://arxiv.org/abs/2407.14207)" in page
+    assert not re.findall(r"\]\((?!https?:)", page) and "![" not in page
+    assert about["Author"] and about["License-Expression"] == "Apache-2.0"
+    assert {url.rpartition(" ")[2].partition(":")[0] for url in about.get_all("Project-URL")} == {"https"}
+
+
+def test_the_version_is_said_without_importing_torch(built):
+    words = [sys.executable, "-X", "importtime", "-m", "vision_longhorn", "--version"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == f"vision-longhorn {vision_longhorn.__version__}\n"
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "argparse" in imported and not imported & {"torch", "timm"}
+    about = next(name for name in wheel_of(built[0]) if name.endswith("METADATA"))
+    assert about.startswith(f"vision_longhorn-{vision_longhorn.__version__}.")

@@ -84,11 +84,12 @@ def shards(tmp_path_factory):
 
 
 def launch(script, *arguments, cwd, processes=1, timeout=None):
-    """The script as a user starts it, in another working directory."""
+    """The script, or the module by its `-m`, as a user starts it, in another working directory."""
+    words = [script] if script.startswith("-m") else [str(REPOSITORY / script)]
     several = ["--multi_gpu", "--num_processes", str(processes)] if processes > 1 else ["--num_processes", "1"]
     return subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_machines", "1", "--mixed_precision", "no",
-         "--dynamo_backend", "no", str(REPOSITORY / script), *map(str, arguments)],
+         "--dynamo_backend", "no", *words, *map(str, arguments)],
         cwd=cwd, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True,
         timeout=timeout,
     )  # fmt: skip
@@ -111,7 +112,9 @@ def fails_with_one_line(main, arguments, capsys, *words):
 
 def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
     done = launch(
-        "train_imagenet.py",
+        "-m",
+        "vision_longhorn",
+        "train",
         "--epochs",
         1,
         "--model-kwargs",

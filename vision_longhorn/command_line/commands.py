@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from vision_longhorn import __version__
 from vision_longhorn.command_line.parser import Parser, run_cli
 
 # Word: module with a `main(argv)`, what it does, what is said after Ctrl-C
@@ -33,6 +34,7 @@ def main() -> None:
         sys.argv[:2] = [f"vision-longhorn {word}"]  # as --help shows it
         return run(word)
     parser = Parser(prog="vision-longhorn", description=str(__doc__).splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"vision-longhorn {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, dest="command")
     for name, (_, about, _) in COMMANDS.items():
         commands.add_parser(name, help=about)
