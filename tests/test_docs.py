@@ -59,7 +59,7 @@ ENDINGS = {
 }  # fmt: skip
 # fmt: off
 FOREIGN_FILES = {
-    "validate.py",                          # a script of timm's
+    "validate.py", "benchmark.py",          # scripts of timm's
     "ab.png",                               # the reader's
     "eval-last-imagenette-val-raw-mapped.json",  # put together from what was evaluated
 }
