@@ -32,6 +32,7 @@ FOREIGN_ROOTS = {"timm", "torch", "onnx", "argparse"}
 FOREIGN_NAMES = {
     "deit_tiny_patch16_224",                # timm's, beside ours in a table
     "test_model_load_pretrained",           # a test of timm's
+    "AutoModelForImageClassification", "from_pretrained",  # transformers'
     "to_empty", "GradScaler",               # torch's
     "parse_device_str",                     # torch's, in C++
     "TritonGPUCoalesce",                    # a pass of Triton's compiler

@@ -154,7 +154,7 @@ def plot_maps(
 def main(argv: Optional[Sequence[str]] = None) -> None:
     """Command line of this module."""
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
+    parser.add_argument("checkpoint", help="a run's folder or file, or a folder in the hub's layout")
     parser.add_argument("image", help="image file: JPEG, PNG, WebP or PPM")
     parser.add_argument("--out", default="maps.png", help="the PNG to write [maps.png]")
     parser.add_argument(
@@ -172,13 +172,13 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     from timm.data import create_transform, resolve_data_config
 
     from vision_longhorn.data.images import DataError, decode_image
-    from vision_longhorn.hub import load_run
+    from vision_longhorn.runs import load_model
 
     try:
         image = decode_image(Path(args.image).read_bytes())
     except DataError as error:
         raise UserError(f"{args.image} is {error}") from error
-    model = load_run(args.checkpoint)[0].eval()
+    model = load_model(args.checkpoint)[0].eval()
     settings = resolve_data_config(model=model)
     tensor = create_transform(**settings)(image)  # (3, H, W)
     mean, std = (torch.tensor(settings[key])[:, None, None] for key in ("mean", "std"))
