@@ -5,6 +5,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+
+import vision_longhorn
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
@@ -32,6 +35,7 @@ FOREIGN_ROOTS = {"timm", "torch", "onnx", "argparse"}
 FOREIGN_NAMES = {
     "deit_tiny_patch16_224",                # timm's, beside ours in a table
     "test_model_load_pretrained",           # a test of timm's
+    "AutoModelForImageClassification", "from_pretrained",  # transformers'
     "to_empty", "GradScaler",               # torch's
     "parse_device_str",                     # torch's, in C++
     "TritonGPUCoalesce",                    # a pass of Triton's compiler
@@ -59,7 +63,7 @@ ENDINGS = {
 }  # fmt: skip
 # fmt: off
 FOREIGN_FILES = {
-    "validate.py",                          # a script of timm's
+    "validate.py", "benchmark.py",          # scripts of timm's
     "ab.png",                               # the reader's
     "eval-last-imagenette-val-raw-mapped.json",  # put together from what was evaluated
 }
@@ -296,6 +300,54 @@ def faults_of_options(text: str) -> list[str]:
         for option in re.findall(r"(?<![\w-])--[a-z][\w-]*", re.sub(r"#(?!SBATCH).*", "", block))
     ]
     return [f"{option}: no command has it" for option in found if option not in options()]
+
+
+# Python blocks that are not run, by a part of each: why not.
+NOT_RUN = {
+    "from vision_longhorn.data import eval_loader": "data, DIR",
+    "keep_in_memory(": "data, DIR",
+    "loader.samples_of(": "data, DIR",
+    "split_transform(": "data, and a GPU",
+    "load_classifier(": "a run, or the network",
+    "model.cuda()": "a GPU",
+    "custom_translation_table=": "a module of the reader's",
+    'create_model("vim_small", pretrained=True)': "the network",
+    "push_to_hf_hub(": "the network",
+    "plot_maps(": "the network",
+}
+
+
+def readers_tensors() -> dict[str, torch.Tensor]:
+    """What docs/scan.md supposes that its reader has."""
+    B, L, D, N = 2, 5, 3, 4
+    shapes = dict(x=(B, L, D), beta=(B, L, D), dt=(B, L, D), A=(D, N)) | dict.fromkeys("kqBC", (B, L, N))
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
+PAGES = [path for path in DOCUMENTS if blocks_of(path.read_text(encoding="utf-8"), "python")]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a page one after the other, as who reads it would paste them."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {"__name__": "__main__", **(readers_tensors() if page.name == "scan.md" else {})}
+    for block in blocks_of(page.read_text(encoding="utf-8"), "python"):
+        code = compile(block, f"{page.name}: {block[:60]!r}", "exec")
+        if not any(part in block for part in NOT_RUN):
+            exec(code, names)
+
+
+def test_each_reason_is_that_of_one_block() -> None:
+    blocks = [block for page in PAGES for block in blocks_of(page.read_text(encoding="utf-8"), "python")]
+    assert {part: sum(part in block for block in blocks) for part in NOT_RUN} == dict.fromkeys(NOT_RUN, 1)
+
+
+@pytest.mark.parametrize("module, name", [("hub", "load_run"), ("maps", "token_maps"), ("data", "open_shards")])
+def test_modules_are_there_after_a_plain_import(module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(vision_longhorn, module, raising=False)  # as before anything has imported it
+    assert getattr(getattr(vision_longhorn, module), name)
+    assert not hasattr(vision_longhorn, "gone")
 
 
 CHECKS = {

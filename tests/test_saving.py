@@ -1,5 +1,6 @@
 """Weights in and out of files: the trainer's checkpoints, safetensors, official weights, folders for the hub."""
 
+import argparse
 import copy
 import json
 import os
@@ -11,16 +12,18 @@ import timm
 import torch
 from PIL import Image
 from plain_model import plain_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from scan_cases import relative_rms
 from test_official_vim import official_weights, set_directly
 from timm.data import resolve_data_config
 from timm.models import save_for_hf
 
-from vision_longhorn import VisionLonghorn, hub
-from vision_longhorn.checkpoint import save_checkpoint
+from vision_longhorn import VisionLonghorn, export, hub, maps
+from vision_longhorn import eval as eval_command
+from vision_longhorn.checkpoint import model_from_weights, save_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.models.vlonghorn import checkpoint_filter_fn
+from vision_longhorn.runs import load_model
 from vision_longhorn.training.config import load_config
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=16, depth=2, d_state=4)
@@ -266,8 +269,9 @@ def test_a_resized_model_is_saved_as_it_is(tmp_path):
     assert model.patch_embed.grid_size == (5, 4) and same(model, source.eval(), (24, 20))
 
 
-def test_command_makes_a_folder_of_a_run(run, tmp_path, capsys):
+def test_command_makes_a_folder_of_a_run(run, tmp_path, monkeypatch):
     path, _, averaged = run
+    monkeypatch.chdir(tmp_path)
     hub.main([str(tmp_path), str(tmp_path / "folder")])
     model = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)
     assert same(model, averaged)
@@ -288,7 +292,7 @@ def test_command_makes_a_folder_of_a_run(run, tmp_path, capsys):
         "@inproceedings",
     ):
         assert words in card, words
-    assert "transformers" not in card
+    assert "transformers" not in card and str(tmp_path) not in card
     assert "license" not in (tmp_path / "folder" / "config.json").read_text()
     # The card's own lines load the model.
     lines = card.split("```python\n")[1].split("```")[0].replace("image.png", str(tmp_path / "image.png"))
@@ -300,6 +304,81 @@ def test_command_makes_a_folder_of_a_run(run, tmp_path, capsys):
     with pytest.raises(UserError, match="there already"):
         hub.main([str(path), str(tmp_path / "folder")])
     assert (tmp_path / "folder" / "README.md").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "place,shown",
+    [
+        ("/home/me/photos/", "photos"),
+        ("~/trees/train-{000000..000009}.tar", "train-{000000..000009}.tar"),
+        ("C:\\Users\\me\\photos", "photos"),
+        ("..", "a folder"),
+        ("file:///home/me/photos", "photos"),
+        ("https://me:secret@example.org/train-{0..9}.tar?token=secret", "https://example.org/train-{0..9}.tar"),
+        ("pipe:cat /home/me/train.tar", "shards that a command prints"),
+        ("digits", "digits"),
+    ],
+)
+def test_the_card_says_of_the_data_what_is_nobodys_secret(place, shown, run):
+    model, checkpoint = hub.load_run(run[0])
+    checkpoint["config"].update(data=place, val_data=place)
+    details = hub.model_card(model, "hf-hub:someone/trees", checkpoint)["details"]
+    assert details["Training data"] == shown and f"split 'val' of {shown}, after" in details["Top-1"]
+
+
+def test_transformers_makes_the_model_of_a_folder(run, tmp_path):
+    """Its TimmWrapper hands timm the number of classes, and beside it the model's arguments."""
+    path, _, averaged = run
+    hub.main([str(path), str(tmp_path / "folder")])
+    config = json.loads((tmp_path / "folder" / "config.json").read_text())
+    model = timm.create_model(config["architecture"], num_classes=config["num_classes"], **config["model_args"])
+    model.load_state_dict(load_file(tmp_path / "folder" / "model.safetensors"))
+    assert same(model, averaged)
+    assert len(config["label_names"]) == config["num_classes"] == 3
+
+
+def test_synsets_get_their_words(run, tmp_path):
+    path, *_ = run
+    save_checkpoint(path, torch.load(path) | dict(class_names=["n01440764", "n01443537", "n01484850"]))
+    hub.main([str(path), str(tmp_path / "folder")])
+    cfg = timm.create_model(f"local-dir:{tmp_path / 'folder'}").pretrained_cfg
+    assert cfg["label_names"][1] == "n01443537" and cfg["label_descriptions"]["n01443537"] == "goldfish"
+
+
+@pytest.mark.parametrize("prefix", ["", "local-dir:"])
+def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
+    path, _, averaged = run
+    hub.main([str(path), str(tmp_path / "folder")])
+    source = f"{prefix}{tmp_path / 'folder'}"
+    assert same(load_model(source)[0], averaged)
+    assert same(export._load(argparse.Namespace(model=source), True, {})[0], averaged)
+    args = eval_command.parse([source])
+    assert (args.model, args.pretrained, args.checkpoint) == (f"local-dir:{tmp_path / 'folder'}", True, None)
+    model, text = model_from_weights("vlonghorn_test", source, 3, **SIZES)
+    assert same(model, averaged) and "resampled" not in text and "anew" not in text
+    sizes = SIZES | dict(img_size=(24, 16))
+    model, text = model_from_weights("vlonghorn_test", source, 5, **sizes)
+    of_run, _ = model_from_weights("vlonghorn_test", path, 5, **sizes)
+    assert torch.equal(model.pos_embed, of_run.pos_embed) and "classifier of 5 classes anew" in text
+    assert "state_dict" not in model.pretrained_cfg
+    with pytest.raises(UserError, match="another model .vlonghorn_test."):
+        model_from_weights("vim_test", source, 3, **SIZES)
+    with pytest.raises(UserError, match="made of a run"):
+        export.main([source, f"{tmp_path}/other/"])
+
+
+def test_maps_of_a_folder_are_those_of_the_run(run, tmp_path):
+    hub.main([str(run[0]), str(tmp_path / "folder")])
+    Image.linear_gradient("L").save(tmp_path / "image.png")
+    for source in ("best.pt", "folder"):
+        words = [str(tmp_path / source), str(tmp_path / "image.png"), "--layers", "0"]
+        maps.main([*words, "--out", str(tmp_path / f"{source}.png")])
+    assert (tmp_path / "best.pt.png").read_bytes() == (tmp_path / "folder.png").read_bytes()
+
+
+def test_a_run_folder_is_a_place_to_start_from(run):
+    path, _, averaged = run
+    assert same(model_from_weights("vlonghorn_test", path.parent, 3, **SIZES)[0], averaged)
 
 
 def test_the_licence_is_the_users_to_give(run, tmp_path):
@@ -360,7 +439,7 @@ def test_a_hub_that_cannot_be_reached_is_named(run, tmp_path, monkeypatch):
         raise RuntimeError("no route\nto host")
 
     monkeypatch.setattr(Hub, "create_repo", refuse)
-    monkeypatch.setattr("timm.models._hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
     with pytest.raises(UserError, match="someone/trees could not be pushed .*no route to host"):
         hub.main([str(tmp_path), "someone/trees", "--push"])
 
@@ -382,22 +461,28 @@ class Hub:
     def create_repo(self, repo_id, private, exist_ok):
         return type("Url", (), {"repo_id": repo_id, "private": private})
 
-    def file_exists(self, **_):
-        return False
+    def file_exists(self, filename, **_):
+        return filename in Hub.files
 
-    def upload_folder(self, repo_id, folder_path, **_):
-        Hub.files = {path.name: path.read_bytes() for path in Path(folder_path).iterdir()}
+    def upload_folder(self, repo_id, folder_path, ignore_patterns, **_):
+        paths = [path for path in Path(folder_path).iterdir() if path.name not in (ignore_patterns or ())]
+        Hub.files = {**Hub.files, **{path.name: path.read_bytes() for path in paths}}
         return f"https://huggingface.co/{repo_id}"
 
 
 def test_pushing_sends_weights_configuration_and_card(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("timm.models._hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "files", {})
     hub.main([str(tmp_path), "someone/trees", "--push"])
     assert set(Hub.files) == {"config.json", "model.safetensors", "README.md"}
     card = Hub.files["README.md"].decode()
     assert "# Model card for trees" in card and 'create_model("hf-hub:someone/trees"' in card
-    assert json.loads(Hub.files["config.json"])["label_names"] == ["ash", "beech", "oak"]
+    config = json.loads(Hub.files["config.json"])
+    assert config["label_names"] == ["ash", "beech", "oak"] and "num_classes" not in config["model_args"]
     assert "someone/trees" in capsys.readouterr().out
+    Hub.files["README.md"] = b"written by hand"
+    hub.main([str(tmp_path), "someone/trees", "--push"])
+    assert Hub.files["README.md"] == b"written by hand"
 
 
 def test_card_of_a_model_without_a_run():

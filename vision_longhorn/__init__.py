@@ -1,8 +1,9 @@
 """Vision Longhorn: the Longhorn state-space model as a vision backbone. Importing it registers its models with timm."""
 
 import sys
+from importlib import import_module
 from importlib.machinery import ModuleSpec
-from importlib.util import spec_from_file_location
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,11 @@ if not is_own_command():
 
 
 def __getattr__(name: str) -> Any:
+    """The model, and modules such as `vision_longhorn.hub`, when they are first asked for."""
     if name == "VisionLonghorn":
         from vision_longhorn.models.vlonghorn import VisionLonghorn
 
         return VisionLonghorn
+    if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, nearest, one_line
+from vision_longhorn.evaluation.class_names import model_names
 from vision_longhorn.files import written_aside
+from vision_longhorn.runs import run_file, timm_source
 
 TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, pretrained_cfg and num_classes among them
 
@@ -60,7 +62,8 @@ def model_from_weights(
 
     Args:
         name, **kwargs: As of `create_model`.
-        path: A checkpoint of the trainer (its averaged weights, if it has any), bare weights, or safetensors.
+        path: A checkpoint of the trainer (its averaged weights, if it has any) or a run's folder, bare weights,
+            safetensors, or what `runs.timm_source` takes.
         num_classes: Number of classes of the model.
 
     Returns:
@@ -71,7 +74,9 @@ def model_from_weights(
     """
     if ":" in name:
         raise UserError(f"model {name} brings weights of its own: leave init out, or name the architecture")
-    checkpoint = load_checkpoint(path)
+    source = timm_source(path)
+    path = path if source else run_file(path)
+    checkpoint = _as_checkpoint(source) if source else load_checkpoint(path)
     averaged = next((key for key in ("state_dict_ema", "model_ema") if isinstance(checkpoint.get(key), dict)), None)
     weights = clean_state_dict(checkpoint[averaged or "state_dict"])
     create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
@@ -80,7 +85,8 @@ def model_from_weights(
     head = weights.get(f"{classifier}.weight")
     # With the classifier of the file, timm insists on every tensor.
     of_file = num_classes if classifier is None else 0 if head is None else len(head)
-    overlay = dict(file=str(path), num_classes=of_file)
+    place: dict[str, Any] = dict(state_dict=dict(weights)) if source else dict(file=str(path))
+    overlay = dict(**place, num_classes=of_file)
     config = checkpoint.get("config")
     size = (config.get("model_kwargs") or {}).get("img_size") if isinstance(config, dict) else None
     if size is not None and cfg.fixed_input_size:
@@ -96,6 +102,7 @@ def model_from_weights(
             f"{_mismatch(error.__cause__)}; give the model and model_kwargs it was trained with"
         ) from error
     model.pretrained_cfg["input_size"] = cfg.input_size
+    model.pretrained_cfg.pop("state_dict", None)
     own = model.state_dict()
     resampled = [key for key, value in weights.items() if key in own and value.shape != own[key].shape]
     text = f"{'EMA weights' if averaged else 'weights'} of {path}: {len(own)} tensors"
@@ -107,6 +114,21 @@ def model_from_weights(
         model.reset_classifier(num_classes)
         text += f", classifier of {num_classes} classes anew (the file has {of_file or 'none'})"
     return model, text
+
+
+def _as_checkpoint(source: str) -> dict[str, Any]:
+    """What a checkpoint would say of a model with weights, by timm's name of it (`runs.timm_source`)."""
+    model = create_model(source, pretrained=True)
+    cfg = model.pretrained_cfg
+    names, shown = model_names(model, source)
+    return dict(
+        arch=cfg["architecture"],
+        num_classes=model.num_classes,
+        config=dict(model_kwargs=dict(img_size=tuple(cfg["input_size"][-2:]))),
+        state_dict=model.state_dict(),
+        class_names=names,
+        display_names=shown,
+    )
 
 
 def _mismatch(error: BaseException | None) -> str:

@@ -20,7 +20,7 @@ from vision_longhorn.command_line.parser import IntermixedParser, Range
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
-from vision_longhorn.runs import is_model_folder, model_of_checkpoint, run_file
+from vision_longhorn.runs import model_of_checkpoint, run_file, timm_source
 from vision_longhorn.training.config import parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -273,8 +273,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.run and args.checkpoint:
         raise UserError(f"{args.run} and --checkpoint {args.checkpoint} both say what to evaluate: give one of them")
     args.checkpoint = args.run or args.checkpoint
-    if args.checkpoint and not args.model and is_model_folder(args.checkpoint):
-        args.model, args.pretrained, args.checkpoint = f"local-dir:{args.checkpoint}", True, None
+    if args.checkpoint and not args.model and (source := timm_source(args.checkpoint)):
+        args.model, args.pretrained, args.checkpoint = source, True, None
     args.model_kwargs = parse_pairs(args.model_kwargs)
     if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import written_aside
+from vision_longhorn.runs import timm_source
 from vision_longhorn.training.config import parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -215,7 +216,7 @@ def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Seque
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
-    parser.add_argument("model", help="a run's folder or checkpoint, or a name of timm")
+    parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
     parser.add_argument(
         "target",
         help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm's local-dir: and the hub",
@@ -317,7 +318,7 @@ def _check_options(args: argparse.Namespace, kind: str, is_run: bool) -> None:
                 raise UserError(
                     f"--{name.replace('_', '-')} with {args.model} and {args.target}: {reason}, leave it out"
                 )
-    if kind == "folder" and not is_run:
+    if kind == "folder" and (not is_run or timm_source(args.model)):
         raise UserError(
             f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
             "run's folder or checkpoint, or a file name that ends in .onnx or .pt2"
@@ -336,10 +337,10 @@ def _img_size(words: list[str] | None) -> Any:
 def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tuple[nn.Module, bool]:
     """The model of the command line, and whether its weights are trained."""
     from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.runs import load_run
+    from vision_longhorn.runs import load_model
 
     if is_run:
-        return load_run(args.model, **extra)[0], True
+        return load_model(args.model, **extra)[0], True
     pretrained = args.pretrained or ":" in args.model  # the sources of timm are weights
     kwargs = parse_pairs(args.model_kwargs or []) | extra
     return create_model(args.model, pretrained=pretrained, **kwargs), pretrained

@@ -3,22 +3,24 @@
     python -m vision_longhorn.hub runs/NAME/best.pt FOLDER              # timm.create_model("local-dir:FOLDER", ...)
     python -m vision_longhorn.hub runs/NAME/best.pt USER/MODEL --push   # timm.create_model("hf-hub:USER/MODEL", ...)
 
-timm's `save_for_hf` and `push_to_hf_hub` do the work. What is added: the run's own normalisation, crop and class names,
-weights as safetensors only, and the card.
+timm's `save_for_hf` does the work. What is added: the run's own normalisation, crop and class names, weights as
+safetensors only, the card, and a configuration that transformers takes, too.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.evaluation.class_names import checkpoint_names
+from vision_longhorn.evaluation.class_names import checkpoint_names, readable_names
 from vision_longhorn.files import written_aside
 from vision_longhorn.runs import load_run
 
@@ -68,7 +70,7 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
         details["Mixer"] = f"{model.blocks[0].mixer.describe()}, {len(model.blocks)} blocks"
     if checkpoint is not None:
         values = checkpoint["config"]
-        details["Training data"] = str(values["data"])
+        details["Training data"] = _public(values["data"])
         details["Training"] = (
             f"{checkpoint['epoch']} of {values['epochs']} epochs, {values['opt']}, seed {values['seed']}"
         )
@@ -78,7 +80,8 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
         if result:
             details["Top-1"] = (
                 f"{result['top1']:.2f} % of {result['count']:,} images, split "
-                f"{values['val_split']!r} of {values['val_data'] or values['data']}, after epoch {last['epoch']}"
+                f"{values['val_split']!r} of {_public(values['val_data'] or values['data'])}, "
+                f"after epoch {last['epoch']}"
             )
     if checkpoint is None or model.num_classes != 1000:
         details["ImageNet-1k top-1"] = "not yet run"
@@ -102,14 +105,27 @@ with torch.no_grad():
     }
 
 
+def _public(place: str | None) -> str:
+    """What a card may say of where data lie: a URL without what may be secret in it, else the last name of a path."""
+    if place is None:
+        return "unknown"
+    if place[:5].lower() == "pipe:":
+        return "shards that a command prints"
+    scheme, colon, rest = place.partition("://")
+    if colon and scheme.lower() != "file":
+        return f"{scheme}://{re.sub(r'^[^/]*@', '', rest).partition('?')[0]}"
+    return next((name for name in re.split(r"[/\\]", place)[::-1] if name.strip(".~")), "a folder")
+
+
 def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Names of a run's classes as timm's config.json has them: those of the data, and for each what people say."""
     names, shown = (
         known if known and len(known) == checkpoint["num_classes"] else None for known in checkpoint_names(checkpoint)
     )
-    if names and shown:
-        return dict(label_names=names, label_descriptions=dict(zip(names, shown, strict=True)))
-    return dict(label_names=names or shown) if names or shown else {}
+    if not names:
+        return dict(label_names=shown) if shown else {}
+    words = readable_names(names, shown)
+    return dict(label_names=names, **dict(label_descriptions=dict(zip(names, words))) if words != names else {})
 
 
 def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
@@ -124,22 +140,15 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
         UserError: as `load_run`; `folder` is there already, or cannot be written. Then no part of it is left.
     """
     from safetensors import SafetensorError
-    from timm.models import save_for_hf
-    from timm.models._hub import generate_readme
 
     folder = Path(folder)
     if os.path.lexists(folder):
         raise UserError(f"{folder} is there already: remove it, or name another folder")
     model, checkpoint = load_run(path)
-    model.pretrained_cfg["license"] = license
-    card = model_card(model, f"local-dir:{folder}", checkpoint)
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
-            save_for_hf(model, str(aside), **_contents(checkpoint))
-            # safetensors lets nobody but the owner read what it writes.
-            shutil.copymode(aside / "config.json", aside / "model.safetensors")
-            (aside / "README.md").write_text(generate_readme(card, folder.name), encoding="utf-8")
+            _write(aside, model, checkpoint, f"local-dir:{folder.name}", license)
     except (OSError, SafetensorError) as error:  # the second of a full disk, for one
         raise UserError(
             f"{folder} cannot be written ({getattr(error, 'strerror', None) or one_line(error)}): name a "
@@ -147,11 +156,39 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
         ) from error
 
 
-def _contents(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What timm's functions are to write of a run beside the weights and the card."""
-    return dict(
-        model_config=_labels(checkpoint), model_args=checkpoint["config"]["model_kwargs"], safe_serialization=True
+def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: str, license: str | None) -> None:
+    """A run's weights, configuration and card into `folder`; `source` is what will load them."""
+    from timm.models import save_for_hf
+    from timm.models._hub import generate_readme
+
+    model.pretrained_cfg["license"] = license
+    save_for_hf(
+        model,
+        str(folder),
+        model_config=_labels(checkpoint),
+        model_args=checkpoint["config"]["model_kwargs"],
+        safe_serialization=True,
     )
+    # timm names the number of classes beside the model's arguments and among them. transformers hands on both.
+    file = folder / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["model_args"].pop("num_classes", None)
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    # safetensors lets nobody but the owner read what it writes.
+    shutil.copymode(file, folder / "model.safetensors")
+    name = re.split("[:/]", source)[-1]
+    card = generate_readme(model_card(model, source, checkpoint), name)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _push(folder: Path, name: str, private: bool) -> str:
+    """Uploads a folder as the model `name` of the hub, whose own card, if it has one, stays; returns the address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(library_name="vision-longhorn")
+    repo = api.create_repo(name, private=private, exist_ok=True).repo_id
+    kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
+    return str(api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -181,13 +218,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.target):
         raise UserError(f"{args.target} is no name on the hub: with --push give USER/MODEL")
 
-    from timm.models import push_to_hf_hub
-
     model, checkpoint = load_run(args.checkpoint)
-    model.pretrained_cfg["license"] = args.license
-    card = model_card(model, f"hf-hub:{args.target}", checkpoint)
     try:
-        address = push_to_hf_hub(model, args.target, model_card=card, private=args.private, **_contents(checkpoint))
+        with tempfile.TemporaryDirectory() as folder:
+            _write(Path(folder), model, checkpoint, f"hf-hub:{args.target}", args.license)
+            address = _push(Path(folder), args.target, args.private)
     except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
         raise UserError(
             f"{args.target} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth "

@@ -44,6 +44,7 @@ class TokenMaps(NamedTuple):
     write: Tensor                        # (depth, B, 2, H, W)
     class_forgetting: Optional[Tensor]   # (depth, B, 2), of the class token; None in a model without one
     class_write: Optional[Tensor]
+    arrows: tuple[str, ...]              # the ways in which the two scans of each block go over the image, such as "→←"
     # fmt: on
 
 
@@ -101,13 +102,22 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
         i = class_index(model.class_token, rows * columns)
         of_class = both[..., i]
         both = torch.cat([both[..., :i], both[..., i + 1 :]], -1)
-    return TokenMaps._make((*both.unflatten(-1, (rows, columns)), *of_class))
+    return TokenMaps(*both.unflatten(-1, (rows, columns)), *of_class, tuple(map(_arrows, model.blocks)))
+
+
+def _arrows(block: Any) -> str:
+    """The ways of both directions of a block; those of its one scan, where it has only one."""
+    ways = "\N{DOWNWARDS ARROW}\N{UPWARDS ARROW}" if block.reads_columns else "\N{RIGHTWARDS ARROW}\N{LEFTWARDS ARROW}"
+    if getattr(block.mixer, "wiring", None) in ("forward", "alternate"):
+        return ways[block.mixer.reversed] * 2
+    return ways
 
 
 def plot_maps(
     maps: TokenMaps, image: Any, out: str | Path, layers: Optional[list[int]] = None, sample: int = 0
 ) -> None:
-    """Plots the maps of one image into a PNG: a row for each block, the two directions of a quantity in one scale.
+    """Plots the maps of one image into a PNG: a row for each block, the two directions of a quantity in one scale, each
+    under an arrow, the way in which it goes over the image.
 
     Args:
         maps: of `token_maps`.
@@ -127,7 +137,14 @@ def plot_maps(
     rows, columns = maps.write.shape[-2:]
     figure = new_figure(9, 0.4 + 1.6 * len(layers) * min(max(rows / columns, 0.5), 2))
     grid = figure.subplots(len(layers), 5, squeeze=False)
+    above = ""
     for axes, layer in zip(grid, layers):
+        arrows = maps.arrows[layer]
+        if arrows != above:
+            titles = ["image", *(f"{quantity} {arrow}" for quantity in ("forgetting", "write") for arrow in arrows)]
+            for axis, title in zip(axes, titles):
+                axis.set_title(title, fontsize=9)
+            above = arrows
         axes[0].imshow(image, cmap="gray", vmin=0, vmax=1)
         axes[0].set_ylabel(f"block {layer % depth}")
         for pair, quantity in ((axes[1:3], maps.forgetting[layer, sample]), (axes[3:], maps.write[layer, sample])):
@@ -135,17 +152,6 @@ def plot_maps(
             for axis, value in zip(pair, values):
                 drawn = axis.imshow(value, vmin=values.min(), vmax=values.max())
             figure.colorbar(drawn, ax=pair[1], fraction=0.08).ax.tick_params(labelsize=6)
-    for axis, title in zip(
-        grid[0],
-        (
-            "image",
-            "forgetting \N{RIGHTWARDS ARROW}",
-            "forgetting \N{LEFTWARDS ARROW}",
-            "write \N{RIGHTWARDS ARROW}",
-            "write \N{LEFTWARDS ARROW}",
-        ),
-    ):
-        axis.set_title(title, fontsize=9)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
     save_png(figure, out, dpi=90)
@@ -154,7 +160,7 @@ def plot_maps(
 def main(argv: Optional[Sequence[str]] = None) -> None:
     """Command line of this module."""
     parser = Parser(description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
+    parser.add_argument("checkpoint", help="a run's folder or file, or a folder in the hub's layout")
     parser.add_argument("image", help="image file: JPEG, PNG, WebP or PPM")
     parser.add_argument("--out", default="maps.png", help="the PNG to write [maps.png]")
     parser.add_argument(
@@ -172,13 +178,13 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     from timm.data import create_transform, resolve_data_config
 
     from vision_longhorn.data.images import DataError, decode_image
-    from vision_longhorn.hub import load_run
+    from vision_longhorn.runs import load_model
 
     try:
         image = decode_image(Path(args.image).read_bytes())
     except DataError as error:
         raise UserError(f"{args.image} is {error}") from error
-    model = load_run(args.checkpoint)[0].eval()
+    model = load_model(args.checkpoint)[0].eval()
     settings = resolve_data_config(model=model)
     tensor = create_transform(**settings)(image)  # (3, H, W)
     mean, std = (torch.tensor(settings[key])[:, None, None] for key in ("mean", "std"))

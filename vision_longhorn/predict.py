@@ -223,7 +223,7 @@ def load_classifier(
     """A classifier and the names of its classes.
 
     Args:
-        source: a run's folder (then its best.pt), a checkpoint of a run, or a model folder in the hub's layout.
+        source: a run's folder (then its best.pt), a checkpoint of a run, or as `runs.timm_source` takes it.
         name: instead of it, a timm name, "hf-hub:USER/MODEL" or "local-dir:FOLDER"; pretrained weights are loaded.
 
     Returns:
@@ -235,10 +235,10 @@ def load_classifier(
     """
     from vision_longhorn.checkpoint import create_model
     from vision_longhorn.evaluation.class_names import checkpoint_names, model_names
-    from vision_longhorn.runs import is_model_folder, load_run
+    from vision_longhorn.runs import load_run, timm_source
 
-    if name is None and source is not None and is_model_folder(source):
-        name = f"local-dir:{source}"
+    if name is None and source is not None:
+        name = timm_source(source)
     if name is not None:
         model = create_model(name, pretrained=True)
         names = model_names(model, name)

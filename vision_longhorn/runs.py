@@ -1,4 +1,4 @@
-"""From a training run on disk to its model: the one way that all commands take."""
+"""From a training run, or a model folder in the hub's layout, to its model: the one way that all commands take."""
 
 from __future__ import annotations
 
@@ -21,6 +21,36 @@ def run_file(path: str | os.PathLike[str]) -> Path:
 def is_model_folder(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a folder in the hub's layout, which timm knows as local-dir:FOLDER, and not a run's."""
     return Path(path, "config.json").is_file() and not Path(path, "best.pt").is_file()
+
+
+def timm_source(path: str | os.PathLike[str]) -> str | None:
+    """timm's name of the model, with weights, that `path` stands for: a folder in the hub's layout, also written
+    "local-dir:FOLDER", or "hf-hub:USER/MODEL". None where it stands for a run's folder or file."""
+    name = os.fspath(path)
+    if name.startswith(("local-dir:", "hf-hub:")):
+        return name
+    return f"local-dir:{name}" if is_model_folder(name) else None
+
+
+def load_model(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmModel, dict[str, Any] | None]:
+    """The model of a run, as `load_run` gives it, or of a folder in the hub's layout, or on the hub.
+
+    Args:
+        path: As of `load_run`, or of `timm_source`.
+        **model_kwargs: Arguments of the model beside its own, and before them.
+
+    Returns:
+        (model, checkpoint): the checkpoint is None where there is no run.
+
+    Raises:
+        UserError: Where `path` holds no such model.
+    """
+    name = timm_source(path)
+    if name is None:
+        return load_run(path, **model_kwargs)
+    from vision_longhorn.checkpoint import create_model
+
+    return create_model(name, pretrained=True, **model_kwargs), None
 
 
 def model_of_checkpoint(

@@ -111,7 +111,7 @@ class Config(Settings):
     drop_path: float = option(0.0, "stochastic depth rate", Range(0, below=1), also=("drop_path_rate",))
     init: str | None = option(
         None,
-        "file of weights to start from, a run's best.pt or others of the model; position "
+        "weights to start from: a run or another file of the model's, or a folder in the hub's layout; position "
         "embedding, patches and classifier are fitted",
         also=("pretrained", "finetune", "checkpoint", "initial_checkpoint", "weights"),
     )
