@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.evaluation.class_names import checkpoint_names
-from vision_longhorn.files import written_aside
+from vision_longhorn.files import write_hash, written_aside
 from vision_longhorn.runs import load_run
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -113,7 +113,7 @@ def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
-    """A training run as a new folder in the hub's layout: model.safetensors, config.json, README.md.
+    """A training run as a new folder in the hub's layout: model.safetensors and its hash, config.json, README.md.
 
     Args:
         path: as `load_run` takes it.
@@ -139,6 +139,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
             save_for_hf(model, str(aside), **_contents(checkpoint))
             # safetensors lets nobody but the owner read what it writes.
             shutil.copymode(aside / "config.json", aside / "model.safetensors")
+            write_hash(aside / "model.safetensors")
             (aside / "README.md").write_text(generate_readme(card, folder.name), encoding="utf-8")
     except (OSError, SafetensorError) as error:  # the second of a full disk, for one
         raise UserError(
