@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -70,6 +70,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
 def check_model_folder(folder: Path) -> None:
     """Checks what of a folder in the hub's layout timm would take on trust: its weights, and types in its config.json.
 
@@ -114,7 +118,7 @@ def _numbers(count: int | None = None, above: float = -math.inf, kind: Any = (in
 # What may stand in a model folder's config.json
 _SETTINGS: dict[str, Callable[[Any], bool]] = {
     "num_classes": lambda value: type(value) is int and value >= 0,
-    "label_names": lambda value: isinstance(value, dict) or isinstance(value, list) and all(map(_is_text, value)),
+    "label_names": lambda value: isinstance(value, dict) or _are_names(value),
     "label_descriptions": lambda value: isinstance(value, dict),
     **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _numbers(3, 0, int)),
     **dict.fromkeys(("crop_pct", "test_crop_pct", "std"), _numbers(above=0)),
@@ -124,17 +128,23 @@ _SETTINGS: dict[str, Callable[[Any], bool]] = {
 
 
 def model_from_weights(
-    name: str, path: str | os.PathLike[str], num_classes: int, **kwargs: Any
+    name: str,
+    path: str | os.PathLike[str],
+    num_classes: int,
+    class_names: Sequence[str] | None = None,
+    **kwargs: Any,
 ) -> tuple[TimmModel, str]:
     """A model that starts from the weights in a file.
 
-    Position embedding and patches are resampled where the sizes differ, and a classifier of another number of classes
-    starts anew. All other tensors of the file and of the model have to be the same ones.
+    Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
+    All other tensors of the file and of the model have to be the same ones.
 
     Args:
         name, **kwargs: As of `create_model`.
         path: A checkpoint of the trainer (its averaged weights, if it has any), bare weights, or safetensors.
         num_classes: Number of classes of the model.
+        class_names: What the data call them, None if that is unknown. Where the file or the data have no names, only
+            the numbers of classes are compared.
 
     Returns:
         (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.
@@ -145,6 +155,8 @@ def model_from_weights(
     if ":" in name:
         raise UserError(f"model {name} brings weights of its own: leave init out, or name the architecture")
     checkpoint = load_checkpoint(path)
+    from vision_longhorn.evaluation.class_names import checkpoint_names, difference  # which reads data, too
+
     averaged = next((key for key in ("state_dict_ema", "model_ema") if isinstance(checkpoint.get(key), dict)), None)
     weights = clean_state_dict(checkpoint[averaged or "state_dict"])
     create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
@@ -176,9 +188,15 @@ def model_from_weights(
         text += ", resampled " + ", ".join(
             f"{key} {tuple(weights[key].shape)} -> {tuple(own[key].shape)}" for key in resampled
         )
-    if of_file != num_classes:
+    names, _ = checkpoint_names(checkpoint)
+    other = difference(names, class_names, "the file", "the data") if names and class_names else ""
+    if of_file != num_classes or other:
         model.reset_classifier(num_classes)
-        text += f", classifier of {num_classes} classes anew (the file has {of_file or 'none'})"
+        why = other if of_file == num_classes else f"the file has {of_file or 'none'}"
+        text += f", classifier of {num_classes} classes anew ({why})"
+    elif not (names and class_names):
+        unknown = [place for place, known in (("the file's", names), ("the data's", class_names)) if not known]
+        text += f"; note: {' and '.join(unknown)} class names are unknown, so the classifier stays"
     return model, text
 
 
@@ -270,7 +288,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         check_whole(path)
         if path.suffix == ".safetensors":
-            return {"state_dict": load_file(path)}
+            return {"state_dict": load_file(path), **_folder_names(path.parent)}
         with torch.serialization.safe_globals([argparse.Namespace]):  # what timm's train.py keeps its arguments in
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types here, by what is wrong with the file
@@ -289,6 +307,15 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(weights, dict) or not any(map(torch.is_tensor, weights.values())):
         raise UserError(f"{path} holds no weights: give a .pt file of a run, or a state dict")
     return checkpoint
+
+
+def _folder_names(folder: Path) -> dict[str, Any]:
+    """Names of classes as a checkpoint has them, where a model folder in the hub's layout says them."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_bytes())
+        return dict(class_names=config["label_names"], display_names=None) if _are_names(config["label_names"]) else {}
+    except (KeyError, OSError, TypeError, ValueError):
+        return {}
 
 
 def _whole_beside(path: Path) -> Path | None:
