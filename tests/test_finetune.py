@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from test_train import (  # noqa: F401  (three are fixtures)
     PLAIN,
     QUICK,
+    fails_with_one_line,
     fresh_process_state,
     no_picture,
     scalars,
@@ -18,6 +19,7 @@ from test_train import (  # noqa: F401  (three are fixtures)
 
 import train_imagenet
 from vision_longhorn.checkpoint import create_model, model_from_weights, save_checkpoint
+from vision_longhorn.data.sharding import index_shards
 from vision_longhorn.errors import UserError
 
 MODEL = dict(depth=2, embed_dim=32, patch_size=4)
@@ -72,6 +74,53 @@ def test_a_model_has_its_own_image_size_whatever_the_file_is_of(tmp_path):
     )
     other, text = model_from_weights("vlonghorn_tiny", tmp_path / "best.pt", 10, **small)
     assert other.patch_embed.img_size == (224, 224) and "pos_embed (1, 5, 32) -> (1, 197, 32)" in text
+
+
+NAMES = [f"n{i}" for i in range(10)]
+
+
+@pytest.mark.parametrize(
+    "of_file, of_data, words",
+    [
+        (NAMES, NAMES, None),
+        (NAMES, NAMES[::-1], "10 classes anew (class 0 is 'n0' in the file and 'n9' in the data)"),
+        (NAMES, None, "note: the data's class names are unknown"),
+        (None, NAMES, "note: the file's class names are unknown"),
+        (None, None, "note: the file's and the data's class names are unknown"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["checkpoint", "model folder"])
+def test_a_classifier_of_other_names_starts_anew(weights, tmp_path, kind, of_file, of_data, words):
+    """Display names are no matter: they may change with the language."""
+    file, averaged = weights
+    if kind == "checkpoint":
+        shown = [f"shown {i}" for i in range(10)]
+        save_checkpoint(file, {"state_dict": averaged, "class_names": of_file, "display_names": shown})
+    else:
+        file = tmp_path / "model.safetensors"
+        save_file(averaged, file)
+        (tmp_path / "config.json").write_text(json.dumps({"label_names": of_file} if of_file else {}))
+    model, text = model_from_weights("vlonghorn_test", file, 10, of_data, img_size=8, **MODEL)
+    assert words in text if words else "anew (" not in text and "note:" not in text
+    stays = torch.equal(model.state_dict()["head.weight"], averaged["head.weight"])
+    assert stays == (words is None or "note" in words)
+    assert torch.equal(model.state_dict()["pos_embed"], averaged["pos_embed"])
+
+
+def test_a_run_compares_the_names_of_its_data(weights, tmp_path, capsys):
+    """With those of the weights that it starts from, and of the checkpoint that it goes on with."""
+    for split in "train", "val":
+        write_digits(tmp_path / "data", split, 32, shards=1)
+    index_shards(tmp_path / "data", NAMES[::-1], progress=False)
+    save_checkpoint(weights[0], {"state_dict": weights[1], "class_names": NAMES})
+    run = train_imagenet.main(
+        [*QUICK, *PLAIN, "--data", str(tmp_path / "data"), "--init", str(weights[0]), "--epochs", "1", "--model-kwargs",
+         "depth=2", "embed_dim=32", "img_size=8", "patch_size=4", "--run-dir", str(tmp_path / "run")]
+    )  # fmt: skip
+    assert "anew (class 0 is 'n0' in the file and 'n9' in the data)" in capsys.readouterr().out
+    index_shards(tmp_path / "data", NAMES, progress=False)
+    words = "class 0 is 'n9' in", "last.pt and 'n0' in the data"
+    fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2"], capsys, *words)
 
 
 def test_weights_for_a_model_that_brings_its_own_are_refused(weights):

@@ -9,23 +9,31 @@ The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes t
 averaged ones.
 """
 
+import argparse
+import contextlib
+import json
+import math
 import os
 import re
 import shutil
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import timm
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from timm.data import create_transform, resolve_data_config
 from timm.models import clean_state_dict
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, nearest, one_line
-from vision_longhorn.evaluation.class_names import model_names
-from vision_longhorn.files import written_aside
+from vision_longhorn.evaluation.class_names import checkpoint_names, difference, model_names
+from vision_longhorn.files import check_whole, written_aside
 from vision_longhorn.runs import run_file, timm_source
 
 TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, pretrained_cfg and num_classes among them
@@ -39,32 +47,107 @@ def create_model(name: str, **kwargs: Any) -> TimmModel:
         **kwargs: Arguments of `timm.create_model`.
 
     Raises:
-        UserError: For an unknown name, or arguments that the model refuses.
+        UserError: For an unknown name, arguments that the model refuses, or a damaged model folder.
     """
+    source, _, folder = name.rpartition(":")
+    if source.lower() == "local-dir":
+        check_model_folder(Path(folder))
     if ":" not in name and not timm.is_model(name):
         near = nearest(name, timm.list_models(), n=3)
         hint = f"the nearest names are {', '.join(near)}; " if near else ""
         raise UserError(f"unknown model {name!r}: {hint}timm.list_models() has them all")
     try:
-        return timm.create_model(name, **kwargs)
-    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
+        model = timm.create_model(name, **kwargs)
+        if source:
+            create_transform(**resolve_data_config(model=model))  # what no table of types knows, such as interpolation
+        return model
+    except (
+        AssertionError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
+    ) as error:  # fmt: skip
         given = " ".join(f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay")
         raise UserError(f"model {name} cannot be made with {given}: {one_line(error)}") from error
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
+def check_model_folder(folder: Path) -> None:
+    """Checks what of a folder in the hub's layout timm would take on trust: its weights, and types in its config.json.
+
+    Raises:
+        UserError: Where one of them is missing or damaged.
+    """
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+        args, settings = config.get("model_args", {}), config.get("pretrained_cfg", config)
+        classes = config.get("num_classes", settings.get("num_classes"))
+        found = {**settings, "num_classes": classes, "label_names": config.get("label_names")}
+        wrong = [key for key, fits in _SETTINGS.items() if found.get(key) is not None and not fits(found[key])]
+        wrong += [] if isinstance(config.get("architecture"), str) else ["architecture"]
+        wrong += [] if args.get("num_classes", classes) == classes else ["model_args.num_classes"]
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}): give a folder in the hub's layout") from error
+    except (AttributeError, TypeError, ValueError) as error:  # no JSON, or a list where a dict should be
+        raise UserError(f"{file} is damaged ({one_line(error)}): fetch or make the folder again") from error
+    if wrong:
+        given = args.get("num_classes") if "." in wrong[0] else found.get(wrong[0], config.get(wrong[0]))
+        raise UserError(f"{file} is damaged ({wrong[0]} is {given!r}): fetch or make the folder again")
+    for weights in folder.iterdir():
+        if weights.suffix in (".safetensors", ".bin", ".pth"):
+            check_whole(weights)
+
+
+def _numbers(count: int | None = None, above: float = -math.inf, kind: Any = (int, float)) -> Callable[[Any], bool]:
+    """Whether a value is a list of `count` numbers; None: of one or more, or a number by itself."""
+
+    def fits(value: Any) -> bool:
+        values = [value] if count is None and not isinstance(value, list) else value
+        return (
+            isinstance(values, list)
+            and len(values) == (count or max(len(values), 1))
+            and all(isinstance(one, kind) and one is not True and above < one < math.inf for one in values)
+        )
+
+    return fits
+
+
+# What may stand in a model folder's config.json
+_SETTINGS: dict[str, Callable[[Any], bool]] = {
+    "num_classes": lambda value: type(value) is int and value >= 0,
+    "label_names": lambda value: isinstance(value, dict) or _are_names(value),
+    "label_descriptions": lambda value: isinstance(value, dict),
+    **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _numbers(3, 0, int)),
+    **dict.fromkeys(("crop_pct", "test_crop_pct", "std"), _numbers(above=0)),
+    "mean": _numbers(),
+    **dict.fromkeys(("interpolation", "crop_mode"), _is_text),
+}
+
+
 def model_from_weights(
-    name: str, path: str | os.PathLike[str], num_classes: int, **kwargs: Any
+    name: str,
+    path: str | os.PathLike[str],
+    num_classes: int,
+    class_names: Sequence[str] | None = None,
+    **kwargs: Any,
 ) -> tuple[TimmModel, str]:
     """A model that starts from the weights in a file.
 
-    Position embedding and patches are resampled where the sizes differ, and a classifier of another number of classes
-    starts anew. All other tensors of the file and of the model have to be the same ones.
+    Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
+    All other tensors of the file and of the model have to be the same ones.
 
     Args:
         name, **kwargs: As of `create_model`.
         path: A checkpoint of the trainer (its averaged weights, if it has any) or a run's folder, bare weights,
             safetensors, or what `runs.timm_source` takes.
         num_classes: Number of classes of the model.
+        class_names: What the data call them, None if that is unknown. Where the file or the data have no names, only
+            the numbers of classes are compared.
 
     Returns:
         (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.
@@ -110,9 +193,15 @@ def model_from_weights(
         text += ", resampled " + ", ".join(
             f"{key} {tuple(weights[key].shape)} -> {tuple(own[key].shape)}" for key in resampled
         )
-    if of_file != num_classes:
+    names, _ = checkpoint_names(checkpoint)
+    other = difference(names, class_names, "the file", "the data") if names and class_names else ""
+    if of_file != num_classes or other:
         model.reset_classifier(num_classes)
-        text += f", classifier of {num_classes} classes anew (the file has {of_file or 'none'})"
+        why = other if of_file == num_classes else f"the file has {of_file or 'none'}"
+        text += f", classifier of {num_classes} classes anew ({why})"
+    elif not (names and class_names):
+        unknown = [place for place, known in (("the file's", names), ("the data's", class_names)) if not known]
+        text += f"; note: {' and '.join(unknown)} class names are unknown, so the classifier stays"
     return model, text
 
 
@@ -187,9 +276,16 @@ def save_run(run_dir: str | os.PathLike[str], state: dict[str, Any], keep: int, 
                 os.link(newest, aside)  # costs no space
             except OSError:  # the file system knows no links
                 shutil.copyfile(newest, aside)
-    # By time, not by number: a run may have gone back to an earlier one.
-    for old in sorted(newest.parent.glob("update-*.pt"), key=lambda file: file.stat().st_mtime_ns)[:-keep]:
+    # By number, as clocks go back. Where a run itself has gone back, those beyond it are set aside when it resumes.
+    earlier = [file for updates, file in update_files(run_dir).items() if updates < state["updates"]]
+    for old in earlier[: len(earlier) + 1 - keep]:
         old.unlink()
+
+
+def update_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
+    """The checkpoints update-NUMBER.pt of a run by their number, the earliest first."""
+    found = {int(file.stem[7:]): file for file in Path(run_dir).glob("update-*.pt") if file.stem[7:].isdecimal()}
+    return dict(sorted(found.items()))
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -210,19 +306,47 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
             hint = f"there is no folder {path.parent}"
         raise UserError(f"no checkpoint at {path}: {hint}")
     try:
+        check_whole(path)
         if path.suffix == ".safetensors":
-            return {"state_dict": load_file(path)}
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+            return {"state_dict": load_file(path), **_folder_names(path.parent)}
+        with torch.serialization.safe_globals([argparse.Namespace]):  # what timm's train.py keeps its arguments in
+            checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types here, by what is wrong with the file
-        raise UserError(f"{path} is no checkpoint: {_why_unreadable(path, error)}") from error
+        why = str(error)
+        if not isinstance(error, UserError):
+            why = f"{path} is no checkpoint: {_why_unreadable(path, error)}"
+        whole = _whole_beside(path)
+        raise UserError(f"{why}{f'; {whole} is whole' if whole else ''}") from error
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint: give a .pt file of a run")
     if "state_dict" not in checkpoint:
         checkpoint = {"state_dict": checkpoint.get("model", checkpoint)}
+    if isinstance(args := checkpoint.get("args"), argparse.Namespace):
+        checkpoint.setdefault("num_classes", getattr(args, "num_classes", None))
     weights = checkpoint["state_dict"]
     if not isinstance(weights, dict) or not any(map(torch.is_tensor, weights.values())):
         raise UserError(f"{path} holds no weights: give a .pt file of a run, or a state dict")
     return checkpoint
+
+
+def _folder_names(folder: Path) -> dict[str, Any]:
+    """Names of classes as a checkpoint has them, where a model folder in the hub's layout says them."""
+    try:
+        config = json.loads(Path(folder, "config.json").read_bytes())
+        return dict(class_names=config["label_names"], display_names=None) if _are_names(config["label_names"]) else {}
+    except (KeyError, OSError, TypeError, ValueError):
+        return {}
+
+
+def _whole_beside(path: Path) -> Path | None:
+    """The newest checkpoint beside a damaged one that is not damaged."""
+    names = path.with_name("last.pt"), path.with_name("best.pt")
+    for other in (*reversed(update_files(path.parent).values()), *names):
+        with contextlib.suppress(OSError, UserError, zipfile.BadZipFile):
+            if not other.samefile(path) and zipfile.is_zipfile(other):
+                check_whole(other)
+                return other
+    return None
 
 
 def _why_unreadable(path: Path, error: Exception) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import written_aside
+from vision_longhorn.files import check_whole, written_aside
 from vision_longhorn.runs import timm_source
 from vision_longhorn.training.config import parse_pairs
 
@@ -105,13 +105,18 @@ def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = No
     Raises:
         UserError: as `export_program`, another ending, or there is no C++ compiler.
     """
-    import torch
-
     if Path(path).suffix != ".pt2":
         raise UserError(f"{path} is no name of a package: let it end in .pt2")
+    with written_aside(path, ending=".pt2", hashed=True) as aside:
+        _write_package(model, aside, batch)
+
+
+def _write_package(model: nn.Module, path: Path, batch: int | None) -> None:
+    import torch
+
     try:
-        with torch.no_grad(), written_aside(path, ending=".pt2") as aside:
-            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(aside))
+        with torch.no_grad():
+            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(path))
     except RuntimeError as error:  # torch wraps its own in one of its own
         if not re.search("InvalidCxxCompiler|CppCompileError", f"{type(error)} {error}"):
             raise
@@ -123,7 +128,8 @@ def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = No
 
 
 def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
-    """Write a model as an ONNX file of standard operators, computing in float32; its scans are `Scan` nodes.
+    """Write a model as an ONNX file of standard operators, computing in float32; its scans are `Scan` nodes. The file's
+    hash stands beside it.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
     `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass.
@@ -135,6 +141,11 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
     Raises:
         UserError: as `export_program`, or onnx or onnxscript is not installed.
     """
+    with written_aside(path, hashed=True) as aside:
+        _write_onnx(model, aside, batch)
+
+
+def _write_onnx(model: nn.Module, path: Path, batch: int | None) -> None:
     try:
         import onnx
 
@@ -167,9 +178,8 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
     )
     for node in written.model.graph.all_nodes():
         node.metadata_props.clear()  # where in whose files each node came from
-    with written_aside(path) as aside:
-        written.save(aside, external_data=False)
-        onnx.checker.check_model(str(aside), full_check=True)
+    written.save(path, external_data=False)
+    onnx.checker.check_model(str(path), full_check=True)
 
 
 def _missing(package: str | None) -> UserError:
@@ -183,8 +193,9 @@ def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
     CPU.
 
     Raises:
-        UserError: onnxruntime is not installed.
+        UserError: onnxruntime is not installed, or the file is not the one whose hash stands beside it.
     """
+    check_whole(path)
     try:
         from onnxruntime import InferenceSession
     except ModuleNotFoundError as error:
@@ -270,12 +281,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     try:
-        with written_aside(args.target, ending=kind) as aside:  # until it has been compared
+        with written_aside(args.target, ending=kind, hashed=True) as aside:  # until it has been compared
             if kind == ".onnx":
-                to_onnx(model, aside, args.batch)
+                _write_onnx(model, aside, args.batch)
                 run = load_onnx(aside)
             else:
-                to_package(model, aside, args.batch)
+                _write_package(model, aside, args.batch)
                 run = torch._inductor.aoti_load_package(str(aside))
             difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
             if not difference < MAX_ERROR:

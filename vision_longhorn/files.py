@@ -1,16 +1,25 @@
-"""Files and folders that are written aside: whole under their name, or not there."""
+"""Files and folders that are written aside: whole under their name, or not there. And whether they still are as they
+were written."""
 
 import contextlib
 import csv
+import hashlib
 import os
 import shutil
+import struct
+import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from vision_longhorn.errors import UserError, one_line
+
 
 @contextlib.contextmanager
-def written_aside(path: str | os.PathLike[str], ending: str = "", lasting: bool = False) -> Iterator[Path]:
+def written_aside(
+    path: str | os.PathLike[str], ending: str = "", lasting: bool = False, hashed: bool = False
+) -> Iterator[Path]:
     """The path of a file or folder beside `path`, for the caller to make.
 
     It is renamed to `path` in the end, and removed where writing fails. Folders above it that are missing are made.
@@ -19,6 +28,7 @@ def written_aside(path: str | os.PathLike[str], ending: str = "", lasting: bool 
         path: What it is called when it is whole. A folder takes the place of none but an empty one.
         ending: What its name has to end in until then.
         lasting: Bring the file and its name to the disk, so that they outlive a power cut.
+        hashed: Write the file's hash beside it, by which `check_whole` knows it.
 
     Raises:
         OSError: Where it cannot be written. What stood at `path` still does.
@@ -30,7 +40,11 @@ def written_aside(path: str | os.PathLike[str], ending: str = "", lasting: bool 
         yield aside
         if lasting:
             _sync(aside, os.O_RDWR)
+        if hashed:
+            hash_file(path).unlink(missing_ok=True)  # first: a hash must never stand beside another file than its own
         os.replace(aside, path)
+        if hashed:
+            write_hash(path)
         if lasting and os.name == "posix":
             _sync(aside.parent, os.O_RDONLY)
     except OSError as error:
@@ -75,6 +89,55 @@ def _sync(path: Path, flags: int) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def hash_file(path: str | os.PathLike[str]) -> Path:
+    """Where the hash of a file stands, as `sha256sum` writes and checks it."""
+    return Path(f"{os.fspath(path)}.sha256")
+
+
+def write_hash(path: str | os.PathLike[str]) -> None:
+    """Writes the hash of a file beside it."""
+    write_text(hash_file(path), f"{_sha256(path)}  {Path(path).name}\n")
+
+
+def _sha256(path: str | os.PathLike[str]) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def check_whole(path: str | os.PathLike[str]) -> None:
+    """Compares a file with the hash beside it, or the members of a zip file with their CRC, where it has them.
+
+    torch writes the CRC and does not look at it when it reads. A zip file in which every CRC is 0 was written without
+    (`torch.serialization.set_crc32_options`), and nothing can be said of it, as of files of any other kind.
+
+    Raises:
+        UserError: Where the file is not as it was written.
+    """
+    if hash_file(path).is_file():
+        if _sha256(path) not in hash_file(path).read_text(errors="replace").lower().split():
+            raise UserError(
+                f"{path} is not the file of which {hash_file(path)} has the hash: one of them is damaged, or the file "
+                "was changed since; then remove the hash"
+            )
+        return
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                members = archive.infolist()
+                for member in members if any(member.CRC for member in members) else ():
+                    if member.external_attr & 0x10 and not member.is_dir():
+                        raise zipfile.BadZipFile(f"{member.filename} is marked as a folder")  # torch would read zeros
+                    with archive.open(member) as file:
+                        while file.read(1 << 20):
+                            pass
+    except (EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error) as error:
+        # All but BadZipFile are of a damaged directory, by which a member is compressed or encrypted
+        raise UserError(f"{path} is damaged ({one_line(error)})") from error
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.evaluation.class_names import checkpoint_names, readable_names
-from vision_longhorn.files import written_aside
+from vision_longhorn.files import write_hash, written_aside
 from vision_longhorn.runs import load_run
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -129,7 +129,7 @@ def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
-    """A training run as a new folder in the hub's layout: model.safetensors, config.json, README.md.
+    """A training run as a new folder in the hub's layout: model.safetensors and its hash, config.json, README.md.
 
     Args:
         path: as `load_run` takes it.
@@ -149,6 +149,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
         with written_aside(folder) as aside:
             aside.mkdir()
             _write(aside, model, checkpoint, f"local-dir:{folder.name}", license)
+            write_hash(aside / "model.safetensors")
     except (OSError, SafetensorError) as error:  # the second of a full disk, for one
         raise UserError(
             f"{folder} cannot be written ({getattr(error, 'strerror', None) or one_line(error)}): name a "

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +33,8 @@ def checkpoint_names(checkpoint: Mapping[str, Any]) -> Names:
 
     if "class_names" in checkpoint:
         return checkpoint["class_names"], checkpoint.get("display_names")
-    data = checkpoint.get("config", {}).get("data")
+    config = checkpoint.get("config")
+    data = config.get("data") if isinstance(config, dict) else None
     if data is None:
         return None, None
     try:
@@ -102,6 +104,20 @@ def readable_names(
     return names + [f"class {i}" for i in range(len(names), num_classes or 0)]
 
 
+def difference(names: Sequence[str], others: Sequence[str], here: str, there: str) -> str:
+    """The first class that has other names in the places `here` and `there`, in words; "" where all are the same."""
+    pairs = enumerate(zip_longest(names, others))
+    return next(
+        (
+            f"class {i} is {'none' if own is None else repr(own)} in {here} and "
+            f"{'none' if other is None else repr(other)} in {there}"
+            for i, (own, other) in pairs
+            if own != other
+        ),
+        "",
+    )
+
+
 def match_classes(
     names: Sequence[str] | None,
     num_classes: int,
@@ -133,12 +149,7 @@ def match_classes(
         if list(names) == list(data_names):
             return None, ""
         shared = set(names) & set(data_names)
-        first = next(
-            (i for i, (own, other) in enumerate(zip(names, data_names, strict=False)) if own != other),
-            min(len(names), len(data_names)),
-        )
-        own, other = (repr(known[first]) if first < len(known) else "none" for known in (names, data_names))
-        differ = f"class {first} is {own} in {model} and {other} in {data} ({len(names)} and {len(data_names)} classes)"
+        differ = f"{difference(names, data_names, model, data)} ({len(names)} and {len(data_names)} classes)"
         if not shared:
             raise UserError(
                 f"{differ}, and no class of either is one of the other: give the data, or a model, of the same classes"

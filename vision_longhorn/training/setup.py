@@ -31,6 +31,7 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input
+from vision_longhorn.evaluation.class_names import difference
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
@@ -125,28 +126,30 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
     return Data(place, train, val, num_classes)
 
 
-def check_classes(train: list[str] | None, val: list[str] | None) -> None:
+def check_classes(
+    train: list[str] | None,
+    val: list[str] | None,
+    of_train: str = "the training data",
+    of_val: str = "that for evaluation",
+) -> None:
     """Raises UserError where both splits say what their classes are called, and not the same."""
-    if train and val and list(train) != list(val):
-        i = next(
-            (i for i, pair in enumerate(zip(train, val, strict=False)) if pair[0] != pair[1]), min(len(train), len(val))
-        )
-        first, second = (repr(some[i]) if i < len(some) else "missing" for some in (train, val))
-        raise UserError(
-            f"class {i} is {first} in the training data and {second} in that for evaluation: give data "
-            "with the same classes"
-        )
+    if train and val and (wrong := difference(train, val, of_train, of_val)):
+        raise UserError(f"{wrong}: give data with the same classes")
 
 
 def build_model(
-    cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool
+    cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool, class_names: list[str] | None = None
 ) -> tuple[TimmModel, Ema | None]:
-    """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy of it."""
+    """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy of it.
+
+    Args:
+        class_names: Those of the data, if they are known, by which a classifier of `cfg.init` stays or starts anew.
+    """
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
     try:
         if cfg.init and not resuming:
-            model, loaded = model_from_weights(cfg.model, cfg.init, **kwargs)
+            model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
             accelerator.print(f"init    {loaded}")
         else:
             model = create_model(cfg.model, **kwargs)

@@ -74,7 +74,8 @@ class Trainer:
         self.folder = RunFolder(run_dir, cfg, resuming, accelerator, held)
 
         self.data = setup.open_data(cfg, accelerator)
-        model, ema = setup.build_model(cfg, self.data.num_classes, accelerator, resuming)
+        names = self.data.names()["class_names"]
+        model, ema = setup.build_model(cfg, self.data.num_classes, accelerator, resuming, names)
         self.settings = input_settings(model, cfg.values())
         self.evaluated = {"val": model, "val_ema": ema.module} if ema else {"val": model}
         setup.share_out(cfg, list(self.evaluated.values()), accelerator)
@@ -115,6 +116,8 @@ class Trainer:
     def resume(self) -> None:
         """Goes on where the checkpoint stopped, and says what has changed since."""
         checkpoint, state = load_checkpoint(str(self.cfg.resume)), self.state
+        names = self.data.names()["class_names"]
+        setup.check_classes(checkpoint.get("class_names"), names, str(self.cfg.resume), "the data")
         state.load_state_dict(checkpoint, self.cfg)
         if state.epoch >= self.cfg.epochs:
             raise UserError(f"{self.folder.path} has finished its {state.epoch} epochs: give more by --epochs to go on")

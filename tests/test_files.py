@@ -1,0 +1,165 @@
+"""Files that are not as they were written, and files of others: neither is taken for what it is not."""
+
+import argparse
+import json
+import shutil
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from test_old_files import FILES
+from timm.utils import CheckpointSaver
+
+from vision_longhorn import hub, predict
+from vision_longhorn.checkpoint import create_model, load_checkpoint, model_from_weights, save_checkpoint, save_run
+from vision_longhorn.errors import UserError
+from vision_longhorn.export import load_onnx
+from vision_longhorn.files import hash_file, written_aside
+
+STATE = {
+    "state_dict": {"a": torch.arange(6.0), "b": torch.arange(9).view(3, 3), "part": torch.arange(12.0)[2:7]},
+    "updates": 3,
+    "class_names": ["ash", "oak"],
+}
+
+
+def flip(path, bit):
+    data = bytearray(path.read_bytes())
+    data[bit // 8 % len(data)] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def is_state(found):
+    return found.keys() == STATE.keys() and all(
+        torch.equal(found["state_dict"][key], value) for key, value in STATE["state_dict"].items()
+    )
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused_or_has_its_tensors(tmp_path):
+    """Names and attributes in the directory at its end, too, by which torch finds its tensors."""
+    save_checkpoint(tmp_path / "best.pt", STATE)
+    data, refused = (tmp_path / "best.pt").read_bytes(), 0
+    folder_bits = [8 * (at + 38) + 4 for at in range(len(data)) if data[at : at + 4] == b"PK\1\2"]  # "is a folder"
+    for bit in [*range(0, 8 * len(data), 97), *folder_bits]:
+        (tmp_path / "best.pt").write_bytes(data)
+        flip(tmp_path / "best.pt", bit)
+        try:
+            assert is_state(load_checkpoint(tmp_path / "best.pt")), bit
+        except UserError as error:
+            assert str(tmp_path / "best.pt") in str(error) and "\n" not in str(error)
+            refused += 1
+    assert refused > 100
+
+
+def test_a_damaged_checkpoint_names_the_newest_that_is_whole(tmp_path):
+    for updates in 2, 3, 10:
+        save_run(tmp_path, {**STATE, "updates": updates}, keep=3, is_best=updates == 2)
+    data = (tmp_path / "last.pt").read_bytes()
+    flip(tmp_path / "last.pt", 8 * data.index(torch.arange(6.0).numpy().tobytes()))  # and with it update 10's
+    with pytest.raises(UserError, match=r"last.pt is damaged .*; \S*update-0000003.pt is whole"):
+        load_checkpoint(tmp_path / "last.pt")
+    (tmp_path / "update-0000003.pt").write_bytes(data[:-20])
+    with pytest.raises(UserError, match=r"update-0000002.pt is whole"):
+        load_checkpoint(tmp_path / "last.pt")
+
+
+def test_files_of_others_need_no_checksum(tmp_path):
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(STATE, tmp_path / "without.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    torch.save(STATE, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    assert is_state(load_checkpoint(tmp_path / "without.pt")) and is_state(load_checkpoint(tmp_path / "legacy.pt"))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hub") / "model"
+    hub.main([str(FILES / "longhorn" / "last.pt"), str(folder)])
+    return folder
+
+
+def test_a_flipped_bit_in_a_model_folder_is_known_by_its_hash(model_folder, tmp_path):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    weights = folder / "model.safetensors"
+    expected = create_model(f"local-dir:{folder}", pretrained=True).state_dict()
+    flip(weights, 8 * weights.stat().st_size - 2)
+    for load in lambda: create_model(f"local-dir:{folder}", pretrained=True), lambda: load_checkpoint(weights):
+        with pytest.raises(UserError, match="model.safetensors is not the file of which .*sha256 has the hash"):
+            load()
+    shutil.copy(model_folder / "model.safetensors", weights)
+    hash_file(weights).unlink()  # as older ones have none
+    found = create_model(f"local-dir:{folder}", pretrained=True).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+def test_the_hash_of_an_export_is_that_of_the_file_beside_it(tmp_path):
+    for text in "one", "two":
+        with written_aside(tmp_path / "model.onnx", hashed=True) as aside:
+            aside.write_text(text)
+    flip(tmp_path / "model.onnx", 3)
+    with pytest.raises(UserError, match="model.onnx is not the file of which"):
+        load_onnx(tmp_path / "model.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.onnx", "model.onnx.sha256"]
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        (None, 0.5, "config.json is damaged"),
+        (None, 0, "config.json is damaged"),
+        ("architecture", 3, "architecture is 3"),
+        ("num_classes", "10", "num_classes is '10'"),
+        ("num_classes", 9, "num_classes is 10"),
+        ("label_names", "ash", "label_names is 'ash'"),
+        ("model_args", [], "config.json is damaged"),
+        ("model_args.depth", "1", "depth='1'"),
+        ("pretrained_cfg.mean", "0.5", "mean is '0.5'"),
+        ("pretrained_cfg.std", [0.4, "0.4", 0.4], "std is "),
+        ("pretrained_cfg.crop_pct", float("inf"), "crop_pct is inf"),
+        ("pretrained_cfg.input_size", [3, "16", 16], "input_size is "),
+        ("pretrained_cfg.interpolation", "round", "round"),
+        ("weights", 0.5, "header"),
+    ],
+)
+def test_a_damaged_model_folder_is_one_line(model_folder, tmp_path, key, value, words):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    Image.new("L", (9, 9)).save(tmp_path / "image.png")
+    file = folder / ("model.safetensors" if key == "weights" else "config.json")
+    hash_file(file).unlink(missing_ok=True)
+    if key in (None, "weights"):
+        file.write_bytes(file.read_bytes()[: int(value * file.stat().st_size)])
+    else:
+        config = json.loads(file.read_text())
+        within = config if "." not in key else config[key.partition(".")[0]]
+        within[key.rpartition(".")[2]] = value
+        file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=words) as caught:
+        predict.main([str(folder), str(tmp_path / "image.png"), "--device", "cpu"])
+    assert "\n" not in str(caught.value)
+
+
+def test_checkpoints_of_timms_trainer_load_as_timm_loads_them(tmp_path):
+    torch.manual_seed(0)
+    model = timm.create_model("resnet10t", num_classes=3)
+    args = argparse.Namespace(model="resnet10t", num_classes=3, lr=0.1, mean=None)
+    saver = CheckpointSaver(model, torch.optim.SGD(model.parameters(), 0.1), args, checkpoint_dir=str(tmp_path))
+    saver.save_checkpoint(0, 50.0)
+    found, _ = model_from_weights("resnet10t", tmp_path / "last.pth.tar", 3)
+    assert all(torch.equal(found.state_dict()[key], value) for key, value in model.state_dict().items())
+    assert load_checkpoint(tmp_path / "last.pth.tar")["num_classes"] == 3  # by which eval makes the model
+
+
+class Command:
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+def test_arguments_of_timms_trainer_run_no_code(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save({"state_dict": {"a": torch.ones(1)}, "args": argparse.Namespace(x=Command())}, "bad.pth.tar")
+    with pytest.raises(UserError, match="could run code"):
+        load_checkpoint("bad.pth.tar")
+    assert not (tmp_path / "ran").exists()
