@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -16,7 +17,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from vision_longhorn.checkpoint import save_run
+from vision_longhorn.checkpoint import epochs_made, is_best, save_run, second_name, update_files
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import left_aside, write_text
 from vision_longhorn.training.config import Settings
@@ -86,7 +87,8 @@ class RunFolder:
         Args:
             facts: What the run's bits depend on beside its config.
             started: When it first started.
-            updates: How many it has made. A run that goes on hides what the curves show beyond them.
+            updates: How many it has made. A run that goes on hides what the curves show beyond them, and sets the
+                checkpoints beyond them aside.
         """
         if self.log or not self.accelerator.is_main_process:
             return
@@ -95,6 +97,8 @@ class RunFolder:
         self._refuse_others_run()  # one that began and ended since the first look
         for litter in [path for name in WRITTEN for path in left_aside(self.path / name)]:
             litter.unlink()
+        if self.resuming and (aside := go_back(self.path, Path(str(self.cfg.resume)), updates)):
+            self.accelerator.print(f"Note: what this run has gone back behind is in {aside} now.")
         if not self.resuming and (aside := set_aside(self.path)):
             self.accelerator.print(f"Note: what a run without a checkpoint left in {self.path} is in {aside} now.")
         write_text(self.path / "config.yaml", yaml.safe_dump(self.cfg.values(), sort_keys=False))
@@ -126,11 +130,54 @@ def set_aside(run_dir: Path) -> Path | None:
     """
     if not (run_dir / "env.json").exists():  # none of ours
         return None
+    aside = _new_folder(run_dir)
+    for path in sorted(run_dir.iterdir()):
+        if any(map(path.match, WRITTEN)) or "tfevents" in path.name:
+            path.rename(aside / path.name)
+    return aside
+
+
+def go_back(run_dir: Path, checkpoint: Path, updates: int) -> Path | None:
+    """Moves checkpoints from beyond the one that a run goes on with, and what tells of them, into a folder within. That
+    one is last.pt then, and best.pt is the best of those up to it, if it is still there.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint: The file that it goes on with, in there.
+        updates: How many it has made by it. On another number of processes, an epoch has another number of them.
+
+    Returns:
+        The folder, None where there was nothing. It can be resumed like the run's.
+    """
+    made, best, last = epochs_made(checkpoint), run_dir / "best.pt", run_dir / "last.pt"
+    files = update_files(run_dir)
+    beyond = [file for number, file in files.items() if number > updates or epochs_made(file) > made]
+    names = [name for name in (best, last) if name.exists() and epochs_made(name) > made]
+    if not (beyond or names):
+        if not last.exists():
+            second_name(checkpoint, last)
+        return None
+    aside = _new_folder(run_dir)
+    for name in "config.yaml", "env.json":
+        if (run_dir / name).exists():
+            shutil.copyfile(run_dir / name, aside / name)
+    # The names first, and none is without a file at any moment: a kill loses nothing, and the next resume goes on here.
+    for name in names:
+        second_name(name, aside / name.name)
+        left = [checkpoint] if name == last else [file for file in files.values() if file not in beyond]
+        if held := next((file for file in left if name == last or is_best(file)), None):
+            second_name(held, name)
+        else:
+            name.unlink()
+    for path in *beyond, *(run_dir / name for name in ("metrics.json", "summary.csv", "curves.png")):
+        if path.exists():
+            path.replace(aside / path.name)
+    return aside
+
+
+def _new_folder(run_dir: Path) -> Path:
     aside = next(path for n in range(1, 1 << 30) if not (path := run_dir / f"before-{n}").exists())
     aside.mkdir()
-    for path in sorted(run_dir.iterdir()):
-        if path.name in ("config.yaml", "env.json", "bad_steps.json") or "tfevents" in path.name:
-            path.rename(aside / path.name)
     return aside
 
 
