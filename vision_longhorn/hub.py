@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.evaluation.class_names import checkpoint_names
-from vision_longhorn.files import write_hash, written_aside
+from vision_longhorn.files import check_new_folder, write_hash, written_aside
 from vision_longhorn.runs import load_run
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -117,7 +117,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
 
     Args:
         path: as `load_run` takes it.
-        folder: the folder to make, which must not be there yet.
+        folder: the folder to make, which may be there if it is empty.
         license: the hub's identifier of the weights' licence, such as "mit"; None if they have none.
 
     Raises:
@@ -128,8 +128,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     from timm.models._hub import generate_readme
 
     folder = Path(folder)
-    if os.path.lexists(folder):
-        raise UserError(f"{folder} is there already: remove it, or name another folder")
+    check_new_folder("folder", folder)
     model, checkpoint = load_run(path)
     model.pretrained_cfg["license"] = license
     card = model_card(model, f"local-dir:{folder}", checkpoint)

@@ -19,24 +19,14 @@ from accelerate import Accelerator
 
 from vision_longhorn.checkpoint import epochs_made, is_best, save_run, second_name, update_files
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import left_aside, write_text
+from vision_longhorn.files import RUN_FILES, left_aside, write_text
 from vision_longhorn.training.config import Settings
 from vision_longhorn.training.lock import RunLock
 from vision_longhorn.training.runlog import RunLog
 
 # Variable of the environment that names the commit of a copy whose git does not know it
 COMMIT = "VISION_LONGHORN_COMMIT"
-WRITTEN = (
-    "config.yaml",
-    "env.json",
-    "metrics.json",
-    "summary.csv",
-    "bad_steps.json",
-    "curves.png",
-    "best.pt",
-    "last.pt",
-    "update-*.pt",
-)  # each aside first
+WRITTEN = *RUN_FILES, "curves.png", "best.pt", "last.pt", "update-*.pt"  # each aside first
 
 
 class RunFolder:
@@ -71,8 +61,10 @@ class RunFolder:
         path = self.path
         if not self.cfg.resume and any(path.glob("*.pt")):
             raise UserError(f"{path} holds a run: go on with it by --resume {path}, or give another --run-dir")
-        if not self.resuming and (path / "config.yaml").exists() and not (path / "env.json").exists():
-            raise UserError(f"{path} holds a config.yaml that no run has written: give another --run-dir")
+        if not self.resuming and not (path / "env.json").exists():
+            for name in WRITTEN[:-3]:
+                if os.path.lexists(path / name):
+                    raise UserError(f"{path} holds a {name} that no run has written: give another --run-dir")
 
     def _lock(self) -> None:
         if not self.lock:
