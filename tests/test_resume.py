@@ -552,6 +552,7 @@ def save_epochs(folder, top1, per_epoch=2, made=0, keep=99):
         ([1.0, 3.0, 2.0], "update-0000003.pt", [1, 2, 3], 2),  # the best of those that are left gets its name
         ([1.0, 3.0, 2.0], "update-0000005.pt", [1, 2, 3, 4, 5], 4),
         ([1.0, 3.0, 2.0], "best.pt", [1, 2, 3, 4], 4),
+        ([1.0, 2.0, 3.0], "update-0000005.pt", [1, 2, 3, 4, 5], 4),
         ([1.0, 3.0], "update-0000001.pt", [1], None),
     ],
 )
@@ -576,6 +577,13 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch,
     if gone:
         assert load_checkpoint(aside / "best.pt")["updates"] == before["best.pt"]
     assert go_back(tmp_path, tmp_path / "last.pt", left[-1]) is None
+
+
+def test_no_lesser_checkpoint_is_called_the_best_where_that_is_gone(tmp_path):
+    save_epochs(tmp_path, [1.0, 2.0, 3.0])
+    (tmp_path / "update-0000004.pt").unlink()
+    go_back(tmp_path, tmp_path / "update-0000005.pt", 5)
+    assert not (tmp_path / "best.pt").exists() and load_checkpoint(tmp_path / "before-1/best.pt")["updates"] == 6
 
 
 def test_on_other_processes_the_best_stays_and_no_new_checkpoint_is_taken_for_an_old_one(tmp_path):

@@ -282,15 +282,6 @@ def epochs_made(path: Path) -> float:
     return state["updates"] / state.get("facts", {}).get("updates_per_epoch", 1) if "updates" in state else math.inf
 
 
-def is_best(path: Path) -> bool:
-    """Whether a checkpoint is that of the end of its run's best epoch so far."""
-    state = described(path)
-    if not state.get("history") or state["updates"] != state["epoch"] * state["facts"]["updates_per_epoch"]:
-        return False
-    result = state["history"][-1].get("val_ema" if "state_dict_ema" in state else "val", {})
-    return result.get("top1") == state["best_metric"]
-
-
 def update_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:
     """The checkpoints update-NUMBER.pt of a run by their number, the earliest first."""
     found = {int(file.stem[7:]): file for file in Path(run_dir).glob("update-*.pt") if file.stem[7:].isdecimal()}

@@ -17,7 +17,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from vision_longhorn.checkpoint import epochs_made, is_best, save_run, second_name, update_files
+from vision_longhorn.checkpoint import described, epochs_made, save_run, second_name, update_files
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import RUN_FILES, left_aside, write_text
 from vision_longhorn.training.config import Settings
@@ -144,20 +144,19 @@ def go_back(run_dir: Path, checkpoint: Path, updates: int) -> Path | None:
     made, best, last = epochs_made(checkpoint), run_dir / "best.pt", run_dir / "last.pt"
     files = update_files(run_dir)
     beyond = [file for number, file in files.items() if number > updates or epochs_made(file) > made]
-    names = [name for name in (best, last) if name.exists() and epochs_made(name) > made]
+    if not last.exists():
+        second_name(checkpoint, last)
+    names = [name for name in (last, best) if name.exists() and epochs_made(name) > made]
     if not (beyond or names):
-        if not last.exists():
-            second_name(checkpoint, last)
         return None
-    aside = _new_folder(run_dir)
-    for name in "config.yaml", "env.json":
-        if (run_dir / name).exists():
-            shutil.copyfile(run_dir / name, aside / name)
-    # The names first, and none is without a file at any moment: a kill loses nothing, and the next resume goes on here.
+    aside, not_beyond = _new_folder(run_dir), [file for file in files.values() if epochs_made(file) <= made]
+    for file in run_dir / "config.yaml", run_dir / "env.json":
+        if file.exists():
+            shutil.copyfile(file, aside / file.name)
+    # In this order, a kill at any moment loses nothing, and the next resume goes on from here.
     for name in names:
         second_name(name, aside / name.name)
-        left = [checkpoint] if name == last else [file for file in files.values() if file not in beyond]
-        if held := next((file for file in left if name == last or is_best(file)), None):
+        if held := checkpoint if name == last else _best_of(checkpoint, not_beyond):
             second_name(held, name)
         else:
             name.unlink()
@@ -165,6 +164,19 @@ def go_back(run_dir: Path, checkpoint: Path, updates: int) -> Path | None:
         if path.exists():
             path.replace(aside / path.name)
     return aside
+
+
+def _best_of(checkpoint: Path, files: list[Path]) -> Path | None:
+    """That of the `files` which holds the best weights up to a checkpoint of their run."""
+    best = described(checkpoint).get("best_metric")
+    for file in files:
+        state = described(file)
+        history, weights = state.get("history"), "val_ema" if "state_dict_ema" in state else "val"
+        if not history or state["updates"] != state["epoch"] * state["facts"]["updates_per_epoch"]:
+            continue  # those within an epoch have the accuracy of the one before it in their history
+        if history[-1].get(weights, {}).get("top1") == best == state["best_metric"]:
+            return file
+    return None
 
 
 def _new_folder(run_dir: Path) -> Path:
