@@ -2,7 +2,10 @@
 
 import argparse
 import json
+import os
 import shutil
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -11,11 +14,13 @@ from PIL import Image
 from test_old_files import FILES
 from timm.utils import CheckpointSaver
 
-from vision_longhorn import hub, predict
+from vision_longhorn import curves, export, hub, maps, predict, shards, study
+from vision_longhorn import eval as evaluation
 from vision_longhorn.checkpoint import create_model, load_checkpoint, model_from_weights, save_checkpoint, save_run
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import load_onnx
-from vision_longhorn.files import hash_file, written_aside
+from vision_longhorn.files import check_output, hash_file, is_as_hashed, written_aside
+from vision_longhorn.training.folder import RunFolder
 
 STATE = {
     "state_dict": {"a": torch.arange(6.0), "b": torch.arange(9).view(3, 3), "part": torch.arange(12.0)[2:7]},
@@ -163,3 +168,106 @@ def test_arguments_of_timms_trainer_run_no_code(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="could run code"):
         load_checkpoint("bad.pth.tar")
     assert not (tmp_path / "ran").exists()
+
+
+# What stands where a tool is to write
+
+TOOLS = {
+    "curves": lambda out: curves.main(["run", "--out", out]),
+    "maps": lambda out: maps.main(["run", "photo.png", "--out", out]),
+    "predict": lambda out: predict.main(["run", "photo.png", "--out", out]),
+    "predict maps": lambda out: predict.main(["run", "photo.png", "--maps", out]),
+    "eval": lambda out: evaluation.main(["run", "--out", out]),
+    "eval predictions": lambda out: evaluation.main(["run", "--predictions", out]),
+    "eval report": lambda out: evaluation.main(["run", "--report", out]),
+    "export": lambda out: export.main(["run", out]),
+    "hub": lambda out: hub.main(["run", out]),
+}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A working directory with what people have in theirs."""
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    for name in (
+        "run/best.pt", "run/config.yaml", "run/metrics.json", "notes.json", "notes.txt", "table.csv", "other.onnx",
+        "other.pt2", "full/mine",
+    ):  # fmt: skip
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text("mine")
+    Image.new("L", (9, 9)).save("photo.png")
+    os.symlink("nowhere.png", "link.png")
+    os.symlink("nowhere.json", "link.json")
+    os.mkfifo("pipe.png")
+    return tmp_path
+
+
+def look(folder):
+    return {
+        path: os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_no_tool_writes_over_what_is_not_its_own(place, tool):
+    before = look(place)
+    names = [str(path.relative_to(place)) for path in before if path.name != "run"]
+    for name in [*names, "run/last.pt", "run/env.json", "new.safetensors"]:
+        with pytest.raises(UserError, match=name):
+            TOOLS[tool](name)
+    assert look(place) == before
+
+
+def test_an_earlier_picture_of_the_same_tool_is_replaced(place):
+    figure = curves.new_figure(1, 1)
+    curves.save_png(figure, "curves.png", 10, "curves")
+    curves.check_png("curves.png", "curves")
+    refused = [("curves.png", "maps", []), ("photo.png", "curves", []), ("curves.png", "curves", ["./curves.png"])]
+    for out, tool, others in refused:
+        with pytest.raises(UserError, match=out):
+            curves.check_png(out, tool, others)
+
+
+def test_an_earlier_export_is_replaced_where_its_hash_says_so(place):
+    Path("other.onnx").unlink()
+    with written_aside("other.onnx", hashed=True) as aside:
+        aside.write_text("ours")
+    check_output("target", "other.onnx", (".onnx",), is_as_hashed)
+    Path("other.onnx").write_text("someone's")
+    with pytest.raises(UserError, match="not written by this tool"):
+        check_output("target", "other.onnx", (".onnx",), is_as_hashed)
+
+
+@pytest.mark.parametrize(
+    "words", [["--out", "a.json", "--predictions", "./a.json"], ["--predictions", "a", "--report", "a"]]
+)
+def test_two_results_do_not_get_one_name(place, words):
+    with pytest.raises(UserError, match="named twice"):
+        evaluation.main(["run", *words])
+
+
+@pytest.mark.parametrize("name", ["metrics.json", "summary.csv", "env.yaml", "curves.png"])
+def test_a_run_writes_over_no_results_of_others(tmp_path, monkeypatch, name):
+    (tmp_path / name).write_text("mine")
+    cfg = SimpleNamespace(resume=None)
+    folder = SimpleNamespace(path=tmp_path, cfg=cfg, resuming=False)
+    if name == "env.yaml":  # nothing of a run's
+        return RunFolder._refuse_others_run(folder)
+    with pytest.raises(UserError, match=f"holds a {name} that no run has written"):
+        RunFolder._refuse_others_run(folder)
+
+
+def test_a_study_writes_over_no_table_of_others(tmp_path):
+    (tmp_path / "mixers.md").write_text("mine")
+    with pytest.raises(UserError, match="mixers.md is there already"):
+        study.main(["mixers", "--report", "--out", str(tmp_path)])
+    assert (tmp_path / "mixers.md").read_text() == "mine"
+
+
+def test_the_demos_shards_replace_none_of_the_same_name(tmp_path):
+    (tmp_path / "val-000000.tar").write_text("mine")
+    with pytest.raises(UserError, match="holds another val-000000.tar than the digits'"):
+        shards.main(["digits", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["val-000000.tar"]

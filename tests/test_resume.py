@@ -39,13 +39,13 @@ from timm.optim import create_optimizer_v2
 
 import eval as eval_script
 import train_imagenet
-from vision_longhorn.checkpoint import load_checkpoint, save_run
+from vision_longhorn.checkpoint import load_checkpoint, save_run, update_files
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.training import lock, trainer, updates
-from vision_longhorn.training.folder import write_summary
+from vision_longhorn.training.folder import go_back, write_summary
 from vision_longhorn.training.setup import SoftTargetCrossEntropy
 from vision_longhorn.training.state import RunState, load_optimizer
 from vision_longhorn.training.updates import UpdateMonitor, step_if_finite
@@ -531,9 +531,88 @@ def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
         save_run(tmp_path, {"updates": count, "state_dict": {"a": torch.zeros(1)}}, keep=2, is_best=count == 1)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000003.pt", "update-0000004.pt"]
     assert [load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")] == [1, 4]
-    save_run(tmp_path, {"updates": 2, "state_dict": {"a": torch.zeros(1)}}, keep=2)  # a run that went back
-    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000002.pt", "update-0000004.pt"]
-    assert load_checkpoint(tmp_path / "last.pt")["updates"] == 2
+    for count in 5, 6:
+        for file in tmp_path.glob("*.pt"):
+            os.utime(file, (2e9, 2e9))  # then the clock went back
+        save_run(tmp_path, {"updates": count, "state_dict": {"a": torch.zeros(1)}}, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000005.pt", "update-0000006.pt"]
+
+
+def save_epochs(folder, top1, per_epoch=2, made=0, keep=99):
+    """Saves what a run does whose epochs have these accuracies, each update; its number stands for the weights."""
+    state = dict(history=[], epoch=0, best_metric=-1.0, facts={"updates_per_epoch": per_epoch}, updates=made)
+    for value in top1:
+        for step in range(per_epoch):
+            state["updates"] += 1
+            end, best = step == per_epoch - 1, state["best_metric"]
+            if end:
+                state["epoch"] += 1
+                state["history"] = [*state["history"], {"epoch": state["epoch"], "val": {"top1": value}}]
+                state["best_metric"] = max(best, value)
+            weights = {"a": torch.tensor([state["updates"]])}
+            save_run(folder, {**state, "state_dict": weights}, keep, is_best=end and value > best)
+    (folder / "metrics.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    "top1, start, left, best",
+    [
+        ([1.0, 3.0, 2.0], "update-0000003.pt", [1, 2, 3], 2),  # the best of those that are left gets its name
+        ([1.0, 3.0, 2.0], "update-0000005.pt", [1, 2, 3, 4, 5], 4),
+        ([1.0, 3.0, 2.0], "best.pt", [1, 2, 3, 4], 4),
+        ([1.0, 2.0, 3.0], "update-0000005.pt", [1, 2, 3, 4, 5], 4),
+        ([1.0, 3.0], "update-0000001.pt", [1], None),
+    ],
+)
+@pytest.mark.parametrize("links", [True, False])
+def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch, links, top1, start, left, best):
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
+    save_epochs(tmp_path, top1)
+    before = {name: load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")}
+    aside = go_back(tmp_path, tmp_path / start, left[-1])
+    assert list(update_files(tmp_path)) == left and aside == tmp_path / "before-1"
+    assert list(update_files(aside)) == list(range(left[-1] + 1, 2 * len(top1) + 1))
+    assert load_checkpoint(tmp_path / "last.pt")["updates"] == left[-1]
+    assert load_checkpoint(aside / "last.pt")["updates"] == before["last.pt"]
+    assert (aside / "metrics.json").exists() and not (tmp_path / "metrics.json").exists()
+    if best is None:
+        assert not (tmp_path / "best.pt").exists()
+    else:
+        assert load_checkpoint(tmp_path / "best.pt")["updates"] == best
+    gone = before["best.pt"] > left[-1]
+    assert (aside / "best.pt").exists() == gone
+    if gone:
+        assert load_checkpoint(aside / "best.pt")["updates"] == before["best.pt"]
+    assert go_back(tmp_path, tmp_path / "last.pt", left[-1]) is None
+
+
+def test_no_lesser_checkpoint_is_called_the_best_where_that_is_gone(tmp_path):
+    save_epochs(tmp_path, [1.0, 2.0, 3.0])
+    (tmp_path / "update-0000004.pt").unlink()
+    go_back(tmp_path, tmp_path / "update-0000005.pt", 5)
+    assert not (tmp_path / "best.pt").exists() and load_checkpoint(tmp_path / "before-1/best.pt")["updates"] == 6
+
+
+def test_on_other_processes_the_best_stays_and_no_new_checkpoint_is_taken_for_an_old_one(tmp_path):
+    """Half as many updates in an epoch: the numbers of those to come lie below those that are there."""
+    save_epochs(tmp_path, [1.0, 3.0, 2.0], per_epoch=4)
+    go_back(tmp_path, tmp_path / "last.pt", 6)  # of 12
+    assert load_checkpoint(tmp_path / "best.pt")["updates"] == 8 and list(update_files(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    save_run(tmp_path, {"updates": 7, "state_dict": {"a": torch.zeros(1)}}, keep=2)
+    assert list(update_files(tmp_path)) == [6, 7] and list(update_files(tmp_path / "before-1")) == [7, 8, 9, 10, 11, 12]
+
+
+def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_path, arguments, capsys):
+    run = quick(tmp_path / "run", arguments, "--epochs", "2", "--keep-checkpoints", "6")  # 3 to 8
+    train_imagenet.main(["--resume", str(run / "update-0000005.pt")])
+    assert f"gone back behind is in {run / 'before-1'} now" in capsys.readouterr().out
+    old, new = load_checkpoint(run / "before-1" / "last.pt"), load_checkpoint(run / "last.pt")
+    assert all(torch.equal(value, old["state_dict"][key]) for key, value in new["state_dict"].items())
+    assert list(update_files(run)) == [3, 4, 5, 6, 7, 8] and list(update_files(run / "before-1")) == [6, 7, 8]
+    assert [entry["epoch"] for entry in json.loads((run / "metrics.json").read_text())] == [1, 2]
+    best = max(new["history"], key=lambda entry: entry["val_ema"]["top1"])["epoch"]
+    assert new["best_metric"] == old["best_metric"] and load_checkpoint(run / "best.pt")["epoch"] == best
 
 
 def test_the_summary_is_a_table_also_where_epochs_were_not_evaluated(tmp_path):

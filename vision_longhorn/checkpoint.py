@@ -271,15 +271,35 @@ def save_run(run_dir: str | os.PathLike[str], state: dict[str, Any], keep: int, 
     newest = Path(run_dir, f"update-{state['updates']:07d}.pt")
     save_checkpoint(newest, state)
     for name in ("best.pt", "last.pt") if is_best else ("last.pt",):  # last.pt never promises a best.pt that is not
-        with written_aside(newest.with_name(name), lasting=True) as aside:
-            try:
-                os.link(newest, aside)  # costs no space
-            except OSError:  # the file system knows no links
-                shutil.copyfile(newest, aside)
+        second_name(newest, newest.with_name(name))
     # By number, as clocks go back. Where a run itself has gone back, those beyond it are set aside when it resumes.
     earlier = [file for updates, file in update_files(run_dir).items() if updates < state["updates"]]
-    for old in earlier[: len(earlier) + 1 - keep]:
+    for old in earlier[: max(0, len(earlier) + 1 - keep)]:
         old.unlink()
+
+
+def second_name(file: Path, name: Path) -> None:
+    """Gives a checkpoint a second name, which costs no space where the file system knows links."""
+    with written_aside(name, lasting=True) as aside:
+        try:
+            os.link(file, aside)
+        except OSError:
+            shutil.copyfile(file, aside)
+
+
+def described(path: Path) -> dict[str, Any]:
+    """What a checkpoint of a run says beside its tensors, which stay on the disk; {} where it cannot be read."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # as in `load_checkpoint`
+        return {}
+
+
+def epochs_made(path: Path) -> float:
+    """Epochs that a run had made at a checkpoint, in whose updates runs on other machines differ. A checkpoint that
+    cannot be read counts as one of the future."""
+    state = described(path)
+    return state["updates"] / state.get("facts", {}).get("updates_per_epoch", 1) if "updates" in state else math.inf
 
 
 def update_files(run_dir: str | os.PathLike[str]) -> dict[int, Path]:

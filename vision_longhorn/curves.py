@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import written_aside
+from vision_longhorn.files import check_output, written_aside
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
@@ -59,20 +59,38 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
-def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float) -> None:
-    """Writes a figure as PNG. Its folder is made if it is missing.
+def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float, tool: str) -> None:
+    """Writes a figure as PNG, which says which tool has made it. Its folder is made if it is missing.
 
     Raises:
         UserError: Where the file cannot be written. What stood at `out` still does.
     """
     try:
         with written_aside(out) as aside:
-            figure.savefig(aside, format="png", dpi=dpi)
+            figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _signature(tool)})
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
             "that you may write to"
         ) from error
+
+
+def check_png(out: str, tool: str, others: Sequence[str] = ()) -> None:
+    """`check_output` of a tool that writes a PNG by `save_png` and reads the `others`."""
+    signature = b"Software\0" + _signature(tool).encode()
+
+    def is_own(path: Path) -> bool:
+        with open(path, "rb") as file:
+            head = file.read(4096)
+        # Before pictures were signed, only the curves in a run's folder are known by their place.
+        of_run = tool == "curves" and path.name == "curves.png" and (path.parent / "env.json").is_file()
+        return head.startswith(b"\x89PNG") and (signature in head or of_run)
+
+    check_output("--out", out, (".png",), is_own, others)
+
+
+def _signature(tool: str) -> str:
+    return f"vision-longhorn {tool}"
 
 
 def _names(runs: Sequence[str | os.PathLike[str]]) -> dict[str | os.PathLike[str], str]:
@@ -115,7 +133,7 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
     lines = [Line2D([], [], color=f"C{number % 10}", label=name) for number, name in enumerate(curves)]
     lines += [Line2D([], [], color="black", linestyle=style, label=kind) for style, kind in kinds.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=6, fontsize="small")  # where it covers no curve
-    save_png(figure, out, dpi=110)
+    save_png(figure, out, dpi=110, tool="curves")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,6 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--out", default="curves.png", help="the PNG to write [curves.png]")
     args = parser.parse_args(argv)
+    check_png(args.out, "curves", args.runs)
     plot_runs(args.runs, args.out)
     print(f"wrote {args.out}")
 

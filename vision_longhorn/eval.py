@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import IntermixedParser, Range
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import write_text
+from vision_longhorn.files import check_new_folder, check_output, write_text
 from vision_longhorn.runs import model_of_checkpoint, run_file, timm_source
 from vision_longhorn.training.config import parse_pairs
 
@@ -279,16 +279,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
     # Before the work, not after it.
-    if args.out and os.path.lexists(args.out) and _read_result(args.out) is None:
-        raise UserError(f"--out {args.out} is there already and no result of an evaluation: name another file")
-    if args.predictions and os.path.lexists(args.predictions):
-        raise UserError(f"--predictions {args.predictions} is there already: remove it, or name another file")
-    if (
-        args.report
-        and os.path.lexists(args.report)
-        and not (os.path.isdir(args.report) and not os.listdir(args.report))
-    ):
-        raise UserError(f"--report {args.report} is there already: remove it, or name another folder")
+    others = [path for path in (args.predictions, args.report) if path]
+    if args.out is not None:
+        check_output("--out", args.out, (".json",), lambda path: _read_result(path) is not None, others)
+    if args.predictions is not None:
+        check_output("--predictions", args.predictions, (".csv",), others=[args.report] if args.report else [])
+    if args.report is not None:
+        check_new_folder("--report", args.report)
     return args
 
 

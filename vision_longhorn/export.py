@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import check_whole, written_aside
+from vision_longhorn.files import check_output, check_whole, is_as_hashed, written_aside
 from vision_longhorn.runs import timm_source
 from vision_longhorn.training.config import parse_pairs
 
@@ -259,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for package in ("onnx", "onnxscript", "onnxruntime"):
             if importlib.util.find_spec(package) is None:
                 raise _missing(package)
+    check_output("target", args.target, (kind,), is_as_hashed, [args.model])
     folder = Path(args.target).parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise UserError(f"{args.target} cannot be written: {folder} is no folder that you may write to")

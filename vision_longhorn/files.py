@@ -1,5 +1,5 @@
-"""Files and folders that are written aside: whole under their name, or not there. And whether they still are as they
-were written."""
+"""Files and folders that are written aside: whole under their name, or not there. What a tool may write over, and
+whether a file still is as it was written."""
 
 import contextlib
 import csv
@@ -9,11 +9,76 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from vision_longhorn.errors import UserError, one_line
+
+# What a run leaves beside checkpoints and curves
+RUN_FILES = "config.yaml", "env.json", "metrics.json", "summary.csv", "bad_steps.json"
+# Endings that say what a file is. Any other, or none, may be that of whatever a user likes.
+ENDINGS = set(
+    ".bin .csv .gif .gz .jpeg .jpg .json .onnx .pdf .png .pt .pt2 .pth .py .safetensors .sha256 .svg .tar .tiff .webp "
+    ".yaml .yml .zip".split()
+)
+
+
+def check_output(
+    option: str,
+    path: str | os.PathLike[str],
+    endings: Sequence[str],
+    is_own: Callable[[Path], bool] = lambda _: False,
+    others: Iterable[str | os.PathLike[str]] = (),
+) -> None:
+    """Checks, before any work, that a tool may write a file to `path`: the one rule for what all of them write.
+
+    Args:
+        option: What gave the path, for messages.
+        path: Where the file is to be.
+        endings: Those that fit what the tool writes.
+        is_own: Whether a file that is there is an earlier one of the same tool, which the new one may replace.
+        others: What the same command reads, or writes as well.
+
+    Raises:
+        UserError: Where the file would take the place of one that the tool has not written, or has the name of another
+            kind of file.
+    """
+    path, text = Path(path), os.fspath(path)
+    if not text or path.is_dir():
+        raise UserError(f"{option} {text or repr(text)} cannot be written: it is a folder, name a file")
+    if any(_is_same(path, other) for other in others):
+        raise UserError(f"{option} {text} is named twice in this command: name another file to write")
+    _check_name(option, text, f"let it end in {' or '.join(endings)}", endings)
+    if path.is_symlink() or os.path.lexists(path) and not (path.is_file() and is_own(path)):
+        raise UserError(f"{option} {text} is there already and was not written by this tool: name another file")
+
+
+def check_new_folder(option: str, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
+    """Checks, before any work, that a tool may make a folder at `path`. An empty one may be there.
+
+    Raises:
+        UserError: Where anything is there, or it is one of the `others`, which the same command writes as well.
+    """
+    if any(_is_same(path, other) for other in others):
+        raise UserError(f"{option} {path} is named twice in this command: name another folder to write")
+    _check_name(option, os.fspath(path), "it is to be a folder")
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):
+        raise UserError(f"{option} {path} is there already: remove it, or name another folder")
+
+
+def _check_name(option: str, text: str, remedy: str, endings: Sequence[str] = ()) -> None:
+    path = Path(text)
+    if path.suffix.lower() in ENDINGS - set(endings):
+        raise UserError(f"{option} {text} has the name of another kind of file: {remedy}")
+    if path.name in RUN_FILES and (path.parent / "config.yaml").exists():
+        raise UserError(f"{option} {text} is what a run calls a file of its own: name another")
+
+
+def _is_same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.realpath(path) == os.path.realpath(other) or os.path.samefile(path, other)
+    return False
 
 
 @contextlib.contextmanager
@@ -109,6 +174,11 @@ def _sha256(path: str | os.PathLike[str]) -> str:
     return digest.hexdigest()
 
 
+def is_as_hashed(path: Path) -> bool:
+    """Whether a file is the one whose hash stands beside it."""
+    return hash_file(path).is_file() and _sha256(path) in hash_file(path).read_text(errors="replace").lower().split()
+
+
 def check_whole(path: str | os.PathLike[str]) -> None:
     """Compares a file with the hash beside it, or the members of a zip file with their CRC, where it has them.
 
@@ -119,7 +189,7 @@ def check_whole(path: str | os.PathLike[str]) -> None:
         UserError: Where the file is not as it was written.
     """
     if hash_file(path).is_file():
-        if _sha256(path) not in hash_file(path).read_text(errors="replace").lower().split():
+        if not is_as_hashed(Path(path)):
             raise UserError(
                 f"{path} is not the file of which {hash_file(path)} has the hash: one of them is damaged, or the file "
                 "was changed since; then remove the hash"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.evaluation.class_names import checkpoint_names, readable_names
-from vision_longhorn.files import write_hash, written_aside
+from vision_longhorn.files import check_new_folder, write_hash, written_aside
 from vision_longhorn.runs import load_run
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -133,7 +133,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
 
     Args:
         path: as `load_run` takes it.
-        folder: the folder to make, which must not be there yet.
+        folder: the folder to make, which may be there if it is empty.
         license: the hub's identifier of the weights' licence, such as "mit"; None if they have none.
 
     Raises:
@@ -142,8 +142,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    if os.path.lexists(folder):
-        raise UserError(f"{folder} is there already: remove it, or name another folder")
+    check_new_folder("folder", folder)
     model, checkpoint = load_run(path)
     try:
         with written_aside(folder) as aside:

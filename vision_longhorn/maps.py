@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from vision_longhorn.command_line.parser import Parser, Range
-from vision_longhorn.curves import new_figure, save_png
+from vision_longhorn.curves import check_png, new_figure, save_png
 from vision_longhorn.errors import UserError
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -154,7 +154,7 @@ def plot_maps(
             figure.colorbar(drawn, ax=pair[1], fraction=0.08).ax.tick_params(labelsize=6)
     for axis in grid.flat:
         axis.set(xticks=[], yticks=[])
-    save_png(figure, out, dpi=90)
+    save_png(figure, out, dpi=90, tool="maps")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> None:
@@ -171,6 +171,7 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
         help="indices of the blocks to show, from 0, or from the last at -1 [all]",
     )
     args = parser.parse_args(argv)
+    check_png(args.out, "maps", [args.checkpoint, args.image])
     if not Path(args.image).is_file():
         raise UserError(f"no image at {args.image}: give an image file")
 

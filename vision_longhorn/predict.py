@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from vision_longhorn.command_line.parser import IntermixedParser, Range
 from vision_longhorn.errors import UserError, reason
-from vision_longhorn.files import text_file
+from vision_longhorn.files import check_new_folder, check_output, text_file
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
@@ -167,10 +167,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"no images: give files, folders or - beside the model {args.source or args.model}")
     ending = Path(args.out).suffix[1:].lower() if args.out else ""
     args.format = args.format or (ending if ending in FORMATS else "text")
-    if args.out and os.path.lexists(args.out):
-        raise UserError(f"--out {args.out} is there already: remove it, or name another file")
-    if args.maps and os.path.lexists(args.maps) and not (os.path.isdir(args.maps) and not os.listdir(args.maps)):
-        raise UserError(f"--maps {args.maps} is there already: remove it, or name another folder")
+    if args.out is not None:
+        check_output("--out", args.out, (".txt", ".csv", ".json"))
+    if args.maps is not None:
+        check_new_folder("--maps", args.maps, [args.out] if args.out else [])
     return args
 
 

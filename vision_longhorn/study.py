@@ -19,7 +19,7 @@ from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest
-from vision_longhorn.files import write_text
+from vision_longhorn.files import check_output, write_text
 from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
 from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs
@@ -54,6 +54,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return dry_run(studies, out, known, args)
     if args.report and not args.merge and not out.is_dir():
         raise UserError(f"there is no folder {out} to report on: give --out, or --merge with earlier results")
+    for study in studies:
+        # A study's own JSON is known by what it says (`Known`), its table and plot by standing beside it.
+        for path in (out / f"{study.name}.md", out / f"{study.name}.png"):
+            check_output("--out", path, (path.suffix,), lambda path: path.with_suffix(".json").is_file())
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         if not args.report:  # which may look on

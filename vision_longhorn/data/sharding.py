@@ -1,6 +1,7 @@
 """Making, checking and indexing shards."""
 
 import concurrent.futures
+import filecmp
 import functools
 import hashlib
 import io
@@ -138,7 +139,16 @@ def make_digits(out_dir: Path | str) -> Path | str:
     with tempfile.TemporaryDirectory(dir=out_dir, prefix=".making-") as aside:
         make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
         make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
-        for name in sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0]):
+        names = sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0])
+        for name in names:
+            there = os.path.join(out_dir, name)
+            if (
+                index is None
+                and os.path.lexists(there)
+                and not filecmp.cmp(os.path.join(aside, name), there, shallow=False)
+            ):
+                raise DataError(f"{out_dir} holds another {name} than the digits'; name another folder")
+        for name in names:
             os.replace(os.path.join(aside, name), os.path.join(out_dir, name))
     return out_dir
 

@@ -133,4 +133,4 @@ def recall_plot(content: Record, out: Path) -> None:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="x-small")
     figure.suptitle(f"{content['study']}: accuracy at the queries, %, best of {len(grid.rates)} learning rates")
-    save_png(figure, out, dpi=100)
+    save_png(figure, out, dpi=100, tool="study")

@@ -305,4 +305,4 @@ def plot(content: Record, out: Path) -> None:
     if arms:
         axes[2].legend(fontsize="x-small")  # the corner that losses leave free
     figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), bars are 95 % intervals")
-    save_png(figure, out, dpi=100)
+    save_png(figure, out, dpi=100, tool="study")

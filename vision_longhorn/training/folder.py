@@ -6,6 +6,7 @@ import io
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -16,26 +17,16 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from vision_longhorn.checkpoint import save_run
+from vision_longhorn.checkpoint import described, epochs_made, save_run, second_name, update_files
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import left_aside, write_text
+from vision_longhorn.files import RUN_FILES, left_aside, write_text
 from vision_longhorn.training.config import Settings
 from vision_longhorn.training.lock import RunLock
 from vision_longhorn.training.runlog import RunLog
 
 # Variable of the environment that names the commit of a copy whose git does not know it
 COMMIT = "VISION_LONGHORN_COMMIT"
-WRITTEN = (
-    "config.yaml",
-    "env.json",
-    "metrics.json",
-    "summary.csv",
-    "bad_steps.json",
-    "curves.png",
-    "best.pt",
-    "last.pt",
-    "update-*.pt",
-)  # each aside first
+WRITTEN = *RUN_FILES, "curves.png", "best.pt", "last.pt", "update-*.pt"  # each aside first
 
 
 class RunFolder:
@@ -70,8 +61,10 @@ class RunFolder:
         path = self.path
         if not self.cfg.resume and any(path.glob("*.pt")):
             raise UserError(f"{path} holds a run: go on with it by --resume {path}, or give another --run-dir")
-        if not self.resuming and (path / "config.yaml").exists() and not (path / "env.json").exists():
-            raise UserError(f"{path} holds a config.yaml that no run has written: give another --run-dir")
+        if not self.resuming and not (path / "env.json").exists():
+            for name in WRITTEN[:-3]:
+                if os.path.lexists(path / name):
+                    raise UserError(f"{path} holds a {name} that no run has written: give another --run-dir")
 
     def _lock(self) -> None:
         if not self.lock:
@@ -86,7 +79,8 @@ class RunFolder:
         Args:
             facts: What the run's bits depend on beside its config.
             started: When it first started.
-            updates: How many it has made. A run that goes on hides what the curves show beyond them.
+            updates: How many it has made. A run that goes on hides what the curves show beyond them, and sets the
+                checkpoints beyond them aside.
         """
         if self.log or not self.accelerator.is_main_process:
             return
@@ -95,6 +89,8 @@ class RunFolder:
         self._refuse_others_run()  # one that began and ended since the first look
         for litter in [path for name in WRITTEN for path in left_aside(self.path / name)]:
             litter.unlink()
+        if self.resuming and (aside := go_back(self.path, Path(str(self.cfg.resume)), updates)):
+            self.accelerator.print(f"Note: what this run has gone back behind is in {aside} now.")
         if not self.resuming and (aside := set_aside(self.path)):
             self.accelerator.print(f"Note: what a run without a checkpoint left in {self.path} is in {aside} now.")
         write_text(self.path / "config.yaml", yaml.safe_dump(self.cfg.values(), sort_keys=False))
@@ -126,11 +122,66 @@ def set_aside(run_dir: Path) -> Path | None:
     """
     if not (run_dir / "env.json").exists():  # none of ours
         return None
+    aside = _new_folder(run_dir)
+    for path in sorted(run_dir.iterdir()):
+        if any(map(path.match, WRITTEN)) or "tfevents" in path.name:
+            path.rename(aside / path.name)
+    return aside
+
+
+def go_back(run_dir: Path, checkpoint: Path, updates: int) -> Path | None:
+    """Moves checkpoints from beyond the one that a run goes on with, and what tells of them, into a folder within. That
+    one is last.pt then, and best.pt is the best of those up to it, if it is still there.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint: The file that it goes on with, in there.
+        updates: How many it has made by it. On another number of processes, an epoch has another number of them.
+
+    Returns:
+        The folder, None where there was nothing. It can be resumed like the run's.
+    """
+    made, best, last = epochs_made(checkpoint), run_dir / "best.pt", run_dir / "last.pt"
+    files = update_files(run_dir)
+    beyond = [file for number, file in files.items() if number > updates or epochs_made(file) > made]
+    if not last.exists():
+        second_name(checkpoint, last)
+    names = [name for name in (last, best) if name.exists() and epochs_made(name) > made]
+    if not (beyond or names):
+        return None
+    aside, not_beyond = _new_folder(run_dir), [file for file in files.values() if epochs_made(file) <= made]
+    for file in run_dir / "config.yaml", run_dir / "env.json":
+        if file.exists():
+            shutil.copyfile(file, aside / file.name)
+    # In this order, a kill at any moment loses nothing, and the next resume goes on from here.
+    for name in names:
+        second_name(name, aside / name.name)
+        if held := checkpoint if name == last else _best_of(checkpoint, not_beyond):
+            second_name(held, name)
+        else:
+            name.unlink()
+    for path in *beyond, *(run_dir / name for name in ("metrics.json", "summary.csv", "curves.png")):
+        if path.exists():
+            path.replace(aside / path.name)
+    return aside
+
+
+def _best_of(checkpoint: Path, files: list[Path]) -> Path | None:
+    """That of the `files` which holds the best weights up to a checkpoint of their run."""
+    best = described(checkpoint).get("best_metric")
+    for file in files:
+        state = described(file)
+        history, weights = state.get("history"), "val_ema" if "state_dict_ema" in state else "val"
+        if not history or state["updates"] != state["epoch"] * state["facts"]["updates_per_epoch"]:
+            continue  # those within an epoch have the accuracy of the one before it in their history
+        if history[-1].get(weights, {}).get("top1") == best == state["best_metric"]:
+            return file
+    return None
+
+
+def _new_folder(run_dir: Path) -> Path:
     aside = next(path for n in range(1, 1 << 30) if not (path := run_dir / f"before-{n}").exists())
     aside.mkdir()
-    for path in sorted(run_dir.iterdir()):
-        if path.name in ("config.yaml", "env.json", "bad_steps.json") or "tfevents" in path.name:
-            path.rename(aside / path.name)
     return aside
 
 

@@ -1,5 +1,6 @@
 """Where the curves of a run go: TensorBoard, and a tracker of accelerate's where the user asks for one."""
 
+import time
 from pathlib import Path
 
 import yaml
@@ -34,6 +35,7 @@ class RunLog:
         self, accelerator: Accelerator, run_dir: Path, cfg: Settings, started: str, purge_step: int | None = None
     ) -> None:
         self.accelerator, self.tracked = accelerator, cfg.track is not None
+        keep_order(run_dir)
         self.writer = SummaryWriter(run_dir, purge_step=purge_step)
         self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(cfg.values(), sort_keys=False) + "```")
         if self.tracked:
@@ -64,6 +66,16 @@ class RunLog:
         if self.tracked:
             for tracker in self.accelerator.trackers:
                 tracker.finish()
+
+
+def keep_order(run_dir: Path) -> None:
+    """Renames event files that are of a later time than now, as the clock has gone back since: those who read them go
+    by the time in their names, and would take what they hold for newer than what is still to come."""
+    now = int(time.time())
+    later = [file for file in sorted(run_dir.glob("events.out.tfevents.*")) if file.name.split(".")[3] >= f"{now:010d}"]
+    for number, file in enumerate(later):
+        rest = file.name.split(".", 4)[-1]
+        file.rename(file.with_name(f"events.out.tfevents.{now - 1:010d}.{number:03d}.{rest}"))
 
 
 def settings_of(cfg: Settings) -> dict[str, bool | int | float | str]:

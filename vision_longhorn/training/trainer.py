@@ -145,6 +145,10 @@ class Trainer:
         with self.progress, self.signals:
             if self.folder.resuming:
                 self.open_folder()
+                if state.history:
+                    self.folder.write_history(state.history)
+                if not (self.folder.path / "best.pt").exists():  # the run has gone back behind it, say
+                    state.best = -1.0
             while state.epoch < cfg.epochs:
                 self.train_epoch()
                 is_best = state.end_epoch(self.epoch_facts(), self.evaluate())
