@@ -346,6 +346,14 @@ def test_another_split_has_its_own_size(run, tmp_path):
     assert eval_script.main([*out, "--split", "train"])["count"] == 70
 
 
+def test_a_split_in_another_spelling_is_the_runs_own(run, tmp_path):
+    other = write_digits(tmp_path / "other", "val", 5, shards=1)
+    checkpoint = load_checkpoint(run / "best.pt")
+    config = {**checkpoint["config"], "val_data": str(other), "val_samples": 5}
+    save_checkpoint(tmp_path / "best.pt", {**checkpoint, "config": config})
+    assert eval_script.main([str(tmp_path), "--workers", "0", "--split", "Validation"])["count"] == 5
+
+
 def test_a_process_without_samples_waits_for_the_others(run, tmp_path):
     lone = write_digits(tmp_path / "lone", "val", 1, shards=1)
     done = Processes(

@@ -8,9 +8,21 @@ import torch
 from test_loader import all_parts, noisy_number_of, number_of, numbered, numbers, write_shards
 from test_shards import contents, picture
 from timm.data import create_transform
+from torchvision.datasets import ImageFolder
 
 from vision_longhorn import shards as maker
-from vision_longhorn.data import DataError, device_batches, eval_loader, open_shards, split_transform, train_loader
+from vision_longhorn.data import (
+    DataError,
+    device_batches,
+    eval_loader,
+    keep_in_memory,
+    open_shards,
+    split_transform,
+    train_loader,
+)
+from vision_longhorn.data.folders import list_images
+from vision_longhorn.data.walk import walk
+from vision_longhorn.predict import find_images
 
 CLASSES = ["bee", "cat", "dog", "emu"]
 
@@ -192,6 +204,161 @@ def test_what_is_neither_classes_nor_splits_for_certain_is_refused(root, tmp_pat
 def test_classes_may_be_called_as_splits_are(tmp_path):
     write_folder(tmp_path / "vehicles", 9, ["bus", "test", "train"])
     assert open_shards(tmp_path / "vehicles").class_names == ["bus", "test", "train"]
+    write_folder(tmp_path / "two", 4, ["test", "train"])  # whether these are classes or splits without labels
+    write_folder(tmp_path / "more", 4, ["val", "things/cat"])
+    for folder, names in (tmp_path / "two", "test, train"), (tmp_path / "more", "val"):
+        with pytest.raises(DataError, match=f"has {names} with images right in them, which may be splits or classes"):
+            open_shards(folder)
+        with pytest.raises(DataError, match=f"has {names} with images right in them, which may be splits or classes"):
+            maker.main(["imagefolder", str(folder), str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    "train, val, made",
+    [
+        ("Train", "Val", {"train", "val"}),
+        ("training", "valid", {"training", "valid"}),
+        ("TRAIN", "Validation", {"train", "validation"}),
+        ("training_set", "Dev Set", {"train", "val"}),
+    ],
+)
+def test_splits_in_any_spelling(tmp_path, train, val, made):
+    write_folder(tmp_path / "root" / train, 8)
+    write_folder(tmp_path / "root" / val, 4, ["cat", "dog"])  # whose indices are those of training
+    maker.main(["imagefolder", str(tmp_path / "root"), str(tmp_path / "out")])
+    assert {path.name[:-11] for path in (tmp_path / "out").glob("*.tar")} == made
+    for root in tmp_path / "root", tmp_path / "out":
+        for split in "val", "validation", "VALID":
+            found = open_shards(root, split, train=open_shards(root))
+            labels = [int(sample["cls"]) for number in range(len(found.urls)) for sample in found.read(number)]
+            assert (found.class_names, sorted(labels)) == (CLASSES, [1, 1, 2, 2])
+    alone = open_shards(tmp_path / "root" / val, "val")
+    assert alone.class_names == CLASSES and "--split" not in alone.hint
+    write_folder(tmp_path / "root" / "eval", 4)
+    with pytest.raises(DataError, match=f"has {min(val, 'eval')}, {max(val, 'eval')}, each of which may be 'val'"):
+        open_shards(tmp_path / "root", "val")
+
+
+def test_what_is_left_out_beside_splits_is_named(root, tmp_path, capsys):
+    write_folder(root, 3, ["test"])  # images without labels
+    write_folder(root / "holdout", 4)
+    write_folder(root / "valid", 4)
+    (root / "x.jpg").write_bytes(numbered(0))
+    (root / "dev").symlink_to("nowhere")
+    (root / "images.tar").write_bytes(b"")
+    for split, words in ("train", []), ("val", ["valid, which may be val as well"]):
+        shards = open_shards(root, split)
+        assert shards.num_samples == {"train": 50, "val": 14}[split]
+        named = [
+            "test (its images lie in no folders of classes)",
+            "holdout",
+            "dev (a link that leads nowhere)",
+            "x.jpg",
+        ]
+        assert all(word in shards.left_out for word in [*named, *words, "shards of images"])
+    maker.main(["imagefolder", str(root), str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert all(word in said for word in named)
+    with pytest.raises(DataError, match=r"no split 'test'; it has images, .*the folder test"):
+        open_shards(root, "test")
+    (root / "images.tar").unlink()
+    with pytest.raises(DataError, match=r"no split 'test'; it has train, val, valid, test \(its images lie in no"):
+        open_shards(root, "test")
+    with pytest.raises(DataError, match=r"no split 'more'; it has train, .*holdout"):
+        open_shards(root, "more")
+    assert open_shards(root, "holdout").num_samples == 4
+
+
+@pytest.fixture
+def untidy(root):
+    """`root` with all that is no image of it in its folders, and 3 images more, by links."""
+    train = root / "train"
+    for place in "cat/.ipynb_checkpoints", "dog/deep/.hidden/more", "dog/@eaDir", "__MACOSX/cat":
+        (train / place).mkdir(parents=True)
+        (train / place / "a.jpg").write_bytes(numbered(0))
+    (train / "cat" / "._a.jpg").write_bytes(b"AppleDouble")
+    os.mkfifo(train / "cat" / "z.jpg")
+    (train / "cat" / "pipe.jpg").symlink_to("z.jpg")
+    (train / "cat" / "here").symlink_to(".")
+    (train / "dog" / "deep" / "up").symlink_to("../../..")
+    (train / "above").symlink_to("..")
+    (train / "dogs").symlink_to("dog")
+    (train / "emu" / "other").symlink_to("../dog/deep")
+    write_folder(root.parent / "pool", 2, ["fox", "fox/sub"])
+    (root.parent / "pool" / "fox" / "round").symlink_to("../fox")
+    (train / "fox").symlink_to("../../pool/fox")
+    (train / "fox2").symlink_to("../../pool/fox/sub")
+    (train / "emu" / "link.jpg").symlink_to("003.JPG")
+    return root
+
+
+def test_one_walk_for_all_tools(untidy, tmp_path, capsys):
+    """Nothing hidden, no folder twice, ordinary files only; links to files and to folders are followed."""
+    shards = open_shards(untidy)
+    assert shards.class_names == [*CLASSES, "fox", "fox2"] and shards.num_samples == 53
+    names = {sample["__key__"] for number in range(len(shards.urls)) for sample in shards.read(number)}
+    assert len(names) == 53 and {"emu/link.jpg", "fox/000.JPG", "fox2/001.JPG"} < names
+    reasons = dict(walk(untidy / "train").others)
+    assert reasons == {
+        **dict.fromkeys(["cat/.ipynb_checkpoints/", "dog/deep/.hidden/", "dog/@eaDir/", "__MACOSX/"], "hidden"),
+        "cat/._a.jpg": "hidden",
+        **dict.fromkeys(["cat/z.jpg", "cat/pipe.jpg"], "a pipe"),
+        **dict.fromkeys(["cat/here/", "dog/deep/up/", "above/", "fox/round/"], "a link to a folder above it"),
+        **dict.fromkeys(["dogs/", "emu/other/", "fox/sub/"], "a folder that is read elsewhere"),
+    }
+    assert f"in {untidy}/train: 14 (__MACOSX/: hidden, above/: a link to a folder above it" in shards.left_out
+    assert len(find_images([str(untidy / "train")])) == 53
+    assert len(keep_in_memory(shards).kept) == len(shards.urls)
+    capsys.readouterr()
+    maker.main(["imagefolder", str(untidy / "train"), str(tmp_path / "out")])
+    assert f"left out of {untidy}/train: 14 (__MACOSX/: hidden" in capsys.readouterr().err
+    assert open_shards(tmp_path / "out").num_samples == 53
+    with pytest.raises(DataError, match="cat holds no shards and no folders of images, but 13 images right in it"):
+        open_shards(untidy / "train" / "cat")
+
+
+def test_order_is_that_of_torchvision(tmp_path):
+    places = ["a", "a-b", "a/c", "a/c-d", "a/c/e", "B", "a.b"]
+    write_folder(tmp_path, 20, places)
+    listed, classes, _ = list_images(tmp_path)
+    theirs = ImageFolder(tmp_path)
+    assert listed == [(os.path.relpath(path, tmp_path), label) for path, label in theirs.samples]
+    assert classes == theirs.classes
+
+
+def test_shards_in_folders_of_their_splits(tmp_path):
+    root = tmp_path / "root"
+    root.mkdir()
+    for folder, count in ("Train", 6), ("test", 4):
+        write_shards(root / folder, [count])
+        os.rename(root / folder / "train-000000.tar", root / folder / "0.tar")
+    assert open_shards(root, "train", 6).num_samples == 6
+    for split, count in ("train", 6), ("test", 4):  # each with an index of its own
+        maker.main(["index", str(root / {"train": "Train"}.get(split, split))])
+        assert open_shards(root, split).samples_per_shard == [count]
+    for path in root.glob("*/_info.json"):
+        path.unlink()
+    maker.main(["index", str(root)])
+    maker.main(["verify", str(root)])
+    assert open_shards(root).samples_per_shard == [6] and open_shards(root, "test").num_samples == 4
+    with pytest.raises(DataError, match=f"no shards and no folders of images, but shards in {root}/Train"):
+        open_shards(tmp_path)
+
+
+def test_what_is_there_is_named_where_a_split_is_missing(tmp_path):
+    write_shards(tmp_path, [6], "test")
+    write_shards(tmp_path, [6], indexed=True)
+    write_folder(tmp_path / "val", 4)
+    with pytest.raises(
+        DataError, match="it has train, shards of test, of which the index does not know, the folder val"
+    ):
+        open_shards(tmp_path, "val")
+    (tmp_path / "_info.json").unlink()
+    assert open_shards(tmp_path, "val").num_samples == 4
+    assert (
+        write_shards(tmp_path, [2], "validation").left_out
+        == f"the folder val in {tmp_path}, which may be validation as well"
+    )
 
 
 def test_hint_gives_the_command_that_makes_shards_and_tells_what_is_left_out(root, tmp_path, capsys):
@@ -199,10 +366,10 @@ def test_hint_gives_the_command_that_makes_shards_and_tells_what_is_left_out(roo
         (root / "train" / name).write_bytes(b"")
     root = root.rename(root.with_name("my root"))
     train, val = open_shards(root), open_shards(root / "val", "val")
-    assert "left out there, as no images by name: 2 (cat/a.gif, dog/._003.jpg)" in train.hint
-    assert "left out" not in val.hint and train.num_samples == 50
+    assert train.left_out == f"in {root}/train: 2 (cat/a.gif: no image by its name, dog/._003.jpg: hidden)"
+    assert val.left_out == "" and train.num_samples == 50
     for hint in (train.hint, val.hint):
-        command = shlex.split(hint[hint.index("python -m") :].partition(";")[0])
+        command = shlex.split(hint[hint.index("python -m") :])
         out = tmp_path / "out"
         maker.main([str(out) if word == "OUT" else word for word in command[3:]])
         before = contents(out)

@@ -115,7 +115,7 @@ def test_images_of_other_kinds_are_left_out_by_name(run, images, tmp_path, capsy
     Image.open(images / "1.png").save(tmp_path / "mixed" / "1.bmp")
     assert predict.main([str(run), str(tmp_path / "mixed"), "--top-k", "1"]) == 7
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"1 ({tmp_path / 'mixed' / '1.bmp'})" in said and "left out" in said
+    assert said.count("\n") == 1 and f"1 ({tmp_path / 'mixed' / '1.bmp'}: not of jpg" in said and "left out" in said
 
 
 def test_text_csv_and_json_say_the_same(run, images, tmp_path, capsys):
@@ -186,6 +186,13 @@ def test_paths_from_standard_input(run, images, capsys, monkeypatch):
     ]
 
 
+def test_a_pipe_among_paths_from_standard_input_is_not_waited_for(run, images, tmp_path, capsys, monkeypatch):
+    os.mkfifo(tmp_path / "z.jpg")
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{tmp_path / 'z.jpg'}\n{images / '1.png'}\n"))
+    assert predict.main([str(run), "-", "--on-bad", "skip", "--workers", "0"]) == 1
+    assert f"skipped: {tmp_path / 'z.jpg'}: it is a pipe" in capsys.readouterr().err
+
+
 def test_a_model_folder_says_what_the_run_says(run, images, tmp_path, capsys, monkeypatch):
     hub.main([str(run), str(tmp_path / "model")])
     capsys.readouterr()
@@ -220,6 +227,7 @@ def test_maps_of_every_image(run, images, tmp_path, capsys):
         (["{run}"], ["no images"]),
         (["{run}", "nowhere.png"], ["nowhere.png"]),
         (["{run}", "{empty}"], ["no images", "empty"]),
+        (["{run}", "{pipe}"], ["z.jpg is a pipe"]),
         (["{run}/nothing", "{images}"], ["nothing"]),
         (["{empty}", "{images}"], ["empty", "best.pt"]),
         (["{run}", "{images}", "--top-k", "0"], ["--top-k", "0"]),
@@ -233,7 +241,9 @@ def test_maps_of_every_image(run, images, tmp_path, capsys):
 )
 def test_mistakes_end_with_one_line(run, images, tmp_path, capsys, arguments, words):
     (tmp_path / "empty").mkdir()
-    arguments = [word.format(run=run, images=images, empty=tmp_path / "empty") for word in arguments]
+    os.mkfifo(tmp_path / "z.jpg")
+    names = dict(run=run, images=images, empty=tmp_path / "empty", pipe=tmp_path / "z.jpg")
+    arguments = [word.format(**names) for word in arguments]
     fails_with_one_line(predict.main, arguments, capsys, *words)
 
 

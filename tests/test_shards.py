@@ -315,8 +315,9 @@ def ilsvrc(tmp_path):
     root.mkdir()
     outer = []
     for number, wnid in enumerate(WNIDS):
-        write_tar(root / "class.tar", [(f"{wnid}_{i}.JPEG", picture(10 * number + i)) for i in range(5)])
-        outer.append((f"{wnid}.tar", (root / "class.tar").read_bytes()))
+        members = [(f"{wnid}_{i}.JPEG", picture(10 * number + i)) for i in range(5)]
+        write_tar(root / "class.tar", [(f"._{wnid}_0.JPEG", b"AppleDouble"), *members])
+        outer += [(f"._{wnid}.tar", b"AppleDouble"), (f"{wnid}.tar", (root / "class.tar").read_bytes())]
     write_tar(root / "train.tar", outer[::-1])
     (root / "class.tar").unlink()
     ids = [1 + (7 * i) % 4 for i in range(12)]
@@ -764,6 +765,35 @@ def test_names_alone_tell_the_number_of_classes(tmp_path):
     (tmp_path / "classes.txt").write_text("a\nb\n")
     maker.main(["index", str(tmp_path), "--classes", str(tmp_path / "classes.txt")])  # other classes: not theirs
     assert (open_shards(tmp_path).num_classes, open_shards(tmp_path).display_names) == (2, None)
+
+
+@pytest.mark.parametrize("beside", ["a", "t/a", "./t/a"])
+def test_what_systems_put_into_tars_is_no_sample(tmp_path, beside):
+    folder, name = os.path.split(beside)
+    names = [f"{name}.jpg", f"._{name}.jpg", ".DS_Store", f"{name}.cls", f"._{name}.cls", f".ck/{name}.jpg"]
+    names += [f"__MACOSX/._{name}.jpg", f"PaxHeaders.12/{name}.jpg"]
+    write_tar(tmp_path / "0.tar", [(os.path.join(folder, name), name.encode()) for name in names])
+    assert [
+        {key: sample[key] for key in sample if key != "__url__"} for sample in read_shard(str(tmp_path / "0.tar"))
+    ] == [{"__key__": beside, "jpg": b"a.jpg", "cls": b"a.cls"}]
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE])
+def test_members_that_are_links_are_not_lost_in_silence(tmp_path, kind):
+    path = tmp_path / "0.tar"
+    with tarfile.open(path, "w") as tar:
+        for name, linked in ("a.jpg", ""), ("a.cls", ""), ("b.jpg", "a.jpg"), ("b.cls", "a.cls"):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = (kind, linked) if linked else (tarfile.REGTYPE, "")
+            tar.addfile(info)
+    with pytest.raises(DataError, match=f"shard {path} cannot be read .*b.jpg is a link, or no file; pack it with"):
+        list(read_shard(str(path)))
+
+
+def test_a_pipe_is_no_shard(tmp_path):
+    os.mkfifo(tmp_path / "train-0.tar")
+    with pytest.raises(DataError, match="train-0.tar cannot be read .*it is a pipe"):
+        maker.main(["index", str(tmp_path)])
 
 
 @pytest.mark.parametrize(

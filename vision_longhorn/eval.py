@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     from vision_longhorn.checkpoint import create_model, load_checkpoint
     from vision_longhorn.data import eval_loader, open_shards
+    from vision_longhorn.data.folders import same_split
     from vision_longhorn.data.transforms import input_settings
     from vision_longhorn.demo import locate_data
     from vision_longhorn.devices import leave, make_accelerator
@@ -66,9 +67,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         raise UserError(f"{path} does not say which model it holds: give --model NAME")
     split = args.split or values.get("val_split", "val")
     own_data, own_samples = values.get("data"), None
-    if split == values.get("val_split"):
+    if same_split(split, values.get("val_split", "")):
         own_data, own_samples = values.get("val_data") or own_data, values.get("val_samples")
-    elif split == values.get("train_split"):
+    elif same_split(split, values.get("train_split", "")):
         own_samples = values.get("train_samples")
     data = args.data or own_data
     if data is None:
@@ -105,6 +106,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     )
     if shards.hint:
         say(f"note: {shards.hint}")
+    if shards.left_out:
+        say(f"note: left out {shards.left_out}")
     if names is None and "random" not in weights:
         guess = imagenet_names(model.num_classes)
         if guess and not set(guess).isdisjoint(shards.class_names or ()):

@@ -14,6 +14,7 @@ import contextlib
 import csv
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -187,29 +188,31 @@ def find_images(places: Sequence[str]) -> list[str]:
     from PIL import Image
 
     from vision_longhorn.data.images import EXTENSIONS
+    from vision_longhorn.data.walk import NO_IMAGE, is_notable, list_others, no_file, walk
 
     found: list[str] = []
     for place in places:
         if place == "-":
             found += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
         elif os.path.isdir(place):
-            inside: list[str] = []
-            others: list[str] = []
-            for folder, folders, files in os.walk(place):
-                folders.sort()
-                for file in sorted(files):
-                    if (end := os.path.splitext(file)[1].lower())[1:] in EXTENSIONS:
-                        inside.append(os.path.join(folder, file))
-                    elif end in Image.registered_extensions():
-                        others.append(os.path.join(folder, file))
-            if not inside:
+            inside = walk(place)
+            if not inside.images:
                 raise UserError(f"{place} holds no images ({', '.join(EXTENSIONS)})")
+            pictures = Image.registered_extensions()
+            others = [
+                (os.path.join(place, name), why if is_notable(name, why) else f"not of {', '.join(EXTENSIONS)}")
+                for name, why in inside.others
+                if is_notable(name, why) or why == NO_IMAGE and os.path.splitext(name)[1].lower() in pictures
+            ]
             if others:
-                kinds = f"{len(others)} ({', '.join(others[:3])})"
-                print(f"left out, as not of {', '.join(EXTENSIONS)}: {kinds}", file=sys.stderr)
-            found += inside
-        elif os.path.exists(place):
+                print(f"left out: {list_others(others)}", file=sys.stderr)
+            # The files of each folder before the folders in it
+            inside.images.sort(key=lambda name: [(part.endswith("/"), part) for part in re.findall("[^/]+/?", name)])
+            found += [os.path.join(place, name) for name in inside.images]
+        elif os.path.isfile(place):
             found.append(place)
+        elif os.path.exists(place):
+            raise UserError(f"{place} is {no_file(place)}; give a file or a folder")
         else:
             raise UserError(f"there is no file or folder {place}")
     if not found:
@@ -264,8 +267,11 @@ class _Images:
 
     def __getitem__(self, number: int) -> tuple[int, torch.Tensor | str]:
         from vision_longhorn.data import DataError, decode_image
+        from vision_longhorn.data.walk import no_file
 
         try:
+            if what := no_file(self.paths[number]):  # which might never end
+                return number, f"it is {what}"
             return number, self.transform(decode_image(Path(self.paths[number]).read_bytes()))
         except OSError as error:
             return number, reason(error)

@@ -1,76 +1,124 @@
 """Folders of images, one folder per class: which splits and classes they have, and their files as samples."""
 
+import contextlib
 import dataclasses
 import os
 import random
-from collections.abc import Callable, Collection, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
-from torchvision.datasets.folder import find_classes, make_dataset
 
 from .images import EXTENSIONS, DataError
 from .samples import RawSample
+from .walk import BROKEN, FILE, FOLDER, extension, is_image, is_notable, scan, walk
 
-SPLITS = ("train", "val", "validation", "test")
+SPELLINGS = {
+    "train": ("train", "training", "trn"),
+    "val": ("val", "valid", "validation", "dev", "eval", "evaluation"),
+    "test": ("test", "testing", "tst"),
+}
+_KNOWN = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
 NAMES_FILE = "names.txt"
 _RUN = 16  # files that keep together when a new order is drawn; a worker's buffer mixes many times as many
 
 
-def find_splits(root: str | os.PathLike[str], names: Collection[str] = SPLITS) -> dict[str, str]:
-    """The splits of a folder ROOT/SPLIT/CLASS/IMAGE.
+def known_split(name: str) -> str:
+    """The split that people mean by a name in any case, such as Training or test_set; "" where it is none of them."""
+    return _KNOWN.get(re.sub(r"[-_ ]?set$", "", name.lower()), "")
 
-    Args:
-        root: the folder.
-        names: what splits may be called.
 
-    Returns:
-        split name -> path, empty where the folders in `root` are classes themselves
+def same_split(one: str, other: str) -> bool:
+    """Whether two names mean the same split."""
+    return (known_split(one) or one.lower()) == (known_split(other) or other.lower())
+
+
+def alike(split: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that mean `split`: it alone, where it is there letter by letter."""
+    names = list(names)
+    return [split] if split in names else [name for name in names if same_split(name, split)]
+
+
+class Splits(NamedTuple):
+    """What `find_splits` has found.
+
+    Attributes:
+        paths: path of each split by the name of its folder, empty where the folders are classes themselves.
+        left_out: what else holds images beside these splits, in words.
+    """
+
+    paths: dict[str, str]
+    left_out: list[str]
+
+
+def find_splits(root: str | os.PathLike[str], split: str = "") -> Splits:
+    """The splits of a folder ROOT/SPLIT/CLASS/IMAGE, whose names are spelt in one of `SPELLINGS`, or mean `split`.
 
     Raises:
-        DataError: if there is no such folder, or some in it look like splits and others like classes.
+        DataError: if there is no such folder, or whether those in it are splits or classes cannot be told.
     """
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder; check the path")
-    with os.scandir(root) as entries:
-        folders = sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
-    splits = {
-        name: os.path.join(root, name) for name in folders if name in names and _has(root, name, os.DirEntry.is_dir)
-    }
-    others = [name for name in folders if name not in names and _has(root, name, _is_image)] if splits else []
-    if others:
+    inside = scan(root)
+    folders = {entry.name: entry.path for entry, kind in inside if kind == FOLDER}
+    named = [name for name in folders if known_split(name) or split and same_split(name, split)]
+    if not named:
+        return Splits({}, [])
+    paths = {name: folders[name] for name in named if _subfolders(folders[name])}
+    flat = [name for name in named if name not in paths and _holds_images(folders[name])]
+    others = [name for name in folders if name not in named]
+    classes = [name for name in others if _holds_images(folders[name])]
+    if paths and classes:
         raise DataError(
-            f"{root} has both splits ({', '.join(splits)}) and classes ({', '.join(others[:3])}) in it; "
-            f"name one folder of classes, like {os.path.join(root, next(iter(splits)))}, or part them"
+            f"{root} has both splits ({', '.join(paths)}) and classes ({', '.join(classes[:3])}) in it; "
+            f"name one folder of classes, like {os.path.join(root, next(iter(paths)))}, or part them"
         )
-    return splits
+    if flat and not paths and not classes:
+        raise DataError(
+            f"{root} has {', '.join(flat)} with images right in them, which may be splits or classes; a split holds "
+            f"one folder for each class ({os.path.join(root, flat[0], 'CLASS', 'IMAGE.jpg')}), and a class that is "
+            "called so needs other classes beside it"
+        )
+    if not paths:
+        return Splits({}, [])
+    left_out = [f"{name} (its images lie in no folders of classes)" for name in flat]
+    parted = [name for name in others if any(map(_holds_images, _subfolders(folders[name])))]
+    left_out += parted[:8] + ([f"{len(parted) - 8} more folders"] if len(parted) > 8 else [])
+    left_out += [f"{entry.name} ({kind})" for entry, kind in inside if kind == BROKEN]
+    left_out += [f"{name} (without folders)" for name in named if name not in paths and name not in flat]
+    loose = [entry.name for entry, kind in inside if kind == FILE and is_image(entry.name)]
+    left_out += [f"{loose[0]}{f' and {len(loose) - 1} more images' if len(loose) > 1 else ''}"] if loose else []
+    return Splits(paths, left_out)
 
 
-def _has(root: str | os.PathLike[str], name: str, kind: Callable[[os.DirEntry[str]], bool]) -> bool:
-    with os.scandir(os.path.join(root, name)) as entries:
-        return any(kind(entry) for entry in entries if not entry.name.startswith("."))
+def splits_beside(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Path of each split in the folder above, by name, where `folder` is one of them; else none."""
+    above, own = os.path.split(os.path.abspath(folder))
+    paths = {}
+    if known_split(own):
+        with contextlib.suppress(DataError):
+            inside = [entry for entry, kind in scan(above) if kind == FOLDER and known_split(entry.name)]
+            paths = {entry.name: entry.path for entry in inside if _subfolders(entry.path)}
+    return paths if own in paths else {}
 
 
-def _is_image(entry: os.DirEntry[str]) -> bool:
-    return extension(entry.name) in EXTENSIONS
+def _subfolders(folder: str) -> list[str]:
+    with contextlib.suppress(DataError):  # it is an error where it is to be read
+        return [entry.path for entry, kind in scan(folder) if kind == FOLDER]
+    return []
 
 
-def extension(name: str) -> str:
-    """Extension of a file name in lower case, without its dot."""
-    return os.path.splitext(name)[1][1:].lower()
-
-
-def class_folders(folder: str) -> list[str]:
-    """Names of the class folders in `folder`, sorted; hidden ones are none."""
-    try:
-        return [name for name in find_classes(folder)[0] if not name.startswith(".")]
-    except FileNotFoundError:  # torchvision's, where there are no folders
-        return []
+def _holds_images(folder: str) -> bool:
+    with contextlib.suppress(DataError):
+        return any(kind in (FILE, BROKEN) and is_image(entry.name) for entry, kind in scan(folder))
+    return False
 
 
 def list_images(
     folder: str | os.PathLike[str], class_names: Sequence[str] | None = None
-) -> tuple[list[tuple[str, int]], list[str], list[str]]:
+) -> tuple[list[tuple[str, int]], list[str], list[tuple[str, str]]]:
     """List a folder of one folder per class, as torchvision's ImageFolder does: classes are sorted by name.
 
     Args:
@@ -79,7 +127,7 @@ def list_images(
 
     Returns:
         (file name relative to `folder`, class index) of each, none where there are no images at all; class_names;
-        and names of the files left out: hidden ones and those that are not images by name
+        and what is left out, as `walk` has it
 
     Raises:
         DataError: if there is no such folder, a class without images, or one that is not in `class_names`.
@@ -87,36 +135,26 @@ def list_images(
     folder = os.fspath(folder)
     if not os.path.isdir(folder):
         raise DataError(f"{folder} is not a folder; check the path")
-    found = class_folders(folder)
-    if not found:
+    found = walk(folder)
+    if not found.folders:
         return [], [], []
-    known = list(class_names or found)
+    known = list(class_names or found.folders)
     labels = {name: label for label, name in enumerate(known)}
-    for name in found:
+    for name in found.folders:
         if name not in labels:
             raise DataError(
                 f"class {name!r} of {folder} is not among the {len(known)} classes of the other splits; "
                 "the first of them, as a rule train, has to have every class"
             )
-    others: list[str] = []
-    start = len(os.path.join(folder, ""))
-
-    def relative(path: str) -> str:
-        return path[start:].replace(os.sep, "/")
-
-    def is_image(path: str) -> bool:
-        if extension(path) in EXTENSIONS and not os.path.basename(path).startswith("."):
-            return True
-        others.append(relative(path))
-        return False
-
-    listed = make_dataset(folder, {name: labels[name] for name in found}, is_valid_file=is_image, allow_empty=True)
+    listed = [(name, labels[name.partition("/")[0]]) for name in found.images if "/" in name]
     empty = set(range(len(known))) - {label for _, label in listed}
     if listed and empty and class_names is None:
         raise DataError(
             f"class {known[min(empty)]!r} of {folder} has no images ({', '.join(EXTENSIONS)}); remove it or fill it"
         )
-    return [(relative(path), label) for path, label in listed], known, others
+    loose = [(name, "in no folder of a class") for name in found.images if "/" not in name]
+    # A list of the classes, say, or a note on the data, may lie beside their folders.
+    return listed, known, loose + [other for other in found.others if is_notable(*other) or "/" in other[0]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import braceexpand
@@ -21,10 +21,21 @@ import braceexpand
 from vision_longhorn.errors import one_line, reason
 from vision_longhorn.files import written_aside
 
-from .folders import NAMES_FILE, SPLITS, ImageFiles, class_folders, find_splits, list_images, read_names
+from .folders import (
+    NAMES_FILE,
+    ImageFiles,
+    alike,
+    find_splits,
+    known_split,
+    list_images,
+    read_names,
+    same_split,
+    splits_beside,
+)
 from .images import DataError
 from .samples import RawSample
 from .tars import read_shard
+from .walk import BROKEN, FOLDER, HIDDEN, list_others, scan, subfolders, walk
 
 if TYPE_CHECKING:
     from .memory import Kept
@@ -40,7 +51,6 @@ _FACTS: dict[str, tuple[type, str]] = {
     "skipped": (list, "a list of names"),
 }
 _SHARD = re.compile(r"\.tar(\.(gz|bz2|xz))?$|\.t(gz|bz2?|xz)$")
-_ALIASES = {"val": "validation", "validation": "val"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +68,8 @@ class ShardSet:
         pipes: whether `urls` are commands, to be run for what they print. Nothing in a shard or an index can set it.
         display_names: what people call each class, by its index, None if unknown.
         files: the `ImageFiles` of an image folder, None for shards.
-        hint: a line for whoever reads an image folder: how to make shards of it, and what is left out; else "".
+        hint: a line for whoever reads an image folder, how to make shards of it; else "".
+        left_out: a line that tells what might have been meant as well but is not read, "" where there is nothing.
         samples_option: what the caller calls `num_samples`, for messages.
         kept: the samples of each of `urls`, as `keep_in_memory` has decoded them: None for one, or for all, that are
             read anew.
@@ -74,6 +85,7 @@ class ShardSet:
     display_names: list[str] | None = None
     files: ImageFiles | None = None
     hint: str = ""
+    left_out: str = ""
     samples_option: str = "num_samples"
     kept: "list[Kept | None] | None" = dataclasses.field(default=None, repr=False)
 
@@ -105,7 +117,7 @@ def open_shards(
         spec: a directory of shards or of images; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local
             or http(s); or with `allow_pipe` a shell command that prints a shard, `pipe:COMMAND`, with brace patterns as
             well.
-        split: which split of a directory; "val" and "validation" mean the same.
+        split: which split of a directory, in any of `folders.SPELLINGS`.
         num_samples: number of samples, where no index tells it.
         num_classes: number of classes, where neither index nor folder tells it (or to use a model with more).
         allow_pipe: run the command of a `pipe:` in `spec`.
@@ -126,26 +138,31 @@ def open_shards(
     pipes = allow_pipe and _is_pipe(spec)
     index: dict[str, Any] | None = None
     counts: list[int] | None = None
+    left_out: list[str] = []
     if pipes:
         urls = _expand_command(spec)
     elif "://" not in spec and os.path.isdir(spec):
         index = read_index(spec)
         if index is None:
-            splits = find_shards(spec)
-            if not splits:
+            found = find_shards(spec)
+            if not alike(split, found) and (not found or _is_among_folders(split, spec)):
                 return _open_folder(
-                    spec, split, num_samples, num_classes, train, class_names, samples_option, classes_option
+                    spec, split, num_samples, num_classes, train, class_names, samples_option, classes_option, found
                 )
-            urls = splits[_pick(split, splits, spec)]
+            split = _pick(split, found, spec)
+            urls = found[split]
+            left_out = _twins(split, found, spec)
         else:
             split = _pick(split, index["splits"], spec)
             entry = index["splits"][split]
             urls = [os.path.join(spec, name) for name in entry["filenames"]]
             counts = list(entry["shard_lengths"])
+            left_out = _twins(split, index["splits"], spec)
     else:
         urls = _expand(spec)
-        index = read_index(os.path.dirname(urls[0]) or ".") if "://" not in urls[0] else None
-        counts = _look_up(urls, index)
+    if index is None and not pipes and "://" not in urls[0]:
+        index = read_index(os.path.dirname(urls[0]) or ".")
+        counts = _look_up(urls)
     missing = [url for url in urls if not pipes and "://" not in url and not os.path.isfile(url)]
     if missing:
         if missing == [spec]:
@@ -176,6 +193,7 @@ def open_shards(
         counts,
         pipes,
         index.get("display_names"),
+        left_out="; ".join(left_out),
         samples_option=samples_option,
     )
 
@@ -207,18 +225,18 @@ def _open_folder(
     class_names: list[str] | None,
     samples_option: str,
     classes_option: str,
+    shards: Mapping[str, list[str]],
 ) -> ShardSet:
-    """The ShardSet of an image folder."""
-    home, folder, splits = spec, spec, find_splits(spec, (*SPLITS, split))
+    """The ShardSet of an image folder, beside which there may be `shards` of other splits."""
+    home, folder, (splits, left_out) = spec, spec, find_splits(spec, split)
     if splits:
-        split = _pick(split, splits, spec)
+        split = _pick(split, splits, spec, left_out)
         folder = splits[split]
+        left_out = _twins(split, splits) + left_out
+        left_out += [f"shards of {name}" for name in shards if not known_split(name)]
     else:
-        above, name = os.path.split(os.path.abspath(spec))
-        if name in SPLITS:
-            with contextlib.suppress(DataError, OSError):
-                splits = find_splits(above)
-                home = above
+        splits, above = splits_beside(spec), os.path.dirname(os.path.abspath(spec))
+        home = above if splits else spec
         if train and train.files and os.path.samefile(train.files.folder, folder):
             remedy = (
                 f"{above}, which has {', '.join(splits)}"
@@ -231,13 +249,15 @@ def _open_folder(
                 f"{spec} has no splits but classes ({', '.join((train.class_names or [])[:2])}, ...), and "
                 f"all of it is trained on; give {remedy}"
             )
-    if class_names is None and "train" in splits and not os.path.samefile(splits["train"], folder):
-        class_names = class_folders(splits["train"])
+    trained_on = alike("train", splits)[:1]
+    if class_names is None and trained_on and not os.path.samefile(splits[trained_on[0]], folder):
+        class_names = subfolders(splits[trained_on[0]])
     listed, names, others = list_images(folder, class_names)
     if not listed:
         raise DataError(
-            f"{folder} holds no shards and no folders of images; give a folder with train/CLASS/IMAGE.jpg and "
-            "val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards imagefolder IMAGES OUT` makes"
+            f"{folder} holds no shards and no folders of images{_what_is_there(folder)}; give a folder with "
+            "train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards "
+            "imagefolder IMAGES OUT` makes"
         )
     if len(names) == 1 and class_names is None:
         raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
@@ -253,8 +273,8 @@ def _open_folder(
         )
     command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(home)} OUT"
     hint = f"{folder} is read image by image, and shards load faster: {command}{'' if splits else f' --split {split}'}"
-    if others:
-        hint += f"; left out there, as no images by name: {len(others)} ({', '.join(others[:3])})"
+    left_out = [f"beside {folder}: {', '.join(left_out)}"] if left_out else []
+    left_out += [f"in {folder}: {list_others(others)}"] if others else []
     file = os.path.join(home, NAMES_FILE)
     display_names = read_names(file, names) if os.path.isfile(file) else None
     files = ImageFiles.mixed(folder, listed)
@@ -268,6 +288,7 @@ def _open_folder(
         display_names=display_names,
         files=files,
         hint=hint,
+        left_out="; ".join(left_out),
         samples_option=samples_option,
     )
 
@@ -276,11 +297,47 @@ def _is_pipe(spec: str) -> bool:
     return spec[:5].lower() == "pipe:"
 
 
-def _pick(split: str, splits: Mapping[str, Any], spec: str) -> str:
-    for name in (split, _ALIASES.get(split, split)):
-        if name in splits:
-            return name
-    have = ", ".join(sorted(splits)) or "no shards"
+def _is_among_folders(split: str, spec: str) -> bool:
+    """Whether `spec`, which holds shards of other names, an archive of its images, say, has a folder for `split`."""
+    with contextlib.suppress(DataError):
+        return bool(alike(split, find_splits(spec, split).paths))
+    return False
+
+
+def _what_is_there(folder: str) -> str:
+    """What a folder without folders of images holds, for a message."""
+    found = walk(folder)
+    shards = [name for name, _ in found.others if _SHARD.search(name)]
+    if shards:
+        return f", but shards in {os.path.join(folder, os.path.dirname(min(shards)))}"
+    if found.images:
+        return f", but {len(found.images)} images right in it"
+    return next((f", but {name}, {why}" for name, why in found.others if why == BROKEN), "")
+
+
+def _twins(split: str, splits: Iterable[str], spec: str | None = None) -> list[str]:
+    """What else may be `split`, by its name, among `splits` and the folders in `spec`."""
+    twins = [name for name in splits if name != split and same_split(name, split)]
+    if spec is not None:
+        own = [entry.name for entry, kind in scan(spec) if kind == FOLDER and entry.name not in splits]
+        twins += [f"the folder {name} in {spec}" for name in own if same_split(name, split)]
+    return [f"{name}, which may be {split} as well" for name in twins]
+
+
+def _pick(split: str, splits: Mapping[str, Any], spec: str, others: Sequence[str] | None = None) -> str:
+    """The name in `splits` that means `split`. `others` is what else is in the folder, for the message: by default
+    its folders, and shards that an index lacks. Raises DataError where there is none, or more than one."""
+    found = alike(split, splits)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise DataError(f"{spec!r} has {', '.join(found)}, each of which may be {split!r}; name one of these")
+    if others is None:
+        unlisted = [name for name in find_shards(spec) if name not in splits]
+        others = [f"shards of {name}, of which the index does not know" for name in unlisted]
+        folders = [e.name for e, kind in scan(spec) if kind in (FOLDER, BROKEN) and not _SHARD.search(e.name)]
+        others += [f"the folder {name}" for name in folders[:8] if name not in splits]
+    have = ", ".join([*sorted(splits), *others]) or "no shards"
     raise DataError(f"{spec!r} has no split {split!r}; it has {have}; name one of these, or other data for {split!r}")
 
 
@@ -326,19 +383,22 @@ def _expand_braces(spec: str, **options: bool) -> list[str]:
         raise DataError(f"{spec!r} has unbalanced braces; write train-{{000000..000015}}.tar") from None
 
 
-def _look_up(urls: list[str], index: dict[str, Any] | None) -> list[int] | None:
-    """The counts of `urls` from the index in their folder, None unless it has every one."""
+def _look_up(urls: list[str]) -> list[int] | None:
+    """The counts of `urls` from the indexes in their folders, None unless these have every one."""
     counts: dict[str, int] = {}
-    for entry in (index or {"splits": {}})["splits"].values():
-        counts.update(zip(entry["filenames"], entry["shard_lengths"], strict=True))
-    names = [os.path.basename(url) for url in urls]
-    return [counts[name] for name in names] if all(name in counts for name in names) else None
+    for folder in {os.path.dirname(url) for url in urls}:
+        for entry in (read_index(folder or ".") or {"splits": {}})["splits"].values():
+            paths = [os.path.join(folder, name) for name in entry["filenames"]]
+            counts.update(zip(paths, entry["shard_lengths"], strict=True))
+    return [counts[url] for url in urls] if all(url in counts for url in urls) else None
 
 
 def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
-    """Shards of a directory by split name, read from their file names.
+    """Shards of a directory by split name, read from their file names, or from the folders that they lie in.
 
-    `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val.
+    `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val,
+    `test/0.tar` to test. A folder of a split is looked into where no shard beside it is of that split, and where it
+    holds no folders: else they are classes, and it is one of images.
 
     Returns:
         dict of split name -> sorted paths
@@ -349,13 +409,21 @@ def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
     if not os.path.isdir(directory):
         raise DataError(f"{directory} is not a folder; check the path")
     splits: dict[str, list[str]] = {}
-    for name in sorted(os.listdir(directory)):
-        if not _SHARD.search(name) or name.startswith("."):
+    inside = scan(directory)
+    for entry, kind in inside:
+        if kind in (HIDDEN, FOLDER) or not _SHARD.search(entry.name):
             continue
-        words = [word for word in re.split(r"[-_.]", _SHARD.sub("", name)) if not word.isdigit()]
-        known = [word for word in words if word in ("train", "val", "validation", "test")]
+        words = [word for word in re.split(r"[-_.]", _SHARD.sub("", entry.name)) if not word.isdigit()]
+        known = [word.lower() for word in words if known_split(word)]
         split = (known or words or ["train"])[-1]
-        splits.setdefault(split, []).append(os.path.join(directory, name))
+        splits.setdefault(split, []).append(entry.path)
+    for entry, kind in inside:
+        if kind == FOLDER and known_split(entry.name) and not any(same_split(entry.name, name) for name in splits):
+            with contextlib.suppress(DataError):  # that it cannot be read is told where it is asked for
+                members = [(member, what) for member, what in scan(entry.path) if what != HIDDEN]
+                shards = [member.path for member, _ in members if _SHARD.search(member.name)]
+                if shards and all(what != FOLDER for _, what in members):
+                    splits[entry.name] = shards
     return splits
 
 

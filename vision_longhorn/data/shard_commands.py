@@ -8,30 +8,35 @@ from collections.abc import Iterable
 from tqdm import tqdm
 
 from . import sources
-from .folders import NAMES_FILE, find_splits, read_lines, read_names
+from .folders import NAMES_FILE, alike, find_splits, known_split, read_lines, read_names, same_split
 from .images import DataError
 from .index import read_index, write_index
 from .sharding import index_shards, make_digits, make_shards, verify
+from .walk import list_others
 
 
 def _imagefolder(args: Namespace) -> None:
-    splits = find_splits(args.src)
-    if splits and args.split:
-        one = splits.get(args.split, next(iter(splits.values())))
+    paths, left_out = find_splits(args.src)
+    if paths and args.split:
+        one = paths[(alike(args.split, paths) or list(paths))[0]]
         raise DataError(
-            f"{args.src} has splits ({', '.join(splits)}), which all become shards: leave out --split, or give {one}"
+            f"{args.src} has splits ({', '.join(paths)}), which all become shards: leave out --split, or give {one}"
         )
-    splits = splits or {args.split or "train": args.src}
+    splits = {args.split or "train": args.src} if not paths else {}
+    for name, path in paths.items():
+        split = name.lower() if name.isalnum() else known_split(name)
+        if split in splits:
+            raise DataError(f"{splits[split]} and {path} would both be split {split!r}; rename one, or move it away")
+        splits[split] = path
+    if left_out:
+        print(f"left out of {args.src}, as no splits: {'; '.join(left_out)}", file=sys.stderr)
     class_names: list[str] | None = (read_index(args.out) or {}).get("class_names")
     listed = {}
     # All are listed before anything is written, the one whose classes hold for the others first.
-    for split in sorted(splits, key=lambda split: split != "train"):
+    for split in sorted(splits, key=lambda split: (not same_split(split, "train"), split != "train")):
         listed[split], class_names, others = sources.image_folder(splits[split], class_names)
         if others:
-            print(
-                f"left out {len(others)} files of {splits[split]} that are not images by name: {', '.join(others[:5])}",
-                file=sys.stderr,
-            )
+            print(f"left out of {splits[split]}: {list_others(others)}", file=sys.stderr)
     names = args.names or os.path.join(args.src, NAMES_FILE)
     display_names = read_names(names, class_names) if args.names or os.path.isfile(names) else None
     for split, samples in listed.items():

@@ -344,7 +344,7 @@ def index_shards(
     """Count what is in shards that were made by others, and write their index.
 
     Args:
-        directory: folder of shards, whose file names tell their splits.
+        directory: folder of shards, whose names or folders tell their splits.
         class_names: name of each class by its index, if known.
         progress: show a bar.
         names: text file of what people call the classes, see `data.folders.read_names`.
@@ -369,7 +369,7 @@ def index_shards(
             labels = [label_of(sample) for sample in read_shard(path)]
             lengths.append(len(labels))
             most = max([most, *labels])
-        splits[split] = ([os.path.basename(path) for path in paths], lengths, {})
+        splits[split] = ([os.path.relpath(path, directory).replace(os.sep, "/") for path in paths], lengths, {})
     if not splits:
         raise DataError(f"{directory} holds no shards (SPLIT-000000.tar, plain or .gz, .bz2 or .xz)")
     if most < 0:

@@ -16,6 +16,7 @@ from vision_longhorn.files import append, written_aside
 
 from .folders import list_images
 from .images import EXTENSIONS, DataError
+from .walk import is_hidden
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
 _WNID = re.compile(r"n\d{8}")
@@ -84,7 +85,7 @@ class Journal:
 
 def image_folder(
     root: str | os.PathLike[str], class_names: Sequence[str] | None = None
-) -> tuple[list[Sample], list[str], list[str]]:
+) -> tuple[list[Sample], list[str], list[tuple[str, str]]]:
     """List a folder of one folder per class, as torchvision's and timm's ImageFolder do: classes are sorted by name.
 
     Args:
@@ -92,7 +93,7 @@ def image_folder(
         class_names: the classes by index, where other splits have fixed them already.
 
     Returns:
-        samples, class_names, names of the files left out: hidden ones and those that are not images by name
+        samples, class_names, and what is left out, as `walk` has it
 
     Raises:
         DataError: if there are no classes, a class without images, or one that is not in `class_names`.
@@ -313,6 +314,6 @@ def _open_tar(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) ->
 
 def _files(tar: tarfile.TarFile, path: str | os.PathLike[str]) -> list[tarfile.TarInfo]:
     try:
-        return [member for member in tar if member.isreg()]
+        return [member for member in tar if member.isreg() and not is_hidden(member.name)]
     except (OSError, tarfile.TarError) as error:
         raise DataError(f"{path} is damaged or cut short ({reason(error)}); fetch it again") from None

@@ -1,9 +1,9 @@
 """Reading the samples of a shard: of a file, of a URL, or of what a command prints.
 
-Ordinary members, which are all in most shards, are parsed here; webdataset's parser, which uses tarfile, reads all
-others. For a sample of three members of ImageNet, that takes 0.086 ms of a core and this one 0.023. A view of 224
-pixels takes 2.4 ms in all, one of Tiny-ImageNet's 64 pixels 0.34: without this parser, cores would make 3 % and 15 %
-less. (`python benchmarks/bench_loader.py IMAGES`, and with `--size 64 --min-side 1`; AMD EPYC, Python 3.11)
+Ordinary members, which are all in most shards, are parsed here; tarfile reads all others, as in webdataset's parser.
+For a sample of three members of ImageNet, that takes 0.086 ms of a core and this one 0.023. A view of 224 pixels takes
+2.4 ms in all, one of Tiny-ImageNet's 64 pixels 0.34: without this parser, cores would make 3 % and 15 % less.
+(`python benchmarks/bench_loader.py IMAGES`, and with `--size 64 --min-side 1`; AMD EPYC, Python 3.11)
 """
 
 import bz2
@@ -21,13 +21,16 @@ from http.client import HTTPException
 from typing import IO, Any
 
 from webdataset.gopen import Pipe
-from webdataset.tariterators import group_by_keys, tar_file_expander
+from webdataset.tariterators import group_by_keys
 
 from vision_longhorn.command_line.signals import COMMANDS, end_command
 from vision_longhorn.errors import reason
 
 from .images import DataError
 from .samples import RawSample
+from .walk import extension, is_hidden, is_image, no_file
+
+_ABOUT = re.compile(r"__[^/]*__($|/)")
 
 # What a packed tar begins with, as tarfile tells them, and what unpacks it.
 _PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
@@ -64,7 +67,7 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
             start = file.peek(32)
             unpack = next((unpack for begin, unpack in _PACKED.items() if re.match(begin, start)), None)
             stream = _Tail(unpack(file) if unpack else file)
-            for sample in group_by_keys(_members(stream, url)):
+            for sample in group_by_keys(member for member in _members(stream, url) if not _is_beside(member["fname"])):
                 if last is not None:
                     key = last["__key__"]
                     yield last
@@ -91,7 +94,11 @@ def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
     """A buffered stream of bytes. webdataset's own opener would run curl, or for other URLs whatever they say."""
     if pipe:
         return _output_of(url[5:])
-    return urllib.request.urlopen(url, timeout=60) if "://" in url else open(url, "rb")
+    if "://" in url:
+        return urllib.request.urlopen(url, timeout=60)
+    if what := no_file(url):  # which might never end, or never begin
+        raise OSError(f"it is {what}")
+    return open(url, "rb")
 
 
 @contextlib.contextmanager
@@ -125,10 +132,11 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
 
 
 def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
-    """What webdataset's `tar_file_expander` yields of a sound tar; damage between members is an error here.
+    """What webdataset's `tar_file_expander` yields of a sound tar; damage between members is an error here, as is an
+    image or a label that is no file.
 
-    From the first member on that is not ordinary (a long name, a folder, an extended header), all is webdataset's. Of
-    an ordinary header only the name, the size and the checksum are looked at.
+    From the first member on that is not ordinary (a long name, a folder, an extended header), tarfile reads all. Of an
+    ordinary header only the name, the size and the checksum are looked at.
     """
     count = 0
     while True:
@@ -143,7 +151,6 @@ def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
             and header[156:157] == b"0"
             and header[345:346] == b"\0"
             and b"\0" not in name
-            and not name.startswith(b"__")
             and digits.isdigit()
             and header[135:136] in (b"\0", b" ")
             and int(digits, 8) < 1 << 30
@@ -160,7 +167,22 @@ def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
         raise EOFError("unexpected end of data")
     if count and header[257:262] != b"ustar":  # which tarfile might take for the start of a compressed tar
         raise tarfile.ReadError("invalid header")
-    yield from tar_file_expander([{"url": url, "stream": _Again(header, stream)}])
+    again: Any = _Again(header, stream)
+    with tarfile.open(fileobj=again, mode="r|*") as tar:
+        while (member := tar.next()) is not None:
+            tar.members = []  # type: ignore[attr-defined]  # which would keep them all
+            file = tar.extractfile(member) if member.isreg() else None
+            if file is not None:
+                yield {"fname": member.name, "data": file.read(), "__url__": url}
+            elif not member.isdir() and (is_image(member.name) or extension(member.name) == "cls"):
+                raise tarfile.ReadError(
+                    f"{member.name} is a link, or no file; pack it with tar --dereference --hard-dereference"
+                )
+
+
+def _is_beside(name: str) -> bool:
+    """Whether a member is no part of a sample: hidden, or, by webdataset's rule, about the shard itself."""
+    return is_hidden(name) or _ABOUT.match(name) is not None
 
 
 class _Again:

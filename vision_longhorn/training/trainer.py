@@ -297,6 +297,9 @@ class Trainer:
         )
         if self.data.train.hint:
             self.say(f"        {self.data.train.hint}")
+        for left_out in dict.fromkeys((self.data.train.left_out, self.data.val.left_out)):
+            if left_out:
+                self.say(f"        left out {left_out}")
         if self.cfg.keep_in_memory:
             self.say(f"        kept in the memory of each process: {self.loaders.kept_bytes / 1e6:,.1f} MB")
         self.say(
