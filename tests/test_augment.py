@@ -294,6 +294,57 @@ def test_erasing_follows_timm():
     assert torch.equal(out[0], out[1]) and torch.equal(out[0], out[3]), "outside of the box nothing changes"
 
 
+def erasing(size, re_mode, re_prob):
+    """A transform that crops and erases, whole and in its two halves."""
+    whole = create_transform(
+        size,
+        is_training=True,
+        interpolation="bicubic",
+        color_jitter=None,
+        hflip=0.0,
+        mean=MEAN,
+        std=STD,
+        re_prob=re_prob,
+        re_mode=re_mode,
+    )
+    return whole, *split_transform(whole)
+
+
+@pytest.mark.parametrize("size", [(48, 48), (20, 44)], ids=str)
+def test_all_that_timm_erases_is_erased_and_nothing_else(size, monkeypatch):
+    """Wherever the box lies: at an edge, wide or high, in a picture that is not square."""
+    monkeypatch.setattr(random, "choice", lambda values: values[0])  # timm draws none where there is one interpolation
+    whole, crops, finish = erasing(size, "const", 0.7)
+    image, wanted, halves = photo(7, (60, 90)), [], []
+    for seed in range(200):
+        for made, transform, source in ((wanted, whole, image), (halves, crops, (tensor_of(image), None))):
+            random.seed(seed), torch.manual_seed(seed)
+            made.append(transform(source))
+    # 0 is the mean, which no pixel has: no whole number of red is half of 255.
+    erased = (torch.stack(wanted) == 0).all(1)
+    assert torch.equal((finish(torch.utils.data.default_collate(halves), CPU) == 0).all(1), erased)
+    assert 100 < erased.any((1, 2)).sum() < 180
+    sides = torch.cat([erased[:, 0].any(1), erased[:, -1].any(1), erased[..., 0].any(1), erased[..., -1].any(1)])
+    assert sides.view(4, 200).any(1).all(), "no box came to an edge"
+
+
+@pytest.mark.parametrize("re_mode", ["pixel", "rand"])
+def test_noise_differs_between_images_batches_and_with_pixel_between_pixels(re_mode):
+    _, crops, finish = erasing((24, 32), re_mode, 1.0)
+    random.seed(0), torch.manual_seed(0)
+    batches = [torch.utils.data.default_collate([crops((tensor_of(photo(n)), None)) for n in range(8)]) for _ in "ab"]
+    first, parts = set(), []
+    for images, (_, table) in zip(finish.together(batches, CPU), batches, strict=True):
+        for image, (top, left, bottom, right) in zip(images, table[:, 1:5].int().tolist(), strict=True):
+            part = image[:, top:bottom, left:right].flatten(1)
+            first.add(tuple(part[:, 0].tolist()))
+            parts.append(part if re_mode == "pixel" else part[:, :1])
+            assert (part == part[:, :1]).all() == (re_mode == "rand")
+    assert len(first) == 16, "two have the same noise"
+    values = torch.cat(parts, 1)
+    assert abs(values.mean()) < 0.5 and 0.6 < values.std() < 1.4
+
+
 @pytest.mark.parametrize("re_mode", ["pixel", "rand", "const"])
 def test_batches_finished_together_are_as_each_alone(re_mode):
     crops, finish = split_transform(timms(re_mode=re_mode, re_prob=0.5))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -17,7 +18,7 @@ from test_shards import full_disk
 from test_train import REPOSITORY, fails_with_one_line, fresh_process_state  # noqa: F401  (a fixture)
 from timm.data import create_transform
 
-from vision_longhorn import hub, predict
+from vision_longhorn import hub, maps, predict
 from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.training.config import load_config
@@ -175,6 +176,16 @@ def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(run, images, 
         fails_with_one_line(predict.main, [run, images], capsys, "standard output cannot be written (No space left")
         with pytest.raises(OSError):
             full.close()
+
+
+def test_16_bit_pictures_that_come_out_dark_are_named_once(run, tmp_path, capsys):
+    for name in "ab":
+        Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / f"{name}.png")
+    assert predict.main([str(run), str(tmp_path), "--batch-size", "1", "--workers", "0"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("16-bit") == 1 and f"note: {tmp_path / 'a.png'}: a 16-bit picture, and dark" in said
+    maps.main([str(run / "best.pt"), str(tmp_path / "b.png"), "--out", str(tmp_path / "maps" / "b.png")])
+    assert f"note: {tmp_path / 'b.png'} is a 16-bit picture, and dark" in capsys.readouterr().err
 
 
 def test_paths_from_standard_input(run, images, capsys, monkeypatch):

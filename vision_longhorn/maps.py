@@ -18,6 +18,7 @@ Longhorn, and dt, any positive number, for Mamba.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
@@ -178,13 +179,16 @@ def main(argv: Optional[Sequence[str]] = None) -> None:
     import torch
     from timm.data import create_transform, resolve_data_config
 
-    from vision_longhorn.data.images import DataError, decode_image
+    from vision_longhorn.data.images import DataError, decode_image, too_dark
     from vision_longhorn.runs import load_model
 
     try:
-        image = decode_image(Path(args.image).read_bytes())
+        data = Path(args.image).read_bytes()
+        image = decode_image(data)
     except DataError as error:
         raise UserError(f"{args.image} is {error}") from error
+    if dark := too_dark(data, image):
+        print(f"note: {args.image} is {dark}", file=sys.stderr)
     model = load_model(args.checkpoint)[0].eval()
     settings = resolve_data_config(model=model)
     tensor = create_transform(**settings)(image)  # (3, H, W)

@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     k = min(args.top_k, model.num_classes)
 
-    told, bad = 0, list[str]()
+    told, bad, has_noted = 0, list[str](), False
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
     # Where the lines themselves are watched, they tell the progress.
@@ -73,7 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tqdm(total=len(paths), unit="img", disable=True if watched else None, dynamic_ncols=True) as bar,
         torch.no_grad(),
     ):
-        for numbers, images, errors in batches:
+        for numbers, images, errors, notes in batches:
+            for number, note in notes[:1] if not has_noted else ():
+                has_noted = True
+                bar.write(f"note: {paths[number]}: {note}", file=sys.stderr)
             if errors and args.on_bad == "stop":  # after those before it
                 numbers = [number for number in numbers if number < errors[0][0]]
             if numbers:
@@ -256,7 +259,7 @@ def load_classifier(
 
 
 class _Images:
-    """Dataset of (number, image (3, H, W) or what is wrong with it)."""
+    """Dataset of (number, image (3, H, W) or what is wrong with it, a line about one that is used or "")."""
 
     def __init__(self, paths: Sequence[str], transform: Callable[[Any], torch.Tensor]) -> None:
         self.paths = paths
@@ -265,18 +268,21 @@ class _Images:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, number: int) -> tuple[int, torch.Tensor | str]:
+    def __getitem__(self, number: int) -> tuple[int, torch.Tensor | str, str]:
         from vision_longhorn.data import DataError, decode_image
+        from vision_longhorn.data.images import too_dark
         from vision_longhorn.data.walk import no_file
 
         try:
             if what := no_file(self.paths[number]):  # which might never end
-                return number, f"it is {what}"
-            return number, self.transform(decode_image(Path(self.paths[number]).read_bytes()))
+                return number, f"it is {what}", ""
+            data = Path(self.paths[number]).read_bytes()
+            image = decode_image(data)
+            return number, self.transform(image), too_dark(data, image)
         except OSError as error:
-            return number, reason(error)
+            return number, reason(error), ""
         except DataError as error:
-            return number, str(error)
+            return number, str(error), ""
 
 
 def image_loader(
@@ -290,7 +296,7 @@ def image_loader(
 
     Returns:
         Batches of (numbers: list of B places in `paths`, images (B, 3, H, W), errors: list of (place, text) of what
-        could not be read); images is None where there is none.
+        could not be read, notes: the same of what comes out dark); images is None where there is none.
     """
     from torch.utils.data import DataLoader
 
@@ -301,12 +307,16 @@ def image_loader(
     )
 
 
-def _collate(samples: list[tuple[int, Any]]) -> tuple[list[int], torch.Tensor | None, list[tuple[int, str]]]:
+def _collate(
+    samples: list[tuple[int, Any, str]],
+) -> tuple[list[int], torch.Tensor | None, list[tuple[int, str]], list[tuple[int, str]]]:
     import torch
 
-    good = [sample for sample in samples if not isinstance(sample[1], str)]
+    good = [(number, image) for number, image, _ in samples if not isinstance(image, str)]
+    errors = [(number, image) for number, image, _ in samples if isinstance(image, str)]
+    notes = [(number, note) for number, _, note in samples if note]
     images = torch.stack([image for _, image in good]) if good else None
-    return [number for number, _ in good], images, [sample for sample in samples if isinstance(sample[1], str)]
+    return [number for number, _ in good], images, errors, notes
 
 
 class _Writer:

@@ -2,7 +2,9 @@
 
 import functools
 import io
+import re
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ except ImportError:  # torchvision is to give this over to torchcodec, which nee
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm")
 
+_DEPTH_OF_PPM = re.compile(rb"P[2356](?:\s+(?:#[^\n]*\n\s*)*\d+){2}\s+(?:#[^\n]*\n\s*)*(\d{3,5})\s")
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
@@ -98,6 +101,28 @@ def _transformed(transform: ImageCms.ImageCmsTransform, image: torch.Tensor) -> 
 
 def _tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def too_dark(data: Any, decoded: Any) -> str:
+    """What to tell of a 16-bit picture that comes out dark or black, as one with the values of 8, 12 or 14 bits does;
+    "" of all others.
+
+    Args:
+        data: the file, or pixels.
+        decoded: what `decode_image` or `decode_tensor` made of it.
+    """
+    if not isinstance(data, bytes):
+        return ""
+    depth = _DEPTH_OF_PPM.match(data)
+    if not (int(depth[1]) > 255 if depth else data[:4] == b"\x89PNG" and data[24:25] == b"\x10"):
+        return ""
+    image = decoded[0] if isinstance(decoded, tuple) else decoded
+    if isinstance(image, Image.Image):
+        image = torch.from_numpy(np.array(image))
+    if not isinstance(image, torch.Tensor) or image.max() > 63:
+        return ""
+    top = 256 * int(image.max()) + 255
+    return f"a 16-bit picture, and dark or black, as its values end at {top} of 65535: scale them to the whole range"
 
 
 def check_image(data: bytes) -> None:

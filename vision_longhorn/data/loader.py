@@ -158,6 +158,7 @@ class Loader(wds.WebLoader):
         self.stream = stream
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
+        self._has_noted = False
         self._counts = _Counts(stream.shards)
         if stream.rank == 0:
             _look_at_workers(num_workers)
@@ -236,6 +237,9 @@ class Loader(wds.WebLoader):
                     _raise_here_only()
                     for text, count in news.skipped:
                         note(text, count)
+                    if news.note and not self._has_noted:
+                        self._has_noted = True
+                        _log.warning("%s", news.note)
                     if news.dry is not None:
                         dry.add(news.dry)
                     if self.num_batches is not None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import os
 import threading
@@ -16,10 +17,11 @@ from torch.utils.data import DataLoader, Dataset
 from vision_longhorn.command_line.signals import outlive_signals
 from vision_longhorn.errors import one_line
 
-from .images import EXTENSIONS, DataError, decode_tensor
+from .images import EXTENSIONS, DataError, decode_tensor, too_dark
 from .index import ShardSet
-from .samples import PIXELS, RawSample, image_of
+from .samples import PIXELS, RawSample, image_of, place
 
+_log = logging.getLogger(__name__)
 _GIB = 2**30
 _UTF8 = "utf-8", "surrogatepass"  # gives back every str
 
@@ -51,6 +53,8 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
     try:
         for one in _decoded(shards, min(num_workers, count)):
             done += lengths[len(kept)]
+            if one and one.note and not any(before and before.note for before in kept):
+                _log.warning("%s", one.note)
             kept.append(one)
             size += one.nbytes if one else 0
             whole, free = size / max(done, 1) * sum(lengths), psutil.virtual_memory().available
@@ -95,6 +99,7 @@ class Kept:
         sizes: int64 array (N, 2), height and width.
         pixels: uint8 array, all images one after the other, each (height, width, 3).
         others: by their numbers, samples that stay as they are; they have size 0 above.
+        note: a line about one of them, or "".
     """
 
     url: str
@@ -103,6 +108,7 @@ class Kept:
     sizes: np.ndarray
     pixels: np.ndarray
     others: dict[int, RawSample]
+    note: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -138,14 +144,15 @@ class _ToDecode(Dataset):
     def __getitem__(self, number: int) -> Kept | None:
         if number >= len(self):
             raise IndexError(number)
-        url = ""
+        url = note = ""
         keys: list[bytes] = []
         labels: list[bytes] = []
         images: list[np.ndarray] = []
         others: dict[int, RawSample] = {}
         try:
             for sample in self.shards.read(number):
-                pixels = _pixels(sample)
+                pixels, dark = _pixels(sample)
+                note = note or dark
                 if pixels is None:
                     others[len(keys)] = _as_bytes(sample)
                 url = sample["__url__"]
@@ -156,17 +163,19 @@ class _ToDecode(Dataset):
             return None
         sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
         pixels = np.concatenate([image.ravel() for image in images]) if images else np.empty(0, np.uint8)
-        return Kept(url, np.array(keys), np.array(labels), sizes, pixels, others)
+        return Kept(url, np.array(keys), np.array(labels), sizes, pixels, others, note)
 
 
-def _pixels(sample: RawSample) -> np.ndarray | None:
-    """Pixels of a sample's image; None where it is to stay as it is."""
+def _pixels(sample: RawSample) -> tuple[np.ndarray | None, str]:
+    """Pixels of a sample's image, None where it is to stay as it is; and a line about it, or ""."""
     with contextlib.suppress(DataError):
-        image, correct = decode_tensor(image_of(sample))
+        data = image_of(sample)
+        image, correct = decode_tensor(data)
         # An array of bytes would lose a zero at a label's end.
         if correct is None and "cls" in sample and not sample["cls"].endswith(b"\0"):
-            return image.permute(1, 2, 0).numpy()
-    return None
+            dark = too_dark(data, image)
+            return image.permute(1, 2, 0).numpy(), f"{place(sample)}: {dark}" if dark else ""
+    return None, ""
 
 
 def _as_bytes(sample: RawSample) -> RawSample:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import io
 import json
+import logging
 import os
 import random
 import re
@@ -26,10 +27,12 @@ from vision_longhorn.files import left_aside, written_aside
 
 from . import sources
 from .folders import read_names
-from .images import DataError, check_image, decode_image
+from .images import DataError, check_image, decode_image, too_dark
 from .index import INDEX_NAMES, check_names, find_shards, read_index, write_index
 from .samples import RawSample, image_of, label_of, place
 from .tars import read_shard
+
+_log = logging.getLogger(__name__)
 
 
 def make_shards(
@@ -94,6 +97,7 @@ def make_shards(
     count = -(-len(samples) // shard_size)
     edges = [len(samples) * i // count for i in range(count + 1)]
     names = [f"{split}-{i:06d}.tar" for i in range(count)]
+    notes: list[str] = []
     todo = [range(edges[n], edges[n + 1]) for n, name in enumerate(names) if name not in done]
     _check_space(out, [samples[order[position]] for positions in todo for position in positions])
     with (
@@ -104,10 +108,13 @@ def make_shards(
             positions = range(edges[number], edges[number + 1])
             if name not in done:
                 chosen = [(position, samples[order[position]]) for position in positions]
-                done[name] = _write_shard(os.path.join(out, name), chosen, class_names, on_bad, max_side, pool, bar)
+                done[name] = _write_shard(
+                    os.path.join(out, name), chosen, class_names, on_bad, max_side, pool, bar, notes
+                )
                 journal.add(done[name])
             else:
                 bar.update(len(positions))
+    _tell(notes)
     skipped = [image for name in names for image in done[name]["skipped"]]
     facts = {"source": source, "made_with": plan, "skipped": skipped}
     write_index(out, {split: (names, [done[name]["samples"] for name in names], facts)}, class_names)
@@ -209,11 +216,12 @@ def _write_shard(
     max_side: int | None,
     pool: concurrent.futures.Executor,
     bar: tqdm,
+    notes: list[str],
 ) -> dict[str, Any]:
     """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
     skipped: list[str] = []
     written: dict[str, tuple[int, bytes]] = {}
-    futures = [pool.submit(stored_form, sample, max_side) for _, sample in samples]
+    futures = [pool.submit(stored_form, sample, max_side, notes) for _, sample in samples]
     try:
         with written_aside(path) as aside:
             # Without owners and times the same samples make the same bytes.
@@ -251,8 +259,18 @@ def _write_shard(
     return {**entry, "skipped": skipped}
 
 
-def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str, list[int] | None]:
+def _tell(notes: list[str]) -> None:
+    """Tells the first of the lines about images that are used."""
+    if notes:
+        _log.warning("%s%s", min(notes), f" ({len(notes)} such pictures)" if len(notes) > 1 else "")
+
+
+def stored_form(
+    sample: sources.Sample, max_side: int | None, notes: list[str] | None = None
+) -> tuple[bytes, str, list[int] | None]:
     """Bytes to store, the extension by which readers find them, and [width, height] of an image that is now smaller.
+
+    A line about an image that comes out dark is added to `notes`.
 
     Raises:
         DataError: if the image cannot be read or decoded.
@@ -262,6 +280,8 @@ def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, st
         image = decode_image(data)
     except DataError as error:
         raise DataError(f"{sample.name}: {error}") from None
+    if notes is not None and (dark := too_dark(data, image)):
+        notes.append(f"{sample.name}: {dark}")
     extension = os.path.splitext(sample.name)[1][1:].lower()
     if max_side is None or max(image.size) <= max_side:
         return data, "jpg" if extension == "jpeg" else extension, None
@@ -300,7 +320,8 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
         raise DataError(f"{directory} has no index; `{command}` writes it")
     problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
     check = decode_image if full else check_image
-    look = functools.partial(_problems, num_classes=index.get("num_classes"), check=check)
+    notes: list[str] = []
+    look = functools.partial(_problems, num_classes=index.get("num_classes"), check=check, notes=notes)
     shards = [
         (os.path.join(directory, name), length)
         for entry in index["splits"].values()
@@ -316,17 +337,19 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
             problems += [problem for of_one in found for problem in of_one]
             if len(found) != expected:
                 problems.append(f"shard {path} has {len(found)} samples, the index says {expected}")
+    _tell(notes)
     return problems
 
 
-def _problems(sample: RawSample, num_classes: int | None, check: Any) -> list[str]:
+def _problems(sample: RawSample, num_classes: int | None, check: Any, notes: list[str]) -> list[str]:
     try:
         label = label_of(sample, num_classes)
         data = image_of(sample)
     except DataError as error:
         return [str(error)]
     try:
-        check(data)
+        if dark := too_dark(data, check(data)):
+            notes.append(f"{place(sample)}: {dark}")
         about = json.loads(sample.get("json", b"{}"))
         if isinstance(about, dict) and about.get("label", label) != label:
             return [f"{place(sample)}: label {label} in .cls, but {about['label']} in .json"]

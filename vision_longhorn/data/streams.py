@@ -20,7 +20,7 @@ import torch
 import webdataset as wds
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from .images import DataError, decode_image
+from .images import DataError, decode_image, too_dark
 from .index import ShardSet
 from .samples import PIXELS, RawSample, image_of, label_of, place
 
@@ -70,6 +70,7 @@ class News:
     counts: dict[int, int]  # samples in each shard that it has read to its end since then
     dry: int | None  # its number, where it could not fill its batches from its share of the epoch
     places: list[tuple[str, str]]  # shard and key of each sample in the batch, where they are wanted
+    note: str  # about a sample that is used, once
 
 
 def light(value: Any) -> Any:
@@ -113,6 +114,7 @@ class Stream(IterableDataset):
         self.faults = Faults()
         self.counts: dict[int, int] = {}  # samples in each shard that was read to its end
         self.dry = False
+        self.note: str | None = None  # "" once it was told
         # In shared memory: workers outlive an epoch, and must learn the number of the next one.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # batches of the epoch that were taken before
@@ -128,7 +130,8 @@ class Stream(IterableDataset):
 
         def news(places: list[tuple[str, str]]) -> News:
             counts, self.counts = self.counts, {}
-            return News(self.faults.take(), counts, worker if self.dry else None, places)
+            note, self.note = self.note or "", "" if self.note else self.note
+            return News(self.faults.take(), counts, worker if self.dry else None, places, note)
 
         try:
             for inputs, targets, *places in self.batches(worker, num_workers):
@@ -174,7 +177,10 @@ class Stream(IterableDataset):
         label = label_of(sample, self.num_classes)
         data = sample[PIXELS] if PIXELS in sample else image_of(sample)
         try:
-            return self.decode_image(data), label
+            image = self.decode_image(data)
+            if self.note is None and (dark := too_dark(data, image)):
+                self.note = f"{place(sample)}: {dark}"
+            return image, label
         except DataError as error:
             raise DataError(f"{place(sample)}: {error}") from None
 
