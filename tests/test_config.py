@@ -85,6 +85,18 @@ def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
     assert all(word in message for word in expected) and "\n" not in message
 
 
+@pytest.mark.parametrize(
+    "argument, instead",
+    {"drop_path_rate": "--drop-path", "num_classes": "--num-classes", "pretrained": "--init", "device": "--device",
+     "name": "--model", "path": "arguments", "features_only": "classes"}.items(),
+)  # fmt: skip
+def test_an_argument_of_the_model_that_has_a_place_of_its_own_is_sent_there(argument, instead, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"model_kwargs: {{{argument}: 1}}\n")
+    for words in ["--model-kwargs", f"{argument}=1"], ["--config", str(tmp_path / "mine.yaml")]:
+        with pytest.raises(UserError, match=f"^model_kwargs has {argument}: .*{instead}"):
+            load_config(["--data", "x", *words])
+
+
 @pytest.mark.parametrize("option", ["--dropout", "--gpus", "--xyz"])
 def test_no_option_is_hinted_at_that_is_not_near(option):
     with pytest.raises(UserError, match=f"^unknown option {option}; --help lists all$"):

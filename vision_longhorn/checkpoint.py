@@ -25,11 +25,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.files import written_aside
+from vision_longhorn.model_arguments import check_values
 
 TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, pretrained_cfg and num_classes among them
 
 
-def create_model(name: str, **kwargs: Any) -> TimmModel:
+def create_model(name: str, /, **kwargs: Any) -> TimmModel:
     """`timm.create_model` that explains a wrong name, argument or size in one line.
 
     Args:
@@ -44,8 +45,11 @@ def create_model(name: str, **kwargs: Any) -> TimmModel:
         hint = f"the nearest names are {', '.join(near)}; " if near else ""
         raise UserError(f"unknown model {name!r}: {hint}timm.list_models() has them all")
     try:
+        check_values(kwargs)
         return timm.create_model(name, **kwargs)
-    except (AssertionError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except UserError as error:
+        raise UserError(f"model {name} cannot be made: {error}") from error
+    except Exception as error:  # of whatever kind, by what a model makes of an argument that it does not take
         given = " ".join(f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay")
         raise UserError(f"model {name} cannot be made with {given}: {one_line(error)}") from error
 

@@ -20,6 +20,7 @@ from vision_longhorn.command_line.parser import IntermixedParser, Range
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
+from vision_longhorn.model_arguments import check_names
 from vision_longhorn.runs import is_model_folder, model_of_checkpoint, run_file
 from vision_longhorn.training.config import parse_pairs
 
@@ -276,6 +277,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.checkpoint and not args.model and is_model_folder(args.checkpoint):
         args.model, args.pretrained, args.checkpoint = f"local-dir:{args.checkpoint}", True, None
     args.model_kwargs = parse_pairs(args.model_kwargs)
+    check_names(args.model_kwargs, {"pretrained": "--pretrained"})
     if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
     # Before the work, not after it.

@@ -21,6 +21,7 @@ import vision_longhorn
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest, one_line
+from vision_longhorn.model_arguments import check_names
 
 _HERE = Path(vision_longhorn.__file__).resolve().parent  # installed, the configs are in the package, else beside it
 CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
@@ -302,6 +303,7 @@ class Config(Settings):
             low, high = getattr(self, key)
             if low > high:
                 raise UserError(f"{key} is {low} {high}: give the smaller number first")
+        check_names(self.model_kwargs, {"drop_path_rate": "--drop-path", "pretrained": "--init FILE"})
         if self.fsdp and self.opt not in SHARDED:
             raise UserError(f"opt is {self.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
