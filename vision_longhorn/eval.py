@@ -403,7 +403,7 @@ def _is_free(path: str | Path, result: dict[str, Any]) -> bool:
 def _read_result(path: str | Path) -> dict[str, Any] | None:
     """The result that a file holds, a dict; None where it holds anything else."""
     try:
-        result = json.loads(Path(path).read_text())
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
         return result if {"top1", "top5", "count", "split"} <= result.keys() else None
     except (OSError, ValueError, AttributeError):
         return None
