@@ -8,6 +8,7 @@ import timm
 import yaml
 
 import vision_longhorn  # noqa: F401, registers the models
+from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
 from vision_longhorn.training.config import CONFIGS, Config, config_names, load_config
 
@@ -52,6 +53,17 @@ def test_command_line_overrides_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "policy",
+    ["rand-m9-mstd0.5-inc1", "rand", "rand-n3-m7-p0.5-mmax5-tweights", "augmix-m3-w3-d2-a0.5-b1", "original",
+     "v0r-mstd0.5", "3a", "cifar10", "none"],
+)  # fmt: skip
+def test_policies_of_timm_are_taken_as_they_are_and_timm_takes_them(policy):
+    config, _ = load_config(["--data", "x", "--auto-augment", policy])
+    settings = dict(input_size=(3, 8, 8), interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert len(train_transform(settings, config).transforms) >= 4
+
+
+@pytest.mark.parametrize(
     "words, expected",
     [
         (["--epocs", "3"], ["--epocs", "--epochs"]),
@@ -76,6 +88,13 @@ def test_command_line_overrides_the_file(tmp_path):
         (["--lr", "nan"], ["lr", "nan"]),
         (["--min-lr", "0.1"], ["min_lr", "0.1", "lr 0.002"]),
         (["--epochs", "2", "--warmup-epochs", "2"], ["warmup_epochs", "2", "0.1"]),
+        *(
+            (["--auto-augment", word], ["auto_augment", repr(word), "rand-m9", "augmix", "original", "none"])
+            for word in ("randaugment", "autoaugment", "rand-mx", "rand-m9-n", "rand-m9.5", "augmix-w-1", "3a-x", "-")
+        ),
+        (["--init", ""], ["--init", "empty word", "leave it out"]),
+        (["--init="], ["--init", "empty word"]),
+        (["--model-kwargs", "depth=1", ""], ["depth=1", "empty word"]),
     ],
 )
 def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
@@ -83,6 +102,18 @@ def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
         load_config(words)
     message = str(caught.value)
     assert all(word in message for word in expected) and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "argument, instead",
+    {"drop_path_rate": "--drop-path", "num_classes": "--num-classes", "pretrained": "--init", "device": "--device",
+     "name": "--model", "path": "arguments", "features_only": "classes"}.items(),
+)  # fmt: skip
+def test_an_argument_of_the_model_that_has_a_place_of_its_own_is_sent_there(argument, instead, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"model_kwargs: {{{argument}: 1}}\n")
+    for words in ["--model-kwargs", f"{argument}=1"], ["--config", str(tmp_path / "mine.yaml")]:
+        with pytest.raises(UserError, match=f"^model_kwargs has {argument}: .*{instead}"):
+            load_config(["--data", "x", *words])
 
 
 @pytest.mark.parametrize("option", ["--dropout", "--gpus", "--xyz"])

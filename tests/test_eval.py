@@ -442,6 +442,11 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
         (["--model", "vlonghorn_test"], ["--data"]),
         (["--model", "vim_test", "--model-kwargs", "depth=1", "{run}"], ["KEY=VALUE", "before the options"]),
         (["--model", "nonsense", "--data", "x"], ["unknown model 'nonsense': timm.list_models() has them all"]),
+        (["--model", "vim_test", "--data", "x", "--model-kwargs", "num_classes=3"], ["num_classes", "--num-classes"]),
+        (
+            ["--model", "vim_test", "--data", "x", "--model-kwargs", 'img_size="32"'],
+            ["img_size is '32'", "whole number"],
+        ),
         ([], ["a run's folder", "--model"]),
         (["{run}", "--pretrained"], ["a run's folder", "--model"]),
         (["{run}", "--checkpoint", "{run}/last.pt"], ["last.pt both say what to evaluate", "give one"]),

@@ -411,6 +411,8 @@ def test_command_makes_a_folder_of_a_run(run):
         ([".", "made", "--batch", "2"], "--batch with .*leave it out"),
         (["vlonghorn_test", "made"], "made would be a folder"),
         (["none/best.pt", "model.onnx"], "no checkpoint at none/best.pt"),
+        (["vim_test", "model.pt2", "--model-kwargs", "patch_size=0"], "patch_size is 0: give a whole number"),
+        (["vim_test", "model.pt2", "--model-kwargs", "pretrained=true"], "pretrained: .* give --pretrained"),
         ([".", "model.onnx", "--img", "32"], "nearest known one is --img-size"),
     ],
 )

@@ -14,6 +14,8 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from vision_longhorn import VisionLonghorn
+from vision_longhorn.checkpoint import create_model
+from vision_longhorn.errors import UserError
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import BidirectionalMixer
 from vision_longhorn.models.tokens import join_class
@@ -415,6 +417,38 @@ def test_options_that_are_wrong_are_named(options, words):
     with pytest.raises(ValueError) as error:
         small(**options)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["vlonghorn_test", "vit_tiny_patch16_224"])
+@pytest.mark.parametrize(
+    "argument, value, right",
+    [
+        *((size, value, "a whole number (1 or more), or two") for size in ("img_size", "patch_size")
+          for value in (0, -1, "32", 3.0, True, [8], [8, 8, 8], [8, "8"], [], {"a": 1}, 10**400)),
+        *((size, value, "a whole number (1 or more)")
+          for size in ("depth", "embed_dim") for value in (0, "2", 1.5, True)),
+        *(("drop_rate", value, "a number (0 or more, below 1)") for value in (1, "a", -0.1, math.nan)),
+        ("num_classes", -1, "a whole number (0 or more)"),
+        ("dynamic_img_size", "x", "true or false"),
+    ],
+)  # fmt: skip
+def test_values_that_no_model_takes_are_said_with_what_is_right(name, argument, value, right):
+    with pytest.raises(UserError) as caught:
+        create_model(name, **{argument: value})
+    message = str(caught.value)
+    assert f"{argument} is {value!r}: give {right}" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("options", [dict(d_state=0), dict(d_conv=0), dict(expand=0), dict(dt_rank="all")])
+def test_options_of_a_mixer_that_are_wrong_are_one_line(options):
+    with pytest.raises(UserError, match=f"{next(iter(options))} is .*: give "):
+        create_model("vlonghorn_test", depth=1, img_size=8, patch_size=4, **options)
+    create_model("vlonghorn_test", depth=1, img_size=[8, 8], patch_size=(4, 4), dt_rank=None, save_states=1)
+
+
+def test_whatever_a_model_makes_of_an_argument_is_one_line():
+    with pytest.raises(UserError, match="^model vlonghorn_test cannot be made with pretrained_cfg=3: "):
+        create_model("vlonghorn_test", pretrained_cfg=3)  # an AttributeError of timm's
 
 
 # Initialisation and weight decay

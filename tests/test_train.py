@@ -240,7 +240,7 @@ def test_a_foreign_model_is_told_how_to_do_without_an_argument_of_the_config():
         (["--grad-accum", "8"], ["8", "grad_accum"]),
         (["--lr", "1e30"], ["loss", "lr"]),
         (["--opt", "adamq"], ["adamq"]),
-        (["--auto-augment", "foo"], ["auto_augment=foo"]),
+        (["--auto-augment", "foo"], ["auto_augment is 'foo'"]),
         (["--interpolation", "bicubi"], ["bicubi", "bicubic"]),
         (["--data", "nowhere/train-{0..3}.tar"], ["nowhere/train-0.tar"]),
         (["--data", "none"], ["--data DIR"]),
@@ -283,6 +283,24 @@ def test_a_finished_run_is_neither_overwritten_nor_resumed_as_another_model(tmp_
 def test_every_command_says_a_mistake_in_one_line(command, capsys):
     main = importlib.import_module(f"vision_longhorn.{command}").main
     fails_with_one_line(main, ["--no-such-option"], capsys, "--help lists all")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_command_takes_an_empty_word(command, capsys):
+    main = importlib.import_module(f"vision_longhorn.{command}").main
+    for words in [""], ["--out", ""], ["--out="]:
+        fails_with_one_line(main, words, capsys, "empty word", "leave it out")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_what_an_output_cannot_show_is_written_another_way(encoding, monkeypatch):
+    """Names of files are printed by every command: one of a byte that is not UTF-8, one of Japan and one of France."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
+    run_cli(lambda: print("b\udcffn", "日本", "é"))
+    sys.stdout.flush()
+    shown = {"ascii": rb"\u65e5\u672c \xe9", "cp1252": b"\\u65e5\\u672c \xe9", "utf-8": "日本 é".encode()}[encoding]
+    assert written.getvalue() == b"b\xffn " + shown + b"\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -543,6 +561,24 @@ def test_runs_of_other_precisions_follow_each_other_in_one_process_also_in_a_thr
     said = capsys.readouterr().out
     assert "on cpu in fp32, 1 epochs of 4 updates" in said and "on cpu in bf16, 1 epochs of 2 updates" in said
     assert [(run / "best.pt").exists() for run in runs] == [True, True]
+
+
+WORDS_OF_HELP = dict.fromkeys(["adahessian", "lookahead_adahessian"], ["plain gradients", "adamw"])
+
+
+@pytest.mark.parametrize("name", ["adahessian", "lookahead_adahessian", "bnbadam", "fusedadam", "nonsense"])
+def test_an_optimiser_that_cannot_be_used_is_one_line_before_anything_is_made(tmp_path, shards, capsys, name):
+    words = [*QUICK, *PLAIN, *shards, "--opt", name, "--run-dir", tmp_path / "run"]
+    fails_with_one_line(train_imagenet.main, words, capsys, f"opt={name} is", *WORDS_OF_HELP.get(name, []))
+    assert not (tmp_path / "run").exists()
+
+
+def test_trying_out_an_optimiser_draws_no_random_numbers():
+    torch.manual_seed(0)
+    before, model = torch.get_rng_state(), torch.nn.Linear(3, 3)
+    torch.set_rng_state(before)
+    setup.build_optimizer(Config(opt="adamw"), model, 1e-3)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path, shards):

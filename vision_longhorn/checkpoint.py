@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 
 import timm
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.data import create_transform, resolve_data_config
 from timm.models import clean_state_dict
@@ -34,12 +33,13 @@ import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.evaluation.class_names import checkpoint_names, difference, model_names
 from vision_longhorn.files import check_whole, written_aside
+from vision_longhorn.model_arguments import check_values
 from vision_longhorn.runs import run_file, timm_source
 
 TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, pretrained_cfg and num_classes among them
 
 
-def create_model(name: str, **kwargs: Any) -> TimmModel:
+def create_model(name: str, /, **kwargs: Any) -> TimmModel:
     """`timm.create_model` that explains a wrong name, argument or size in one line.
 
     Args:
@@ -57,13 +57,14 @@ def create_model(name: str, **kwargs: Any) -> TimmModel:
         hint = f"the nearest names are {', '.join(near)}; " if near else ""
         raise UserError(f"unknown model {name!r}: {hint}timm.list_models() has them all")
     try:
+        check_values(kwargs)
         model = timm.create_model(name, **kwargs)
         if source:
             create_transform(**resolve_data_config(model=model))  # what no table of types knows, such as interpolation
         return model
-    except (
-        AssertionError, AttributeError, LookupError, OSError, RuntimeError, SafetensorError, TypeError, ValueError
-    ) as error:  # fmt: skip
+    except UserError as error:
+        raise UserError(f"model {name} cannot be made: {error}") from error
+    except Exception as error:  # of whatever kind, by what a model makes of an argument that it does not take
         given = " ".join(f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay")
         raise UserError(f"model {name} cannot be made with {given}: {one_line(error)}") from error
 

@@ -39,5 +39,5 @@ def bad_input(what: str) -> Iterator[None]:
     """Turns a library's complaint about the setting `what` into a `UserError`."""
     try:
         yield
-    except (AssertionError, KeyError, TypeError, ValueError) as error:
+    except Exception as error:  # of whatever kind: libraries rarely say which
         raise UserError(f"{what} is not accepted: {one_line(error)}") from error

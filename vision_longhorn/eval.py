@@ -20,6 +20,7 @@ from vision_longhorn.command_line.parser import IntermixedParser, Range
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import check_new_folder, check_output, write_text
+from vision_longhorn.model_arguments import check_names
 from vision_longhorn.runs import model_of_checkpoint, run_file, timm_source
 from vision_longhorn.training.config import parse_pairs
 
@@ -279,6 +280,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.checkpoint and not args.model and (source := timm_source(args.checkpoint)):
         args.model, args.pretrained, args.checkpoint = source, True, None
     args.model_kwargs = parse_pairs(args.model_kwargs)
+    check_names(args.model_kwargs, {"pretrained": "--pretrained"})
     if not (args.checkpoint or args.model) or args.checkpoint and args.pretrained:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
     # Before the work, not after it.
@@ -401,7 +403,7 @@ def _is_free(path: str | Path, result: dict[str, Any]) -> bool:
 def _read_result(path: str | Path) -> dict[str, Any] | None:
     """The result that a file holds, a dict; None where it holds anything else."""
     try:
-        result = json.loads(Path(path).read_text())
+        result = json.loads(Path(path).read_text(encoding="utf-8"))
         return result if {"top1", "top5", "count", "split"} <= result.keys() else None
     except (OSError, ValueError, AttributeError):
         return None

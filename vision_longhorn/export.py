@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import check_output, check_whole, is_as_hashed, written_aside
+from vision_longhorn.model_arguments import check_names
 from vision_longhorn.runs import timm_source
 from vision_longhorn.training.config import parse_pairs
 
@@ -354,7 +355,9 @@ def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tupl
     if is_run:
         return load_model(args.model, **extra)[0], True
     pretrained = args.pretrained or ":" in args.model  # the sources of timm are weights
-    kwargs = parse_pairs(args.model_kwargs or []) | extra
+    kwargs = parse_pairs(args.model_kwargs or [])
+    check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
+    kwargs |= extra
     return create_model(args.model, pretrained=pretrained, **kwargs), pretrained
 
 

@@ -63,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     k = min(args.top_k, model.num_classes)
 
     told, bad, has_noted = 0, list[str](), False
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
     # Where the lines themselves are watched, they tell the progress.
     watched = not args.out and sys.stdout.isatty()
     with (
@@ -196,7 +194,9 @@ def find_images(places: Sequence[str]) -> list[str]:
     found: list[str] = []
     for place in places:
         if place == "-":
-            found += [line.rstrip("\r\n") for line in sys.stdin if line.strip()]
+            # As bytes, since names of files need not be of the encoding of the terminal
+            lines = map(os.fsdecode, getattr(sys.stdin, "buffer", sys.stdin))
+            found += [line.rstrip("\r\n") for line in lines if line.strip()]
         elif os.path.isdir(place):
             inside = walk(place)
             if not inside.images:

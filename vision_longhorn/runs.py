@@ -83,11 +83,8 @@ def model_of_checkpoint(
     if arch is None:
         raise UserError(f"{path} does not say which model it holds: give --model NAME")
     own = checkpoint.get("config", {}).get("model_kwargs", {})
-    model = create_model(
-        arch,
-        num_classes=checkpoint.get("num_classes") if num_classes is None else num_classes,
-        **{**own, **model_kwargs},
-    )
+    classes = checkpoint.get("num_classes") if num_classes is None else num_classes
+    model = create_model(arch, **{**own, **model_kwargs, "num_classes": classes})
     ema = "state_dict_ema" in checkpoint if ema is None else ema
     load_weights(model, checkpoint, path, ema)
     return model, "EMA" if ema else "raw"

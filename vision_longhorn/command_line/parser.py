@@ -1,6 +1,8 @@
 """What all command lines have in common: options that check what was typed, and errors of one line with exit code 1."""
 
 import argparse
+import codecs
+import contextlib
 import dataclasses
 import errno
 import math
@@ -18,6 +20,20 @@ from vision_longhorn.command_line.signals import end_commands, note_launcher
 from vision_longhorn.errors import UserError, nearest, one_line
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
+# How a letter is printed that an output's encoding lacks: a byte of a file's name as it is, others as \u65e5
+SHOWN = "vision_longhorn_shown"
+STRICT = ("strict", "surrogateescape")  # Python's own ways, which stop there
+
+
+def _show(error: UnicodeError) -> tuple[str | bytes, int]:
+    if isinstance(error, UnicodeEncodeError):
+        error.end = error.start + 1  # one letter after the other
+        with contextlib.suppress(UnicodeEncodeError):
+            return codecs.lookup_error("surrogateescape")(error)
+    return codecs.lookup_error("backslashreplace")(error)
+
+
+codecs.register_error(SHOWN, _show)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +84,8 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(line_buffering=True)  # in a file, too, where else it would come late or never
+        # In a file, too, where else lines would come late or never. A terminal need not know all letters of a path.
+        sys.stdout.reconfigure(line_buffering=True, errors=SHOWN if sys.stdout.errors in STRICT else None)
     lost = False
     try:
         main()
@@ -143,6 +160,10 @@ class Parser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
+        for number, word in enumerate(words):
+            if not word or re.fullmatch("--[^=]+=", word):  # most often a variable of a shell that is not set
+                before = word[:-1] or (words[number - 1] if number else self.prog)
+                self.error(f"{before} is followed by an empty word: give a value, or leave it out")
         found, unknown = self.parse_known_args(words, namespace)
         if unknown and unknown[0].startswith("--"):
             key = unknown[0].partition("=")[0]

@@ -322,7 +322,7 @@ def _arm(
         if not any("warmup_epochs" in (part.get("overrides") or {}) for part in (spec, own, variant)):
             shorten_warmup(values)
         checked = Config(**values)
-        faults = checked.faults_of_schedule()
+        faults = checked.faults()
         if faults:
             raise UserError(faults[0])
     except UserError as error:

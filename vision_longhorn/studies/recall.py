@@ -26,6 +26,7 @@ from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input
+from vision_longhorn.model_arguments import check_values
 from vision_longhorn.studies.mqar import RecallModel, Sequences, draw_sequences
 from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.training.config import read_yaml
@@ -49,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def build_model(cfg: RecallConfig) -> RecallModel:
     """The model of a run, on the CPU. Raises UserError where the mixer refuses its options."""
     with bad_input(f"mixer={cfg.mixer} with model_kwargs={cfg.model_kwargs}"):
+        check_values(cfg.model_kwargs)
         return RecallModel(cfg.vocab_size, cfg.length, cfg.width, cfg.depth, cfg.mixer, **cfg.model_kwargs)
 
 

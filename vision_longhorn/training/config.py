@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import types
 import typing
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import vision_longhorn
 from vision_longhorn.command_line.parser import Parser, Range
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest, one_line
+from vision_longhorn.model_arguments import check_names
 
 _HERE = Path(vision_longhorn.__file__).resolve().parent  # installed, the configs are in the package, else beside it
 CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
@@ -43,6 +45,14 @@ SAME_BITS = (
     "keep_in_memory",
     "save_states",
 )  # fields, and arguments of models, of how fast, not what comes out
+_NUMBER = r"\d+(\.\d+)?"
+# timm's strings: it leaves out without a word what it does not know of them
+POLICIES = "|".join((
+    "cifar10",
+    rf"(original|originalr|v0|v0r|3a)(-mstd{_NUMBER})?",
+    rf"rand(-([mn]\d+|mmax\d+|inc[01]|p{_NUMBER}|mstd{_NUMBER}|t[a-z0-9_]+))*",
+    rf"augmix(-([mwdb]\d+|a{_NUMBER}|mstd{_NUMBER}))*",
+))  # fmt: skip
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
 
 
@@ -302,6 +312,7 @@ class Config(Settings):
             low, high = getattr(self, key)
             if low > high:
                 raise UserError(f"{key} is {low} {high}: give the smaller number first")
+        check_names(self.model_kwargs, {"drop_path_rate": "--drop-path", "pretrained": "--init FILE"})
         if self.fsdp and self.opt not in SHARDED:
             raise UserError(f"opt is {self.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
         if self.batch_size % 2 and (self.mixup or self.cutmix):
@@ -311,9 +322,14 @@ class Config(Settings):
         """Whether a run with these results of epochs has nothing left to do."""
         return len(history) >= self.epochs
 
-    def faults_of_schedule(self) -> list[str]:
+    def faults(self) -> list[str]:
         """What a new run is refused for, and one that goes on was begun with: a list of lines."""
         faults = []
+        if self.auto_augment and not re.fullmatch(POLICIES, self.auto_augment):
+            faults.append(
+                f"auto_augment is {self.auto_augment!r}: give none, cifar10, a policy of timm (original, originalr, "
+                "v0, v0r, 3a), or its rand or augmix with settings such as rand-m9-n2-mstd0.5-inc1 and augmix-m3-w3"
+            )
         if self.warmup_epochs >= self.epochs:
             faults.append(
                 f"warmup_epochs is {self.warmup_epochs:g} in a run of {self.epochs} epochs, which would not "
@@ -397,7 +413,7 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
         notes.append(
             f"with crop_padding {' and '.join(unused)} change{'s' * (len(unused) == 1)} nothing: crops have one size"
         )
-    faults = config.faults_of_schedule()
+    faults = config.faults()
     if faults and "resume" not in given:
         raise UserError(faults[0])
     config.notes = notes + faults

@@ -30,7 +30,7 @@ from vision_longhorn.data.augment import Finish
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
-from vision_longhorn.errors import UserError, bad_input
+from vision_longhorn.errors import UserError, bad_input, one_line
 from vision_longhorn.evaluation.class_names import difference
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
@@ -259,11 +259,26 @@ def peak_rate(cfg: Config, global_batch: int, resuming: bool, say: Say) -> float
 
 def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
     """timm's optimiser, fused where that lets the device skip an update by itself."""
+    fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
+    options: dict[str, Any] = dict(lr=peak_lr, weight_decay=cfg.weight_decay, **fused)
     with bad_input(f"opt={cfg.opt}"):
-        fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
-        return create_optimizer_v2(
-            model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **fused
-        )
+        _try_out(cfg.opt, options, next(model.parameters()).device)
+        return create_optimizer_v2(model, cfg.opt, layer_decay=cfg.layer_decay, **options)
+
+
+def _try_out(name: str, options: dict[str, Any], device: torch.device) -> None:
+    """Raises what an optimiser raises at an update of plain gradients, before a run has anything to lose. Some want
+    more, second derivatives for one."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        layer = nn.Linear(2, 2, device=device)
+        optimizer = create_optimizer_v2(layer, name, **options)
+        layer(torch.ones(1, 2, device=device)).sum().backward()
+        try:
+            optimizer.step()
+        except Exception as error:
+            raise UserError(
+                f"it makes no update of plain gradients ({one_line(error)}); give another, such as adamw or lamb"
+            ) from error
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:

@@ -1,0 +1,62 @@
+"""What of `--model-kwargs` is refused before a model is made of it: values that no model takes, and names of others."""
+
+from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
+
+from vision_longhorn.command_line.parser import Range
+from vision_longhorn.errors import UserError
+
+COUNT = Range(1, kind=int)
+RATE = Range(0, below=1)
+# Arguments of the models here that those of timm share or do not have. One for each stage of a model may be a list.
+NUMBERS = {
+    **dict.fromkeys(("depth", "embed_dim", "num_heads", "in_chans", "d_state", "d_conv", "dt_rank"), COUNT),
+    **dict.fromkeys(("drop_rate", "pos_drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"), RATE),
+    **dict.fromkeys(("expand", "mlp_ratio", "norm_eps"), Range(above=0)),
+    "num_classes": Range(0, kind=int),
+}
+SIZES = ("img_size", "patch_size", "patch_stride")
+FLAGS = ("dynamic_img_size", "dynamic_img_pad", "residual_in_fp32", "save_states", "A_per_token")
+# What a command says of a model by itself, and where
+ELSEWHERE = {
+    "num_classes": "--num-classes",
+    "device": "--device",
+    "dtype": "--precision",
+    "checkpoint_path": "the checkpoint in its own place",
+    "features_only": "a model with classes",
+    **dict.fromkeys(("name", "model_name", "arch"), "--model"),
+    **dict.fromkeys(("self", "path", "checkpoint", "ema", "pretrained_cfg_overlay"), "arguments of the model"),
+}
+
+
+def check_names(kwargs: Mapping[str, Any], options: Mapping[str, str]) -> None:
+    """Raises UserError for an argument that a command gives to the model by itself.
+
+    Args:
+        kwargs: Arguments of a model.
+        options: What to give instead of each, where it is not as in ELSEWHERE; "": it may be given.
+    """
+    for key in kwargs:
+        if instead := {**ELSEWHERE, **options}.get(key):
+            raise UserError(f"model_kwargs has {key}: leave it out and give {instead}")
+
+
+def check_values(kwargs: Mapping[str, Any]) -> None:
+    """Raises UserError for a number, size or switch that is none; other arguments are left to the model."""
+    for key, value in kwargs.items():
+        if value is None:
+            continue
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if key in SIZES and not (all(_is_in(COUNT, item) for item in items) and (items != value or len(items) == 2)):
+            raise UserError(f"{key} is {value!r}: give {COUNT}, or two of them, [height, width]")
+        allowed = NUMBERS.get(key)
+        if allowed and not all(isinstance(item, (list, tuple)) or _is_in(allowed, item) for item in items):
+            raise UserError(f"{key} is {value!r}: give {allowed}")
+        if key in FLAGS and value not in (True, False):
+            raise UserError(f"{key} is {value!r}: give true or false")
+
+
+def _is_in(allowed: Range, value: Any) -> bool:
+    kind = Integral if allowed.kind is int else Real
+    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 1 << 31 and value in allowed
