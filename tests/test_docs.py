@@ -36,6 +36,8 @@ FOREIGN_NAMES = {
     "deit_tiny_patch16_224",                # timm's, beside ours in a table
     "test_model_load_pretrained",           # a test of timm's
     "AutoModelForImageClassification", "from_pretrained",  # transformers'
+    "target_parameters", "GradCAM", "reshape_transform", "to_map",  # peft's, pytorch-grad-cam's, the reader's
+    "MyMixer",                              # the reader's
     "to_empty", "GradScaler",               # torch's
     "parse_device_str",                     # torch's, in C++
     "TritonGPUCoalesce",                    # a pass of Triton's compiler
@@ -99,7 +101,17 @@ FOREIGN_OPTIONS = {
         "--signal",
         "--time",
     },
-    "timm": {"--data-dir", "--device-modules", "--img-size", "--kd-model-name", "--opt"},
+    "timm": {
+        "--data-dir",
+        "--device-modules",
+        "--gp",
+        "--img-size",
+        "--kd-model-name",
+        "--opt",
+        "--mean",
+        "--std",
+        "--use-ema",
+    },
     "ncu": {"--clock-control", "--section"},
     "others": {"--check", "--index-url", "--junitxml", "--logdir"},  # ruff, pip, pytest, tensorboard
 }  # fmt: skip
@@ -314,6 +326,7 @@ NOT_RUN = {
     'create_model("vim_small", pretrained=True)': "the network",
     "push_to_hf_hub(": "the network",
     "plot_maps(": "the network",
+    "get_peft_model(": "peft, which is no dependency",
 }
 
 

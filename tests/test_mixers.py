@@ -1,13 +1,19 @@
 """Mixers beside the scans, and what all have in common as the parts of a block."""
 
+from functools import partial
+
 import pytest
 import timm
 import torch
+from timm.optim import create_optimizer_v2
+from torch import nn
+from torch.nn.utils import parametrize
 from vision_longhorn.kernels.rules import NAMES
 
 from vision_longhorn.errors import UserError
+from vision_longhorn.hub import model_card
 from vision_longhorn.maps import token_maps
-from vision_longhorn.models.mixers import MIXERS, create_mixer
+from vision_longhorn.models.mixers import MIXERS, BidirectionalMixer, create_mixer
 
 CAUSAL = [
     ("attention", dict(causal=True)),
@@ -131,6 +137,131 @@ def test_options_that_a_mixer_has_not_are_named(options, words):
     with pytest.raises((TypeError, ValueError)) as error:
         small_model(**options)
     assert words in str(error.value) and "\n" not in str(error.value)
+
+
+class Own(nn.Module):
+    """A mixer with nothing beside `forward`."""
+
+    def __init__(self, dim, taps=3):
+        super().__init__()
+        self.taps, self.conv = taps, nn.Conv1d(dim, dim, taps, padding="same", groups=dim)
+
+    def forward(self, x):
+        return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_a_mixer_of_ones_own(tmp_path, monkeypatch):
+    model = small_model(mixer=Own, taps=5, scan_order="rows_columns", grid_conv=3)
+    assert [block.mixer.taps for block in model.blocks] == [5, 5]
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+    assert model.blocks[1].mixer.conv.weight.grad.abs().sum() > 0
+    create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.1)
+    before = model.blocks[0].mixer.conv.weight.clone()
+    model.init_weights()
+    assert not torch.equal(model.blocks[0].mixer.conv.weight, before)
+    assert model_card(model, "local-dir:x")["details"]["Mixer"] == "Own, 2 blocks"
+    with pytest.raises(UserError, match=r"\(Own\) keeps no state"):
+        token_maps(model, torch.randn(1, 3, 32, 32))
+    monkeypatch.setitem(MIXERS, "own", Own)  # what configurations can name
+    named = small_model(mixer="own", taps=5, scan_order="rows_columns", grid_conv=3)
+    named.load_state_dict(model.state_dict())
+
+
+def test_what_makes_a_mixer_gets_what_it_takes():
+    """A partial of ours, a function of the width, one that takes everything; on the device and in the dtype asked."""
+    seen = []
+
+    def everything(dim, **given):
+        seen.append(given)
+        return nn.Identity()
+
+    exact = small_model(mixer=partial(BidirectionalMixer, rule="exact"), wiring="alternate")
+    assert [(block.mixer.rule, block.mixer.reversed) for block in exact.blocks] == [("exact", False), ("exact", True)]
+    small_model(mixer=everything, anything=1)
+    assert [given["index"] for given in seen] == [0, 1]
+    assert seen[0].items() >= dict(residual_layers=2, eps=1e-5, device=None, dtype=None, anything=1).items()
+    model = small_model(mixer=lambda dim: nn.Linear(dim, dim), dtype=torch.float64, device="meta")
+    weight = model.blocks[0].mixer.weight
+    assert weight.dtype == torch.float64 and weight.device.type == "meta"
+
+
+@pytest.mark.parametrize(
+    "options,words",
+    [
+        (
+            dict(mixer=Own, tap=3),
+            "'tap', the nearest known one is 'taps'; beside the model's own, mixer=Own takes taps",
+        ),
+        (dict(mixer=lambda dim: nn.Identity(), taps=3), "takes none"),
+        (
+            dict(mixer=nn.Identity()),
+            "mixer is a module already (Identity), and each block wants its own: give the class",
+        ),
+        (dict(mixer=lambda dim: dim), "makes no module (int): give a class"),
+        (dict(mixer=3), "mixer=3 is not known"),
+    ],
+)
+def test_what_is_no_mixer_is_named(options, words):
+    with pytest.raises((TypeError, ValueError)) as error:
+        small_model(**options)
+    assert words in str(error.value)
+
+
+def test_parameters_that_nothing_initialises_are_an_error():
+    class Scale(nn.Module):
+        def __init__(self, dim):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(dim))
+
+        def forward(self, x):
+            return x * self.scale
+
+    with pytest.raises(TypeError, match=r"Scale has parameters and no reset_parameters"):
+        small_model(mixer=Scale).init_weights()
+
+
+class Low(nn.Module):
+    """An adapter of low rank for each direction, which a parameter of the mixer gets as peft does it."""
+
+    def __init__(self, value, rank=2):
+        super().__init__()
+        self.down = nn.Parameter(torch.randn(len(value), rank, value.shape[2]))
+        self.up = nn.Parameter(torch.randn(len(value), value.shape[1], rank) * 0.1)
+
+    def forward(self, value):
+        return value + self.up @ self.down
+
+
+class Wrapper(nn.Module):
+    """What peft puts in the place of a module whose parameters it adapts."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, *given):
+        return self.base_layer(*given)
+
+
+def test_adapters_of_low_rank_reach_every_matrix():
+    model, images = small_model().eval(), torch.randn(2, 3, 32, 32)
+    plain = model(images)
+    for block in model.blocks:
+        for name in ("x_proj", "dt_proj"):
+            parametrize.register_parametrization(block.mixer, name, Low(getattr(block.mixer, name)))
+        block.mixer = Wrapper(block.mixer)
+    adapted = model(images)
+    assert not torch.allclose(adapted, plain)
+    adapted.square().sum().backward()
+    adapters = [value for name, value in model.named_parameters() if name.endswith((".up", ".down"))]
+    assert len(adapters) == 8 and all(value.grad.abs().sum() > 0 for value in adapters)
+    create_optimizer_v2(model, "adamw", lr=1e-3, weight_decay=0.1)
+
+
+def test_the_mixer_stands_alone():
+    """Of any length, on its own, in a stack of somebody else's."""
+    stack = nn.Sequential(nn.RMSNorm(24), BidirectionalMixer(24), nn.Linear(24, 5))
+    assert [stack(torch.randn(2, length, 24)).shape for length in (1, 7)] == [(2, 1, 5), (2, 7, 5)]
 
 
 def test_attention_has_no_maps():

@@ -15,8 +15,8 @@ from plain_model import plain_model
 from safetensors.torch import load_file, save_file
 from scan_cases import relative_rms
 from test_official_vim import official_weights, set_directly
-from timm.data import resolve_data_config
-from timm.models import save_for_hf
+from timm.data import resolve_data_config, resolve_input_data_config
+from timm.models import resolve_model_input_args, save_for_hf
 
 from vision_longhorn import VisionLonghorn, export, hub, maps
 from vision_longhorn import eval as eval_command
@@ -83,6 +83,27 @@ def test_checkpoint_of_the_trainer_and_its_raw_weights(run, tmp_path):
     model = timm.create_model("vlonghorn_test", **options)
     timm.models.load_checkpoint(model, str(path), use_ema=False)
     assert same(model, raw)
+
+
+def as_validate_does(model, checkpoint="", use_ema=False, **given):
+    """What timm's validate.py makes of its command line: a model, and how it sees images."""
+    arguments = dict(pretrained=not checkpoint, num_classes=None, global_pool=None, scriptable=False) | given
+    made = timm.create_model(**resolve_model_input_args(model, {}, **arguments))
+    if checkpoint:
+        timm.models.load_checkpoint(made, checkpoint, use_ema)
+    return made, resolve_input_data_config(made, {}, use_test_size=True)
+
+
+def test_validate_of_timm_takes_a_run_and_its_folder(run, tmp_path):
+    path, raw, averaged = run
+    for use_ema, right in ((True, averaged), (False, raw)):
+        made, _ = as_validate_does("vlonghorn_test", str(path), use_ema, num_classes=3, **SIZES)
+        assert same(made, right)
+    hub.main([str(path), str(tmp_path / "folder")])
+    made, settings = as_validate_does(f"local-dir:{tmp_path / 'folder'}")
+    assert same(made, averaged) and made.num_classes == 3
+    assert tuple(settings["input_size"]) == (3, 16, 24) and settings["crop_pct"] == 1.0
+    assert list(settings["mean"]) == [0.3] * 3 and list(settings["std"]) == [0.4] * 3
 
 
 def test_safetensors(tmp_path):

@@ -54,6 +54,7 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
         source: what loads it: "hf-hub:USER/MODEL" or "local-dir:FOLDER".
         checkpoint: the dict of the run that it comes from; None for a model that no run of this trainer made.
     """
+    from vision_longhorn.models.mixers import describe_mixer
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
     cfg = model.pretrained_cfg
@@ -67,7 +68,7 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
         "Classes": model.num_classes,
     }
     if ours:
-        details["Mixer"] = f"{model.blocks[0].mixer.describe()}, {len(model.blocks)} blocks"
+        details["Mixer"] = f"{describe_mixer(model.blocks[0].mixer)}, {len(model.blocks)} blocks"
     if checkpoint is not None:
         values = checkpoint["config"]
         details["Training data"] = _public(values["data"])

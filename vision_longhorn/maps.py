@@ -64,6 +64,7 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     """
     import torch
 
+    from vision_longhorn.models.mixers import describe_mixer
     from vision_longhorn.models.tokens import class_index, turn_patches
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
@@ -76,7 +77,7 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     stateless = next((mixer for mixer in mixers if not hasattr(mixer, "forgetting_and_write")), None)
     if stateless is not None:
         raise UserError(
-            f"the mixer of this model ({stateless.describe()}) keeps no state that could forget: give a "
+            f"the mixer of this model ({describe_mixer(stateless)}) keeps no state that could forget: give a "
             "model with a scan"
         )
     found: list[Tensor] = []
@@ -103,7 +104,7 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
         i = class_index(model.class_token, rows * columns)
         of_class = both[..., i]
         both = torch.cat([both[..., :i], both[..., i + 1 :]], -1)
-    return TokenMaps(*both.unflatten(-1, (rows, columns)), *of_class, tuple(map(_arrows, model.blocks)))
+    return TokenMaps._make((*both.unflatten(-1, (rows, columns)), *of_class, tuple(map(_arrows, model.blocks))))
 
 
 def _arrows(block: Any) -> str:

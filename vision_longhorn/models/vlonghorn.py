@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.grid_conv import GridConv
-from vision_longhorn.models.mixers import check_options, create_mixer
+from vision_longhorn.models.mixers import Mixer, check_options, create_mixer, reset_mixer
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
 from vision_longhorn.models.tokens import join_class, split_class, turn_patches
 from vision_longhorn.models.vim_weights import fit_features, rename_official, unwrap
@@ -55,7 +55,7 @@ class Block(nn.Module):
         dim: width of the tokens.
         drop_path: probability of leaving the block out for a sample.
         eps: of the norm.
-        mixer: name of the mixer, see `vision_longhorn.models.mixers`.
+        mixer: name of the mixer, or what makes it, see `vision_longhorn.models.mixers`.
         reads_columns: take the patches column by column, where the tokens are the rows one after the other.
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         class_token: its place among the tokens, for both of these.
@@ -67,7 +67,7 @@ class Block(nn.Module):
         dim: int,
         drop_path: float = 0.0,
         eps: float = 1e-5,
-        mixer: str = "longhorn",
+        mixer: Mixer = "longhorn",
         reads_columns: bool = False,
         class_token: str = "middle",
         grid_conv: int = 0,
@@ -152,7 +152,7 @@ class VisionLonghorn(nn.Module):
         global_pool: "token" (the class token's output), "avg" or "max" over the patches, or "" for all tokens.
         embed_dim: width of the tokens.
         depth: number of blocks.
-        mixer: what mixes the tokens of a block, see `vision_longhorn.models.mixers`.
+        mixer: what mixes the tokens of a block, by name, or a class of your own, see `vision_longhorn.models.mixers`.
         class_token: its place in the sequence, "middle", "first", "last", or "none".
         scan_order: "rows", or "rows_columns": the blocks read the patches row by row and column by column in turn (with
             wiring="alternate" two and two, so that four blocks have read them in all four directions).
@@ -183,7 +183,7 @@ class VisionLonghorn(nn.Module):
         global_pool: str = "token",
         embed_dim: int = 192,
         depth: int = 24,
-        mixer: str = "longhorn",
+        mixer: Mixer = "longhorn",
         class_token: str = "middle",
         drop_rate: float = 0.0,
         pos_drop_rate: float = 0.0,
@@ -274,7 +274,7 @@ class VisionLonghorn(nn.Module):
             mixers = {block.mixer for block in self.blocks}
             for module in self.modules():
                 if module in mixers or isinstance(module, (nn.RMSNorm, GridConv)):
-                    cast(Any, module).reset_parameters()
+                    reset_mixer(module)
         lecun_normal_(self.patch_embed.proj.weight)
         nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
         trunc_normal_(self.pos_embed, std=0.02)
@@ -290,7 +290,8 @@ class VisionLonghorn(nn.Module):
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Names, with wildcards, that timm's optimiser factory must not decay (it spares 1-D parameters by itself)."""
-        names = {name for block in self.blocks for name in cast(Any, block.mixer).NO_WEIGHT_DECAY}
+        # Of all modules, as a mixer may have been wrapped in another since.
+        names = {name for module in self.blocks.modules() for name in getattr(module, "NO_WEIGHT_DECAY", ())}
         return {"pos_embed", "cls_token", *(f"*.mixer.{name}" for name in names)}
 
     @torch.jit.ignore

@@ -1,19 +1,19 @@
-"""What stands in a block where a transformer has attention: any module from (B, L, dim) to (B, L, dim), by name.
+"""What stands in a block where a transformer has attention: any module from (B, L, dim) to (B, L, dim), by name or as
+it is.
 
-A mixer is called with the width of the tokens and the keyword arguments `residual_layers` (blocks whose outputs add
-up), `eps` (of norms), `device` and `dtype`, and, if it takes it, `index` (of its block, from 0); whatever else it takes
-are its options. Besides `forward` it has
+A mixer is a class or function that is called with the width of the tokens, and with those of these keyword arguments
+that it takes: `residual_layers` (blocks whose outputs add up), `eps` (of norms), `device`, `dtype` and `index` (of its
+block, from 0). Whatever else it takes are its options. Beside `forward`, what it makes may have
 
-- `reset_parameters()`,
+- `reset_parameters()`; without it, that of its parts is called,
 - `NO_WEIGHT_DECAY`, names of parameters that no optimiser should decay,
 - `describe()`, a few words for a model card,
-
-and, if it keeps a state that `vision_longhorn.maps` can show, `forgetting_and_write(h)`.
+- `forgetting_and_write(h)`, if it keeps a state that `vision_longhorn.maps` can show.
 """
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import nn
 
@@ -22,47 +22,106 @@ from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers.attention import GatedAttention
 from vision_longhorn.models.mixers.state_space import BidirectionalMixer, mamba
 
+Mixer: TypeAlias = str | Callable[..., nn.Module]  # a name below, or what makes the module
+
 MIXERS: dict[str, Callable[..., nn.Module]] = {
     "longhorn": BidirectionalMixer,
     "mamba": mamba,
     "attention": GatedAttention,
 }
+GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # what every mixer may take
 
 
-def check_options(name: str, options: Iterable[str], models_own: Iterable[str] = ()) -> None:
-    """Raises where the mixer called `name` does not take these options.
+def find_mixer(mixer: Mixer) -> Callable[..., nn.Module]:
+    """What makes the mixer: that of this name, or `mixer` itself.
+
+    Raises:
+        ValueError: there is no such mixer.
+        TypeError: it is a module already.
+    """
+    if isinstance(mixer, nn.Module):
+        raise TypeError(
+            f"mixer is a module already ({type(mixer).__name__}), and each block wants its own: give the class, or a "
+            "function of the width that makes one"
+        )
+    if callable(mixer):
+        return mixer
+    check_option("mixer", mixer, tuple(MIXERS))
+    return MIXERS[mixer]
+
+
+def _parameters(mixer: Mixer) -> tuple[list[str], bool]:
+    """Names of the keyword arguments that a mixer takes, and whether it takes any other, too."""
+    _, *taken = inspect.signature(find_mixer(mixer)).parameters.values()  # the first is the width
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in taken if one.kind not in kinds], bool(taken) and taken[-1].kind == kinds[1]
+
+
+def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str] = ()) -> None:
+    """Raises where a mixer does not take these options.
 
     Args:
-        name: Of the mixer.
+        mixer: Its name, or what makes it.
         options: Names of arguments.
         models_own: Those that the model itself takes, which one of them may have been meant for.
 
     Raises:
         ValueError: there is no such mixer.
-        TypeError: it has no such option.
+        TypeError: it has no such option, or is a module already.
     """
-    check_option("mixer", name, tuple(MIXERS))
-    taken = inspect.signature(MIXERS[name]).parameters
-    unknown = next((option for option in options if option not in taken), None)
+    taken, takes_any = _parameters(mixer)
+    unknown = None if takes_any else next((option for option in options if option not in taken), None)
     if unknown is not None:
-        given = ("dim", "residual_layers", "eps", "device", "dtype", "index")
-        own = [option for option in taken if option not in given]
+        own = [option for option in taken if option not in GIVEN]
         near = nearest(unknown, (*own, *models_own))
         hint = f", the nearest known one is '{near[0]}'" if near else ""
+        name = repr(mixer) if isinstance(mixer, str) else getattr(mixer, "__name__", type(mixer).__name__)
         raise TypeError(
-            f"got an unexpected keyword argument '{unknown}'{hint}; beside the model's own, mixer={name!r} takes "
-            f"{', '.join(own)}"
+            f"got an unexpected keyword argument '{unknown}'{hint}; beside the model's own, mixer={name} takes "
+            f"{', '.join(own) or 'none'}"
         )
 
 
-def create_mixer(name: str, dim: int, index: int = 0, **options: Any) -> nn.Module:
-    """The mixer called `name`, of the block with this index.
+def create_mixer(mixer: Mixer, dim: int, **options: Any) -> nn.Module:
+    """The mixer of a block.
+
+    Args:
+        mixer: Its name, or what makes it.
+        dim: Width of the tokens.
+        **options: What every mixer is given, and the options of this one.
 
     Raises:
-        ValueError: there is none, or an option has a value that it does not know.
-        TypeError: it has no such option.
+        ValueError: there is none of this name, or an option has a value that it does not know.
+        TypeError: it has no such option, or does not give a module.
     """
-    check_options(name, options)
-    if "index" in inspect.signature(MIXERS[name]).parameters:
-        options["index"] = index
-    return MIXERS[name](dim, **options)
+    check_options(mixer, [option for option in options if option not in GIVEN])
+    taken, takes_any = _parameters(mixer)
+    made = find_mixer(mixer)(dim, **{key: options[key] for key in options if takes_any or key in taken})
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            f"mixer={mixer!r} makes no module ({type(made).__name__}): give a class, or a function of the width"
+        )
+    if not takes_any:
+        place: dict[str, Any] = {key: options.get(key) for key in ("device", "dtype") if key not in taken}
+        made.to(**place)
+    return made
+
+
+def reset_mixer(mixer: Any) -> None:
+    """Initialises a mixer anew, in place.
+
+    Raises:
+        TypeError: it has parameters, and no `reset_parameters`.
+    """
+    if hasattr(mixer, "reset_parameters"):
+        mixer.reset_parameters()
+        return
+    if next(mixer.parameters(recurse=False), None) is not None:
+        raise TypeError(f"{type(mixer).__name__} has parameters and no reset_parameters(), which initialises them")
+    for part in mixer.children():
+        reset_mixer(part)
+
+
+def describe_mixer(mixer: Any) -> str:
+    """A mixer in a few words, for people."""
+    return str(mixer.describe()) if hasattr(mixer, "describe") else type(mixer).__name__
