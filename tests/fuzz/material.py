@@ -104,7 +104,7 @@ def make_material(folder: Path) -> Path:
     train(folder, "other", "vehicles")
     begun = shutil.copytree(folder / "run", folder / "begun")
     for path in begun.glob("*"):
-        if path.name not in ("config.yaml", "env.json", "update-0000003.pt", "update-0000002.pt"):
+        if path.name not in ("config.yaml", "env.json", "run.lock", "update-0000003.pt", "update-0000002.pt"):
             path.unlink()
     shutil.copyfile(begun / "update-0000003.pt", begun / "last.pt")
     tool(folder, "eval", "run", *EVAL, "--out", "eval.json", "--predictions", "eval.csv")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,7 @@ def _checkpoints() -> Iterator[Case]:
             f"damage/train-resume-{number}",
             "train",
             resume(how),
-            Expect(fails=WHOLE, check=same_end, own=("begun/*",)),
+            Expect(fails=WHOLE, check=same_end, own=("begun/*",), leaves=("begun/*",)),
         )
 
 
@@ -105,16 +106,15 @@ def _other_files() -> Iterator[Case]:
         place.notes["how"] = damage(place / "model.onnx", place.rng)
 
         def load() -> None:
-            from vision_longhorn.command_line.parser import run_cli
             from vision_longhorn.export import largest_error, load_onnx
             from vision_longhorn.runs import load_run
 
-            def compare() -> None:
+            try:
                 run = load_onnx("model.onnx")
                 error = largest_error(load_run(place.material / "run")[0].eval(), run)
-                require(error < 1e-3, f"its outputs are others, by {error:.1e}")
-
-            run_cli(compare)
+            except Exception as refused:  # onnxruntime's, or this package's
+                sys.exit(f"error: {type(refused).__name__}")
+            require(error < 1e-3, f"its outputs are others, by {error:.1e}")
 
         return load
 

@@ -72,7 +72,7 @@ def _modules() -> Iterator[Case]:
     for word, module in modules.items():
         expect = Expect(0, says=(rf"usage: \S*(python -m {module}|vision-longhorn {word}|{word})",))
         yield Case(f"modules/{word}-help", word, as_module(module, lambda place: ["--help"]), expect)
-        expect = Expect(1, fails=("--nosuch-option|required|nosuch",))
+        expect = Expect(1, fails=("--nosuch-option|required|nosuch|invalid choice",))
         yield Case(f"modules/{word}-wrong", word, as_module(module, lambda place: ["--nosuch-option", "x"]), expect)
         make = as_module("vision_longhorn", lambda place, word=word: [word, "--help"])
         yield Case(f"modules/package-{word}-help", word, make, Expect(0, says=("usage: ",)))
