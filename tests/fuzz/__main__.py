@@ -90,8 +90,9 @@ def run_cases(cases: list[Case], args: argparse.Namespace, folder: Path) -> int:
             pool.terminate()
             return 130
     if snapshot(material) != shared:
-        faults["material"] = ["a case has changed what all share"]
-        print("\nFAILED: a case has changed what all cases share")
+        changed = sorted({path for path, _ in shared.items() ^ snapshot(material).items()})
+        faults["material"] = [f"a case has changed {', '.join(changed)}, which all share"]
+        print(f"\nFAILED: {faults['material'][0]}")
     print_table(cases, faults)
     print(f"{len(cases)} cases, {len(faults)} failed, {time.monotonic() - start:.0f} s, seed {args.seed}")
     return 1 if faults else 0

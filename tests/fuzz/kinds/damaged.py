@@ -232,7 +232,7 @@ def _indexes() -> Iterator[Case]:
         "display_names": ("abc", [1, 2, 3], ["a"], [["a"], "b", "c"], 7, {"ash": "Ash"}),
         "splits": ([], {"train": []}, None, 5, {"train": {}}, "train", {"train": None}),
         "shard_lengths": ("floats", "strings", "negative", "true", "nested", "null"),
-        "num_samples": ("18", -18, None, [18], 18.5),
+        "num_samples": ("18", -18, {}, [18], 18.5),
         "filenames": ([1, 2, 3], "abc", [None] * 3, [["train-000000.tar"]] * 3, ["../a.tar"] * 3, ["", "", ""]),
     }  # fmt: skip
     flat = [(key, value) for key, values in wrong.items() for value in values]
