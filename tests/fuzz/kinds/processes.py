@@ -16,6 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import TCPStore
+
 from tests.fuzz.case import PYTHON, TOOLS, Case, Expect, Place, require, snapshot, words_of
 from tests.fuzz.kinds.common import evaluate, is_png, link, predict, same_evaluation, same_predictions, train
 from tests.fuzz.material import EVAL, digest_of
@@ -124,18 +126,23 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def launched(word: str, words: Words, count: int = 2, kill: int | None = None) -> Callable[[], None]:
+def launched(
+    word: str, words: Words, count: int = 2, kill: int | None = None, agent: bool = True
+) -> Callable[[], None]:
     """What a launcher does: starts the processes, and ends the others where one has failed.
 
     Args:
         kill: A process that is killed after a second.
+        agent: Whether the launcher holds the processes' common store, as torchrun and accelerate do. With srun and
+            mpirun the first process does, and takes it away with it.
     """
     line = words_of(words)
 
     def function() -> None:
+        port = _free_port()
         os.environ.update(
-            WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()),
-            ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo",
+            WORLD_SIZE=str(count), LOCAL_WORLD_SIZE=str(count), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+            ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME="lo", TORCHELASTIC_USE_AGENT_STORE=str(agent),
         )  # fmt: skip
         children = {}
         for rank in range(count):
@@ -150,6 +157,7 @@ def launched(word: str, words: Words, count: int = 2, kill: int | None = None) -
                 sys.stdout.flush()
                 os._exit(code)
             children[pid] = rank
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if agent else None
         if kill is not None:
             time.sleep(1)
             os.kill(next(pid for pid, rank in children.items() if rank == kill), signal.SIGKILL)
@@ -163,6 +171,7 @@ def launched(word: str, words: Words, count: int = 2, kill: int | None = None) -
                 time.sleep(0.5)  # as long as a launcher may take to see it
                 for other in children:
                     os.kill(other, signal.SIGTERM)
+        del store
         sys.exit(worst)
 
     return function
@@ -208,9 +217,9 @@ def _ranks() -> Iterator[Case]:
         "cuda": (lambda place: None, ["--device", "cuda"]),
     }
 
-    def made(place: Place, prepare: Callable[[Place], Any], more: Words) -> Callable[[], None]:
+    def made(place: Place, prepare: Callable[[Place], Any], more: Words, agent: bool = True) -> Callable[[], None]:
         prepare(place)
-        return launched("train", train(place, *more))
+        return launched("train", train(place, *more), agent=agent)
 
     def one_error(place: Place, result: Result) -> None:
         errors = {line for line in result.err.splitlines() if line.startswith("error: ")}
@@ -221,6 +230,9 @@ def _ranks() -> Iterator[Case]:
         expect = Expect(1, never=("(?i)gloo", "terminate called", "Connection (closed|reset)"), after=one_error, leaves=("new/*",))
         make = functools.partial(made, prepare=prepare, more=more)
         yield Case(f"ranks/train-{name}", "train", _judged_as_one(make), expect, limit=60)
+        if name in ("bad-label", "wrong-model"):
+            make = functools.partial(made, prepare=prepare, more=more, agent=False)
+            yield Case(f"ranks/train-{name}-without-agent", "train", _judged_as_one(make), expect, limit=60)
 
     def killed(place: Place, rank: int) -> Callable[[], None]:
         return launched("train", train(place, "--epochs", "400"), kill=rank)
@@ -287,7 +299,7 @@ def _launchers() -> Iterator[Case]:
         "nonsense": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "many"},
         "accumulation-one": {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"},
     }
-    quiet = {"no-precision", "cpu", "debug", "device", "project", "accumulation-one"}
+    quiet = {"no-precision", "cpu", "debug", "project", "accumulation-one"}
 
     def made(place: Place, environment: dict[str, str], several: bool) -> Words | Callable[[], None]:
         place.environment.update(environment)

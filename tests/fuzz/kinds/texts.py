@@ -183,7 +183,7 @@ def _docs() -> Iterator[Case]:
 
     def commands_of(path: str) -> None:
         """Options that the docs' command lines have are options of the tools."""
-        from tests.fuzz.lines import options_of, parser_of, subcommands_of
+        from tests.fuzz.lines import parser_of, subcommands_of
 
         text = (ROOT / path).read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(r"^\s*(?:\$ )?(?:vision-longhorn|python -m vision_longhorn\.?) ?(\w+[^\n#|]*)", text, flags=re.M):
@@ -195,7 +195,6 @@ def _docs() -> Iterator[Case]:
             for option in re.findall(r"(?<=\s)--[\w-]+", line):
                 name = option.replace("_", "-")
                 require(name in known or name == "--version", f"{path}: {word} has no {option}")
-            del options_of
 
     for path in ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         yield Case(f"docs/commands-{Path(path).stem}", PYTHON, lambda place, path=path: functools.partial(commands_of, path), Expect(0))
