@@ -63,6 +63,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="cases side by side [2]")
     parser.add_argument("--list", action="store_true", help="show the cases and run none")
     parser.add_argument("--keep", metavar="FOLDER", help="a new folder for the cases, where those that fail stay")
+    parser.add_argument("--verbose", action="store_true", help="show what cases printed that passed, too")
     parser.add_argument("--patience", type=float, default=2.0, help="factor of each case's time, for slow machines [2]")
     return parser.parse_args()
 
@@ -79,12 +80,14 @@ def run_cases(cases: list[Case], args: argparse.Namespace, folder: Path) -> int:
     _CASES.update({case.name: case for case in cases})
     with multiprocessing.get_context("fork").Pool(args.jobs, initializer=_ignore_interrupt) as pool:
         try:
-            for count, (name, found, line) in enumerate(pool.imap_unordered(_job, [jobs[i] for i in order]), 1):
+            for count, (name, found, line, printed) in enumerate(pool.imap_unordered(_job, [jobs[i] for i in order]), 1):
                 if sys.stderr.isatty():
                     print(f"\r{count} of {len(cases)}, {len(faults)} failed", end="", file=sys.stderr, flush=True)
                 if found:
                     faults[name] = found
-                    print(f"\nFAILED {name}\n    {line}", *(f"    - {fault}" for fault in found), sep="\n")
+                if found or args.verbose:
+                    print(f"\n{'FAILED' if found else 'passed'} {name}\n    {line}")
+                    print(*(f"    - {fault}" for fault in (*found, printed)), sep="\n")
                     print(f"    again: python -m tests.fuzz --seed {args.seed} --only {name}", flush=True)
         except KeyboardInterrupt:
             pool.terminate()
@@ -105,7 +108,7 @@ def _ignore_interrupt() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _job(job: tuple[str, int, Path, Path, float]) -> tuple[str, list[str], str]:
+def _job(job: tuple[str, int, Path, Path, float]) -> tuple[str, list[str], str, str]:
     name, seed, material, folder, patience = job
     place = folder / name.replace("/", "--")
     shutil.rmtree(place, ignore_errors=True)

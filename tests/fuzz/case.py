@@ -130,17 +130,17 @@ def words_of(action: Sequence[str | Path]) -> list[str]:
     return [os.fspath(word) for word in action]
 
 
-def run_case(case: Case, seed: int, material: Path, folder: Path, patience: float = 1.0) -> tuple[list[str], str]:
+def run_case(case: Case, seed: int, material: Path, folder: Path, patience: float = 1.0) -> tuple[list[str], str, str]:
     """Runs a case in a new folder, which is removed if nothing was wrong.
 
     Args:
         patience: Factor of its time.
 
     Returns:
-        What was wrong, a text each; and what was run, for people.
+        What was wrong, a text each; what was run, and the end of what it printed, for people.
     """
     place = Place(folder, material, random.Random(f"{seed} {case.name}"))
-    line = case.tool
+    line, printed = case.tool, ""
     try:
         action = case.make(place)
         if callable(action):
@@ -151,16 +151,15 @@ def run_case(case: Case, seed: int, material: Path, folder: Path, patience: floa
             function = lambda: commands.run(case.tool, words)  # noqa: E731
         before = snapshot(folder)
         result = place.run(function, case.limit * patience)
+        printed = f"exit code {result.code} after {result.seconds:.1f} s; it printed\n{_end_of(result.said)}"
         faults = list(judge(case, place, before, result))
     except Exception:
-        return ["the case itself is wrong:\n" + traceback.format_exc()], line
-    if faults:
-        faults.append(f"exit code {result.code} after {result.seconds:.1f} s; it printed\n" + _end_of(result.said))
-    else:
+        return ["the case itself is wrong:\n" + traceback.format_exc()], line, printed
+    if not faults:
         shutil.rmtree(folder, ignore_errors=True)
         for stream in folder.parent.glob(f"{folder.name}.std*"):
             stream.unlink()
-    return faults, line
+    return faults, line, printed
 
 
 def _end_of(text: str, lines: int = 14) -> str:

@@ -22,6 +22,8 @@ def _base(tool: str, place: Place) -> list[str]:
     """A command line that is right and whose work is short."""
     link(place, "photos", "pictures", "shards")
     place.copy("run")
+    if tool == "shards":
+        place.copy("shards", "mine")
     bases: dict[str, Callable[[], Words]] = {
         "train": lambda: train(place),
         "eval": lambda: ["run", *EVAL, "--data", "shards", "--out", "eval.json"],
@@ -32,8 +34,8 @@ def _base(tool: str, place: Place) -> list[str]:
         "maps": lambda: ["run", "photos/photo0.jpg", "--out", "m.png"],
         "study": lambda: [place.rng.choice(["mixers", "inside"]), "--out", "out", place.rng.choice(["--list", "--dry-run", "--report"])],
         "shards": lambda: place.rng.choice(
-            (["imagefolder", "pictures/val", "out"], ["digits", "out"], ["verify", place.copy("shards", "mine").name],
-             ["index", place.copy("shards", "mine").name], ["imagenet", "-", "photos/photo0.jpg", "photos/photo1.jpg", "out"])
+            (["imagefolder", "pictures/val", "out"], ["digits", "out"], ["verify", "mine"], ["index", "mine"],
+             ["imagenet", "-", "photos/photo0.jpg", "photos/photo1.jpg", "out"])
         ),
     }  # fmt: skip
     return [str(word) for word in bases[tool]()]

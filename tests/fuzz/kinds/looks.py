@@ -226,8 +226,10 @@ def _studies() -> Iterator[Case]:
 
     def spoilt_results(place: Place) -> Words:
         file, content = _merged(place)
-        (place / "earlier.json").write_text(json.dumps(spoil(content, place.rng)))
-        what = place.rng.choice(("--report", "--dry-run", "--list"))
+        part = place.rng.choice(("runs", "arms", "unfinished", "runs", "arms"))
+        content[part] = spoil(content[part], place.rng)
+        (place / "earlier.json").write_text(json.dumps(content))
+        what = place.rng.choice(("--report", "--report", "--dry-run", "--list"))
         return ["pairs", "--file", file.name, "--out", "out", "--merge", "earlier.json", what]
 
     def damaged_results(place: Place) -> Words:
