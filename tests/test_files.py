@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,7 @@ from vision_longhorn import eval as evaluation
 from vision_longhorn.checkpoint import create_model, load_checkpoint, model_from_weights, save_checkpoint, save_run
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import load_onnx
-from vision_longhorn.files import check_output, hash_file, is_as_hashed, written_aside
+from vision_longhorn.files import hash_file, written_aside
 from vision_longhorn.training.folder import RunFolder
 
 STATE = {
@@ -230,14 +231,18 @@ def test_an_earlier_picture_of_the_same_tool_is_replaced(place):
             curves.check_png(out, tool, others)
 
 
-def test_an_earlier_export_is_replaced_where_its_hash_says_so(place):
-    Path("other.onnx").unlink()
-    with written_aside("other.onnx", hashed=True) as aside:
-        aside.write_text("ours")
-    check_output("target", "other.onnx", (".onnx",), is_as_hashed)
-    Path("other.onnx").write_text("someone's")
+@pytest.mark.parametrize("kind", ["onnx", "pt2"])
+def test_an_earlier_export_is_replaced_and_none_of_others(place, kind):
+    def write(operator):
+        with written_aside(f"other.{kind}", hashed=kind == "onnx") as aside, zipfile.ZipFile(aside, "w") as archive:
+            archive.writestr("model/data/aotinductor/model/wrapper.json", f'{{"name": "torch.ops.{operator}.default"}}')
+
+    write("vision_longhorn.mix")
+    with pytest.raises(UserError, match="no checkpoint at nowhere.pt"):  # it would have been replaced
+        export.main(["nowhere.pt", f"other.{kind}"])
+    write("aten.add") if kind == "pt2" else Path("other.onnx").write_text("someone's")
     with pytest.raises(UserError, match="not written by this tool"):
-        check_output("target", "other.onnx", (".onnx",), is_as_hashed)
+        export.main(["nowhere.pt", f"other.{kind}"])
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import copy
 import importlib.util
 import os
 import re
+import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,18 +107,13 @@ def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = No
     Raises:
         UserError: as `export_program`, another ending, or there is no C++ compiler.
     """
-    if Path(path).suffix != ".pt2":
-        raise UserError(f"{path} is no name of a package: let it end in .pt2")
-    with written_aside(path, ending=".pt2", hashed=True) as aside:
-        _write_package(model, aside, batch)
-
-
-def _write_package(model: nn.Module, path: Path, batch: int | None) -> None:
     import torch
 
+    if Path(path).suffix != ".pt2":
+        raise UserError(f"{path} is no name of a package: let it end in .pt2")
     try:
-        with torch.no_grad():
-            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(path))
+        with torch.no_grad(), written_aside(path, ending=".pt2") as aside:
+            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(aside))
     except RuntimeError as error:  # torch wraps its own in one of its own
         if not re.search("InvalidCxxCompiler|CppCompileError", f"{type(error)} {error}"):
             raise
@@ -260,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for package in ("onnx", "onnxscript", "onnxruntime"):
             if importlib.util.find_spec(package) is None:
                 raise _missing(package)
-    check_output("target", args.target, (kind,), is_as_hashed, [args.model])
+    check_output("target", args.target, (kind,), _is_own, [args.model])
     folder = Path(args.target).parent
     if not (folder.is_dir() and os.access(folder, os.W_OK)):
         raise UserError(f"{args.target} cannot be written: {folder} is no folder that you may write to")
@@ -283,12 +279,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (AssertionError, NotImplementedError, RuntimeError) as error:
         raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     try:
-        with written_aside(args.target, ending=kind, hashed=True) as aside:  # until it has been compared
+        with written_aside(args.target, ending=kind, hashed=kind == ".onnx") as aside:  # until it has been compared
             if kind == ".onnx":
                 _write_onnx(model, aside, args.batch)
                 run = load_onnx(aside)
             else:
-                _write_package(model, aside, args.batch)
+                to_package(model, aside, args.batch)
                 run = torch._inductor.aoti_load_package(str(aside))
             difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
             if not difference < MAX_ERROR:
@@ -314,6 +310,18 @@ def _kind(target: str) -> str:
     if suffix not in (".onnx", ".pt2"):
         raise UserError(f"{target} says no format: let it end in .onnx or .pt2, or in / for a folder")
     return suffix
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is an earlier export: an ONNX file by its hash, a package by the operators that it calls."""
+    if path.suffix == ".onnx":
+        return is_as_hashed(path)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            notes = [name for name in archive.namelist() if name.endswith(".json")]
+            return any(b"vision_longhorn" in archive.read(name) for name in notes)
+    except (OSError, zipfile.BadZipFile):
+        return False
 
 
 def _check_options(args: argparse.Namespace, kind: str, is_run: bool) -> None:
