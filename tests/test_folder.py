@@ -211,6 +211,7 @@ def test_classes_may_be_called_as_splits_are(tmp_path):
             open_shards(folder)
         with pytest.raises(DataError, match=f"has {names} with images right in them, which may be splits or classes"):
             maker.main(["imagefolder", str(folder), str(tmp_path / "out")])
+    assert open_shards(tmp_path / "two", "val", train=open_shards(tmp_path / "vehicles")).num_samples == 4
 
 
 @pytest.mark.parametrize(
@@ -333,6 +334,7 @@ def test_shards_in_folders_of_their_splits(tmp_path):
         write_shards(root / folder, [count])
         os.rename(root / folder / "train-000000.tar", root / folder / "0.tar")
     assert open_shards(root, "train", 6).num_samples == 6
+    assert open_shards(root / "test", "test", 4).num_samples == 4
     for split, count in ("train", 6), ("test", 4):  # each with an index of its own
         maker.main(["index", str(root / {"train": "Train"}.get(split, split))])
         assert open_shards(root, split).samples_per_shard == [count]
@@ -341,6 +343,8 @@ def test_shards_in_folders_of_their_splits(tmp_path):
     maker.main(["index", str(root)])
     maker.main(["verify", str(root)])
     assert open_shards(root).samples_per_shard == [6] and open_shards(root, "test").num_samples == 4
+    with pytest.raises(DataError, match="no split 'val'; it has Train, test; name one of these"):
+        open_shards(root, "val")
     with pytest.raises(DataError, match=f"no shards and no folders of images, but shards in {root}/Train"):
         open_shards(tmp_path)
 

@@ -771,7 +771,7 @@ def test_names_alone_tell_the_number_of_classes(tmp_path):
 def test_what_systems_put_into_tars_is_no_sample(tmp_path, beside):
     folder, name = os.path.split(beside)
     names = [f"{name}.jpg", f"._{name}.jpg", ".DS_Store", f"{name}.cls", f"._{name}.cls", f".ck/{name}.jpg"]
-    names += [f"__MACOSX/._{name}.jpg", f"PaxHeaders.12/{name}.jpg"]
+    names += [f"__MACOSX/._{name}.jpg", f"PaxHeaders.12/{name}.jpg", "Thumbs.db"]
     write_tar(tmp_path / "0.tar", [(os.path.join(folder, name), name.encode()) for name in names])
     assert [
         {key: sample[key] for key in sample if key != "__url__"} for sample in read_shard(str(tmp_path / "0.tar"))

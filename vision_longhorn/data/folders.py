@@ -53,8 +53,9 @@ class Splits(NamedTuple):
     left_out: list[str]
 
 
-def find_splits(root: str | os.PathLike[str], split: str = "") -> Splits:
+def find_splits(root: str | os.PathLike[str], split: str = "", class_names: Sequence[str] | None = None) -> Splits:
     """The splits of a folder ROOT/SPLIT/CLASS/IMAGE, whose names are spelt in one of `SPELLINGS`, or mean `split`.
+    Those of `class_names`, where these are known, may be classes with no others beside them.
 
     Raises:
         DataError: if there is no such folder, or whether those in it are splits or classes cannot be told.
@@ -75,7 +76,7 @@ def find_splits(root: str | os.PathLike[str], split: str = "") -> Splits:
             f"{root} has both splits ({', '.join(paths)}) and classes ({', '.join(classes[:3])}) in it; "
             f"name one folder of classes, like {os.path.join(root, next(iter(paths)))}, or part them"
         )
-    if flat and not paths and not classes:
+    if flat and not paths and not classes and not set(flat) <= set(class_names or ()):
         raise DataError(
             f"{root} has {', '.join(flat)} with images right in them, which may be splits or classes; a split holds "
             f"one folder for each class ({os.path.join(root, flat[0], 'CLASS', 'IMAGE.jpg')}), and a class that is "

@@ -228,7 +228,7 @@ def _open_folder(
     shards: Mapping[str, list[str]],
 ) -> ShardSet:
     """The ShardSet of an image folder, beside which there may be `shards` of other splits."""
-    home, folder, (splits, left_out) = spec, spec, find_splits(spec, split)
+    home, folder, (splits, left_out) = spec, spec, find_splits(spec, split, class_names)
     if splits:
         split = _pick(split, splits, spec, left_out)
         folder = splits[split]
@@ -397,8 +397,8 @@ def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
     """Shards of a directory by split name, read from their file names, or from the folders that they lie in.
 
     `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val,
-    `test/0.tar` to test. A folder of a split is looked into where no shard beside it is of that split, and where it
-    holds no folders: else they are classes, and it is one of images.
+    `test/0.tar` to test, also where `directory` is the folder test. A folder of a split is looked into where no shard
+    beside it is of that split, and where it holds no folders: else they are classes, and it is one of images.
 
     Returns:
         dict of split name -> sorted paths
@@ -410,12 +410,13 @@ def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
         raise DataError(f"{directory} is not a folder; check the path")
     splits: dict[str, list[str]] = {}
     inside = scan(directory)
+    own = os.path.basename(os.path.abspath(directory))
     for entry, kind in inside:
         if kind in (HIDDEN, FOLDER) or not _SHARD.search(entry.name):
             continue
         words = [word for word in re.split(r"[-_.]", _SHARD.sub("", entry.name)) if not word.isdigit()]
         known = [word.lower() for word in words if known_split(word)]
-        split = (known or words or ["train"])[-1]
+        split = (known or words or [own if known_split(own) else "train"])[-1]
         splits.setdefault(split, []).append(entry.path)
     for entry, kind in inside:
         if kind == FOLDER and known_split(entry.name) and not any(same_split(entry.name, name) for name in splits):

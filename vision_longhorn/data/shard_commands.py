@@ -16,7 +16,8 @@ from .walk import list_others
 
 
 def _imagefolder(args: Namespace) -> None:
-    paths, left_out = find_splits(args.src)
+    class_names: list[str] | None = (read_index(args.out) or {}).get("class_names")
+    paths, left_out = find_splits(args.src, class_names=class_names)
     if paths and args.split:
         one = paths[(alike(args.split, paths) or list(paths))[0]]
         raise DataError(
@@ -30,7 +31,6 @@ def _imagefolder(args: Namespace) -> None:
         splits[split] = path
     if left_out:
         print(f"left out of {args.src}, as no splits: {'; '.join(left_out)}", file=sys.stderr)
-    class_names: list[str] | None = (read_index(args.out) or {}).get("class_names")
     listed = {}
     # All are listed before anything is written, the one whose classes hold for the others first.
     for split in sorted(splits, key=lambda split: (not same_split(split, "train"), split != "train")):

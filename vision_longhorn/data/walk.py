@@ -9,8 +9,12 @@ from pathlib import Path
 
 from .images import EXTENSIONS, DataError
 
-# Beside what has a dot in front: what macOS, Synology, Linux and tar put beside the files of people.
-_HIDDEN = re.compile(r"(?:^|/)(?:\.(?!\.?(?:/|$))|(?:__MACOSX|@eaDir|lost\+found|PaxHeaders?(?:\.\d+)?)(?:/|$))")
+# What has a dot in front, and what macOS, Windows, Linux, Synology and tar put beside the files of people
+_HIDDEN = re.compile(
+    r"(?:^|/)(?:\.(?!\.?(?:/|$))|(?:__MACOSX|Thumbs\.db|desktop\.ini|\$RECYCLE\.BIN|System Volume Information|"
+    r"lost\+found|@eaDir|PaxHeaders?(?:\.\d+)?)(?:/|$))",
+    re.IGNORECASE,
+)
 FOLDER, FILE, HIDDEN, BROKEN = "a folder", "a file", "hidden", "a link that leads nowhere"
 NO_IMAGE = "no image by its name"
 _ABOVE, _AGAIN = "a link to a folder above it", "a folder that is read elsewhere"
