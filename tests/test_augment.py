@@ -358,6 +358,16 @@ def test_batches_finished_together_are_as_each_alone(re_mode):
     assert any((one == 0).all(1).any() for one in alone) == (re_mode == "const")
 
 
+@pytest.mark.parametrize("interpolation, kinds", [("bicubic", {0}), ("bilinear", {1}), ("random", {0, 1})])
+def test_crops_and_policies_resample_as_the_transform_says(interpolation, kinds):
+    crops, _ = split_transform(timms(interpolation=interpolation, scale=(1, 1), ratio=(1, 1), hflip=0.0))
+    image = tensor_of(photo(8, (70, 70)))
+    views = [crops((image, None)) for _ in range(60)]
+    notes = torch.cat([row[6:].view(-1, 3) for _, row in views]).int().tolist()
+    assert {bilinear for kind, _, bilinear in notes if KINDS[kind] in AFFINE} == kinds
+    assert len({view.numpy().tobytes() for view, _ in views}) == len(kinds)
+
+
 def test_draws_are_all_made_with_the_crop():
     crops, finish = split_transform(timms())
     image, tables, results = tensor_of(photo()), [], []
