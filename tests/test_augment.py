@@ -358,6 +358,27 @@ def test_batches_finished_together_are_as_each_alone(re_mode):
     assert any((one == 0).all(1).any() for one in alone) == (re_mode == "const")
 
 
+@pytest.mark.parametrize("policy", ["rand-m9", "rand-m9-inc1", "v0", "original"])
+def test_each_operation_is_noted_as_the_one_that_timm_would_do(policy):
+    crops, _ = split_transform(timms(auto_augment=policy))
+    noted = {op.name: KINDS[int(op.aug_fn([], 1.0)[0])] for op in crops.policies[0].all_ops}
+    assert len(noted) > 9 and all(NAME_TO_OP[name] is NAME_TO_OP[kind] for name, kind in noted.items())
+
+
+def test_colour_jitter_is_torchvisions():
+    """Each factor for its own operation, in the order drawn."""
+    image = photo(9, (48, 48))
+    for strengths in (0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4), (0.4, 0.4, 0.4):
+        whole = timms(auto_augment=None, color_jitter=strengths, scale=(1, 1), ratio=(1, 1), hflip=0.0, re_prob=0.0)
+        crops, finish = split_transform(whole)
+        for seed in range(6):
+            torch.manual_seed(seed)
+            wanted = whole(image)
+            torch.manual_seed(seed)
+            got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
+            assert (wanted - got).abs().max() < 2.1 / 255 / min(STD)
+
+
 @pytest.mark.parametrize("interpolation, kinds", [("bicubic", {0}), ("bilinear", {1}), ("random", {0, 1})])
 def test_crops_and_policies_resample_as_the_transform_says(interpolation, kinds):
     crops, _ = split_transform(timms(interpolation=interpolation, scale=(1, 1), ratio=(1, 1), hflip=0.0))
@@ -418,6 +439,9 @@ def test_batches_on_a_device():
     batch = torch.utils.data.default_collate([(crops((tensor_of(photo()), None)), 3)] * 2)
     ((images, targets),) = device_batches([batch], "cpu", finish)
     assert images.shape == (2, 3, 48, 48) and targets.tolist() == [3, 3]
+    places = [("shard", "a"), ("shard", "b")]
+    ((*_, told),) = device_batches([(*batch, places)], "cpu", finish)
+    assert told == places
 
 
 def test_small_batches_are_gathered_without_running_ahead_of_the_loader():
