@@ -136,6 +136,7 @@ def test_transform_is_split_as_it_stands():
         ("ColorJitter", {"auto_augment": None, "color_jitter": (0.1, 0.1, 0.1, 0.1)}),
         ("Crop", {"interpolation": "nearest"}),
         ("Resize", {"no_aug": True}),
+        ("RandomErasing", {"re_count": 3}),
     ],
 )
 def test_what_cannot_be_split_is_named(step, options):
@@ -377,6 +378,15 @@ def test_colour_jitter_is_torchvisions():
             torch.manual_seed(seed)
             got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
             assert (wanted - got).abs().max() < 2.1 / 255 / min(STD)
+
+
+def test_pictures_are_flipped_before_they_are_turned():
+    image = photo(3, (48, 48))
+    row = [0.0] * 5 + [1.0, KINDS.index("Rotate"), 30.0, 0.0]
+    plain = Finish((0, 0, 0), (1 / 255, 1 / 255, 1 / 255), None, FILL)
+    batch = torch.from_numpy(np.array(image))[None], torch.tensor([row], dtype=torch.float64)
+    flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    assert torch.equal(plain(batch, CPU)[0].round().to(torch.uint8), operate("Rotate", 30, flipped))
 
 
 @pytest.mark.parametrize("interpolation, kinds", [("bicubic", {0}), ("bilinear", {1}), ("random", {0, 1})])
