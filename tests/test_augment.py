@@ -136,6 +136,7 @@ def test_transform_is_split_as_it_stands():
         ("ColorJitter", {"auto_augment": None, "color_jitter": (0.1, 0.1, 0.1, 0.1)}),
         ("Crop", {"interpolation": "nearest"}),
         ("Resize", {"no_aug": True}),
+        ("RandomErasing", {"re_count": 3}),
     ],
 )
 def test_what_cannot_be_split_is_named(step, options):
@@ -358,6 +359,46 @@ def test_batches_finished_together_are_as_each_alone(re_mode):
     assert any((one == 0).all(1).any() for one in alone) == (re_mode == "const")
 
 
+@pytest.mark.parametrize("policy", ["rand-m9", "rand-m9-inc1", "v0", "original"])
+def test_each_operation_is_noted_as_the_one_that_timm_would_do(policy):
+    crops, _ = split_transform(timms(auto_augment=policy))
+    noted = {op.name: KINDS[int(op.aug_fn([], 1.0)[0])] for op in crops.policies[0].all_ops}
+    assert len(noted) > 9 and all(NAME_TO_OP[name] is NAME_TO_OP[kind] for name, kind in noted.items())
+
+
+def test_colour_jitter_is_torchvisions():
+    """Each factor for its own operation, in the order drawn."""
+    image = photo(9, (48, 48))
+    for strengths in (0.4, 0, 0), (0, 0.4, 0), (0, 0, 0.4), (0.4, 0.4, 0.4):
+        whole = timms(auto_augment=None, color_jitter=strengths, scale=(1, 1), ratio=(1, 1), hflip=0.0, re_prob=0.0)
+        crops, finish = split_transform(whole)
+        for seed in range(6):
+            torch.manual_seed(seed)
+            wanted = whole(image)
+            torch.manual_seed(seed)
+            got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
+            assert (wanted - got).abs().max() < 2.1 / 255 / min(STD)
+
+
+def test_pictures_are_flipped_before_they_are_turned():
+    image = photo(3, (48, 48))
+    row = [0.0] * 5 + [1.0, KINDS.index("Rotate"), 30.0, 0.0]
+    plain = Finish((0, 0, 0), (1 / 255, 1 / 255, 1 / 255), None, FILL)
+    batch = torch.from_numpy(np.array(image))[None], torch.tensor([row], dtype=torch.float64)
+    flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    assert torch.equal(plain(batch, CPU)[0].round().to(torch.uint8), operate("Rotate", 30, flipped))
+
+
+@pytest.mark.parametrize("interpolation, kinds", [("bicubic", {0}), ("bilinear", {1}), ("random", {0, 1})])
+def test_crops_and_policies_resample_as_the_transform_says(interpolation, kinds):
+    crops, _ = split_transform(timms(interpolation=interpolation, scale=(1, 1), ratio=(1, 1), hflip=0.0))
+    image = tensor_of(photo(8, (70, 70)))
+    views = [crops((image, None)) for _ in range(60)]
+    notes = torch.cat([row[6:].view(-1, 3) for _, row in views]).int().tolist()
+    assert {bilinear for kind, _, bilinear in notes if KINDS[kind] in AFFINE} == kinds
+    assert len({view.numpy().tobytes() for view, _ in views}) == len(kinds)
+
+
 def test_draws_are_all_made_with_the_crop():
     crops, finish = split_transform(timms())
     image, tables, results = tensor_of(photo()), [], []
@@ -408,6 +449,9 @@ def test_batches_on_a_device():
     batch = torch.utils.data.default_collate([(crops((tensor_of(photo()), None)), 3)] * 2)
     ((images, targets),) = device_batches([batch], "cpu", finish)
     assert images.shape == (2, 3, 48, 48) and targets.tolist() == [3, 3]
+    places = [("shard", "a"), ("shard", "b")]
+    ((*_, told),) = device_batches([(*batch, places)], "cpu", finish)
+    assert told == places
 
 
 def test_small_batches_are_gathered_without_running_ahead_of_the_loader():

@@ -688,6 +688,7 @@ FILES, LENGTHS, SUM = "splits.train.filenames", "splits.train.shard_lengths", "s
         ({"splits": ...}, "splits is missing; it must be an object"),
         ({"class_names": ["cat", ["x" * 10000] * 100]}, r"class_names\[1\] is .{,80}; it must be"),
         (b"[]", r"it is \[\]; it must be an object with splits"),
+        (b'{"splits": {"train": {}, "val": {}, "train": {}}}', "an object has 'train' twice, as number 0 and 2"),
         (b"", "it is not JSON in UTF-8: Expecting value"),
         (json.dumps(GOOD).encode()[:-30], "it is not JSON in UTF-8: "),
         (b"[" * 100000, "it is not JSON in UTF-8: maximum recursion"),

@@ -443,7 +443,7 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
             continue
         try:
             with open(path, encoding="utf-8-sig") as file:
-                index = json.load(file)
+                index = json.load(file, object_pairs_hook=_object)
             check_index(index)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({reason(error)})") from None
@@ -507,6 +507,13 @@ def check_names(field: str, names: Any, twice: str = _TWICE) -> None:
         _expect(f"{name_of}[{number}] {of}".rstrip(), name, isinstance(name, str) and name != "", "a name, in quotes")
         if twice and first.setdefault(name, number) != number:
             raise DataError(f"{field} has {_short(name)} twice, as number {first[name]} and {number}; {twice}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Of a key that stands there twice, Python would take the last in silence."""
+    if pairs:
+        check_names("an object", [key for key, _ in pairs], "give each key once")
+    return dict(pairs)
 
 
 def _expect(field: str, value: Any, fits: bool, right: str) -> None:
