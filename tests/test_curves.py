@@ -19,7 +19,7 @@ def write_run(folder, updates_per_epoch, averaged):
             writer.add_scalar("train/loss", 1 / update, update)
             writer.add_scalar("train/lr", 0.1, update)
             for tag in ("val", "val_ema") if averaged else ("val",):
-                writer.add_scalar(f"{tag}/top1", update, update)
+                writer.add_scalar(f"accuracy/top1{tag[3:]}", update, update)
                 writer.add_scalar(f"{tag}/loss", 1 / update, update)
     return folder
 
@@ -27,7 +27,7 @@ def write_run(folder, updates_per_epoch, averaged):
 def test_curves_of_runs_with_different_batches_share_the_axis_of_epochs(tmp_path):
     for updates_per_epoch in (10, 25):
         run = write_run(tmp_path / str(updates_per_epoch), updates_per_epoch, averaged=False)
-        epochs, top1 = curves.read_scalars(run)["val/top1"]
+        epochs, top1 = curves.read_scalars(run)["accuracy/top1"]
         np.testing.assert_allclose(epochs, [1, 2, 3])
         np.testing.assert_allclose(top1, [updates_per_epoch, 2 * updates_per_epoch, 3 * updates_per_epoch])
 
@@ -44,6 +44,18 @@ def test_a_clock_that_went_back_leaves_curves_in_their_order(tmp_path, monkeypat
     assert epochs.tolist() == list(range(1, 11)) and losses.tolist() == [1] * 3 + [4] * 4 + [8] * 3
 
 
+def test_a_run_that_began_under_former_names_of_curves_is_read_as_one(tmp_path):
+    with SummaryWriter(tmp_path) as writer:
+        for update in (10, 20, 30):
+            writer.add_scalar("train/epoch", update / 10, update)
+            for tag in ("val/top1", "val_ema/top1") if update < 30 else ("accuracy/top1", "accuracy/top1_ema"):
+                writer.add_scalar(tag, update, update)
+    scalars = curves.read_scalars(tmp_path)
+    for tag in "accuracy/top1", "accuracy/top1_ema":
+        np.testing.assert_allclose(scalars[tag], [[1, 2, 3], [10, 20, 30]])
+    assert set(scalars) == {"train/epoch", "accuracy/top1", "accuracy/top1_ema"}
+
+
 def test_several_runs_make_one_png(tmp_path):
     one, two = write_run(tmp_path / "one", 10, averaged=True), write_run(tmp_path / "two", 25, averaged=False)
     out = tmp_path / "new" / "curves.png"
@@ -57,7 +69,7 @@ def test_several_runs_make_one_png(tmp_path):
 
 def test_legend_tells_runs_and_weights_apart(tmp_path, monkeypatch):
     """Raw and averaged weights of one run, and two runs whose folders have one name."""
-    runs = [write_run(tmp_path / "one" / "run", 10, averaged=True), write_run(tmp_path / "two" / "run", 25, False)]
+    runs = [write_run(tmp_path / "one" / "run", 10, averaged=True), write_run(tmp_path / "two" / "run", 33, False)]
     figures = []
     monkeypatch.setattr(curves, "save_png", lambda figure, *_, **__: figures.append(figure))
     curves.plot_runs(runs, tmp_path / "curves.png")
@@ -67,6 +79,7 @@ def test_legend_tells_runs_and_weights_apart(tmp_path, monkeypatch):
         for text, line in zip(legend.texts, legend.get_lines())
     }
     top1 = [(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].get_lines()]
+    assert figures[0].axes[0].get_ylim()[1] == 100  # the highest value is 99 %
     (one, _), (other, _) = looks[str(runs[0])], looks[str(runs[1])]
     (_, raw), (_, averaged) = looks["raw weights"], looks["EMA weights"]
     assert one != other and raw != averaged and top1 == [(one, raw), (one, averaged), (other, raw)]

@@ -78,7 +78,7 @@ def test_shards_change_neither_the_run_nor_its_checkpoints(whole, sharded):
     curves = [scalars(run) for run in (whole, sharded)]
     for tag in "train/loss", "train/grad_norm", "val/loss", "val_ema/loss":
         assert curves[1][tag] == pytest.approx(curves[0][tag], rel=1e-5), tag
-    for tag in "train/lr", "val/top1", "val/top5", "val_ema/top1", "val_ema/top5":
+    for tag in "train/lr", "accuracy/top1", "accuracy/top5", "accuracy/top1_ema", "accuracy/top5_ema":
         assert curves[1][tag] == curves[0][tag], tag
     close_ends(whole, sharded)
 

@@ -212,7 +212,7 @@ def same(one, other, where="checkpoint"):
 def same_run(one, other):
     """Asserts that two runs had the same losses, accuracies and gradients, and ended with the same state."""
     curves = [scalars(run) for run in (one, other)]
-    for tag in "train/loss", "train/grad_norm", "train/lr", "val/top1", "val/loss", "val_ema/loss":
+    for tag in "train/loss", "train/grad_norm", "train/lr", "accuracy/top1", "val/loss", "val_ema/loss":
         assert curves[0][tag] == curves[1][tag], tag
     ends = [load_checkpoint(run / "last.pt") for run in (one, other)]
     for end in ends:

@@ -10,34 +10,38 @@ from matplotlib.axes import Axes
 from scipy import stats
 from test_train import REPOSITORY
 
+from vision_longhorn.studies import tables
 from vision_longhorn.studies.results import Known
-from vision_longhorn.studies.statistics import combination, difference, mean_interval, over_images
+from vision_longhorn.studies.statistics import combination, difference, mean_interval, over_images, paired
 from vision_longhorn.studies.tables import markdown, plot
 
 COMMITTED = sorted((REPOSITORY / "benchmarks" / "results" / "study").glob("*.json"))
 
 
 def test_the_intervals_are_students_and_welchs():
-    one, other = [44.3, 43.7, 44.9], [42.6, 41.9]
-    found = mean_interval(one)
+    one, other = [44.3, 43.7, 44.9, 44.3], [42.6, 41.9, 42.25]
+    found = mean_interval(one[:3])
     assert found.value == pytest.approx(44.3)
     assert found.high - found.value == pytest.approx(4.302653 * 0.6 / math.sqrt(3), rel=1e-6)
-    # By hand: variances 0.36 and 0.245, their shares 0.12 and 0.1225, degrees of freedom by Welch and Satterthwaite.
-    error = math.sqrt(0.12 + 0.1225)
-    freedom = (0.12 + 0.1225) ** 2 / (0.12**2 / 2 + 0.1225**2 / 1)
+    # By hand: variances 0.24 and 0.1225, their shares 0.06 and 0.0408, degrees of freedom by Welch and Satterthwaite.
+    error = math.sqrt(0.06 + 0.1225 / 3)
+    freedom = (0.06 + 0.1225 / 3) ** 2 / (0.06**2 / 3 + (0.1225 / 3) ** 2 / 2)
     half = stats.t.ppf(0.975, freedom) * error
     found = difference(one, other)
     assert found == pytest.approx((2.05, 2.05 - half, 2.05 + half))
-    assert freedom == pytest.approx(2.648, abs=0.001) and half == pytest.approx(1.69, abs=0.01)
-    assert mean_interval([1.0])[1:] == difference([1.0], one)[1:] == (None, None)
+    assert freedom == pytest.approx(4.999, abs=0.01) and half == pytest.approx(0.816, abs=0.01)
+    for few in [1.0], [1.0, 15.0]:  # of two, Student's interval would be 8 ± 88.9
+        assert mean_interval(few)[1:] == difference(few, one)[1:] == difference(one, few)[1:] == (None, None)
+        assert combination((few, one), (1, -1))[1:] == paired(few, few)[1:] == (None, None)
 
 
 def test_the_mean_over_settings_has_an_interval_of_its_own():
-    one, other = [44.3, 43.7, 44.9], [42.6, 41.9]
+    one, other = [44.3, 43.7, 44.9], [42.6, 41.9, 42.25]
     assert combination((one, other), (1, -1)) == pytest.approx(difference(one, other))
     # The same twice: half the variance, twice the degrees of freedom.
-    error = math.sqrt((0.12 + 0.1225) / 2)
-    freedom = 2 * (0.12 + 0.1225) ** 2 / (0.12**2 / 2 + 0.1225**2 / 1)
+    share = 0.1225 / 3
+    error = math.sqrt((0.12 + share) / 2)
+    freedom = 2 * (0.12 + share) ** 2 / (0.12**2 / 2 + share**2 / 2)
     half = stats.t.ppf(0.975, freedom) * error
     higher = [value + 10 for value in one], [value + 9 for value in other]  # another setting, one point more between
     found = combination((one, other, *higher), (0.5, -0.5, 0.5, -0.5))
@@ -46,7 +50,7 @@ def test_the_mean_over_settings_has_an_interval_of_its_own():
     found = combination((one, other, *higher), (-1, 1, 1, -1))
     assert found == pytest.approx((1, 1 - 2 * half, 1 + 2 * half))
     assert combination((one, other, [45.0], other), (0.5, -0.5, 0.5, -0.5))[1:] == (None, None)
-    assert combination(([1.0, 1.0], [2.0, 2.0]), (1, -1)) == (-1, None, None)
+    assert combination(([1.0] * 3, [2.0] * 3), (1, -1)) == (-1, None, None)
 
 
 def test_the_bootstrap_over_images_pairs_them():
@@ -81,15 +85,20 @@ def content(runs, **others):
                 unfinished=[], **others)  # fmt: skip
 
 
+THIRDS = [("longhorn", 45.0), ("vim", 42.5)]  # a third seed, without which there is no interval
+
+
 def rows(table):
     lines = [line for line in table.splitlines() if line.startswith("|")]
     return {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines}
 
 
-def test_rows_come_from_the_json_and_one_seed_has_no_interval():
+def test_rows_come_from_the_json_and_fewer_than_three_seeds_have_no_interval():
     table = rows(markdown(content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0)])))
-    assert table["longhorn"] == ["1,000", "2", "45.00 ± 12.71", "44.00 ± 12.71", "+2.00", "–", "–"]
+    assert table["longhorn"] == ["1,000", "2", "45.00 (44.00 and 46.00)", "44.00 (43.00 and 45.00)", "+2.00", "–", "–"]
     assert table["vim"] == ["1,000", "1", "43.00", "42.00", "–", "–", "–"]
+    table = rows(markdown(content([("longhorn", 44.0), ("longhorn", 46.0), ("longhorn", 45.0)])))
+    assert table["longhorn"][2] == "45.00 ± 2.48"  # 4.303 / sqrt(3)
     table = rows(markdown(content([])))
     assert table["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
 
@@ -103,7 +112,7 @@ def test_raw_weights_are_compared_where_a_study_says_so():
 
 
 def test_a_pair_that_runs_in_several_settings_has_a_mean_over_them():
-    made = content([("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0)])
+    made = content([("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0), *THIRDS])
     assert "settings" not in markdown(made)
     made["arms"] += [{**arm, "setting": "long", "key": f"{arm['key']} long"} for arm in made["arms"]]
     made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"]]
@@ -114,44 +123,47 @@ def test_a_pair_that_runs_in_several_settings_has_a_mean_over_them():
 
 
 def test_a_pair_is_compared_on_the_way_where_all_its_runs_were_evaluated():
-    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0)])
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0), *THIRDS])
     assert "- on the way +0.00 after epoch 1; " in markdown(made)  # of 2: a quarter is none of them, the others are 1
     for number, run in enumerate(made["runs"]):
-        losses = [1, 1, 1, 1, 1, 1, 3, number]  # longhorn's mean is 0.5 at the end, vim's 2.5
+        losses = [1, 1, 1, 1, 1, 1, 3, number % 4]  # longhorn's mean is 1/3 at the end, vim's 2
         run["curve"] = {"epoch": list(range(1, 9)), "train_loss": losses, "raw": [9] * 8, "ema": list(range(8))}
         run["curve"]["ema"][0] = run["curve"]["ema"][3] = None
         run["curve"]["ema"][5] = 50 - number
     for arm in made["arms"]:
         arm["config"] = {"epochs": 8}
     found = next(line for line in markdown(made).splitlines() if "way" in line)
-    assert re.fullmatch(r"- on the way \+0.00 after epoch 2, \+0.00 after epoch 3, \+2.00 \[.*\] after epoch 6; "
+    assert re.fullmatch(r"- on the way \+0.00 after epoch 2, \+0.00 after epoch 3, \+1.67 \[.*\] after epoch 6; "
                         "its mean training loss is the lower in 1 of 8 epochs", found)  # fmt: skip
 
 
 def test_a_pair_is_compared_by_the_seeds_that_both_have():
-    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("longhorn", 47.0), ("vim", 43.0), ("vim", 44.0)])
-    assert "over 3 and 2 seeds; in pairs by seed +1.50 [-4.85, +7.85]\n" in markdown(made)  # 1.5 ± 12.706 x 0.5
+    accuracies = {"longhorn": (44.0, 46.0, 47.0, 47.0), "vim": (43.0, 44.0, 46.0)}
+    made = content([(name, value) for name, values in accuracies.items() for value in values])
+    assert "over 4 and 3 seeds; in pairs by seed +1.33 [-0.10, +2.77]\n" in markdown(made)  # 4/3 ± 4.303 / 3
     made["runs"][-1]["seed"] = 9
-    assert "over 3 and 2 seeds\n" in markdown(made)
+    assert "over 4 and 3 seeds; in pairs by seed +1.50\n" in markdown(made)  # two pairs have no interval
+    made["runs"][-2]["seed"] = 8
+    assert "over 4 and 3 seeds\n" in markdown(made)
 
 
 def test_contrasts_stand_below_the_table_once_each_of_their_arms_has_run():
     lead = {"plus": ["longhorn", "long-vim"], "minus": ["vim", "long-longhorn"]}
     made = content(
-        [("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0)],
+        [("longhorn", 44.0), ("vim", 43.0), ("longhorn", 46.0), ("vim", 42.0), *THIRDS],
         contrasts=[{"name": "the lead after more epochs", **lead, "over": 1}],
     )
     made["arms"] += [{**arm, "setting": "long", "key": f"{arm['key']} long"} for arm in made["arms"]]
     assert "after more" not in markdown(made)
-    made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"][:3]]
-    assert "- the lead after more epochs: +2.50 over 1 to 2 seeds each\n" in markdown(made)
+    made["runs"] += [{**run, "key": f"{run['key']} long", "final": {"raw": 50.0}} for run in made["runs"][:5]]
+    assert "- the lead after more epochs: +2.50 over 2 to 3 seeds each\n" in markdown(made)
     made["runs"].append({**made["runs"][-1], "key": "vim long", "seed": 1})
     assert "- the lead after more epochs: +2.50 [" in markdown(made)
 
 
 def test_a_plot_has_one_kind_of_seconds(tmp_path, monkeypatch):
     costs = []
-    monkeypatch.setattr(Axes, "errorbar", lambda self, cost, *_, **__: costs.append(cost))
+    monkeypatch.setattr(Axes, "errorbar", lambda self, cost, *_, **__: costs.extend(cost))
     made = content([("longhorn", 44.0), ("vim", 43.0)])
     made["arms"][0]["speed"] = {"GPU": {"images_per_s": 100.0}}
     plot(made, tmp_path / "plot.png")
@@ -159,6 +171,23 @@ def test_a_plot_has_one_kind_of_seconds(tmp_path, monkeypatch):
     made["arms"][1]["speed"] = {"GPU": {"images_per_s": 50.0}}
     plot(made, tmp_path / "plot.png")
     assert costs[2:] == [2.0, 4.0]  # alone: two epochs of 100 images
+
+
+def test_plots_of_percentages_end_at_0_and_100_and_show_both_of_two_seeds(tmp_path, monkeypatch):
+    figures = []
+    monkeypatch.setattr(tables, "save_png", lambda figure, *_, **__: figures.append(figure))
+    made = content([("longhorn", 99.0), ("longhorn", 97.0), ("longhorn", 80.0), ("vim", 0.0), ("vim", 14.0)])
+    made["resolutions"] = [64]
+    for run, bits in zip(made["runs"], ("//8=", "/v8=", "AAA=", "AAA=", "AAE=")):
+        run["hits"] = {"64": {"count": 16, "top1": 50.0, "bits": bits}}
+    plot(made, tmp_path / "plot.png")
+    cost, epochs, _, sizes = figures[0].axes
+    for panel in cost, epochs, sizes:
+        assert panel.get_ylim()[0] >= 0 and panel.get_ylim()[1] <= 100
+    bars = [collection.get_segments()[0][:, 1].tolist() for collection in cost.collections]
+    assert bars == [[pytest.approx(66.1, abs=0.1), 100], [7, 7]]  # 92 ± 25.9, and a mean of two
+    (pair,) = [line.get_ydata() for line in cost.get_lines() if line.get_marker() == "_" and len(line.get_ydata()) == 2]
+    assert list(pair) == [0, 14]
 
 
 def test_images_are_compared_with_the_same_images_alone():
@@ -171,7 +200,7 @@ def test_images_are_compared_with_the_same_images_alone():
 
 
 def test_what_went_wrong_stands_below_the_table():
-    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0)])
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0), ("vim", 42.0), *THIRDS])
     made["runs"][0]["skipped_updates"] = 3
     made["unfinished"] = [
         dict(key="vim", seed=2, epochs=1, exit_code=1, last_line="error: no memory"),
@@ -183,7 +212,7 @@ def test_what_went_wrong_stands_below_the_table():
     assert "vim seed 2 after 1 epoch: failed with exit code 1: error: no memory" in text
     assert "vim seed 3 after 2 epochs at raw 9.25 %: unfinished" in text
     assert "vim seed 4 after 3 epochs at raw 9.75 % in epoch 2: unfinished" in text
-    assert "longhorn - vim +2.50 [" in text and "4 of 6 runs" in text
+    assert "longhorn - vim +2.50 [" in text and "6 of 6 runs" in text
 
 
 def faults_of(document, results):

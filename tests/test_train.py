@@ -22,6 +22,7 @@ from accelerate.utils import set_seed
 from PIL import Image
 from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
 from timm.utils import ModelEmaV3
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -138,7 +139,6 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
     assert environment["versions"]["torch"] == torch.__version__.split("+")[0]
     assert "commit" in environment
     curves = scalars(run)
-    assert "hparam/final/val_top1" in curves or "final/val_top1" in curves
     promised = {
         "train/loss",
         "train/lr",
@@ -147,12 +147,13 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
         "train/data_wait",
         "train/skipped",
         "train/host_gib",
-        "val/top1",
-        "val/top5",
-        "val_ema/top1",
-        "val_ema/top5",
+        "val/loss",
+        "val_ema/loss",
     }
+    accuracies = ["accuracy/top1", "accuracy/top1_ema", "accuracy/top5", "accuracy/top5_ema"]
     assert promised <= curves.keys()
+    # TensorBoard shows groups by the alphabet: accuracies first, and last what has one point even in a longer run.
+    assert sorted(curves)[:4] == accuracies and sorted(curves)[-1] == "when_finished/best_top1"
     assert all(0 <= share <= 1 for share in curves["train/data_wait"].values())
     assert all(0.05 < memory < 50 for memory in curves["train/host_gib"].values())
     assert max(scalars(run)["train/loss"]) == 1437 // 64  # an epoch is the split's samples, over both processes
@@ -169,7 +170,7 @@ def test_every_augmentation_and_the_schedule(tmp_path, shards):
     assert sorted(lr) == list(range(1, 3 * 4 + 1))  # 70 // 16 updates per epoch
     assert lr[1] == pytest.approx(1e-6) and max(lr, key=lr.get) == 5 and lr[12] < 0.1 * lr[5]
     assert lr[5] == pytest.approx(1e-3), "the peak that the run prints is reached when the warm-up ends"
-    assert sorted(curves["val/top1"]) == [4, 8, 12] == sorted(curves["val_ema/top1"])
+    assert sorted(curves["accuracy/top1"]) == [4, 8, 12] == sorted(curves["accuracy/top1_ema"])
     assert [entry["val"]["count"] for entry in json.loads((tmp_path / "run/metrics.json").read_text())] == [37] * 3
 
 
@@ -348,10 +349,16 @@ def test_what_a_run_says_of_itself_is_in_tensorboard_and_in_its_checkpoint(tmp_p
     text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "model: vlonghorn_test" in text
     results = json.loads((run / "metrics.json").read_text())[-1]
-    assert scalars(run)["final/val_top1"][0] == pytest.approx(results["val"]["top1"])
-    plugin = events.PluginTagToContent("hparams")  # by which TensorBoard compares runs
-    settings = b"".join(plugin.values())
-    assert b"weight_decay" in settings and b"model_kwargs.depth" in settings
+    best = max(results[weights]["top1"] for weights in ("val", "val_ema") if weights in results)
+    assert scalars(run)["when_finished/best_top1"] == {0: pytest.approx(best)}
+    # By which TensorBoard compares runs. It lists names by the alphabet, and opens with five.
+    plugin = events.PluginTagToContent("hparams")
+    assert "_hparams_/experiment" not in plugin, "a list of one run's settings would stand for those of all runs"
+    settings = parse_session_start_info_plugin_data(plugin["_hparams_/session_start_info"]).hparams
+    opening = sorted(settings)[:4]
+    assert opening == ["epochs", "lr", "model", "seed"] and settings["model"].string_value == "vlonghorn_test"
+    assert settings["setting.batch_size"].number_value == 16 and "setting.model_kwargs.depth" in settings
+    assert "setting.log_interval" in settings and "setting.min_lr" not in settings, "not the defaults"
     checkpoint = torch.load(run / "last.pt", weights_only=True)
     assert checkpoint["class_names"] == names
 
@@ -384,7 +391,7 @@ def test_curves_go_to_a_tracker_as_well(tmp_path, shards, monkeypatch, capsys):
     )
     curves = scalars(run)
     assert Tracker.said["config"]["batch_size"] == 16 and Tracker.said["options"]["name"] == "run"
-    assert Tracker.said[4]["val/top1"] == pytest.approx(curves["val/top1"][4])
+    assert Tracker.said[4]["accuracy/top1"] == pytest.approx(curves["accuracy/top1"][4])
     assert {
         step: values["train/loss"] for step, values in Tracker.said.items() if isinstance(step, int)
     } == pytest.approx(curves["train/loss"])

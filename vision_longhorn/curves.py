@@ -21,6 +21,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# What the accuracies were called before they came to stand first in TensorBoard; a run may have gone on since.
+FORMER_TAGS = {
+    "accuracy/top1": "val/top1",
+    "accuracy/top5": "val/top5",
+    "accuracy/top1_ema": "val_ema/top1",
+    "accuracy/top5_ema": "val_ema/top5",
+}
+
+
 def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Scalars of a run's TensorBoard events, over epochs.
 
@@ -42,7 +51,11 @@ def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     if Path(run).is_dir():
         events.Reload()
-    raw = {tag: np.array([(e.step, e.value) for e in events.Scalars(tag)]).T for tag in events.Tags()["scalars"]}
+    points = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    for tag, former in FORMER_TAGS.items():
+        if former in points:
+            points[tag] = points.pop(former) + points.get(tag, [])
+    raw = {tag: np.array(found).T for tag, found in points.items()}
     if "train/epoch" not in raw:
         raise UserError(f"{run} holds no training curves: give the folder of a run")
     # Events count updates, whose size differs between runs; epochs compare.
@@ -93,6 +106,12 @@ def _signature(tool: str) -> str:
     return f"vision-longhorn {tool}"
 
 
+def keep_to_per_cent(axes: Any) -> None:
+    """Ends an axis of percentages at 0 and 100, where it would go beyond."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(0, low), min(100, high))
+
+
 def _names(runs: Sequence[str | os.PathLike[str]]) -> dict[str | os.PathLike[str], str]:
     """A name for each run: its folder's, or the path as it was given where two folders are called alike."""
     paths = {Path(run).resolve(): run for run in runs}
@@ -114,11 +133,11 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
 
     curves = {name: read_scalars(run) for run, name in _names(runs).items()}
     panels = {
-        "top-1 on the evaluation split, %": {"val/top1": "-", "val_ema/top1": "--"},
+        "top-1 on the evaluation split, %": {"accuracy/top1": "-", "accuracy/top1_ema": "--"},
         "loss": {"train/loss": ":", "val/loss": "-", "val_ema/loss": "--"},
         "learning rate": {"train/lr": "-"},
     }
-    averages = any(tag.startswith("val_ema/") for scalars in curves.values() for tag in scalars)
+    averages = any("accuracy/top1_ema" in scalars for scalars in curves.values())
     kinds: dict[Any, str] = {"-": "raw weights", "--": "EMA weights"} if averages else {"-": "evaluation"}
     kinds[":"] = "training loss"
     figure = new_figure(15, 5)
@@ -128,6 +147,8 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
                 if tag in scalars:
                     marker = "o" if len(scalars[tag][0]) == 1 else None  # which a line would not show
                     axes.plot(*scalars[tag], style, marker=marker, color=f"C{number % 10}")
+        if title.endswith("%"):
+            keep_to_per_cent(axes)
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
     lines = [Line2D([], [], color=f"C{number % 10}", label=name) for number, name in enumerate(curves)]

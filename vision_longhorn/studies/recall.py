@@ -123,7 +123,7 @@ class RecallRun:
         self.folder.write_history(self.history)  # of a run that was killed before it could
         if self.folder.log:
             best = max(entry["val"]["top1"] for entry in self.history)
-            self.folder.log.finish(self.cfg, {"val": self.history[-1]["val"]}, best)
+            self.folder.log.finish(self.cfg, best)
 
     def train_epoch(self, signals: StopSignals) -> None:
         """The updates of an epoch that are left, and its evaluation; where a signal comes, the process ends."""
@@ -219,9 +219,8 @@ class RecallRun:
         if self.folder.log:
             curves = {f"train/{key}": entry[key] for key in ("lr", "images_per_s", "epoch")}
             curves |= {"train/loss": entry["train_loss"], "train/skipped": self.skipped_before}
-            self.folder.log.add(
-                {**curves, **{f"val/{key}": value for key, value in entry["val"].items()}}, self.updates
-            )
+            self.folder.log.add(curves, self.updates)
+            self.folder.log.add_results({"val": entry["val"]}, self.updates)
 
     def save(self) -> None:
         """Saves a checkpoint; that of a run which is over has no moments, two thirds of its size."""

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vision_longhorn.curves import new_figure, save_png
-from vision_longhorn.studies.statistics import mean_interval
-from vision_longhorn.studies.tables import Reading, Record, format_mean, format_table, remarks
+from vision_longhorn.studies.tables import BARS, Reading, Record, draw_means, format_mean, format_table, remarks
 
 
 class Cell(NamedTuple):
@@ -119,18 +118,14 @@ def recall_plot(content: Record, out: Path) -> None:
     for task, axes in zip(tasks, figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]):
         for (own, variant, _), cells in grid.rows.items():
             best = {width: grid.best(cells[width]) for width in sorted(cells)}
-            found = {width: mean_interval(pair[1]) for width, pair in best.items() if pair}
-            if own != task or not found:
-                continue
-            errors = [0 if one.high is None else one.high - one.value for one in found.values()]
-            color = f"C{variants.index(variant) % 10}"
-            values = [one.value for one in found.values()]
-            axes.errorbar(list(found), values, errors, marker="o", capsize=3, label=variant, color=color)
-        axes.set(title=f"length, pairs: {task}", xlabel="width", ylim=(-2, 102))
+            found = {width: pair[1] for width, pair in best.items() if pair}
+            if own == task and found:
+                draw_means(axes, found, label=variant, color=f"C{variants.index(variant) % 10}")
+        axes.set(title=f"length, pairs: {task}", xlabel="width", ylim=(0, 100))
         axes.set_xscale("log", base=2)
         axes.set_xticks(grid.widths, list(map(str, grid.widths)))
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="x-small")
-    figure.suptitle(f"{content['study']}: accuracy at the queries, %, best of {len(grid.rates)} learning rates")
+    figure.suptitle(f"{content['study']}: accuracy at the queries, %, best of {len(grid.rates)} learning rates\n{BARS}")
     save_png(figure, out, dpi=100, tool="study")

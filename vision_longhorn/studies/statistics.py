@@ -10,6 +10,7 @@ from scipy import stats
 
 LEVEL = 0.95
 RESAMPLES = 9999
+FEWEST = 3  # values of each kind that have an interval: that of two would be 13 times as wide as they lie apart
 
 
 class Interval(NamedTuple):
@@ -23,7 +24,7 @@ class Interval(NamedTuple):
 def mean_interval(values: Sequence[float]) -> Interval:
     """The mean of values, one for each seed, with Student's interval."""
     mean = float(np.mean(values))
-    if len(values) < 2:
+    if len(values) < FEWEST:
         return Interval(mean, None, None)
     half = stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values)
     return Interval(mean, mean - float(half), mean + float(half))
@@ -32,7 +33,7 @@ def mean_interval(values: Sequence[float]) -> Interval:
 def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
     """The mean of `one` less that of `other`, with Welch's interval: their variances may differ."""
     value = float(np.mean(one) - np.mean(other))
-    if min(len(one), len(other)) < 2 or np.ptp(one) == np.ptp(other) == 0:
+    if min(len(one), len(other)) < FEWEST or np.ptp(one) == np.ptp(other) == 0:
         return Interval(value, None, None)
     with warnings.catch_warnings():  # of seeds that agree to the last digit scipy says that precision is lost
         warnings.simplefilter("ignore", RuntimeWarning)
@@ -51,7 +52,7 @@ def combination(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> 
     as independent, and each group, which stands here once, has a variance of its own. With two groups and the weights
     1 and -1 it is `difference`."""
     value = float(np.dot(weights, [np.mean(values) for values in groups]))
-    if min(map(len, groups)) < 2:
+    if min(map(len, groups)) < FEWEST:
         return Interval(value, None, None)
     shares = np.array([(weight * stats.sem(values)) ** 2 for values, weight in zip(groups, weights)])
     weighed = float(np.sum(shares**2 / [len(values) - 1 for values in groups]))

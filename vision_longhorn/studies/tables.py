@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vision_longhorn.curves import new_figure, save_png
+from vision_longhorn.curves import keep_to_per_cent, new_figure, save_png
 from vision_longhorn.studies.statistics import (
     Interval,
     combination,
@@ -19,6 +19,7 @@ from vision_longhorn.studies.statistics import (
 )
 
 Record = dict[str, Any]
+BARS = "bars are 95 % intervals, of two seeds both"
 
 
 class Reading:
@@ -250,7 +251,24 @@ def format_mean(values: list[float]) -> str:
     if not values:
         return "–"
     found = mean_interval(values)
+    if len(values) == 2:  # which have no interval
+        return f"{found.value:.2f} ({values[0]:.2f} and {values[1]:.2f})"
     return f"{found.value:.2f}" + ("" if found.high is None else f" ± {found.high - found.value:.2f}")
+
+
+def draw_means(axes: Any, groups: dict[Any, list[float]], **style: Any) -> None:
+    """Draws the mean of each group of percentages over its key, with its interval, as far as that is between 0 and 100,
+    as a bar. Two values, which have no interval, stand as dashes."""
+    found = {x: mean_interval(values) for x, values in groups.items() if values}
+    bars = [
+        (0, 0) if one.low is None or one.high is None else (one.value - max(0, one.low), min(100, one.high) - one.value)
+        for one in found.values()
+    ]
+    values = [one.value for one in found.values()]
+    axes.errorbar(list(found), values, np.transpose(bars), marker="o", capsize=3, clip_on=False, **style)
+    for x, pair in groups.items():
+        if len(pair) == 2:
+            axes.plot([x, x], pair, linestyle="", marker="_", color=style["color"], clip_on=False)
 
 
 def _signed(found: Interval) -> str:
@@ -279,9 +297,7 @@ def plot(content: Record, out: Path) -> None:
     for number, arm in enumerate(arms):
         style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":", "-.")[number // 10 % 4])
         label = f"{reading.label(arm)} ({len(reading.runs[arm['key']])})"
-        found = mean_interval(reading.accuracies(arm))
-        error = None if found.high is None else found.high - found.value
-        axes[0].errorbar(reading.cost(arm, alone), found.value, error, marker="o", capsize=3, label=label, **style)
+        draw_means(axes[0], {reading.cost(arm, alone): reading.accuracies(arm)}, label=label, **style)
         for panel, kinds in (axes[1], (reading.weights, "raw")), (axes[2], ("train_loss",)):
             curves = [
                 next(run["curve"][kind] for kind in kinds if kind in run["curve"]) for run in reading.runs[arm["key"]]
@@ -291,18 +307,17 @@ def plot(content: Record, out: Path) -> None:
             mean = np.mean([[curve[i] for i in known] for curve in curves], axis=0)
             panel.plot(epochs, mean, marker="o" if len(epochs) == 1 else None, label=label, **style)
         if sizes:
-            means = {int(size): [100 * bits.mean() for bits in reading.bits(arm, size)] for size in sizes}
-            intervals = {size: mean_interval(values) for size, values in means.items() if values}
-            errors = [0 if found.high is None else found.high - found.value for found in intervals.values()]
-            values = [found.value for found in intervals.values()]
-            axes[3].errorbar(list(intervals), values, errors, marker="o", capsize=3, label=label, **style)
+            shares = {int(size): [100 * float(bits.mean()) for bits in reading.bits(arm, size)] for size in sizes}
+            draw_means(axes[3], shares, label=label, **style)
     cost = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
     top1 = f"{'EMA' if reading.weights == 'ema' else 'raw'} top-1, %"
     titles = [(top1, f"seconds of training, {cost}"), (top1, "epoch"), ("training loss", "epoch"), (top1, "pixels")]
     for panel, (title, below) in zip(axes, titles):
         panel.set(title=title, xlabel=below)
         panel.grid(alpha=0.3)
+    for panel in (axes[0], axes[1], *axes[3:]):
+        keep_to_per_cent(panel)
     if arms:
         axes[2].legend(fontsize="x-small")  # the corner that losses leave free
-    figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), bars are 95 % intervals")
+    figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), {BARS}")
     save_png(figure, out, dpi=100, tool="study")

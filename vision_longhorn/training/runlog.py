@@ -7,11 +7,22 @@ import yaml
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 
 from vision_longhorn.errors import UserError
 from vision_longhorn.training.config import Settings
 
 PROJECT = "vision-longhorn"
+
+# TensorBoard sorts groups of curves and settings by name. So accuracies have a group of their own, which comes first,
+# what has one point has one that comes last, and all settings but these have a prefix that puts them behind these.
+ACCURACIES = {
+    "val": {"top1": "accuracy/top1", "top5": "accuracy/top5"},
+    "val_ema": {"top1": "accuracy/top1_ema", "top5": "accuracy/top5_ema"},
+}
+BEST = "when_finished/best_top1"
+MAIN_SETTINGS = ("model", "mixer", "lr", "epochs", "seed")
+OTHER_SETTINGS = "setting."
 
 
 def check_tracker(name: str | None) -> None:
@@ -50,14 +61,36 @@ class RunLog:
         if self.tracked:
             self.accelerator.log(scalars, step=step)
 
+    def add_results(self, results: dict[str, dict[str, float]], step: int) -> None:
+        """Writes what an evaluation came to, "val" of the raw weights and "val_ema" of averaged ones."""
+        self.add(
+            {
+                ACCURACIES[weights].get(key, f"{weights}/{key}"): result[key]
+                for weights, result in results.items()
+                for key in ("top1", "top5", "loss")
+                if key in result
+            },
+            step,
+        )
+
     def flush(self) -> None:
         """Brings what was written so far to the file."""
         self.writer.flush()
 
-    def finish(self, cfg: Settings, results: dict[str, dict[str, float]], best: float) -> None:
-        """Writes the settings of a finished run with its results, by which TensorBoard's HPARAMS page compares runs."""
-        metrics = {f"final/{tag}_{key}": result[key] for tag, result in results.items() for key in ("top1", "loss")}
-        self.writer.add_hparams(settings_of(cfg), {**metrics, "final/best_top1": best}, run_name=".")
+    def finish(self, cfg: Settings, best: float) -> None:
+        """Writes the settings of a finished run, by which TensorBoard's HPARAMS page compares runs: the main ones, and
+        those that are not their defaults."""
+        defaults = settings_of(type(cfg)())
+        settings = {
+            key if key in MAIN_SETTINGS else OTHER_SETTINGS + key: value
+            for key, value in settings_of(cfg).items()
+            if key in MAIN_SETTINGS or defaults.get(key) != value
+        }
+        # Without the first of the three, a list of settings and results, TensorBoard makes one out of all runs: what
+        # differs between these then stands in front, and each curve's last value is a result.
+        for summary in hparams(settings, {})[1:]:
+            self.writer._get_file_writer().add_summary(summary)
+        self.writer.add_scalar(BEST, best)
         self.writer.flush()
 
     def close(self) -> None:

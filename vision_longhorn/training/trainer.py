@@ -320,17 +320,14 @@ class Trainer:
             f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  {entry['images_per_s']:,.0f} "
             f"images/s{accuracies}{f'  {skipped} samples skipped' if skipped else ''}"
         )
-        self.folder.log.add(
-            {f"{tag}/{key}": result[key] for tag, result in results.items() for key in ("top1", "top5", "loss")},
-            self.state.updates,
-        )
+        self.folder.log.add_results(results, self.state.updates)
 
     def finish(self) -> None:
         """Draws the curves, and says what came of the run: its last epoch is always evaluated."""
         run_dir, best, last = self.folder.path, self.state.best, self.state.history[-1]
         results = {tag: last[tag] for tag in self.evaluated}
         if self.folder.log:
-            self.folder.log.finish(self.cfg, results, best)
+            self.folder.log.finish(self.cfg, best)
             plot_runs([run_dir], run_dir / "curves.png")
         for tag, result in results.items():
             self.say(

@@ -24,7 +24,20 @@ from tests.fuzz.process import Result
 from vision_longhorn.command_line import commands
 
 TRAIN_SPLITS = ("train", "Train", "TRAIN", "training", "Training")
-VAL_SPLITS = ("val", "valid", "validation", "Val", "VALID", "Validation", "dev", "test", "Test", "testing", "eval", "holdout")
+VAL_SPLITS = (
+    "val",
+    "valid",
+    "validation",
+    "Val",
+    "VALID",
+    "Validation",
+    "dev",
+    "test",
+    "Test",
+    "testing",
+    "eval",
+    "holdout",
+)
 VEHICLES = ("bus", "car", "train")
 Words = Sequence[str | Path]
 
@@ -89,7 +102,9 @@ def _split_folders() -> Iterator[Case]:
         return train(place, data="images")
 
     def vehicles(place: Place, word: str) -> Words:
-        classes = place.rng.choice((VEHICLES, ("bus", "test", "train"), ("car", "val"), ("train", "tram"), ("test", "val", "van")))
+        classes = place.rng.choice(
+            (VEHICLES, ("bus", "test", "train"), ("car", "val"), ("train", "tram"), ("test", "val", "van"))
+        )
         draw_folder(place / "images", 4, classes)
         place.notes["classes"] = classes
         if word == "shards":
@@ -132,7 +147,9 @@ def _strange_folders() -> Iterator[Case]:
         draw_folder(root, 3)
         count += 9
         one = root / "ash"
-        for what in rng.sample(("hidden", "hidden-folder", "thumbs", "loop", "pipe", "link", "below", "dangling", "mac", "socket"), 4):
+        for what in rng.sample(
+            ("hidden", "hidden-folder", "thumbs", "loop", "pipe", "link", "below", "dangling", "mac", "socket"), 4
+        ):
             if what == "hidden":
                 picture(1, 0).save(one / "._ash-00.png", "PNG")
             elif what == "hidden-folder":
@@ -178,7 +195,20 @@ def _strange_folders() -> Iterator[Case]:
     def predicted(place: Place) -> Words:
         place.notes["count"] = strew(place, place / "images")
         run = place.material / "run"
-        return [run, "images", "--workers", "0", "--on-bad", "skip", "--format", "csv", "--out", "p.csv", "--top-k", "1"]
+        return [
+            run,
+            "images",
+            "--workers",
+            "0",
+            "--on-bad",
+            "skip",
+            "--format",
+            "csv",
+            "--out",
+            "p.csv",
+            "--top-k",
+            "1",
+        ]
 
     def counted(place: Place, result: Result) -> None:
         if (place / "out").exists():
@@ -202,7 +232,9 @@ def _strange_folders() -> Iterator[Case]:
             key = f"{number:03d}"
             samples += [(f"{key}.png", _png(number)), (f"{key}.cls", b"%d" % (number % 3))]
             if rng.random() < 0.6:
-                samples += [(rng.choice((f"._{key}.png", ".DS_Store", f"__MACOSX/._{key}.png", f"a/._{key}.cls")), b"x" * 82)]
+                samples += [
+                    (rng.choice((f"._{key}.png", ".DS_Store", f"__MACOSX/._{key}.png", f"a/._{key}.cls")), b"x" * 82)
+                ]
         write_tar(place / "data" / "val-0.tar", samples)
         _write_index(place / "data", {"val": {"val-0.tar": 6}})
         if rng.random() < 0.5:
@@ -300,7 +332,13 @@ def _sixteen_bits() -> Iterator[Case]:
         return train(place, data="images")
 
     SIZE = 24
-    for word, make in (("predict", predicted), ("maps", drawn), ("shards", stored), ("eval", evaluated), ("train", trained)):
+    for word, make in (
+        ("predict", predicted),
+        ("maps", drawn),
+        ("shards", stored),
+        ("eval", evaluated),
+        ("train", trained),
+    ):
         for most in (255, 1023, 4095, 65535):
             expect = Expect(0, never=("(?i)16.bit|black",)) if most == 65535 else Expect(0, says=(r"(?i)scan\.png",))
             if word == "predict" and most != 65535:
@@ -404,7 +442,9 @@ def _labels() -> Iterator[Case]:
     for name, (form, found) in forms.items():
         for word in ("index", "verify", "eval"):
             make = functools.partial(made, form=form, word=word)
-            expect = Expect(1, says=(found,), never=(r"no label; a \.cls member with the class index is needed$",), lines=12)
+            expect = Expect(
+                1, says=(found,), never=(r"no label; a \.cls member with the class index is needed$",), lines=12
+            )
             yield Case(f"labels/{word}-{name}", "eval" if word == "eval" else "shards", make, expect)
 
 
@@ -436,7 +476,15 @@ def _compressions() -> Iterator[Case]:
         told = re.search(r"xz|bz2|bzip|zst|compress|\.tar\.gz", result.err)
         require(result.code == 0 or told, "it does not say how the shard is compressed")
 
-    for mode, ending in (("xz", ".tar.xz"), ("bz2", ".tar.bz2"), ("xz", ".tar"), ("bz2", ".tar"), ("bz2", ".tbz2"), ("zst", ".tar.zst"), ("xz", ".txz")):
+    for mode, ending in (
+        ("xz", ".tar.xz"),
+        ("bz2", ".tar.bz2"),
+        ("xz", ".tar"),
+        ("bz2", ".tar"),
+        ("bz2", ".tbz2"),
+        ("zst", ".tar.zst"),
+        ("xz", ".txz"),
+    ):
         for word in ("index", "verify", "eval", "eval-file"):
             make = functools.partial(made, mode=mode, ending=ending, word=word)
             expect = Expect(
@@ -474,7 +522,18 @@ def _shard_folders() -> Iterator[Case]:
         if word in ("index", "verify"):
             return [word, "data"]
         if word == "eval":
-            return [place.material / "run", *EVAL, "--data", "data", "--split", val_name, "--samples", "6", "--out", "eval.json"]
+            return [
+                place.material / "run",
+                *EVAL,
+                "--data",
+                "data",
+                "--split",
+                val_name,
+                "--samples",
+                "6",
+                "--out",
+                "eval.json",
+            ]
         return train(place, "--train-samples", "12", "--val-samples", "6", "--num-classes", "3", data="data")
 
     def told(place: Place, result: Result) -> None:
@@ -541,7 +600,9 @@ def _nothing_to_verify() -> Iterator[Case]:
 
             is_there = name in ("empty", "images")
             missing = ("(?i)no (such )?folder|not a folder|does not exist|not there|no file or folder",)
-            expect = Expect(1, fails=("nosuchdir", *(() if is_there else missing)), never=() if is_there else ("has no index",))
+            expect = Expect(
+                1, fails=("nosuchdir", *(() if is_there else missing)), never=() if is_there else ("has no index",)
+            )
             yield Case(f"verify/{word}-{name}", "shards", made, expect)
 
 

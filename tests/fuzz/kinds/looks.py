@@ -74,7 +74,10 @@ def _tensorboard() -> Iterator[Case]:
         first = [tag for tag in tags if tag.partition("/")[0] == groups[0]]
         require(any("top1" in tag for tag in first), f"the first group, {groups[0]}, has no accuracy: {groups}")
         last = [tag for tag in tags if tag.partition("/")[0] == groups[-1]]
-        require(any("final" in tag or "best" in tag for tag in last), f"the last group, {groups[-1]}, has no final values: {groups}")
+        require(
+            any("final" in tag or "best" in tag for tag in last),
+            f"the last group, {groups[-1]}, has no final values: {groups}",
+        )
         require(params[:3] != sorted(params)[:3] or len(params) < 4, f"the settings open with {params[:5]}")
         require(set(leading) <= set(params[:5]), f"the settings open with {params[:5]}")
         if given:
@@ -106,7 +109,9 @@ def _content(rng: random.Random, seeds: int, epochs: int = 4) -> dict[str, Any]:
                      skipped_updates=0, hits={},
                      curve={"epoch": list(range(1, epochs + 1)), "train_loss": [2.0] * epochs, "raw": curve, "ema": curve})
             )  # fmt: skip
-    return dict(study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=runs, unfinished=[])
+    return dict(
+        study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=runs, unfinished=[]
+    )
 
 
 def _watched(function: Callable[[], None], panels: Callable[[str], bool]) -> None:
@@ -150,7 +155,10 @@ def _seeds() -> Iterator[Case]:
                 mean, half = float(mean), float(half)
                 require(mean - half >= LOW and mean + half <= HIGH, f"an accuracy of {mean} ± {half} is none:\n{text}")
             for low, high in re.findall(r"\[([+-]\d+\.\d+), ([+-]\d+\.\d+)\]", text):
-                require(-100 <= float(low) and float(high) <= 100, f"no difference of accuracies is in [{low}, {high}]:\n{text}")
+                require(
+                    -100 <= float(low) and float(high) <= 100,
+                    f"no difference of accuracies is in [{low}, {high}]:\n{text}",
+                )
 
         return function
 
@@ -217,9 +225,14 @@ def _studies() -> Iterator[Case]:
 
     def written(place: Place, result: Result) -> None:
         require(len(place.json("out/pairs.json")["runs"]) == 4, "runs are missing")
-        require(is_png(place / "out" / "pairs.png") and (place / "out" / "pairs.md").is_file(), "there is no table or plot")
+        require(
+            is_png(place / "out" / "pairs.png") and (place / "out" / "pairs.md").is_file(), "there is no table or plot"
+        )
         for mean, half in re.findall(r"\| (-?\d+\.\d+) ± (\d+\.\d+)", result.out):
-            require(float(mean) + float(half) <= HIGH and float(mean) - float(half) >= LOW, f"an accuracy of {mean} ± {half} is none")
+            require(
+                float(mean) + float(half) <= HIGH and float(mean) - float(half) >= LOW,
+                f"an accuracy of {mean} ± {half} is none",
+            )
 
     for number in range(6):
         yield Case(f"seeds/study-report-{number}", "study", report, Expect(0, check=written))
@@ -279,7 +292,9 @@ def _arrows() -> Iterator[Case]:
 
         Figure.savefig = watch  # type: ignore[method-assign]
         torch.manual_seed(0)
-        model = timm.create_model("vlonghorn_test", num_classes=3, img_size=24, patch_size=8, embed_dim=16, **kwargs).eval()
+        model = timm.create_model(
+            "vlonghorn_test", num_classes=3, img_size=24, patch_size=8, embed_dim=16, **kwargs
+        ).eval()
         plot_maps(token_maps(model, torch.randn(1, 3, 24, 24)), torch.rand(24, 24, 3).numpy(), "maps.png")
         text = " ".join(seen)
         for arrows, wanted in (("→←", rows), ("↓↑", columns)):

@@ -18,7 +18,16 @@ from timm.optim import list_optimizers
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fuzz.case import PYTHON, Case, Expect, Place, require
-from tests.fuzz.kinds.common import draw_maps, evaluate, link, predict, same_evaluation, same_maps, same_predictions, train
+from tests.fuzz.kinds.common import (
+    draw_maps,
+    evaluate,
+    link,
+    predict,
+    same_evaluation,
+    same_maps,
+    same_predictions,
+    train,
+)
 from tests.fuzz.material import CLASSES, EVAL, MODEL_KWARGS, SIZE, TRAIN
 from tests.fuzz.process import Result
 from vision_longhorn.models.vlonghorn import VisionLonghorn
@@ -71,7 +80,10 @@ def _counts() -> Iterator[Case]:
         wanted = by_hand(model, model.patch_embed.num_patches + model.num_prefix_tokens) * (3 if backward else 1)
         # The first layer wants no gradient of its input.
         low = 0.9 if backward else 1.0
-        require(low * wanted < found < 2 * wanted, f"{found:,.0f} operations are counted, and the products alone are {wanted:,}")
+        require(
+            low * wanted < found < 2 * wanted,
+            f"{found:,.0f} operations are counted, and the products alone are {wanted:,}",
+        )
 
     models: list[tuple[str, dict[str, Any]]] = [
         ("vlonghorn_test", {}),
@@ -147,11 +159,31 @@ def _erasing() -> Iterator[Case]:
 
 # --------------------------------------------------------------------------------------------------- arguments of models
 
-VALUES = ("0", "-1", "1.5", '"32"', "true", "none", "abc", "3", "[1,2]", "[]", "{}", "0.1", "[32,0]", "nan", "1", "[[1]]", "")
+VALUES = (
+    "0",
+    "-1",
+    "1.5",
+    '"32"',
+    "true",
+    "none",
+    "abc",
+    "3",
+    "[1,2]",
+    "[]",
+    "{}",
+    "0.1",
+    "[32,0]",
+    "nan",
+    "1",
+    "[[1]]",
+    "",
+)
 
 
 def _arguments() -> Iterator[Case]:
-    own = [name for name in inspect.signature(VisionLonghorn).parameters if name not in ("device", "dtype", "mixer_args")]
+    own = [
+        name for name in inspect.signature(VisionLonghorn).parameters if name not in ("device", "dtype", "mixer_args")
+    ]
     keys = (*own, "d_state", "d_conv", "expand", "dt_rank", "rule", "wiring", "beta", "A_per_token", "save_states",
             "num_classes", "drop_path_rate", "pretrained", "features_only", "out_indices", "checkpoint_path", "nosuch",
             "pretrained_cfg", "scriptable", "cache_dir", "img_size", "patch_size", "depth", "embed_dim")  # fmt: skip
@@ -172,7 +204,16 @@ def _arguments() -> Iterator[Case]:
             if word == "eval-run":
                 return [*evaluate(place, place.material / "run"), words[0], words[-1]]
             if word == "eval":
-                return ["--model", "vlonghorn_test", *EVAL, "--data", place.material / "shards", "--num-classes", "3", *words]
+                return [
+                    "--model",
+                    "vlonghorn_test",
+                    *EVAL,
+                    "--data",
+                    place.material / "shards",
+                    "--num-classes",
+                    "3",
+                    *words,
+                ]
             return ["vlonghorn_test", "model.onnx", *words]
 
         return made
@@ -217,11 +258,35 @@ def _words() -> Iterator[Case]:
     for number in range(16):
         make = option("--opt", lambda rng: rng.choice(optimisers))
         yield Case(f"words/opt-{number}", "train", make, expect)
-    for opt in ("adahessian", "lookahead_adamw", "ADAMW", "adamw ", "", "nosuch", "fusedadam", "bnbadam8bit", "sgdp", "muon"):
-        yield Case(f"words/opt-{opt or 'empty'}".replace(" ", "_"), "train", option("--opt", lambda rng, opt=opt: opt), expect)
+    for opt in (
+        "adahessian",
+        "lookahead_adamw",
+        "ADAMW",
+        "adamw ",
+        "",
+        "nosuch",
+        "fusedadam",
+        "bnbadam8bit",
+        "sgdp",
+        "muon",
+    ):
+        yield Case(
+            f"words/opt-{opt or 'empty'}".replace(" ", "_"), "train", option("--opt", lambda rng, opt=opt: opt), expect
+        )
     for number in range(12):
         yield Case(f"words/augment-{number}", "train", option("--auto-augment", random_policy), expect)
-    for policy in ("randaugment", "rand", "rand-", "rand-m", "augmix", "autoaugment", "rand-m9-n", "rand-m9-mstd", "v1", "x"):
+    for policy in (
+        "randaugment",
+        "rand",
+        "rand-",
+        "rand-m",
+        "augmix",
+        "autoaugment",
+        "rand-m9-n",
+        "rand-m9-mstd",
+        "v1",
+        "x",
+    ):
         make = option("--auto-augment", lambda rng, policy=policy: policy)
         yield Case(f"words/augment-{policy}", "train", make, expect)
     empties: dict[str, Callable[[Place], Words]] = {
@@ -286,8 +351,18 @@ def _others() -> Iterator[Case]:
     def timm_like(place: Place, what: str) -> dict[str, Any]:
         checkpoint = torch.load(place.material / "run" / "best.pt", weights_only=True)
         weights, averaged = checkpoint["state_dict"], checkpoint["state_dict_ema"]
-        args = argparse.Namespace(model="vlonghorn_test", lr=0.1, epochs=3, data_dir="/data", opt_betas=None, img_size=SIZE)
-        made = {"epoch": 3, "arch": "vlonghorn_test", "state_dict": weights, "optimizer": {}, "version": 2, "args": args, "metric": 71.0}
+        args = argparse.Namespace(
+            model="vlonghorn_test", lr=0.1, epochs=3, data_dir="/data", opt_betas=None, img_size=SIZE
+        )
+        made = {
+            "epoch": 3,
+            "arch": "vlonghorn_test",
+            "state_dict": weights,
+            "optimizer": {},
+            "version": 2,
+            "args": args,
+            "metric": 71.0,
+        }
         if what == "ema":
             made["state_dict_ema"] = averaged
         elif what == "amp":
@@ -317,7 +392,15 @@ def _others() -> Iterator[Case]:
 
     def evaluated(place: Place, what: str) -> Words:
         save(place, what)
-        return [*evaluate(place, "theirs.pth"), "--model", "vlonghorn_test", "--num-classes", "3", "--model-kwargs", *MODEL_KWARGS]
+        return [
+            *evaluate(place, "theirs.pth"),
+            "--model",
+            "vlonghorn_test",
+            "--num-classes",
+            "3",
+            "--model-kwargs",
+            *MODEL_KWARGS,
+        ]
 
     whats = ("plain", "ema", "amp", "numpy", "module", "compiled", "model", "model-ema", "path", "bare")
     for number, what in enumerate(whats):
@@ -374,8 +457,13 @@ def _hub_forms() -> Iterator[Case]:
     yield Case("hub-forms/predict", "predict", on_copy(predict), Expect(0, check=same_predictions))
     yield Case("hub-forms/maps", "maps", on_copy(draw_maps), Expect(0, check=same_maps))
     yield Case("hub-forms/train-init", "train", on_copy(lambda place, hub: train(place, "--init", hub)), Expect(0))
-    yield Case("hub-forms/export", "export", on_copy(lambda place, hub: [hub, "model.onnx"]), Expect(0, check=exported), 120)
-    for word, words in (("maps", ["local-dir:hub", "photo.jpg", "--out", "maps.png"]), ("predict", ["--model", "local-dir:hub", "photo.jpg"])):
+    yield Case(
+        "hub-forms/export", "export", on_copy(lambda place, hub: [hub, "model.onnx"]), Expect(0, check=exported), 120
+    )
+    for word, words in (
+        ("maps", ["local-dir:hub", "photo.jpg", "--out", "maps.png"]),
+        ("predict", ["--model", "local-dir:hub", "photo.jpg"]),
+    ):
 
         def by_source(place: Place, words: list[str] = words) -> Words:
             place.copy("hub")
@@ -425,7 +513,9 @@ def _libraries() -> Iterator[Case]:
             from vision_longhorn.runs import load_run
 
             sizes = dict(img_size=SIZE, patch_size=8, embed_dim=16, depth=2, d_state=4)
-            model = timm.create_model("vlonghorn_test", num_classes=3, checkpoint_path=str(place.material / "run/best.pt"), **sizes)
+            model = timm.create_model(
+                "vlonghorn_test", num_classes=3, checkpoint_path=str(place.material / "run/best.pt"), **sizes
+            )
             averaged = load_run(place.material / "run")[0]
             images = torch.randn(2, 3, SIZE, SIZE)
             require(torch.equal(model.eval()(images), averaged.eval()(images)), "timm has loaded other weights")
@@ -461,14 +551,21 @@ def _libraries() -> Iterator[Case]:
     def copies(model: Any) -> None:
         import copy
 
-        require(torch.equal(copy.deepcopy(model).eval()(images), model.eval()(images)), "a copy computes something else")
+        require(
+            torch.equal(copy.deepcopy(model).eval()(images), model.eval()(images)), "a copy computes something else"
+        )
 
     def double(model: Any) -> None:
         found = model.double().eval()(images.double())
         require(found.dtype == torch.float64, "float64 images give another type")
 
     checks = (grad_checkpointing, features, intermediates, no_classes, copies, double)
-    for name, kwargs in (("vlonghorn_test", {}), ("vlonghorn_test", {"rule": "exact"}), ("vim_test", {}), ("vlonghorn_test", {"wiring": "shared"})):
+    for name, kwargs in (
+        ("vlonghorn_test", {}),
+        ("vlonghorn_test", {"rule": "exact"}),
+        ("vim_test", {}),
+        ("vlonghorn_test", {"wiring": "shared"}),
+    ):
         for check in checks:
             about = "-".join([name, *map(str, kwargs.values())])
             run = functools.partial(with_model, check, name, kwargs)
@@ -496,9 +593,13 @@ def _libraries() -> Iterator[Case]:
         x = torch.randn(2, 7, 12, requires_grad=True)
         out = mixer(x)
         out.sum().backward()
-        require(out.shape == x.shape and x.grad is not None and x.grad.isfinite().all(), "the block gives another shape")
+        require(
+            out.shape == x.shape and x.grad is not None and x.grad.isfinite().all(), "the block gives another shape"
+        )
 
-    for number, kwargs in enumerate(({}, {"rule": "exact"}, {"wiring": "forward"}, {"rule": "mamba", "A_per_token": True}, {"d_state": 1})):
+    for number, kwargs in enumerate(
+        ({}, {"rule": "exact"}, {"wiring": "forward"}, {"rule": "mamba", "A_per_token": True}, {"d_state": 1})
+    ):
         yield Case(f"libraries/block-{number}", PYTHON, _call(functools.partial(block, kwargs)), Expect(0))
 
 
@@ -522,14 +623,21 @@ def _asked() -> Iterator[Case]:
     }.items():  # fmt: skip
         yield Case(f"asked/docs-{name}", PYTHON, _call(functools.partial(in_docs, words)), Expect(0))
     for device in ("mps", "rocm", "xpu", "cuda", "cuda:0", "tpu", "gpu"):
-        yield Case(f"asked/train-device-{device}", "train", lambda place, device=device: [*train(place), "--device", device], Expect(1))
-        make = functools.partial(lambda place, device: [*evaluate(place, place.material / "run"), "--device", device], device=device)
+        yield Case(
+            f"asked/train-device-{device}",
+            "train",
+            lambda place, device=device: [*train(place), "--device", device],
+            Expect(1),
+        )
+        make = functools.partial(
+            lambda place, device: [*evaluate(place, place.material / "run"), "--device", device], device=device
+        )
         yield Case(f"asked/eval-device-{device}", "eval", make, Expect(1))
     for precision in ("fp16", "bf16", "fp8", "tf32", "float16"):
-        make = functools.partial(lambda place, precision: [*train(place), "--precision", precision], precision=precision)
+        make = functools.partial(
+            lambda place, precision: [*train(place), "--precision", precision], precision=precision
+        )
         yield Case(f"asked/train-{precision}", "train", make, Expect(0 if precision == "bf16" else 1))
     for target in ("model.engine", "model.trt", "model.mlpackage", "model.tflite", "model.ts", "model.safetensors"):
         make = functools.partial(lambda place, target: [place.material / "run", target], target=target)
         yield Case(f"asked/export-{target}", "export", make, Expect(1))
-
-

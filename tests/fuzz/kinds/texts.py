@@ -145,7 +145,9 @@ def _terminals() -> Iterator[Case]:
         for encoding in ("utf-8", "ascii", "cp1252"):
             if name != "utf-8" or encoding == "utf-8":
                 make = functools.partial(from_stdin, data=data, encoding=encoding)
-                yield Case(f"terminals/stdin-{name}-{encoding}", "predict", make, Expect(code if encoding == "utf-8" else None))
+                yield Case(
+                    f"terminals/stdin-{name}-{encoding}", "predict", make, Expect(code if encoding == "utf-8" else None)
+                )
 
 
 # ------------------------------------------------------------------------------------------------------------- the docs
@@ -174,30 +176,52 @@ def _docs() -> Iterator[Case]:
             if re.fullmatch(r"vision_longhorn(\.\w+)+", words):
                 # As a user has it, who has imported nothing but what the block says.
                 code = f"import vision_longhorn; {words}"
-                found = __import__("subprocess").run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-                require(found.returncode == 0, f"{words} does not work after `import vision_longhorn`: {found.stderr[-300:]}")
+                found = __import__("subprocess").run(
+                    [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+                )
+                require(
+                    found.returncode == 0,
+                    f"{words} does not work after `import vision_longhorn`: {found.stderr[-300:]}",
+                )
 
     for path in ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         for number, block in functions_of(path):
-            yield Case(f"docs/{Path(path).stem}-{number}", PYTHON, lambda place, block=block: functools.partial(check, block), Expect(0))
+            yield Case(
+                f"docs/{Path(path).stem}-{number}",
+                PYTHON,
+                lambda place, block=block: functools.partial(check, block),
+                Expect(0),
+            )
 
     def commands_of(path: str) -> None:
         """Options that the docs' command lines have are options of the tools."""
         from tests.fuzz.lines import parser_of, subcommands_of
 
         text = (ROOT / path).read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(r"^\s*(?:\$ )?(?:vision-longhorn|python -m vision_longhorn\.?) ?(\w+[^\n#|]*)", text, flags=re.M):
+        for line in re.findall(
+            r"^\s*(?:\$ )?(?:vision-longhorn|python -m vision_longhorn\.?) ?(\w+[^\n#|]*)", text, flags=re.M
+        ):
             word = line.split()[0]
             if word not in TOOLS:
                 continue
             parser = parser_of(word)
-            known = {name for one in (parser, *subcommands_of(parser).values()) for action in one._actions for name in action.option_strings}
+            known = {
+                name
+                for one in (parser, *subcommands_of(parser).values())
+                for action in one._actions
+                for name in action.option_strings
+            }
             for option in re.findall(r"(?<=\s)--[\w-]+", line):
                 name = option.replace("_", "-")
                 require(name in known or name == "--version", f"{path}: {word} has no {option}")
 
     for path in ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
-        yield Case(f"docs/commands-{Path(path).stem}", PYTHON, lambda place, path=path: functools.partial(commands_of, path), Expect(0))
+        yield Case(
+            f"docs/commands-{Path(path).stem}",
+            PYTHON,
+            lambda place, path=path: functools.partial(commands_of, path),
+            Expect(0),
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ the wheel
@@ -227,7 +251,11 @@ def _wheel() -> Iterator[Case]:
 
     def pictures() -> None:
         text = (ROOT / "README.md").read_text()
-        relative = [link for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img[^>]+src=\"([^\"]+)", text) if not any(map(lambda one: one.startswith("http"), link))]
+        relative = [
+            link
+            for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img[^>]+src=\"([^\"]+)", text)
+            if not any(map(lambda one: one.startswith("http"), link))
+        ]
         require(not relative, f"pictures of the README that an index page has not: {relative[:3]}")
 
     def urls() -> None:
@@ -270,6 +298,9 @@ def _wheel() -> Iterator[Case]:
         yield Case(f"wheel/{check.__name__.replace('_', '-')}", PYTHON, lambda place, check=check: check, Expect(0))
     yield Case("wheel/version", PYTHON, lambda place: version_of_command, Expect(0, says=(r"\d+\.\d+",)))
     for word in TOOLS:
-        yield Case(f"wheel/{word}-module", PYTHON, lambda place, word=word: lambda: importlib.import_module(f"vision_longhorn.{word}"), Expect(0))
-
-
+        yield Case(
+            f"wheel/{word}-module",
+            PYTHON,
+            lambda place, word=word: lambda: importlib.import_module(f"vision_longhorn.{word}"),
+            Expect(0),
+        )
