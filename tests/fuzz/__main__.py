@@ -18,11 +18,11 @@ from pathlib import Path
 # Read when torch is imported: cases run side by side, one to a core.
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONHASHSEED="0")
 
-import torch  # noqa: E402
+import torch
 
-from tests.fuzz.case import Case, run_case, snapshot  # noqa: E402
-from tests.fuzz.kinds import KINDS, all_cases  # noqa: E402
-from tests.fuzz.material import make_material  # noqa: E402
+from tests.fuzz.case import Case, run_case, snapshot
+from tests.fuzz.kinds import KINDS, all_cases
+from tests.fuzz.material import make_material
 
 # What the tools import when they need it, once for all cases
 EAGER = (
@@ -59,7 +59,9 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Fuzzes the tools.")
     parser.add_argument("--seed", type=int, default=0, help="what is drawn [0]")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases of these names, such as damage/*")
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], metavar="PATTERN", help="cases of these names, such as damage/*"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases side by side [2]")
     parser.add_argument("--list", action="store_true", help="show the cases and run none")
     parser.add_argument("--keep", metavar="FOLDER", help="a new folder for the cases, where those that fail stay")
@@ -80,7 +82,9 @@ def run_cases(cases: list[Case], args: argparse.Namespace, folder: Path) -> int:
     _CASES.update({case.name: case for case in cases})
     with multiprocessing.get_context("fork").Pool(args.jobs, initializer=_ignore_interrupt) as pool:
         try:
-            for count, (name, found, line, printed) in enumerate(pool.imap_unordered(_job, [jobs[i] for i in order]), 1):
+            for count, (name, found, line, printed) in enumerate(
+                pool.imap_unordered(_job, [jobs[i] for i in order]), 1
+            ):
                 if sys.stderr.isatty():
                     print(f"\r{count} of {len(cases)}, {len(faults)} failed", end="", file=sys.stderr, flush=True)
                 if found:

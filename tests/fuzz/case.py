@@ -222,7 +222,9 @@ def judge(case: Case, place: Place, before: Mapping[str, str], result: Result) -
 
 
 def _faults_of_error(result: Result, expect: Expect) -> Iterator[str]:
-    lines = [line for line in re.split(r"[\r\n]", result.err) if line.strip() and not re.search(r"\d%\|", line)]  # no bars
+    lines = [
+        line for line in re.split(r"[\r\n]", result.err) if line.strip() and not re.search(r"\d%\|", line)
+    ]  # no bars
     errors = [line for line in lines if line.startswith("error: ")]
     if not lines or not lines[-1].startswith("error: "):
         yield "the last line on stderr is no 'error: ...'"

@@ -57,7 +57,9 @@ def picture(seed: int, kind: int, size: int = SIZE, noise: int = 60) -> Image.Im
     return image
 
 
-def draw_folder(folder: Path, count: int, classes: tuple[str, ...] = CLASSES, seed: int = 0, ending: str = "png") -> Path:
+def draw_folder(
+    folder: Path, count: int, classes: tuple[str, ...] = CLASSES, seed: int = 0, ending: str = "png"
+) -> Path:
     """A folder of `count` pictures for each class."""
     for kind, name in enumerate(classes):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -114,7 +116,9 @@ def make_material(folder: Path) -> Path:
     tool(folder, "curves", "run", "--out", "curves.png")
     tool(folder, "maps", "run", "photos/photo0.jpg", "--out", "maps.png")
     checkpoint = torch.load(folder / "run" / "best.pt", map_location="cpu", weights_only=True)
-    save_file({name: value.contiguous() for name, value in checkpoint["state_dict"].items()}, folder / "run.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in checkpoint["state_dict"].items()}, folder / "run.safetensors"
+    )
     shutil.copytree(begun, folder / "goes-on")
     tool(folder, "train", "--resume", "goes-on")
     train(folder, "starts-from", "shards", "--init", "run/best.pt", "--epochs", "1")

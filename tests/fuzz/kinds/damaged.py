@@ -368,10 +368,19 @@ def _hub_folders() -> Iterator[Case]:
         for name in "config.json", "model.safetensors":
             yield Case(f"hub-folders/{word}-without-{name}", word, missing(word, name), Expect(1))
     for key, value in (
-        ("num_classes", "3"), ("num_features", "16"), ("architecture", 5), ("architecture", "nosuchmodel"),
-        ("model_args", [1]), ("model_args", {"depth": "2"}), ("pretrained_cfg", None), ("pretrained_cfg", {"mean": "x"}),
-        ("label_names", "abc"), ("global_pool", 3), ("pretrained_cfg", {"input_size": [3, "24", 24]}), ("num_classes", -3),
-    ):  # fmt: skip
+        ("num_classes", "3"),
+        ("num_features", "16"),
+        ("architecture", 5),
+        ("architecture", "nosuchmodel"),
+        ("model_args", [1]),
+        ("model_args", {"depth": "2"}),
+        ("pretrained_cfg", None),
+        ("pretrained_cfg", {"mean": "x"}),
+        ("label_names", "abc"),
+        ("global_pool", 3),
+        ("pretrained_cfg", {"input_size": [3, "24", 24]}),
+        ("num_classes", -3),
+    ):
 
         def of_key(place: Place, key: str = key, value: Any = value) -> Sequence[str | Path]:
             path = place.copy("hub") / "config.json"

@@ -14,8 +14,28 @@ from tests.fuzz.process import Result
 
 Words = Sequence[str | Path]
 # Options whose value may be right and then takes longer than a case has, or whose work is another machine's
-LONG = {"--compile", "--pretrained", "--push", "--speed", "--cuda-graphs", "--epochs", "--batch", "--img-size", "--workers"}
-COUNTS = {"train": 44, "eval": 30, "predict": 24, "shards": 44, "curves": 34, "export": 44, "hub": 34, "maps": 30, "study": 36}
+LONG = {
+    "--compile",
+    "--pretrained",
+    "--push",
+    "--speed",
+    "--cuda-graphs",
+    "--epochs",
+    "--batch",
+    "--img-size",
+    "--workers",
+}
+COUNTS = {
+    "train": 44,
+    "eval": 30,
+    "predict": 24,
+    "shards": 44,
+    "curves": 34,
+    "export": 44,
+    "hub": 34,
+    "maps": 30,
+    "study": 36,
+}
 
 
 def _base(tool: str, place: Place) -> list[str]:
@@ -32,12 +52,22 @@ def _base(tool: str, place: Place) -> list[str]:
         "export": lambda: ["run", "folder/"],
         "hub": lambda: ["run", "folder"],
         "maps": lambda: ["run", "photos/photo0.jpg", "--out", "m.png"],
-        "study": lambda: [place.rng.choice(["mixers", "inside"]), "--out", "out", place.rng.choice(["--list", "--dry-run", "--report"])],
+        "study": lambda: [
+            place.rng.choice(["mixers", "inside"]),
+            "--out",
+            "out",
+            place.rng.choice(["--list", "--dry-run", "--report"]),
+        ],
         "shards": lambda: place.rng.choice(
-            (["imagefolder", "pictures/val", "out"], ["digits", "out"], ["verify", "mine"], ["index", "mine"],
-             ["imagenet", "-", "photos/photo0.jpg", "photos/photo1.jpg", "out"])
+            (
+                ["imagefolder", "pictures/val", "out"],
+                ["digits", "out"],
+                ["verify", "mine"],
+                ["index", "mine"],
+                ["imagenet", "-", "photos/photo0.jpg", "photos/photo1.jpg", "out"],
+            )
         ),
-    }  # fmt: skip
+    }
     return [str(word) for word in bases[tool]()]
 
 
@@ -74,11 +104,11 @@ def cases() -> Iterator[Case]:
         return words
 
     for tool in TOOLS:
-        for number, words in enumerate(([], ["--help"], ["--hlep"], ["--version"], ["x"], ["x", "y", "z", "w"], ["--", "x"])):
+        for number, words in enumerate(
+            ([], ["--help"], ["--hlep"], ["--version"], ["x"], ["x", "y", "z", "w"], ["--", "x"])
+        ):
             code = 0 if words == ["--help"] else 1 if words in (["--hlep"], ["x", "y", "z", "w"]) else None
             if not words and tool in ("train", "study"):
                 continue  # the demo, which is a training run of minutes, or nothing at all
             make = functools.partial(alone, words=list(words))
             yield Case(f"lines/{tool}-bare-{number}", tool, make, Expect(code))
-
-

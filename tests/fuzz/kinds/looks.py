@@ -47,9 +47,19 @@ def _tensorboard() -> Iterator[Case]:
     make the run come first among its hparams."""
     leading = ("model", "lr", "epochs", "seed")
     options: tuple[tuple[str, ...], ...] = (
-        (), ("--ema-decay", "0"), ("--seed", "3"), ("--lr", "1e-3"), ("--drop-path", "0.1"), ("--opt", "sgd"), ("--smoothing", "0"),
-        ("--epochs", "2"), ("--weight-decay", "0"), ("--clip-grad", "1"), ("--hflip", "0"), ("--layer-decay", "0.7"),
-    )  # fmt: skip
+        (),
+        ("--ema-decay", "0"),
+        ("--seed", "3"),
+        ("--lr", "1e-3"),
+        ("--drop-path", "0.1"),
+        ("--opt", "sgd"),
+        ("--smoothing", "0"),
+        ("--epochs", "2"),
+        ("--weight-decay", "0"),
+        ("--clip-grad", "1"),
+        ("--hflip", "0"),
+        ("--layer-decay", "0.7"),
+    )
 
     def check(place: Place, result: Result, given: str) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -74,7 +84,10 @@ def _tensorboard() -> Iterator[Case]:
         first = [tag for tag in tags if tag.partition("/")[0] == groups[0]]
         require(any("top1" in tag for tag in first), f"the first group, {groups[0]}, has no accuracy: {groups}")
         last = [tag for tag in tags if tag.partition("/")[0] == groups[-1]]
-        require(any("final" in tag or "best" in tag for tag in last), f"the last group, {groups[-1]}, has no final values: {groups}")
+        require(
+            any("final" in tag or "best" in tag for tag in last),
+            f"the last group, {groups[-1]}, has no final values: {groups}",
+        )
         require(params[:3] != sorted(params)[:3] or len(params) < 4, f"the settings open with {params[:5]}")
         require(set(leading) <= set(params[:5]), f"the settings open with {params[:5]}")
         if given:
@@ -92,21 +105,44 @@ def _tensorboard() -> Iterator[Case]:
 def _content(rng: random.Random, seeds: int, epochs: int = 4) -> dict[str, Any]:
     """A study's JSON of two variants whose seeds lie far apart, or close, near an end or in the middle."""
     arms = [
-        dict(setting="", variant=name, key=name, seeds=list(range(seeds)), parameters=1000, images_per_epoch=100, speed={},
-             data="made", config={"epochs": epochs})
+        dict(
+            setting="",
+            variant=name,
+            key=name,
+            seeds=list(range(seeds)),
+            parameters=1000,
+            images_per_epoch=100,
+            speed={},
+            data="made",
+            config={"epochs": epochs},
+        )
         for name in ("longhorn", "vim")
-    ]  # fmt: skip
+    ]
     runs = []
     for name in ("longhorn", "vim"):
         middle, spread = rng.choice((1, 10, 50, 90, 99.5)), rng.choice((0.1, 2, 20))
         for seed in range(seeds):
             curve = [min(100.0, max(0.0, rng.gauss(middle, spread))) for _ in range(epochs)]
             runs.append(
-                dict(key=name, seed=seed, final={"ema": curve[-1], "raw": curve[-1]}, seconds=10.0, side_by_side=1,
-                     skipped_updates=0, hits={},
-                     curve={"epoch": list(range(1, epochs + 1)), "train_loss": [2.0] * epochs, "raw": curve, "ema": curve})
-            )  # fmt: skip
-    return dict(study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=runs, unfinished=[])
+                dict(
+                    key=name,
+                    seed=seed,
+                    final={"ema": curve[-1], "raw": curve[-1]},
+                    seconds=10.0,
+                    side_by_side=1,
+                    skipped_updates=0,
+                    hits={},
+                    curve={
+                        "epoch": list(range(1, epochs + 1)),
+                        "train_loss": [2.0] * epochs,
+                        "raw": curve,
+                        "ema": curve,
+                    },
+                )
+            )
+    return dict(
+        study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=runs, unfinished=[]
+    )
 
 
 def _watched(function: Callable[[], None], panels: Callable[[str], bool]) -> None:
@@ -150,7 +186,10 @@ def _seeds() -> Iterator[Case]:
                 mean, half = float(mean), float(half)
                 require(mean - half >= LOW and mean + half <= HIGH, f"an accuracy of {mean} ± {half} is none:\n{text}")
             for low, high in re.findall(r"\[([+-]\d+\.\d+), ([+-]\d+\.\d+)\]", text):
-                require(-100 <= float(low) and float(high) <= 100, f"no difference of accuracies is in [{low}, {high}]:\n{text}")
+                require(
+                    -100 <= float(low) and float(high) <= 100,
+                    f"no difference of accuracies is in [{low}, {high}]:\n{text}",
+                )
 
         return function
 
@@ -217,9 +256,14 @@ def _studies() -> Iterator[Case]:
 
     def written(place: Place, result: Result) -> None:
         require(len(place.json("out/pairs.json")["runs"]) == 4, "runs are missing")
-        require(is_png(place / "out" / "pairs.png") and (place / "out" / "pairs.md").is_file(), "there is no table or plot")
+        require(
+            is_png(place / "out" / "pairs.png") and (place / "out" / "pairs.md").is_file(), "there is no table or plot"
+        )
         for mean, half in re.findall(r"\| (-?\d+\.\d+) ± (\d+\.\d+)", result.out):
-            require(float(mean) + float(half) <= HIGH and float(mean) - float(half) >= LOW, f"an accuracy of {mean} ± {half} is none")
+            require(
+                float(mean) + float(half) <= HIGH and float(mean) - float(half) >= LOW,
+                f"an accuracy of {mean} ± {half} is none",
+            )
 
     for number in range(6):
         yield Case(f"seeds/study-report-{number}", "study", report, Expect(0, check=written))
@@ -279,7 +323,9 @@ def _arrows() -> Iterator[Case]:
 
         Figure.savefig = watch  # type: ignore[method-assign]
         torch.manual_seed(0)
-        model = timm.create_model("vlonghorn_test", num_classes=3, img_size=24, patch_size=8, embed_dim=16, **kwargs).eval()
+        model = timm.create_model(
+            "vlonghorn_test", num_classes=3, img_size=24, patch_size=8, embed_dim=16, **kwargs
+        ).eval()
         plot_maps(token_maps(model, torch.randn(1, 3, 24, 24)), torch.rand(24, 24, 3).numpy(), "maps.png")
         text = " ".join(seen)
         for arrows, wanted in (("→←", rows), ("↓↑", columns)):

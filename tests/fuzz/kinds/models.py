@@ -3,9 +3,7 @@
 import argparse
 import functools
 import inspect
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,16 @@ from timm.optim import list_optimizers
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.fuzz.case import PYTHON, Case, Expect, Place, require
-from tests.fuzz.kinds.common import draw_maps, evaluate, link, predict, same_evaluation, same_maps, same_predictions, train
-from tests.fuzz.material import CLASSES, EVAL, MODEL_KWARGS, SIZE, TRAIN
+from tests.fuzz.kinds.common import (
+    draw_maps,
+    evaluate,
+    predict,
+    same_evaluation,
+    same_maps,
+    same_predictions,
+    train,
+)
+from tests.fuzz.material import CLASSES, EVAL, MODEL_KWARGS, SIZE
 from tests.fuzz.process import Result
 from vision_longhorn.models.vlonghorn import VisionLonghorn
 
@@ -71,7 +77,10 @@ def _counts() -> Iterator[Case]:
         wanted = by_hand(model, model.patch_embed.num_patches + model.num_prefix_tokens) * (3 if backward else 1)
         # The first layer wants no gradient of its input.
         low = 0.9 if backward else 1.0
-        require(low * wanted < found < 2 * wanted, f"{found:,.0f} operations are counted, and the products alone are {wanted:,}")
+        require(
+            low * wanted < found < 2 * wanted,
+            f"{found:,.0f} operations are counted, and the products alone are {wanted:,}",
+        )
 
     models: list[tuple[str, dict[str, Any]]] = [
         ("vlonghorn_test", {}),
@@ -147,19 +156,69 @@ def _erasing() -> Iterator[Case]:
 
 # --------------------------------------------------------------------------------------------------- arguments of models
 
-VALUES = ("0", "-1", "1.5", '"32"', "true", "none", "abc", "3", "[1,2]", "[]", "{}", "0.1", "[32,0]", "nan", "1", "[[1]]", "")
+VALUES = (
+    "0",
+    "-1",
+    "1.5",
+    '"32"',
+    "true",
+    "none",
+    "abc",
+    "3",
+    "[1,2]",
+    "[]",
+    "{}",
+    "0.1",
+    "[32,0]",
+    "nan",
+    "1",
+    "[[1]]",
+    "",
+)
 
 
 def _arguments() -> Iterator[Case]:
-    own = [name for name in inspect.signature(VisionLonghorn).parameters if name not in ("device", "dtype", "mixer_args")]
+    own = [
+        name for name in inspect.signature(VisionLonghorn).parameters if name not in ("device", "dtype", "mixer_args")
+    ]
     keys = (*own, "d_state", "d_conv", "expand", "dt_rank", "rule", "wiring", "beta", "A_per_token", "save_states",
             "num_classes", "drop_path_rate", "pretrained", "features_only", "out_indices", "checkpoint_path", "nosuch",
             "pretrained_cfg", "scriptable", "cache_dir", "img_size", "patch_size", "depth", "embed_dim")  # fmt: skip
-    named = ("drop_path_rate=0.1", "num_classes=3", "patch_size=0", 'img_size="32"', "depth=0", "embed_dim=-4", "in_chans=1",
-             "in_chans=0", "pretrained=true", "features_only=true", "img_size=[24]", "patch_size=[8,8,8]", "depth=2.5",
-             "name=x", "model_name=x", "drop_rate=2", "norm_eps=abc", "global_pool=3", "checkpoint_path=nosuch.pt",
-             "patch_stride=0", "pretrained_cfg=x", "d_state=0", "dt_rank=0", "expand=0", "d_conv=0", "img_size=1e400",
-             "class_token=5", "mixer=5", "rule=5", "out_indices=[9]", "kwargs=1", "self=1", "device=cuda")  # fmt: skip
+    named = (
+        "drop_path_rate=0.1",
+        "num_classes=3",
+        "patch_size=0",
+        'img_size="32"',
+        "depth=0",
+        "embed_dim=-4",
+        "in_chans=1",
+        "in_chans=0",
+        "pretrained=true",
+        "features_only=true",
+        "img_size=[24]",
+        "patch_size=[8,8,8]",
+        "depth=2.5",
+        "name=x",
+        "model_name=x",
+        "drop_rate=2",
+        "norm_eps=abc",
+        "global_pool=3",
+        "checkpoint_path=nosuch.pt",
+        "patch_stride=0",
+        "pretrained_cfg=x",
+        "d_state=0",
+        "dt_rank=0",
+        "expand=0",
+        "d_conv=0",
+        "img_size=1e400",
+        "class_token=5",
+        "mixer=5",
+        "rule=5",
+        "out_indices=[9]",
+        "kwargs=1",
+        "self=1",
+        "device=cuda",
+    )
     weird = ("=5", "a=b=c", "img-size=32", " img_size=24", "IMG_SIZE=24")
 
     def of(word: str, pair: Callable[[random.Random], str]) -> Callable[[Place], Words]:
@@ -172,7 +231,16 @@ def _arguments() -> Iterator[Case]:
             if word == "eval-run":
                 return [*evaluate(place, place.material / "run"), words[0], words[-1]]
             if word == "eval":
-                return ["--model", "vlonghorn_test", *EVAL, "--data", place.material / "shards", "--num-classes", "3", *words]
+                return [
+                    "--model",
+                    "vlonghorn_test",
+                    *EVAL,
+                    "--data",
+                    place.material / "shards",
+                    "--num-classes",
+                    "3",
+                    *words,
+                ]
             return ["vlonghorn_test", "model.onnx", *words]
 
         return made
@@ -217,11 +285,35 @@ def _words() -> Iterator[Case]:
     for number in range(16):
         make = option("--opt", lambda rng: rng.choice(optimisers))
         yield Case(f"words/opt-{number}", "train", make, expect)
-    for opt in ("adahessian", "lookahead_adamw", "ADAMW", "adamw ", "", "nosuch", "fusedadam", "bnbadam8bit", "sgdp", "muon"):
-        yield Case(f"words/opt-{opt or 'empty'}".replace(" ", "_"), "train", option("--opt", lambda rng, opt=opt: opt), expect)
+    for opt in (
+        "adahessian",
+        "lookahead_adamw",
+        "ADAMW",
+        "adamw ",
+        "",
+        "nosuch",
+        "fusedadam",
+        "bnbadam8bit",
+        "sgdp",
+        "muon",
+    ):
+        yield Case(
+            f"words/opt-{opt or 'empty'}".replace(" ", "_"), "train", option("--opt", lambda rng, opt=opt: opt), expect
+        )
     for number in range(12):
         yield Case(f"words/augment-{number}", "train", option("--auto-augment", random_policy), expect)
-    for policy in ("randaugment", "rand", "rand-", "rand-m", "augmix", "autoaugment", "rand-m9-n", "rand-m9-mstd", "v1", "x"):
+    for policy in (
+        "randaugment",
+        "rand",
+        "rand-",
+        "rand-m",
+        "augmix",
+        "autoaugment",
+        "rand-m9-n",
+        "rand-m9-mstd",
+        "v1",
+        "x",
+    ):
         make = option("--auto-augment", lambda rng, policy=policy: policy)
         yield Case(f"words/augment-{policy}", "train", make, expect)
     empties: dict[str, Callable[[Place], Words]] = {
@@ -263,8 +355,27 @@ def _words() -> Iterator[Case]:
     defaults = ("study-out", "eval-split", "shards-names", "shards-split")  # where nothing may stand for the default
     for name, make in empties.items():
         yield Case(f"words/empty-{name}", name.partition("-")[0], make, Expect(None if name in defaults else 1))
-    fields = ("model", "data", "val-data", "train-split", "val-split", "init", "run-dir", "resume", "track", "opt",
-              "auto-augment", "config", "interpolation", "re-mode", "mean", "std", "model-kwargs", "device", "precision")  # fmt: skip
+    fields = (
+        "model",
+        "data",
+        "val-data",
+        "train-split",
+        "val-split",
+        "init",
+        "run-dir",
+        "resume",
+        "track",
+        "opt",
+        "auto-augment",
+        "config",
+        "interpolation",
+        "re-mode",
+        "mean",
+        "std",
+        "model-kwargs",
+        "device",
+        "precision",
+    )
     for field in fields:
         make = option(f"--{field}", lambda rng: "")
         yield Case(f"words/empty-train-{field}", "train", make, Expect(leaves=("new/*",)))
@@ -286,8 +397,18 @@ def _others() -> Iterator[Case]:
     def timm_like(place: Place, what: str) -> dict[str, Any]:
         checkpoint = torch.load(place.material / "run" / "best.pt", weights_only=True)
         weights, averaged = checkpoint["state_dict"], checkpoint["state_dict_ema"]
-        args = argparse.Namespace(model="vlonghorn_test", lr=0.1, epochs=3, data_dir="/data", opt_betas=None, img_size=SIZE)
-        made = {"epoch": 3, "arch": "vlonghorn_test", "state_dict": weights, "optimizer": {}, "version": 2, "args": args, "metric": 71.0}
+        args = argparse.Namespace(
+            model="vlonghorn_test", lr=0.1, epochs=3, data_dir="/data", opt_betas=None, img_size=SIZE
+        )
+        made = {
+            "epoch": 3,
+            "arch": "vlonghorn_test",
+            "state_dict": weights,
+            "optimizer": {},
+            "version": 2,
+            "args": args,
+            "metric": 71.0,
+        }
         if what == "ema":
             made["state_dict_ema"] = averaged
         elif what == "amp":
@@ -317,10 +438,18 @@ def _others() -> Iterator[Case]:
 
     def evaluated(place: Place, what: str) -> Words:
         save(place, what)
-        return [*evaluate(place, "theirs.pth"), "--model", "vlonghorn_test", "--num-classes", "3", "--model-kwargs", *MODEL_KWARGS]
+        return [
+            *evaluate(place, "theirs.pth"),
+            "--model",
+            "vlonghorn_test",
+            "--num-classes",
+            "3",
+            "--model-kwargs",
+            *MODEL_KWARGS,
+        ]
 
     whats = ("plain", "ema", "amp", "numpy", "module", "compiled", "model", "model-ema", "path", "bare")
-    for number, what in enumerate(whats):
+    for _number, what in enumerate(whats):
         fine = what not in ("path", "numpy")  # which timm does not load either
         for old in (False, True):
             make = functools.partial(started, what=what, old=old)
@@ -374,8 +503,13 @@ def _hub_forms() -> Iterator[Case]:
     yield Case("hub-forms/predict", "predict", on_copy(predict), Expect(0, check=same_predictions))
     yield Case("hub-forms/maps", "maps", on_copy(draw_maps), Expect(0, check=same_maps))
     yield Case("hub-forms/train-init", "train", on_copy(lambda place, hub: train(place, "--init", hub)), Expect(0))
-    yield Case("hub-forms/export", "export", on_copy(lambda place, hub: [hub, "model.onnx"]), Expect(0, check=exported), 120)
-    for word, words in (("maps", ["local-dir:hub", "photo.jpg", "--out", "maps.png"]), ("predict", ["--model", "local-dir:hub", "photo.jpg"])):
+    yield Case(
+        "hub-forms/export", "export", on_copy(lambda place, hub: [hub, "model.onnx"]), Expect(0, check=exported), 120
+    )
+    for word, words in (
+        ("maps", ["local-dir:hub", "photo.jpg", "--out", "maps.png"]),
+        ("predict", ["--model", "local-dir:hub", "photo.jpg"]),
+    ):
 
         def by_source(place: Place, words: list[str] = words) -> Words:
             place.copy("hub")
@@ -406,10 +540,16 @@ def _hub_forms() -> Iterator[Case]:
         if place.notes["display"]:
             require(people and set(people.values()) == set(place.notes["display"]), f"label_descriptions are {people}")
 
-    for number, (display, data) in enumerate((
-        (None, "/home/anna/secret/trees"), (["Esche", "Buche", "Eiche"], "/mnt/data/trees"), (["a", "a", "b"], "../trees"),
-        (None, "~/trees"), (["日本", "é", "x"], "C:\\data\\trees"), (None, "/data/{000..004}.tar"),
-    )):  # fmt: skip
+    for number, (display, data) in enumerate(
+        (
+            (None, "/home/anna/secret/trees"),
+            (["Esche", "Buche", "Eiche"], "/mnt/data/trees"),
+            (["a", "a", "b"], "../trees"),
+            (None, "~/trees"),
+            (["日本", "é", "x"], "C:\\data\\trees"),
+            (None, "/data/{000..004}.tar"),
+        )
+    ):
         make = functools.partial(named, display=display, data=data)
         yield Case(f"hub-forms/content-{number}", "hub", make, Expect(0, check=content))
 
@@ -425,7 +565,9 @@ def _libraries() -> Iterator[Case]:
             from vision_longhorn.runs import load_run
 
             sizes = dict(img_size=SIZE, patch_size=8, embed_dim=16, depth=2, d_state=4)
-            model = timm.create_model("vlonghorn_test", num_classes=3, checkpoint_path=str(place.material / "run/best.pt"), **sizes)
+            model = timm.create_model(
+                "vlonghorn_test", num_classes=3, checkpoint_path=str(place.material / "run/best.pt"), **sizes
+            )
             averaged = load_run(place.material / "run")[0]
             images = torch.randn(2, 3, SIZE, SIZE)
             require(torch.equal(model.eval()(images), averaged.eval()(images)), "timm has loaded other weights")
@@ -461,14 +603,21 @@ def _libraries() -> Iterator[Case]:
     def copies(model: Any) -> None:
         import copy
 
-        require(torch.equal(copy.deepcopy(model).eval()(images), model.eval()(images)), "a copy computes something else")
+        require(
+            torch.equal(copy.deepcopy(model).eval()(images), model.eval()(images)), "a copy computes something else"
+        )
 
     def double(model: Any) -> None:
         found = model.double().eval()(images.double())
         require(found.dtype == torch.float64, "float64 images give another type")
 
     checks = (grad_checkpointing, features, intermediates, no_classes, copies, double)
-    for name, kwargs in (("vlonghorn_test", {}), ("vlonghorn_test", {"rule": "exact"}), ("vim_test", {}), ("vlonghorn_test", {"wiring": "shared"})):
+    for name, kwargs in (
+        ("vlonghorn_test", {}),
+        ("vlonghorn_test", {"rule": "exact"}),
+        ("vim_test", {}),
+        ("vlonghorn_test", {"wiring": "shared"}),
+    ):
         for check in checks:
             about = "-".join([name, *map(str, kwargs.values())])
             run = functools.partial(with_model, check, name, kwargs)
@@ -496,9 +645,13 @@ def _libraries() -> Iterator[Case]:
         x = torch.randn(2, 7, 12, requires_grad=True)
         out = mixer(x)
         out.sum().backward()
-        require(out.shape == x.shape and x.grad is not None and x.grad.isfinite().all(), "the block gives another shape")
+        require(
+            out.shape == x.shape and x.grad is not None and x.grad.isfinite().all(), "the block gives another shape"
+        )
 
-    for number, kwargs in enumerate(({}, {"rule": "exact"}, {"wiring": "forward"}, {"rule": "mamba", "A_per_token": True}, {"d_state": 1})):
+    for number, kwargs in enumerate(
+        ({}, {"rule": "exact"}, {"wiring": "forward"}, {"rule": "mamba", "A_per_token": True}, {"d_state": 1})
+    ):
         yield Case(f"libraries/block-{number}", PYTHON, _call(functools.partial(block, kwargs)), Expect(0))
 
 
@@ -516,20 +669,35 @@ def _asked() -> Iterator[Case]:
         require(re.search(words, text), f"the docs say nothing of {words}")
 
     for name, words in {
-        "mps": r"\bMPS\b", "rocm": r"ROCm", "fp16": r"fp16", "tensorrt": r"TensorRT", "masked": r"(?i)masked (image|autoencod|pre)|MAE\b",
-        "self-supervised": r"(?i)self-supervised|DINO", "packed": r"(?i)packed|cu_seqlens", "pretrained": r"(?i)pretrained weights",
-        "cpu": r"\bCPU\b", "onnx": r"ONNX", "windows": r"Windows",
-    }.items():  # fmt: skip
+        "mps": r"\bMPS\b",
+        "rocm": r"ROCm",
+        "fp16": r"fp16",
+        "tensorrt": r"TensorRT",
+        "masked": r"(?i)masked (image|autoencod|pre)|MAE\b",
+        "self-supervised": r"(?i)self-supervised|DINO",
+        "packed": r"(?i)packed|cu_seqlens",
+        "pretrained": r"(?i)pretrained weights",
+        "cpu": r"\bCPU\b",
+        "onnx": r"ONNX",
+        "windows": r"Windows",
+    }.items():
         yield Case(f"asked/docs-{name}", PYTHON, _call(functools.partial(in_docs, words)), Expect(0))
     for device in ("mps", "rocm", "xpu", "cuda", "cuda:0", "tpu", "gpu"):
-        yield Case(f"asked/train-device-{device}", "train", lambda place, device=device: [*train(place), "--device", device], Expect(1))
-        make = functools.partial(lambda place, device: [*evaluate(place, place.material / "run"), "--device", device], device=device)
+        yield Case(
+            f"asked/train-device-{device}",
+            "train",
+            lambda place, device=device: [*train(place), "--device", device],
+            Expect(1),
+        )
+        make = functools.partial(
+            lambda place, device: [*evaluate(place, place.material / "run"), "--device", device], device=device
+        )
         yield Case(f"asked/eval-device-{device}", "eval", make, Expect(1))
     for precision in ("fp16", "bf16", "fp8", "tf32", "float16"):
-        make = functools.partial(lambda place, precision: [*train(place), "--precision", precision], precision=precision)
+        make = functools.partial(
+            lambda place, precision: [*train(place), "--precision", precision], precision=precision
+        )
         yield Case(f"asked/train-{precision}", "train", make, Expect(0 if precision == "bf16" else 1))
     for target in ("model.engine", "model.trt", "model.mlpackage", "model.tflite", "model.ts", "model.safetensors"):
         make = functools.partial(lambda place, target: [place.material / "run", target], target=target)
         yield Case(f"asked/export-{target}", "export", make, Expect(1))
-
-

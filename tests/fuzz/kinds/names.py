@@ -49,7 +49,9 @@ def cases() -> Iterator[Case]:
                 _make(file_names, file_people, data_names, data_people, averaged),
                 Expect(0, says=says if stays else ("(?i)classif[^\n]*(anew|new)",), check=_check(stays)),
             )
-    yield Case("init-names/safetensors", "train", _safetensors, Expect(0, says=("(?i)note.*names",), check=_check(True)))
+    yield Case(
+        "init-names/safetensors", "train", _safetensors, Expect(0, says=("(?i)note.*names",), check=_check(True))
+    )
     yield Case("init-names/folder", "train", _folder_of_others, Expect(0, says=("(?i)anew",)))
 
 

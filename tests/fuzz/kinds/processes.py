@@ -82,13 +82,31 @@ def _modules() -> Iterator[Case]:
         "train": (train, lambda place, result: require((place / "new/last.pt").is_file(), "nothing was trained")),
         "eval": (lambda place: evaluate(place, place.material / "run"), same_evaluation),
         "predict": (lambda place: predict(place, place.material / "run"), same_predictions),
-        "shards": (lambda place: ["imagefolder", place.material / "pictures", "out"], lambda place, result: place.json("out/_info.json")),
-        "curves": (lambda place: [place.material / "run", "--out", "c.png"], lambda place, result: require(is_png(place / "c.png"), "no picture")),
-        "hub": (lambda place: [place.material / "run", "folder"], lambda place, result: place.json("folder/config.json")),
-        "export": (lambda place: [place.material / "run", "folder/"], lambda place, result: place.json("folder/config.json")),
-        "maps": (lambda place: [place.material / "run", place.material / "photos/photo0.jpg", "--out", "m.png"], lambda place, result: require(is_png(place / "m.png"), "no picture")),
-        "study": (lambda place: ["--list"], lambda place, result: require("mixers" in result.out, "no study is listed")),
-    }  # fmt: skip
+        "shards": (
+            lambda place: ["imagefolder", place.material / "pictures", "out"],
+            lambda place, result: place.json("out/_info.json"),
+        ),
+        "curves": (
+            lambda place: [place.material / "run", "--out", "c.png"],
+            lambda place, result: require(is_png(place / "c.png"), "no picture"),
+        ),
+        "hub": (
+            lambda place: [place.material / "run", "folder"],
+            lambda place, result: place.json("folder/config.json"),
+        ),
+        "export": (
+            lambda place: [place.material / "run", "folder/"],
+            lambda place, result: place.json("folder/config.json"),
+        ),
+        "maps": (
+            lambda place: [place.material / "run", place.material / "photos/photo0.jpg", "--out", "m.png"],
+            lambda place, result: require(is_png(place / "m.png"), "no picture"),
+        ),
+        "study": (
+            lambda place: ["--list"],
+            lambda place, result: require("mixers" in result.out, "no study is listed"),
+        ),
+    }
     for word, (words, check) in real.items():
         yield Case(f"modules/{word}-works", word, as_module(modules[word], words), Expect(0, check=check))
     for script, word in (("train_imagenet.py", "train"), ("eval.py", "eval")):
@@ -101,12 +119,25 @@ def _modules() -> Iterator[Case]:
     def started(*command: str, words: Callable[[Place], Words]) -> Callable[[Place], Callable[[], None]]:
         def made(place: Place) -> Callable[[], None]:
             line = [*command, *words_of(words(place))]
-            return lambda: sys.exit(subprocess.run([sys.executable, *line], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode)
+            return lambda: sys.exit(
+                subprocess.run([sys.executable, *line], env={**os.environ, "PYTHONPATH": str(ROOT)}).returncode
+            )
 
         return made
 
-    launch = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
-              "--dynamo_backend", "no", "--cpu")  # fmt: skip
+    launch = (
+        "-m",
+        "accelerate.commands.launch",
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        "--cpu",
+    )
     for name, command, word in (
         ("python-train", ("-m", "vision_longhorn.train"), "train"),
         ("python-eval", ("-m", "vision_longhorn.eval"), "eval"),
@@ -227,7 +258,9 @@ def _ranks() -> Iterator[Case]:
 
     for name, (prepare, more) in faults.items():
         # Both may have found it, each with its own line.
-        expect = Expect(1, never=("(?i)gloo", "terminate called", "Connection (closed|reset)"), after=one_error, leaves=("new/*",))
+        expect = Expect(
+            1, never=("(?i)gloo", "terminate called", "Connection (closed|reset)"), after=one_error, leaves=("new/*",)
+        )
         make = functools.partial(made, prepare=prepare, more=more)
         yield Case(f"ranks/train-{name}", "train", _judged_as_one(make), expect, limit=60)
         if name in ("bad-label", "wrong-model"):
@@ -239,7 +272,9 @@ def _ranks() -> Iterator[Case]:
 
     for rank in (0, 1):
         expect = Expect(1, never=("Traceback", "terminate called"), leaves=("new/*",), lines=8)
-        yield Case(f"ranks/train-killed-{rank}", "train", _judged_as_one(functools.partial(killed, rank=rank), True), expect)
+        yield Case(
+            f"ranks/train-killed-{rank}", "train", _judged_as_one(functools.partial(killed, rank=rank), True), expect
+        )
 
     def evaluated(place: Place) -> Callable[[], None]:
         return launched("eval", evaluate(place, place.material / "run", "--data", "nosuch"))
@@ -247,7 +282,9 @@ def _ranks() -> Iterator[Case]:
     yield Case("ranks/eval-no-data", "eval", _judged_as_one(evaluated), Expect(1, never=("(?i)gloo",)))
 
 
-def _judged_as_one(make: Callable[[Place], Callable[[], None]], killed: bool = False) -> Callable[[Place], Callable[[], None]]:
+def _judged_as_one(
+    make: Callable[[Place], Callable[[], None]], killed: bool = False
+) -> Callable[[Place], Callable[[], None]]:
     """The same, where what several processes say alike is told once. A run whose process was killed says nothing of
     that itself."""
 
@@ -320,12 +357,18 @@ def _launchers() -> Iterator[Case]:
         require(same or said, "the weights are others than without the setting, and nothing says why")
 
     for name, environment in settings.items():
-        expect = Expect(0 if name in quiet else None, check=functools.partial(same_or_said, names=list(environment)), leaves=("new/*",))
+        expect = Expect(
+            0 if name in quiet else None,
+            check=functools.partial(same_or_said, names=list(environment)),
+            leaves=("new/*",),
+        )
         make = functools.partial(made, environment=environment, several=False)
         yield Case(f"launcher/train-{name}", "train", make, expect)
         if name in ("accumulation", "bf16", "fsdp", "dynamo"):
             make = functools.partial(made, environment=environment, several=True)
-            expect = Expect(None, check=functools.partial(same_or_said, names=list(environment)), leaves=("new/*",), lines=12)
+            expect = Expect(
+                None, check=functools.partial(same_or_said, names=list(environment)), leaves=("new/*",), lines=12
+            )
             yield Case(f"launcher/train-{name}-two", "train", _judged_as_one(make), expect, limit=90)
     for name in ("bf16", "accumulation", "dynamo", "fp8", "cpu"):
 
@@ -434,7 +477,12 @@ def _clocks() -> Iterator[Case]:
 
     for number in range(3):
         # It may have come to its end before the signal, or be ended by it before it can take it.
-        yield Case(f"clock/stopped-{number}", PYTHON, _codes(stopped_back, (0, 143, -15)), Expect(None, own=("run/*",), after=still_there))
+        yield Case(
+            f"clock/stopped-{number}",
+            PYTHON,
+            _codes(stopped_back, (0, 143, -15)),
+            Expect(None, own=("run/*",), after=still_there),
+        )
 
 
 def _codes(make: Callable[[Place], Callable[[], None]], fine: Sequence[int]) -> Callable[[Place], Callable[[], None]]:
@@ -473,9 +521,13 @@ def _second_mains() -> Iterator[Case]:
             "train-bf16": words_of([*train(place, run="bf16"), "--precision", "bf16"]),
             "train-again": words_of(train(place, run="again")),
             "eval": words_of(evaluate(place, run)),
-            "eval-bf16": words_of([run, *EVAL, "--data", place.material / "shards", "--precision", "bf16", "--out", "bf16.json"]),
+            "eval-bf16": words_of(
+                [run, *EVAL, "--data", place.material / "shards", "--precision", "bf16", "--out", "bf16.json"]
+            ),
             "predict": words_of([run, place.material / "photos", "--workers", "0", "--out", "p.csv"]),
-            "predict-bf16": words_of([run, place.material / "photos", "--workers", "0", "--precision", "bf16", "--out", "q.csv"]),
+            "predict-bf16": words_of(
+                [run, place.material / "photos", "--workers", "0", "--precision", "bf16", "--out", "q.csv"]
+            ),
             "shards": words_of(["imagefolder", place.material / "pictures", "out"]),
             "maps": words_of([run, place.material / "photos/photo0.jpg", "--out", "m.png"]),
             "curves": words_of([run, "--out", "c.png"]),
@@ -516,9 +568,19 @@ def _second_mains() -> Iterator[Case]:
 
         return function
 
-    made_by = {"train": "new/last.pt", "train-bf16": "bf16/last.pt", "train-again": "again/last.pt", "eval": "eval.json",
-               "eval-bf16": "bf16.json", "predict": "p.csv", "predict-bf16": "q.csv", "shards": "out/_info.json", "maps": "m.png",
-               "curves": "c.png", "hub": "folder/config.json"}  # fmt: skip
+    made_by = {
+        "train": "new/last.pt",
+        "train-bf16": "bf16/last.pt",
+        "train-again": "again/last.pt",
+        "eval": "eval.json",
+        "eval-bf16": "bf16.json",
+        "predict": "p.csv",
+        "predict-bf16": "q.csv",
+        "shards": "out/_info.json",
+        "maps": "m.png",
+        "curves": "c.png",
+        "hub": "folder/config.json",
+    }
 
     def check(place: Place, result: Result, words: Sequence[str]) -> None:
         for word in words:
@@ -534,15 +596,35 @@ def _second_mains() -> Iterator[Case]:
             same_evaluation(place, result)
 
     pairs = (
-        ("train", "train-bf16"), ("train-bf16", "train"), ("train", "train-again"), ("train", "eval"), ("eval", "eval-bf16"),
-        ("eval-bf16", "eval"), ("predict", "predict-bf16"), ("predict-bf16", "eval"), ("train-bf16", "eval"), ("eval-bf16", "train"),
-        ("shards", "maps", "curves", "hub"), ("predict-bf16", "train", "train-again"),
-    )  # fmt: skip
+        ("train", "train-bf16"),
+        ("train-bf16", "train"),
+        ("train", "train-again"),
+        ("train", "eval"),
+        ("eval", "eval-bf16"),
+        ("eval-bf16", "eval"),
+        ("predict", "predict-bf16"),
+        ("predict-bf16", "eval"),
+        ("train-bf16", "eval"),
+        ("eval-bf16", "train"),
+        ("shards", "maps", "curves", "hub"),
+        ("predict-bf16", "train", "train-again"),
+    )
     for pair in pairs:
         make = functools.partial(one_after_the_other, words=pair)
         expect = Expect(0, check=functools.partial(check, words=pair))
         yield Case(f"second-main/{'+'.join(pair)}", pair[0].partition("-")[0], make, expect)
-    for words in (("train",), ("train", "train-bf16"), ("eval",), ("predict",), ("shards",), ("maps",), ("curves",), ("hub",), ("study",), ("train", "eval")):
+    for words in (
+        ("train",),
+        ("train", "train-bf16"),
+        ("eval",),
+        ("predict",),
+        ("shards",),
+        ("maps",),
+        ("curves",),
+        ("hub",),
+        ("study",),
+        ("train", "eval"),
+    ):
         make = functools.partial(in_thread, words=words)
         expect = Expect(0, check=functools.partial(check, words=words))
         yield Case(f"second-main/thread-{'+'.join(words)}", words[0], make, expect)

@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from tests.fuzz.case import PYTHON, TOOLS, Case, Expect, Place, require
 from tests.fuzz.kinds.common import train
@@ -85,8 +86,15 @@ def _terminals() -> Iterator[Case]:
 
     def done(place: Place, result: Result) -> None:
         name = place.notes["name"]
-        made = {"eval": f"{name}.json", "train": f"{name}-run/last.pt", "shards": f"{name}-out/_info.json", "maps": f"{name}.png",
-                "curves": f"{name}.png", "hub": f"{name}-folder/config.json", "export": f"{name}-folder/config.json"}  # fmt: skip
+        made = {
+            "eval": f"{name}.json",
+            "train": f"{name}-run/last.pt",
+            "shards": f"{name}-out/_info.json",
+            "maps": f"{name}.png",
+            "curves": f"{name}.png",
+            "hub": f"{name}-folder/config.json",
+            "export": f"{name}-folder/config.json",
+        }
         tool = place.notes.get("tool")
         require(result.out.strip() or result.err.strip(), "it says nothing")
         if tool in made:
@@ -94,8 +102,17 @@ def _terminals() -> Iterator[Case]:
         if tool == "predict":
             require(result.out.count("%") >= 5, "it does not tell all photos")
 
-    makes = {"eval": of_eval, "predict": of_predict, "train": of_train, "shards": of_shards, "maps": of_maps, "curves": of_curves,
-             "hub": of_hub, "export": of_export, "study": of_study}  # fmt: skip
+    makes = {
+        "eval": of_eval,
+        "predict": of_predict,
+        "train": of_train,
+        "shards": of_shards,
+        "maps": of_maps,
+        "curves": of_curves,
+        "hub": of_hub,
+        "export": of_export,
+        "study": of_study,
+    }
 
     def encoded(place: Place, word: str, encoding: str) -> Words:
         place.encoding = encoding
@@ -112,10 +129,16 @@ def _terminals() -> Iterator[Case]:
         place.encoding = encoding
         name = place.rng.choice(NAMES)
         return {
-            "eval": [name, *EVAL], "predict": [place.material / "run", name], "train": ["--data", name, "--device", "cpu"],
-            "shards": ["verify", name], "maps": [place.material / "run", name], "curves": [name], "hub": [name, "x"],
-            "export": [name, "x/"], "study": [name],
-        }[word]  # fmt: skip
+            "eval": [name, *EVAL],
+            "predict": [place.material / "run", name],
+            "train": ["--data", name, "--device", "cpu"],
+            "shards": ["verify", name],
+            "maps": [place.material / "run", name],
+            "curves": [name],
+            "hub": [name, "x"],
+            "export": [name, "x/"],
+            "study": [name],
+        }[word]
 
     for word in makes:
         for number, encoding in enumerate(("ascii", "cp1252", "utf-8")):
@@ -145,7 +168,9 @@ def _terminals() -> Iterator[Case]:
         for encoding in ("utf-8", "ascii", "cp1252"):
             if name != "utf-8" or encoding == "utf-8":
                 make = functools.partial(from_stdin, data=data, encoding=encoding)
-                yield Case(f"terminals/stdin-{name}-{encoding}", "predict", make, Expect(code if encoding == "utf-8" else None))
+                yield Case(
+                    f"terminals/stdin-{name}-{encoding}", "predict", make, Expect(code if encoding == "utf-8" else None)
+                )
 
 
 # ------------------------------------------------------------------------------------------------------------- the docs
@@ -156,8 +181,7 @@ def _docs() -> Iterator[Case]:
 
     def functions_of(path: str) -> Iterator[tuple[int, str]]:
         text = (ROOT / path).read_text(encoding="utf-8")
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.S)):
-            yield number, block
+        yield from enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.S))
 
     def check(block: str) -> None:
         tree = ast.parse(block)
@@ -174,30 +198,52 @@ def _docs() -> Iterator[Case]:
             if re.fullmatch(r"vision_longhorn(\.\w+)+", words):
                 # As a user has it, who has imported nothing but what the block says.
                 code = f"import vision_longhorn; {words}"
-                found = __import__("subprocess").run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-                require(found.returncode == 0, f"{words} does not work after `import vision_longhorn`: {found.stderr[-300:]}")
+                found = __import__("subprocess").run(
+                    [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT
+                )
+                require(
+                    found.returncode == 0,
+                    f"{words} does not work after `import vision_longhorn`: {found.stderr[-300:]}",
+                )
 
     for path in ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         for number, block in functions_of(path):
-            yield Case(f"docs/{Path(path).stem}-{number}", PYTHON, lambda place, block=block: functools.partial(check, block), Expect(0))
+            yield Case(
+                f"docs/{Path(path).stem}-{number}",
+                PYTHON,
+                lambda place, block=block: functools.partial(check, block),
+                Expect(0),
+            )
 
     def commands_of(path: str) -> None:
         """Options that the docs' command lines have are options of the tools."""
         from tests.fuzz.lines import parser_of, subcommands_of
 
         text = (ROOT / path).read_text(encoding="utf-8").replace("\\\n", " ")
-        for line in re.findall(r"^\s*(?:\$ )?(?:vision-longhorn|python -m vision_longhorn\.?) ?(\w+[^\n#|]*)", text, flags=re.M):
+        for line in re.findall(
+            r"^\s*(?:\$ )?(?:vision-longhorn|python -m vision_longhorn\.?) ?(\w+[^\n#|]*)", text, flags=re.M
+        ):
             word = line.split()[0]
             if word not in TOOLS:
                 continue
             parser = parser_of(word)
-            known = {name for one in (parser, *subcommands_of(parser).values()) for action in one._actions for name in action.option_strings}
+            known = {
+                name
+                for one in (parser, *subcommands_of(parser).values())
+                for action in one._actions
+                for name in action.option_strings
+            }
             for option in re.findall(r"(?<=\s)--[\w-]+", line):
                 name = option.replace("_", "-")
                 require(name in known or name == "--version", f"{path}: {word} has no {option}")
 
     for path in ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
-        yield Case(f"docs/commands-{Path(path).stem}", PYTHON, lambda place, path=path: functools.partial(commands_of, path), Expect(0))
+        yield Case(
+            f"docs/commands-{Path(path).stem}",
+            PYTHON,
+            lambda place, path=path: functools.partial(commands_of, path),
+            Expect(0),
+        )
 
 
 # ------------------------------------------------------------------------------------------------------------ the wheel
@@ -227,7 +273,11 @@ def _wheel() -> Iterator[Case]:
 
     def pictures() -> None:
         text = (ROOT / "README.md").read_text()
-        relative = [link for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img[^>]+src=\"([^\"]+)", text) if not any(map(lambda one: one.startswith("http"), link))]
+        relative = [
+            link
+            for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img[^>]+src=\"([^\"]+)", text)
+            if not any(map(lambda one: one.startswith("http"), link))
+        ]
         require(not relative, f"pictures of the README that an index page has not: {relative[:3]}")
 
     def urls() -> None:
@@ -264,12 +314,25 @@ def _wheel() -> Iterator[Case]:
         require(getattr(vision_longhorn, "__version__", wanted) == wanted, "__version__ is another than the package's")
 
     checks: tuple[Callable[[], None], ...] = (
-        typed, typed_is_packed, links, pictures, urls, python_versions, authors, sdist, packages, entry_points, same_version,
-    )  # fmt: skip
+        typed,
+        typed_is_packed,
+        links,
+        pictures,
+        urls,
+        python_versions,
+        authors,
+        sdist,
+        packages,
+        entry_points,
+        same_version,
+    )
     for check in checks:
         yield Case(f"wheel/{check.__name__.replace('_', '-')}", PYTHON, lambda place, check=check: check, Expect(0))
     yield Case("wheel/version", PYTHON, lambda place: version_of_command, Expect(0, says=(r"\d+\.\d+",)))
     for word in TOOLS:
-        yield Case(f"wheel/{word}-module", PYTHON, lambda place, word=word: lambda: importlib.import_module(f"vision_longhorn.{word}"), Expect(0))
-
-
+        yield Case(
+            f"wheel/{word}-module",
+            PYTHON,
+            lambda place, word=word: lambda: importlib.import_module(f"vision_longhorn.{word}"),
+            Expect(0),
+        )
