@@ -243,13 +243,10 @@ def _indexes() -> Iterator[Case]:
         entry = index["splits"]["val"]
         lengths = entry["shard_lengths"]
         forms = {
-            "floats": [float(length) for length in lengths],
-            "strings": [str(length) for length in lengths],
+            "floats": [float(length) for length in lengths], "strings": [str(length) for length in lengths],
             "negative": [lengths[0] + 2 * sum(lengths[1:]), *(-length for length in lengths[1:])],
-            "true": [True] * len(lengths),
-            "nested": [lengths],
-            "null": None,
-        }
+            "true": [True] * len(lengths), "nested": [lengths], "null": None,
+        }  # fmt: skip
         if key == "shard_lengths":
             entry[key] = forms[value]
             if value == "true":

@@ -25,19 +25,8 @@ from vision_longhorn.command_line import commands
 
 TRAIN_SPLITS = ("train", "Train", "TRAIN", "training", "Training")
 VAL_SPLITS = (
-    "val",
-    "valid",
-    "validation",
-    "Val",
-    "VALID",
-    "Validation",
-    "dev",
-    "test",
-    "Test",
-    "testing",
-    "eval",
-    "holdout",
-)
+    "val", "valid", "validation", "Val", "VALID", "Validation", "dev", "test", "Test", "testing", "eval", "holdout",
+)  # fmt: skip
 VEHICLES = ("bus", "car", "train")
 Words = Sequence[str | Path]
 

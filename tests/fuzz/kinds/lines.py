@@ -15,27 +15,13 @@ from tests.fuzz.process import Result
 Words = Sequence[str | Path]
 # Options whose value may be right and then takes longer than a case has, or whose work is another machine's
 LONG = {
-    "--compile",
-    "--pretrained",
-    "--push",
-    "--speed",
-    "--cuda-graphs",
-    "--epochs",
-    "--batch",
-    "--img-size",
+    "--compile", "--pretrained", "--push", "--speed", "--cuda-graphs", "--epochs", "--batch", "--img-size",
     "--workers",
-}
+}  # fmt: skip
 COUNTS = {
-    "train": 44,
-    "eval": 30,
-    "predict": 24,
-    "shards": 44,
-    "curves": 34,
-    "export": 44,
-    "hub": 34,
-    "maps": 30,
+    "train": 44, "eval": 30, "predict": 24, "shards": 44, "curves": 34, "export": 44, "hub": 34, "maps": 30,
     "study": 36,
-}
+}  # fmt: skip
 
 
 def _base(tool: str, place: Place) -> list[str]:

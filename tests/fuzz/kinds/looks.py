@@ -47,19 +47,10 @@ def _tensorboard() -> Iterator[Case]:
     make the run come first among its hparams."""
     leading = ("model", "lr", "epochs", "seed")
     options: tuple[tuple[str, ...], ...] = (
-        (),
-        ("--ema-decay", "0"),
-        ("--seed", "3"),
-        ("--lr", "1e-3"),
-        ("--drop-path", "0.1"),
-        ("--opt", "sgd"),
-        ("--smoothing", "0"),
-        ("--epochs", "2"),
-        ("--weight-decay", "0"),
-        ("--clip-grad", "1"),
-        ("--hflip", "0"),
+        (), ("--ema-decay", "0"), ("--seed", "3"), ("--lr", "1e-3"), ("--drop-path", "0.1"), ("--opt", "sgd"),
+        ("--smoothing", "0"), ("--epochs", "2"), ("--weight-decay", "0"), ("--clip-grad", "1"), ("--hflip", "0"),
         ("--layer-decay", "0.7"),
-    )
+    )  # fmt: skip
 
     def check(place: Place, result: Result, given: str) -> None:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -83,20 +83,13 @@ def _counts() -> Iterator[Case]:
         )
 
     models: list[tuple[str, dict[str, Any]]] = [
-        ("vlonghorn_test", {}),
-        ("vlonghorn_test", {"rule": "exact"}),
-        ("vlonghorn_test", {"rule": "delta"}),
-        ("vlonghorn_test", {"rule": "gla"}),
-        ("vlonghorn_test", {"rule": "diagonal_unit"}),
-        ("vlonghorn_test", {"wiring": "shared"}),
-        ("vlonghorn_test", {"wiring": "alternate"}),
-        ("vlonghorn_test", {"d_state": 3, "d_conv": 3}),
-        ("vlonghorn_test", {"save_states": True}),
+        ("vlonghorn_test", {}), ("vlonghorn_test", {"rule": "exact"}), ("vlonghorn_test", {"rule": "delta"}),
+        ("vlonghorn_test", {"rule": "gla"}), ("vlonghorn_test", {"rule": "diagonal_unit"}),
+        ("vlonghorn_test", {"wiring": "shared"}), ("vlonghorn_test", {"wiring": "alternate"}),
+        ("vlonghorn_test", {"d_state": 3, "d_conv": 3}), ("vlonghorn_test", {"save_states": True}),
         ("vlonghorn_test", {"class_token": "none", "global_pool": "avg", "scan_order": "rows_columns"}),
-        ("vlonghorn_test", {"patch_stride": 4}),
-        ("vim_test", {}),
-        ("vim_test", {"A_per_token": True}),
-    ]
+        ("vlonghorn_test", {"patch_stride": 4}), ("vim_test", {}), ("vim_test", {"A_per_token": True}),
+    ]  # fmt: skip
     for number, (name, kwargs) in enumerate(models):
         for backward in (False, True):
             about = "-".join([name, *map(str, kwargs.values())]).replace(" ", "")
@@ -154,27 +147,12 @@ def _erasing() -> Iterator[Case]:
             yield Case(f"erasing/{mode}-{number}", PYTHON, make, Expect(0))
 
 
-# --------------------------------------------------------------------------------------------------- arguments of models
+# -------------------------------------------------------------------------------------------------- arguments of models
 
 VALUES = (
-    "0",
-    "-1",
-    "1.5",
-    '"32"',
-    "true",
-    "none",
-    "abc",
-    "3",
-    "[1,2]",
-    "[]",
-    "{}",
-    "0.1",
-    "[32,0]",
-    "nan",
-    "1",
-    "[[1]]",
+    "0", "-1", "1.5", '"32"', "true", "none", "abc", "3", "[1,2]", "[]", "{}", "0.1", "[32,0]", "nan", "1", "[[1]]",
     "",
-)
+)  # fmt: skip
 
 
 def _arguments() -> Iterator[Case]:
@@ -185,40 +163,13 @@ def _arguments() -> Iterator[Case]:
             "num_classes", "drop_path_rate", "pretrained", "features_only", "out_indices", "checkpoint_path", "nosuch",
             "pretrained_cfg", "scriptable", "cache_dir", "img_size", "patch_size", "depth", "embed_dim")  # fmt: skip
     named = (
-        "drop_path_rate=0.1",
-        "num_classes=3",
-        "patch_size=0",
-        'img_size="32"',
-        "depth=0",
-        "embed_dim=-4",
-        "in_chans=1",
-        "in_chans=0",
-        "pretrained=true",
-        "features_only=true",
-        "img_size=[24]",
-        "patch_size=[8,8,8]",
-        "depth=2.5",
-        "name=x",
-        "model_name=x",
-        "drop_rate=2",
-        "norm_eps=abc",
-        "global_pool=3",
-        "checkpoint_path=nosuch.pt",
-        "patch_stride=0",
-        "pretrained_cfg=x",
-        "d_state=0",
-        "dt_rank=0",
-        "expand=0",
-        "d_conv=0",
-        "img_size=1e400",
-        "class_token=5",
-        "mixer=5",
-        "rule=5",
-        "out_indices=[9]",
-        "kwargs=1",
-        "self=1",
+        "drop_path_rate=0.1", "num_classes=3", "patch_size=0", 'img_size="32"', "depth=0", "embed_dim=-4",
+        "in_chans=1", "in_chans=0", "pretrained=true", "features_only=true", "img_size=[24]", "patch_size=[8,8,8]",
+        "depth=2.5", "name=x", "model_name=x", "drop_rate=2", "norm_eps=abc", "global_pool=3",
+        "checkpoint_path=nosuch.pt", "patch_stride=0", "pretrained_cfg=x", "d_state=0", "dt_rank=0", "expand=0",
+        "d_conv=0", "img_size=1e400", "class_token=5", "mixer=5", "rule=5", "out_indices=[9]", "kwargs=1", "self=1",
         "device=cuda",
-    )
+    )  # fmt: skip
     weird = ("=5", "a=b=c", "img-size=32", " img_size=24", "IMG_SIZE=24")
 
     def of(word: str, pair: Callable[[random.Random], str]) -> Callable[[Place], Words]:
@@ -356,26 +307,9 @@ def _words() -> Iterator[Case]:
     for name, make in empties.items():
         yield Case(f"words/empty-{name}", name.partition("-")[0], make, Expect(None if name in defaults else 1))
     fields = (
-        "model",
-        "data",
-        "val-data",
-        "train-split",
-        "val-split",
-        "init",
-        "run-dir",
-        "resume",
-        "track",
-        "opt",
-        "auto-augment",
-        "config",
-        "interpolation",
-        "re-mode",
-        "mean",
-        "std",
-        "model-kwargs",
-        "device",
-        "precision",
-    )
+        "model", "data", "val-data", "train-split", "val-split", "init", "run-dir", "resume", "track", "opt",
+        "auto-augment", "config", "interpolation", "re-mode", "mean", "std", "model-kwargs", "device", "precision",
+    )  # fmt: skip
     for field in fields:
         make = option(f"--{field}", lambda rng: "")
         yield Case(f"words/empty-train-{field}", "train", make, Expect(leaves=("new/*",)))
@@ -401,14 +335,9 @@ def _others() -> Iterator[Case]:
             model="vlonghorn_test", lr=0.1, epochs=3, data_dir="/data", opt_betas=None, img_size=SIZE
         )
         made = {
-            "epoch": 3,
-            "arch": "vlonghorn_test",
-            "state_dict": weights,
-            "optimizer": {},
-            "version": 2,
-            "args": args,
+            "epoch": 3, "arch": "vlonghorn_test", "state_dict": weights, "optimizer": {}, "version": 2, "args": args,
             "metric": 71.0,
-        }
+        }  # fmt: skip
         if what == "ema":
             made["state_dict_ema"] = averaged
         elif what == "amp":

@@ -126,18 +126,9 @@ def _modules() -> Iterator[Case]:
         return made
 
     launch = (
-        "-m",
-        "accelerate.commands.launch",
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--cpu",
-    )
+        "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "--cpu",
+    )  # fmt: skip
     for name, command, word in (
         ("python-train", ("-m", "vision_longhorn.train"), "train"),
         ("python-eval", ("-m", "vision_longhorn.eval"), "eval"),
@@ -402,7 +393,7 @@ def _two_processes(place: Place) -> str:
 
 
 def _clocks() -> Iterator[Case]:
-    """Checkpoints are kept by their updates, whatever the clock says; those that a run goes back behind are set aside."""
+    """Checkpoints are kept by their updates, whatever the clock says; those beyond where a run goes back to stay."""
 
     def scattered(run: Path, rng: random.Random) -> None:
         """Times of files as a clock that jumps would have left them."""
@@ -508,7 +499,7 @@ def _codes(make: Callable[[Place], Callable[[], None]], fine: Sequence[int]) -> 
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------ one process
+# ---------------------------------------------------------------------------------------------------------- one process
 
 
 def _second_mains() -> Iterator[Case]:
@@ -569,18 +560,10 @@ def _second_mains() -> Iterator[Case]:
         return function
 
     made_by = {
-        "train": "new/last.pt",
-        "train-bf16": "bf16/last.pt",
-        "train-again": "again/last.pt",
-        "eval": "eval.json",
-        "eval-bf16": "bf16.json",
-        "predict": "p.csv",
-        "predict-bf16": "q.csv",
-        "shards": "out/_info.json",
-        "maps": "m.png",
-        "curves": "c.png",
-        "hub": "folder/config.json",
-    }
+        "train": "new/last.pt", "train-bf16": "bf16/last.pt", "train-again": "again/last.pt", "eval": "eval.json",
+        "eval-bf16": "bf16.json", "predict": "p.csv", "predict-bf16": "q.csv", "shards": "out/_info.json",
+        "maps": "m.png", "curves": "c.png", "hub": "folder/config.json",
+    }  # fmt: skip
 
     def check(place: Place, result: Result, words: Sequence[str]) -> None:
         for word in words:
@@ -596,19 +579,11 @@ def _second_mains() -> Iterator[Case]:
             same_evaluation(place, result)
 
     pairs = (
-        ("train", "train-bf16"),
-        ("train-bf16", "train"),
-        ("train", "train-again"),
-        ("train", "eval"),
-        ("eval", "eval-bf16"),
-        ("eval-bf16", "eval"),
-        ("predict", "predict-bf16"),
-        ("predict-bf16", "eval"),
-        ("train-bf16", "eval"),
-        ("eval-bf16", "train"),
-        ("shards", "maps", "curves", "hub"),
+        ("train", "train-bf16"), ("train-bf16", "train"), ("train", "train-again"), ("train", "eval"),
+        ("eval", "eval-bf16"), ("eval-bf16", "eval"), ("predict", "predict-bf16"), ("predict-bf16", "eval"),
+        ("train-bf16", "eval"), ("eval-bf16", "train"), ("shards", "maps", "curves", "hub"),
         ("predict-bf16", "train", "train-again"),
-    )
+    )  # fmt: skip
     for pair in pairs:
         make = functools.partial(one_after_the_other, words=pair)
         expect = Expect(0, check=functools.partial(check, words=pair))

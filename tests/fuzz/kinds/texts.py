@@ -87,14 +87,10 @@ def _terminals() -> Iterator[Case]:
     def done(place: Place, result: Result) -> None:
         name = place.notes["name"]
         made = {
-            "eval": f"{name}.json",
-            "train": f"{name}-run/last.pt",
-            "shards": f"{name}-out/_info.json",
-            "maps": f"{name}.png",
-            "curves": f"{name}.png",
-            "hub": f"{name}-folder/config.json",
+            "eval": f"{name}.json", "train": f"{name}-run/last.pt", "shards": f"{name}-out/_info.json",
+            "maps": f"{name}.png", "curves": f"{name}.png", "hub": f"{name}-folder/config.json",
             "export": f"{name}-folder/config.json",
-        }
+        }  # fmt: skip
         tool = place.notes.get("tool")
         require(result.out.strip() or result.err.strip(), "it says nothing")
         if tool in made:
@@ -103,16 +99,9 @@ def _terminals() -> Iterator[Case]:
             require(result.out.count("%") >= 5, "it does not tell all photos")
 
     makes = {
-        "eval": of_eval,
-        "predict": of_predict,
-        "train": of_train,
-        "shards": of_shards,
-        "maps": of_maps,
-        "curves": of_curves,
-        "hub": of_hub,
-        "export": of_export,
-        "study": of_study,
-    }
+        "eval": of_eval, "predict": of_predict, "train": of_train, "shards": of_shards, "maps": of_maps,
+        "curves": of_curves, "hub": of_hub, "export": of_export, "study": of_study,
+    }  # fmt: skip
 
     def encoded(place: Place, word: str, encoding: str) -> Words:
         place.encoding = encoding
@@ -314,18 +303,9 @@ def _wheel() -> Iterator[Case]:
         require(getattr(vision_longhorn, "__version__", wanted) == wanted, "__version__ is another than the package's")
 
     checks: tuple[Callable[[], None], ...] = (
-        typed,
-        typed_is_packed,
-        links,
-        pictures,
-        urls,
-        python_versions,
-        authors,
-        sdist,
-        packages,
-        entry_points,
+        typed, typed_is_packed, links, pictures, urls, python_versions, authors, sdist, packages, entry_points,
         same_version,
-    )
+    )  # fmt: skip
     for check in checks:
         yield Case(f"wheel/{check.__name__.replace('_', '-')}", PYTHON, lambda place, check=check: check, Expect(0))
     yield Case("wheel/version", PYTHON, lambda place: version_of_command, Expect(0, says=(r"\d+\.\d+",)))
