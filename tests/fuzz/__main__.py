@@ -18,11 +18,11 @@ from pathlib import Path
 # Read when torch is imported: cases run side by side, one to a core.
 os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", PYTHONHASHSEED="0")
 
-import torch  # noqa: E402
+import torch
 
-from tests.fuzz.case import Case, run_case, snapshot  # noqa: E402
-from tests.fuzz.kinds import KINDS, all_cases  # noqa: E402
-from tests.fuzz.material import make_material  # noqa: E402
+from tests.fuzz.case import Case, run_case, snapshot
+from tests.fuzz.kinds import KINDS, all_cases
+from tests.fuzz.material import make_material
 
 # What the tools import when they need it, once for all cases
 EAGER = (

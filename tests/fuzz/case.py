@@ -109,8 +109,8 @@ class Case:
     Attributes:
         name: KIND/WHAT-NUMBER, one of its own.
         tool: Word of a command, or `PYTHON`.
-        make: Makes what the case needs in the folder, and returns the words of the tool's command line, or a function to
-            be called in the tool's place.
+        make: Makes what the case needs in the folder, and returns the words of the tool's command line, or a function
+            to be called in the tool's place.
         expect: What has to come of it.
         limit: Seconds that it may take.
     """

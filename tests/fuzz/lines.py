@@ -12,9 +12,10 @@ from vision_longhorn.command_line.parser import Parser
 
 # Words that somebody might type, or a script of theirs
 WORDS = (
-    "", " ", "0", "-1", "1", "2", "3", "0.5", "1.5", "1e3", "-0.0", "nan", "inf", "1e309", "none", "true", "cpu", "cuda",
-    "auto", "日本", "naïve", "a b", "%s", "{}", "{1..", "[1,2", "a=b", "a=", "=b", "--", "-", "-x", "~", ".", "..", "/", "*",
-    "nosuchfile", "nosuchfolder/", "val", "train", "x" * 300, "\udcff", "/dev/null", "pictures", "run", "photos",
+    "", " ", "0", "-1", "1", "2", "3", "0.5", "1.5", "1e3", "-0.0", "nan", "inf", "1e309", "none", "true", "cpu",
+    "cuda", "auto", "日本", "naïve", "a b", "%s", "{}", "{1..", "[1,2", "a=b", "a=", "=b", "--", "-", "-x", "~", ".",
+    "..", "/", "*", "nosuchfile", "nosuchfolder/", "val", "train", "x" * 300, "\udcff", "/dev/null", "pictures",
+    "run", "photos",
 )  # fmt: skip
 
 

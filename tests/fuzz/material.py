@@ -10,7 +10,7 @@
 | `hub/`, `model.onnx` | `run/` as a model folder and as ONNX |
 | `run.safetensors` | its weights alone |
 | `eval.json`, `predict.csv` | what `eval` and `predict` say of `run/` |
-| `goes-on.json`, `starts-from.json` | digests of the weights to which `begun/` goes on, and to which `run/` is trained further |
+| `goes-on.json`, `starts-from.json` | digests of the weights that `begun/` and `--init run/best.pt` come to |
 """
 
 import hashlib

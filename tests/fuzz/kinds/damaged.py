@@ -243,13 +243,10 @@ def _indexes() -> Iterator[Case]:
         entry = index["splits"]["val"]
         lengths = entry["shard_lengths"]
         forms = {
-            "floats": [float(length) for length in lengths],
-            "strings": [str(length) for length in lengths],
+            "floats": [float(length) for length in lengths], "strings": [str(length) for length in lengths],
             "negative": [lengths[0] + 2 * sum(lengths[1:]), *(-length for length in lengths[1:])],
-            "true": [True] * len(lengths),
-            "nested": [lengths],
-            "null": None,
-        }
+            "true": [True] * len(lengths), "nested": [lengths], "null": None,
+        }  # fmt: skip
         if key == "shard_lengths":
             entry[key] = forms[value]
             if value == "true":
@@ -368,10 +365,19 @@ def _hub_folders() -> Iterator[Case]:
         for name in "config.json", "model.safetensors":
             yield Case(f"hub-folders/{word}-without-{name}", word, missing(word, name), Expect(1))
     for key, value in (
-        ("num_classes", "3"), ("num_features", "16"), ("architecture", 5), ("architecture", "nosuchmodel"),
-        ("model_args", [1]), ("model_args", {"depth": "2"}), ("pretrained_cfg", None), ("pretrained_cfg", {"mean": "x"}),
-        ("label_names", "abc"), ("global_pool", 3), ("pretrained_cfg", {"input_size": [3, "24", 24]}), ("num_classes", -3),
-    ):  # fmt: skip
+        ("num_classes", "3"),
+        ("num_features", "16"),
+        ("architecture", 5),
+        ("architecture", "nosuchmodel"),
+        ("model_args", [1]),
+        ("model_args", {"depth": "2"}),
+        ("pretrained_cfg", None),
+        ("pretrained_cfg", {"mean": "x"}),
+        ("label_names", "abc"),
+        ("global_pool", 3),
+        ("pretrained_cfg", {"input_size": [3, "24", 24]}),
+        ("num_classes", -3),
+    ):
 
         def of_key(place: Place, key: str = key, value: Any = value) -> Sequence[str | Path]:
             path = place.copy("hub") / "config.json"

@@ -15,27 +15,13 @@ from tests.fuzz.process import Result
 Words = Sequence[str | Path]
 # Options whose value may be right and then takes longer than a case has, or whose work is another machine's
 LONG = {
-    "--compile",
-    "--pretrained",
-    "--push",
-    "--speed",
-    "--cuda-graphs",
-    "--epochs",
-    "--batch",
-    "--img-size",
+    "--compile", "--pretrained", "--push", "--speed", "--cuda-graphs", "--epochs", "--batch", "--img-size",
     "--workers",
-}
+}  # fmt: skip
 COUNTS = {
-    "train": 44,
-    "eval": 30,
-    "predict": 24,
-    "shards": 44,
-    "curves": 34,
-    "export": 44,
-    "hub": 34,
-    "maps": 30,
+    "train": 44, "eval": 30, "predict": 24, "shards": 44, "curves": 34, "export": 44, "hub": 34, "maps": 30,
     "study": 36,
-}
+}  # fmt: skip
 
 
 def _base(tool: str, place: Place) -> list[str]:
@@ -52,12 +38,22 @@ def _base(tool: str, place: Place) -> list[str]:
         "export": lambda: ["run", "folder/"],
         "hub": lambda: ["run", "folder"],
         "maps": lambda: ["run", "photos/photo0.jpg", "--out", "m.png"],
-        "study": lambda: [place.rng.choice(["mixers", "inside"]), "--out", "out", place.rng.choice(["--list", "--dry-run", "--report"])],
+        "study": lambda: [
+            place.rng.choice(["mixers", "inside"]),
+            "--out",
+            "out",
+            place.rng.choice(["--list", "--dry-run", "--report"]),
+        ],
         "shards": lambda: place.rng.choice(
-            (["imagefolder", "pictures/val", "out"], ["digits", "out"], ["verify", "mine"], ["index", "mine"],
-             ["imagenet", "-", "photos/photo0.jpg", "photos/photo1.jpg", "out"])
+            (
+                ["imagefolder", "pictures/val", "out"],
+                ["digits", "out"],
+                ["verify", "mine"],
+                ["index", "mine"],
+                ["imagenet", "-", "photos/photo0.jpg", "photos/photo1.jpg", "out"],
+            )
         ),
-    }  # fmt: skip
+    }
     return [str(word) for word in bases[tool]()]
 
 

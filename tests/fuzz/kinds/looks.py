@@ -47,8 +47,9 @@ def _tensorboard() -> Iterator[Case]:
     make the run come first among its hparams."""
     leading = ("model", "lr", "epochs", "seed")
     options: tuple[tuple[str, ...], ...] = (
-        (), ("--ema-decay", "0"), ("--seed", "3"), ("--lr", "1e-3"), ("--drop-path", "0.1"), ("--opt", "sgd"), ("--smoothing", "0"),
-        ("--epochs", "2"), ("--weight-decay", "0"), ("--clip-grad", "1"), ("--hflip", "0"), ("--layer-decay", "0.7"),
+        (), ("--ema-decay", "0"), ("--seed", "3"), ("--lr", "1e-3"), ("--drop-path", "0.1"), ("--opt", "sgd"),
+        ("--smoothing", "0"), ("--epochs", "2"), ("--weight-decay", "0"), ("--clip-grad", "1"), ("--hflip", "0"),
+        ("--layer-decay", "0.7"),
     )  # fmt: skip
 
     def check(place: Place, result: Result, given: str) -> None:
@@ -95,20 +96,41 @@ def _tensorboard() -> Iterator[Case]:
 def _content(rng: random.Random, seeds: int, epochs: int = 4) -> dict[str, Any]:
     """A study's JSON of two variants whose seeds lie far apart, or close, near an end or in the middle."""
     arms = [
-        dict(setting="", variant=name, key=name, seeds=list(range(seeds)), parameters=1000, images_per_epoch=100, speed={},
-             data="made", config={"epochs": epochs})
+        dict(
+            setting="",
+            variant=name,
+            key=name,
+            seeds=list(range(seeds)),
+            parameters=1000,
+            images_per_epoch=100,
+            speed={},
+            data="made",
+            config={"epochs": epochs},
+        )
         for name in ("longhorn", "vim")
-    ]  # fmt: skip
+    ]
     runs = []
     for name in ("longhorn", "vim"):
         middle, spread = rng.choice((1, 10, 50, 90, 99.5)), rng.choice((0.1, 2, 20))
         for seed in range(seeds):
             curve = [min(100.0, max(0.0, rng.gauss(middle, spread))) for _ in range(epochs)]
             runs.append(
-                dict(key=name, seed=seed, final={"ema": curve[-1], "raw": curve[-1]}, seconds=10.0, side_by_side=1,
-                     skipped_updates=0, hits={},
-                     curve={"epoch": list(range(1, epochs + 1)), "train_loss": [2.0] * epochs, "raw": curve, "ema": curve})
-            )  # fmt: skip
+                dict(
+                    key=name,
+                    seed=seed,
+                    final={"ema": curve[-1], "raw": curve[-1]},
+                    seconds=10.0,
+                    side_by_side=1,
+                    skipped_updates=0,
+                    hits={},
+                    curve={
+                        "epoch": list(range(1, epochs + 1)),
+                        "train_loss": [2.0] * epochs,
+                        "raw": curve,
+                        "ema": curve,
+                    },
+                )
+            )
     return dict(
         study="pairs", baseline="vim", pair=["longhorn", "vim"], resolutions=[], arms=arms, runs=runs, unfinished=[]
     )

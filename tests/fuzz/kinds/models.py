@@ -3,9 +3,7 @@
 import argparse
 import functools
 import inspect
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,14 +19,13 @@ from tests.fuzz.case import PYTHON, Case, Expect, Place, require
 from tests.fuzz.kinds.common import (
     draw_maps,
     evaluate,
-    link,
     predict,
     same_evaluation,
     same_maps,
     same_predictions,
     train,
 )
-from tests.fuzz.material import CLASSES, EVAL, MODEL_KWARGS, SIZE, TRAIN
+from tests.fuzz.material import CLASSES, EVAL, MODEL_KWARGS, SIZE
 from tests.fuzz.process import Result
 from vision_longhorn.models.vlonghorn import VisionLonghorn
 
@@ -86,20 +83,13 @@ def _counts() -> Iterator[Case]:
         )
 
     models: list[tuple[str, dict[str, Any]]] = [
-        ("vlonghorn_test", {}),
-        ("vlonghorn_test", {"rule": "exact"}),
-        ("vlonghorn_test", {"rule": "delta"}),
-        ("vlonghorn_test", {"rule": "gla"}),
-        ("vlonghorn_test", {"rule": "diagonal_unit"}),
-        ("vlonghorn_test", {"wiring": "shared"}),
-        ("vlonghorn_test", {"wiring": "alternate"}),
-        ("vlonghorn_test", {"d_state": 3, "d_conv": 3}),
-        ("vlonghorn_test", {"save_states": True}),
+        ("vlonghorn_test", {}), ("vlonghorn_test", {"rule": "exact"}), ("vlonghorn_test", {"rule": "delta"}),
+        ("vlonghorn_test", {"rule": "gla"}), ("vlonghorn_test", {"rule": "diagonal_unit"}),
+        ("vlonghorn_test", {"wiring": "shared"}), ("vlonghorn_test", {"wiring": "alternate"}),
+        ("vlonghorn_test", {"d_state": 3, "d_conv": 3}), ("vlonghorn_test", {"save_states": True}),
         ("vlonghorn_test", {"class_token": "none", "global_pool": "avg", "scan_order": "rows_columns"}),
-        ("vlonghorn_test", {"patch_stride": 4}),
-        ("vim_test", {}),
-        ("vim_test", {"A_per_token": True}),
-    ]
+        ("vlonghorn_test", {"patch_stride": 4}), ("vim_test", {}), ("vim_test", {"A_per_token": True}),
+    ]  # fmt: skip
     for number, (name, kwargs) in enumerate(models):
         for backward in (False, True):
             about = "-".join([name, *map(str, kwargs.values())]).replace(" ", "")
@@ -157,27 +147,12 @@ def _erasing() -> Iterator[Case]:
             yield Case(f"erasing/{mode}-{number}", PYTHON, make, Expect(0))
 
 
-# --------------------------------------------------------------------------------------------------- arguments of models
+# -------------------------------------------------------------------------------------------------- arguments of models
 
 VALUES = (
-    "0",
-    "-1",
-    "1.5",
-    '"32"',
-    "true",
-    "none",
-    "abc",
-    "3",
-    "[1,2]",
-    "[]",
-    "{}",
-    "0.1",
-    "[32,0]",
-    "nan",
-    "1",
-    "[[1]]",
+    "0", "-1", "1.5", '"32"', "true", "none", "abc", "3", "[1,2]", "[]", "{}", "0.1", "[32,0]", "nan", "1", "[[1]]",
     "",
-)
+)  # fmt: skip
 
 
 def _arguments() -> Iterator[Case]:
@@ -187,11 +162,14 @@ def _arguments() -> Iterator[Case]:
     keys = (*own, "d_state", "d_conv", "expand", "dt_rank", "rule", "wiring", "beta", "A_per_token", "save_states",
             "num_classes", "drop_path_rate", "pretrained", "features_only", "out_indices", "checkpoint_path", "nosuch",
             "pretrained_cfg", "scriptable", "cache_dir", "img_size", "patch_size", "depth", "embed_dim")  # fmt: skip
-    named = ("drop_path_rate=0.1", "num_classes=3", "patch_size=0", 'img_size="32"', "depth=0", "embed_dim=-4", "in_chans=1",
-             "in_chans=0", "pretrained=true", "features_only=true", "img_size=[24]", "patch_size=[8,8,8]", "depth=2.5",
-             "name=x", "model_name=x", "drop_rate=2", "norm_eps=abc", "global_pool=3", "checkpoint_path=nosuch.pt",
-             "patch_stride=0", "pretrained_cfg=x", "d_state=0", "dt_rank=0", "expand=0", "d_conv=0", "img_size=1e400",
-             "class_token=5", "mixer=5", "rule=5", "out_indices=[9]", "kwargs=1", "self=1", "device=cuda")  # fmt: skip
+    named = (
+        "drop_path_rate=0.1", "num_classes=3", "patch_size=0", 'img_size="32"', "depth=0", "embed_dim=-4",
+        "in_chans=1", "in_chans=0", "pretrained=true", "features_only=true", "img_size=[24]", "patch_size=[8,8,8]",
+        "depth=2.5", "name=x", "model_name=x", "drop_rate=2", "norm_eps=abc", "global_pool=3",
+        "checkpoint_path=nosuch.pt", "patch_stride=0", "pretrained_cfg=x", "d_state=0", "dt_rank=0", "expand=0",
+        "d_conv=0", "img_size=1e400", "class_token=5", "mixer=5", "rule=5", "out_indices=[9]", "kwargs=1", "self=1",
+        "device=cuda",
+    )  # fmt: skip
     weird = ("=5", "a=b=c", "img-size=32", " img_size=24", "IMG_SIZE=24")
 
     def of(word: str, pair: Callable[[random.Random], str]) -> Callable[[Place], Words]:
@@ -328,8 +306,10 @@ def _words() -> Iterator[Case]:
     defaults = ("study-out", "eval-split", "shards-names", "shards-split")  # where nothing may stand for the default
     for name, make in empties.items():
         yield Case(f"words/empty-{name}", name.partition("-")[0], make, Expect(None if name in defaults else 1))
-    fields = ("model", "data", "val-data", "train-split", "val-split", "init", "run-dir", "resume", "track", "opt",
-              "auto-augment", "config", "interpolation", "re-mode", "mean", "std", "model-kwargs", "device", "precision")  # fmt: skip
+    fields = (
+        "model", "data", "val-data", "train-split", "val-split", "init", "run-dir", "resume", "track", "opt",
+        "auto-augment", "config", "interpolation", "re-mode", "mean", "std", "model-kwargs", "device", "precision",
+    )  # fmt: skip
     for field in fields:
         make = option(f"--{field}", lambda rng: "")
         yield Case(f"words/empty-train-{field}", "train", make, Expect(leaves=("new/*",)))
@@ -355,14 +335,9 @@ def _others() -> Iterator[Case]:
             model="vlonghorn_test", lr=0.1, epochs=3, data_dir="/data", opt_betas=None, img_size=SIZE
         )
         made = {
-            "epoch": 3,
-            "arch": "vlonghorn_test",
-            "state_dict": weights,
-            "optimizer": {},
-            "version": 2,
-            "args": args,
+            "epoch": 3, "arch": "vlonghorn_test", "state_dict": weights, "optimizer": {}, "version": 2, "args": args,
             "metric": 71.0,
-        }
+        }  # fmt: skip
         if what == "ema":
             made["state_dict_ema"] = averaged
         elif what == "amp":
@@ -403,7 +378,7 @@ def _others() -> Iterator[Case]:
         ]
 
     whats = ("plain", "ema", "amp", "numpy", "module", "compiled", "model", "model-ema", "path", "bare")
-    for number, what in enumerate(whats):
+    for _number, what in enumerate(whats):
         fine = what not in ("path", "numpy")  # which timm does not load either
         for old in (False, True):
             make = functools.partial(started, what=what, old=old)
@@ -494,10 +469,16 @@ def _hub_forms() -> Iterator[Case]:
         if place.notes["display"]:
             require(people and set(people.values()) == set(place.notes["display"]), f"label_descriptions are {people}")
 
-    for number, (display, data) in enumerate((
-        (None, "/home/anna/secret/trees"), (["Esche", "Buche", "Eiche"], "/mnt/data/trees"), (["a", "a", "b"], "../trees"),
-        (None, "~/trees"), (["日本", "é", "x"], "C:\\data\\trees"), (None, "/data/{000..004}.tar"),
-    )):  # fmt: skip
+    for number, (display, data) in enumerate(
+        (
+            (None, "/home/anna/secret/trees"),
+            (["Esche", "Buche", "Eiche"], "/mnt/data/trees"),
+            (["a", "a", "b"], "../trees"),
+            (None, "~/trees"),
+            (["日本", "é", "x"], "C:\\data\\trees"),
+            (None, "/data/{000..004}.tar"),
+        )
+    ):
         make = functools.partial(named, display=display, data=data)
         yield Case(f"hub-forms/content-{number}", "hub", make, Expect(0, check=content))
 
@@ -617,10 +598,18 @@ def _asked() -> Iterator[Case]:
         require(re.search(words, text), f"the docs say nothing of {words}")
 
     for name, words in {
-        "mps": r"\bMPS\b", "rocm": r"ROCm", "fp16": r"fp16", "tensorrt": r"TensorRT", "masked": r"(?i)masked (image|autoencod|pre)|MAE\b",
-        "self-supervised": r"(?i)self-supervised|DINO", "packed": r"(?i)packed|cu_seqlens", "pretrained": r"(?i)pretrained weights",
-        "cpu": r"\bCPU\b", "onnx": r"ONNX", "windows": r"Windows",
-    }.items():  # fmt: skip
+        "mps": r"\bMPS\b",
+        "rocm": r"ROCm",
+        "fp16": r"fp16",
+        "tensorrt": r"TensorRT",
+        "masked": r"(?i)masked (image|autoencod|pre)|MAE\b",
+        "self-supervised": r"(?i)self-supervised|DINO",
+        "packed": r"(?i)packed|cu_seqlens",
+        "pretrained": r"(?i)pretrained weights",
+        "cpu": r"\bCPU\b",
+        "onnx": r"ONNX",
+        "windows": r"Windows",
+    }.items():
         yield Case(f"asked/docs-{name}", PYTHON, _call(functools.partial(in_docs, words)), Expect(0))
     for device in ("mps", "rocm", "xpu", "cuda", "cuda:0", "tpu", "gpu"):
         yield Case(

@@ -82,13 +82,31 @@ def _modules() -> Iterator[Case]:
         "train": (train, lambda place, result: require((place / "new/last.pt").is_file(), "nothing was trained")),
         "eval": (lambda place: evaluate(place, place.material / "run"), same_evaluation),
         "predict": (lambda place: predict(place, place.material / "run"), same_predictions),
-        "shards": (lambda place: ["imagefolder", place.material / "pictures", "out"], lambda place, result: place.json("out/_info.json")),
-        "curves": (lambda place: [place.material / "run", "--out", "c.png"], lambda place, result: require(is_png(place / "c.png"), "no picture")),
-        "hub": (lambda place: [place.material / "run", "folder"], lambda place, result: place.json("folder/config.json")),
-        "export": (lambda place: [place.material / "run", "folder/"], lambda place, result: place.json("folder/config.json")),
-        "maps": (lambda place: [place.material / "run", place.material / "photos/photo0.jpg", "--out", "m.png"], lambda place, result: require(is_png(place / "m.png"), "no picture")),
-        "study": (lambda place: ["--list"], lambda place, result: require("mixers" in result.out, "no study is listed")),
-    }  # fmt: skip
+        "shards": (
+            lambda place: ["imagefolder", place.material / "pictures", "out"],
+            lambda place, result: place.json("out/_info.json"),
+        ),
+        "curves": (
+            lambda place: [place.material / "run", "--out", "c.png"],
+            lambda place, result: require(is_png(place / "c.png"), "no picture"),
+        ),
+        "hub": (
+            lambda place: [place.material / "run", "folder"],
+            lambda place, result: place.json("folder/config.json"),
+        ),
+        "export": (
+            lambda place: [place.material / "run", "folder/"],
+            lambda place, result: place.json("folder/config.json"),
+        ),
+        "maps": (
+            lambda place: [place.material / "run", place.material / "photos/photo0.jpg", "--out", "m.png"],
+            lambda place, result: require(is_png(place / "m.png"), "no picture"),
+        ),
+        "study": (
+            lambda place: ["--list"],
+            lambda place, result: require("mixers" in result.out, "no study is listed"),
+        ),
+    }
     for word, (words, check) in real.items():
         yield Case(f"modules/{word}-works", word, as_module(modules[word], words), Expect(0, check=check))
     for script, word in (("train_imagenet.py", "train"), ("eval.py", "eval")):
@@ -107,8 +125,10 @@ def _modules() -> Iterator[Case]:
 
         return made
 
-    launch = ("-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
-              "--dynamo_backend", "no", "--cpu")  # fmt: skip
+    launch = (
+        "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "--cpu",
+    )  # fmt: skip
     for name, command, word in (
         ("python-train", ("-m", "vision_longhorn.train"), "train"),
         ("python-eval", ("-m", "vision_longhorn.eval"), "eval"),
@@ -373,7 +393,7 @@ def _two_processes(place: Place) -> str:
 
 
 def _clocks() -> Iterator[Case]:
-    """Checkpoints are kept by their updates, whatever the clock says; those that a run goes back behind are set aside."""
+    """Checkpoints are kept by their updates, whatever the clock says; those beyond where a run goes back to stay."""
 
     def scattered(run: Path, rng: random.Random) -> None:
         """Times of files as a clock that jumps would have left them."""
@@ -479,7 +499,7 @@ def _codes(make: Callable[[Place], Callable[[], None]], fine: Sequence[int]) -> 
     return made
 
 
-# ------------------------------------------------------------------------------------------------------------ one process
+# ---------------------------------------------------------------------------------------------------------- one process
 
 
 def _second_mains() -> Iterator[Case]:
@@ -539,9 +559,11 @@ def _second_mains() -> Iterator[Case]:
 
         return function
 
-    made_by = {"train": "new/last.pt", "train-bf16": "bf16/last.pt", "train-again": "again/last.pt", "eval": "eval.json",
-               "eval-bf16": "bf16.json", "predict": "p.csv", "predict-bf16": "q.csv", "shards": "out/_info.json", "maps": "m.png",
-               "curves": "c.png", "hub": "folder/config.json"}  # fmt: skip
+    made_by = {
+        "train": "new/last.pt", "train-bf16": "bf16/last.pt", "train-again": "again/last.pt", "eval": "eval.json",
+        "eval-bf16": "bf16.json", "predict": "p.csv", "predict-bf16": "q.csv", "shards": "out/_info.json",
+        "maps": "m.png", "curves": "c.png", "hub": "folder/config.json",
+    }  # fmt: skip
 
     def check(place: Place, result: Result, words: Sequence[str]) -> None:
         for word in words:
@@ -557,9 +579,10 @@ def _second_mains() -> Iterator[Case]:
             same_evaluation(place, result)
 
     pairs = (
-        ("train", "train-bf16"), ("train-bf16", "train"), ("train", "train-again"), ("train", "eval"), ("eval", "eval-bf16"),
-        ("eval-bf16", "eval"), ("predict", "predict-bf16"), ("predict-bf16", "eval"), ("train-bf16", "eval"), ("eval-bf16", "train"),
-        ("shards", "maps", "curves", "hub"), ("predict-bf16", "train", "train-again"),
+        ("train", "train-bf16"), ("train-bf16", "train"), ("train", "train-again"), ("train", "eval"),
+        ("eval", "eval-bf16"), ("eval-bf16", "eval"), ("predict", "predict-bf16"), ("predict-bf16", "eval"),
+        ("train-bf16", "eval"), ("eval-bf16", "train"), ("shards", "maps", "curves", "hub"),
+        ("predict-bf16", "train", "train-again"),
     )  # fmt: skip
     for pair in pairs:
         make = functools.partial(one_after_the_other, words=pair)

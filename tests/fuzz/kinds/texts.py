@@ -7,11 +7,12 @@ import os
 import re
 import shutil
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+import tomllib
 
 from tests.fuzz.case import PYTHON, TOOLS, Case, Expect, Place, require
 from tests.fuzz.kinds.common import train
@@ -85,8 +86,11 @@ def _terminals() -> Iterator[Case]:
 
     def done(place: Place, result: Result) -> None:
         name = place.notes["name"]
-        made = {"eval": f"{name}.json", "train": f"{name}-run/last.pt", "shards": f"{name}-out/_info.json", "maps": f"{name}.png",
-                "curves": f"{name}.png", "hub": f"{name}-folder/config.json", "export": f"{name}-folder/config.json"}  # fmt: skip
+        made = {
+            "eval": f"{name}.json", "train": f"{name}-run/last.pt", "shards": f"{name}-out/_info.json",
+            "maps": f"{name}.png", "curves": f"{name}.png", "hub": f"{name}-folder/config.json",
+            "export": f"{name}-folder/config.json",
+        }  # fmt: skip
         tool = place.notes.get("tool")
         require(result.out.strip() or result.err.strip(), "it says nothing")
         if tool in made:
@@ -94,8 +98,10 @@ def _terminals() -> Iterator[Case]:
         if tool == "predict":
             require(result.out.count("%") >= 5, "it does not tell all photos")
 
-    makes = {"eval": of_eval, "predict": of_predict, "train": of_train, "shards": of_shards, "maps": of_maps, "curves": of_curves,
-             "hub": of_hub, "export": of_export, "study": of_study}  # fmt: skip
+    makes = {
+        "eval": of_eval, "predict": of_predict, "train": of_train, "shards": of_shards, "maps": of_maps,
+        "curves": of_curves, "hub": of_hub, "export": of_export, "study": of_study,
+    }  # fmt: skip
 
     def encoded(place: Place, word: str, encoding: str) -> Words:
         place.encoding = encoding
@@ -112,10 +118,16 @@ def _terminals() -> Iterator[Case]:
         place.encoding = encoding
         name = place.rng.choice(NAMES)
         return {
-            "eval": [name, *EVAL], "predict": [place.material / "run", name], "train": ["--data", name, "--device", "cpu"],
-            "shards": ["verify", name], "maps": [place.material / "run", name], "curves": [name], "hub": [name, "x"],
-            "export": [name, "x/"], "study": [name],
-        }[word]  # fmt: skip
+            "eval": [name, *EVAL],
+            "predict": [place.material / "run", name],
+            "train": ["--data", name, "--device", "cpu"],
+            "shards": ["verify", name],
+            "maps": [place.material / "run", name],
+            "curves": [name],
+            "hub": [name, "x"],
+            "export": [name, "x/"],
+            "study": [name],
+        }[word]
 
     for word in makes:
         for number, encoding in enumerate(("ascii", "cp1252", "utf-8")):
@@ -158,8 +170,7 @@ def _docs() -> Iterator[Case]:
 
     def functions_of(path: str) -> Iterator[tuple[int, str]]:
         text = (ROOT / path).read_text(encoding="utf-8")
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.S)):
-            yield number, block
+        yield from enumerate(re.findall(r"```python\n(.*?)```", text, flags=re.S))
 
     def check(block: str) -> None:
         tree = ast.parse(block)
@@ -292,7 +303,8 @@ def _wheel() -> Iterator[Case]:
         require(getattr(vision_longhorn, "__version__", wanted) == wanted, "__version__ is another than the package's")
 
     checks: tuple[Callable[[], None], ...] = (
-        typed, typed_is_packed, links, pictures, urls, python_versions, authors, sdist, packages, entry_points, same_version,
+        typed, typed_is_packed, links, pictures, urls, python_versions, authors, sdist, packages, entry_points,
+        same_version,
     )  # fmt: skip
     for check in checks:
         yield Case(f"wheel/{check.__name__.replace('_', '-')}", PYTHON, lambda place, check=check: check, Expect(0))
