@@ -58,5 +58,6 @@ def check_values(kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_in(allowed: Range, value: Any) -> bool:
-    kind = Integral if allowed.kind is int else Real
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 1 << 31 and value in allowed
+    if isinstance(value, bool) or not isinstance(value, Integral if allowed.kind is int else Real):
+        return False
+    return abs(float(value)) < 1 << 31 and float(value) in allowed
