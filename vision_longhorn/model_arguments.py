@@ -58,6 +58,5 @@ def check_values(kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_in(allowed: Range, value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Integral if allowed.kind is int else Real):
-        return False
-    return abs(float(value)) < 1 << 31 and float(value) in allowed
+    kind: Any = Integral if allowed.kind is int else Real
+    return not isinstance(value, bool) and isinstance(value, kind) and abs(value) < 1 << 31 and value in allowed
