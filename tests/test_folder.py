@@ -162,6 +162,8 @@ def test_validation_has_the_indices_of_training(root, tmp_path):
     for spec, options in ((root, {}), (root / "val", {"train": train})):
         with pytest.raises(DataError, match="class 'fox' of .*val is not among the 4 classes"):
             open_shards(spec, "val", **options)
+    with pytest.raises(DataError, match="class 'bee' stands twice among those that .*val is to have"):
+        open_shards(root / "val", class_names=[*CLASSES, "bee"])
     write_folder(tmp_path / "few", 8, ["cat", "dog"])
     unnamed = write_shards(tmp_path / "shards", [8])  # of five classes without names
     with pytest.raises(DataError, match="few has 2 classes, the training data 5, whose names are unknown"):

@@ -663,7 +663,6 @@ FILES, LENGTHS, SUM = "splits.train.filenames", "splits.train.shard_lengths", "s
         ({"class_names": "ab"}, "class_names is 'ab'; it must be a list"),
         ({"class_names": ["cat"]}, "class_names has 1 names for 2 classes"),
         ({"class_names": ["cat", "dog", "emu"]}, "class_names has 3 names for 2 classes"),
-        ({"class_names": ["cat", "cat"]}, "class_names has 'cat' twice, as number 0 and 1; .* display_names"),
         ({"display_names": "CD"}, "display_names is 'CD'; it must be a list"),
         ({"display_names": ["Cat"]}, "display_names has 1 names for 2 classes"),
         ({"class_names": ..., "num_classes": ..., "display_names": [3, 4]}, r"display_names\[0\] is 3"),
@@ -714,6 +713,7 @@ def test_an_index_that_is_wrong_is_told_by_its_field_and_by_verify_as_well(index
         ({"num_classes": ..., "class_names": ...}, 2),
         ({SUM: ...}, 2),
         ({"splits.train.alt_label": "cls", "license": ["any"]}, 2),
+        ({"class_names": ["crane", "crane"]}, 2),  # readable ones, as of ImageNet
     ],
 )
 def test_an_index_of_others_may_say_less_or_more(indexed, changed, classes):
@@ -723,12 +723,9 @@ def test_an_index_of_others_may_say_less_or_more(indexed, changed, classes):
     assert maker.verify(folder, progress=False) == []
 
 
-def test_no_index_is_written_that_could_not_be_read(indexed, tmp_path):
+def test_no_index_is_written_that_could_not_be_read(indexed):
     folder = indexed(GOOD)
-    (tmp_path / "names.txt").write_text("cat\ncat\n")
     before = (folder / "_info.json").read_bytes()
-    with pytest.raises(DataError, match="class_names has 'cat' twice"):
-        maker.main(["index", str(folder), "--classes", str(tmp_path / "names.txt")])
     with pytest.raises(DataError, match="display_names has 3 names for 2 classes"):
         write_index(folder, {}, display_names=["a", "b", "c"])
     assert (folder / "_info.json").read_bytes() == before

@@ -131,7 +131,8 @@ def list_images(
         and what is left out, as `walk` has it
 
     Raises:
-        DataError: if there is no such folder, a class without images, or one that is not in `class_names`.
+        DataError: if there is no such folder, a class without images, one that is not in `class_names`, or one that
+            stands there twice.
     """
     folder = os.fspath(folder)
     if not os.path.isdir(folder):
@@ -141,6 +142,12 @@ def list_images(
         return [], [], []
     known = list(class_names or found.folders)
     labels = {name: label for label, name in enumerate(known)}
+    if len(labels) < len(known):
+        name = next(name for label, name in enumerate(known) if labels[name] != label)
+        raise DataError(
+            f"class {name!r} stands twice among those that {folder} is to have, so its folder could be of either: "
+            "give each class a name of its own"
+        )
     for name in found.folders:
         if name not in labels:
             raise DataError(

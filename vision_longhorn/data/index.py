@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 INDEX_NAMES = ("_info.json", "info.json")
 _MOST_SAMPLES, _MOST_CLASSES = 10**12, 10**7
-_TWICE = "names of classes must differ; readable ones, which need not, are display_names"
 # What a split may say besides, for people and for `make_shards`.
 _FACTS: dict[str, tuple[type, str]] = {
     "name": (str, "a text"),
@@ -486,9 +485,9 @@ def check_index(index: Any) -> None:
             _expect(f"{fact}{of}", entry.get(fact), isinstance(entry.get(fact), (kind, type(None))), right)
     if index.get("num_classes") is not None:
         _expect_number("num_classes", index["num_classes"], 1, _MOST_CLASSES)
-    for field, remedy in (("class_names", _TWICE), ("display_names", "")):
+    for field in ("class_names", "display_names"):
         if index.get(field) is not None:
-            check_names(field, index[field], remedy)
+            check_names(field, index[field])
             if index.get("num_classes") is None:
                 index["num_classes"] = len(index[field])
             if len(index[field]) != index["num_classes"]:
@@ -497,9 +496,9 @@ def check_index(index: Any) -> None:
                 )
 
 
-def check_names(field: str, names: Any, twice: str = _TWICE) -> None:
-    """Raises DataError, which calls the list `field`, where `names` are not names, or one of them stands there twice:
-    then `twice` says what would be right; with "" it may."""
+def check_names(field: str, names: Any, twice: str = "") -> None:
+    """Raises DataError, which calls the list `field`, where `names` are not names. With `twice`, which says what would
+    be right, it is an error, too, that one of them stands there twice."""
     _expect(field, names, isinstance(names, list) and names != [], "a list of names")
     first: dict[str, int] = {}
     name_of, _, of = field.partition(" ")
