@@ -57,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for study in studies:
         # A study's own JSON is known by what it says (`Known`), its table and plot by standing beside that or its runs.
         begun = (out / f"{study.name}.json").is_file() or any(folder_of(out, run).is_dir() for run in study.runs())
-        for path in (out / f"{study.name}.md", out / f"{study.name}.png"):
-            check_output("--out", path, (path.suffix,), partial(_told, begun))
+        for path in () if begun else (out / f"{study.name}.md", out / f"{study.name}.png"):
+            check_output("--out", path, (path.suffix,))
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         if not args.report:  # which may look on
@@ -66,11 +66,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if args.speed:
             return measure_speeds(studies, out, known, args.device)
         sys.exit(run_studies(studies, out, known, args))
-
-
-def _told(answer: bool, path: Path) -> bool:
-    """`is_own` of `check_output`, where the answer is known without a look at the file."""
-    return answer
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
