@@ -318,7 +318,7 @@ def _sixteen_bits() -> Iterator[Case]:
     def trained(place: Place, most: int) -> Words:
         draw(draw_folder(place / "images" / "train", 3) / "oak" / "scan.png", place, most)
         draw_folder(place / "images" / "val", 2, seed=1)
-        return train(place, data="images")
+        return train(place, "--batch-size", "2", data="images")  # so that an epoch has all of them
 
     SIZE = 24
     for word, make in (
@@ -629,6 +629,11 @@ def _full_disks() -> Iterator[Case]:
         link(place, "photos")
         return [place.material / "run", "photos", "--workers", "0", "--maps", "drawn"]
 
+    def indexed(place: Place) -> Words:
+        for number in range(60):
+            write_tar(place / "many" / f"val-{number:06d}.tar", _samples(1))
+        return ["index", "many"]
+
     of: dict[str, tuple[str, int, Callable[[Place], Words], str]] = {
         "predict-csv": ("predict", 2000, predicted, r"told\.csv"),
         "predict-json": ("predict", 2000, functools.partial(predicted, ending="json"), r"told\.json"),
@@ -672,7 +677,7 @@ def _full_disks() -> Iterator[Case]:
             r"p\.csv",
         ),
         "train": ("train", 60_000, train, r"new\b"),
-        "index": ("shards", 250, lambda place: ["index", place.copy("shards")], r"shards"),
+        "index": ("shards", 1500, indexed, r"many"),
     }
     for name, (word, room, argv, names) in of.items():
         leaves = ("new/*", "out/*", "out/.*", "e.json", "drawn/*")

@@ -5,12 +5,14 @@ import functools
 import importlib
 import os
 import re
+import runpy
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import tomllib
 
@@ -255,13 +257,21 @@ def _wheel() -> Iterator[Case]:
         text = (ROOT / "pyproject.toml").read_text()
         require("py.typed" in text, "pyproject.toml does not put py.typed into the wheel")
 
+    def page() -> str:
+        """What an index page shows: the README, or what setup.py makes of it."""
+        found = {"long_description": (ROOT / "README.md").read_text(encoding="utf-8")}
+        if (ROOT / "setup.py").is_file():
+            with mock.patch("setuptools.setup", lambda **given: found.update(given)):
+                runpy.run_path(str(ROOT / "setup.py"))
+        return found["long_description"]
+
     def links() -> None:
-        text = (ROOT / "README.md").read_text()
+        text = page()
         relative = [link for link in re.findall(r"\]\(([^)]+)\)", text) if not re.match(r"https?://|#|mailto:", link)]
         require(not relative, f"links of the README that lead nowhere on an index page: {', '.join(relative[:4])}")
 
     def pictures() -> None:
-        text = (ROOT / "README.md").read_text()
+        text = page()
         relative = [
             link
             for link in re.findall(r"!\[[^\]]*\]\(([^)]+)\)|<img[^>]+src=\"([^\"]+)", text)
