@@ -59,4 +59,7 @@ def check_values(kwargs: Mapping[str, Any]) -> None:
 
 def _is_in(allowed: Range, value: Any) -> bool:
     kind = Integral if allowed.kind is int else Real
-    return isinstance(value, kind) and not isinstance(value, bool) and abs(value) < 1 << 31 and value in allowed
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    number: Any = value
+    return bool(abs(number) < 1 << 31) and number in allowed

@@ -92,6 +92,8 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
         code, message = 1, f"error: {one_line(error)}"
         if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
             code, message = 141, ""  # as a shell has it for a process that SIGPIPE ended
+    except UnicodeEncodeError as error:  # a name that only the file system takes, given to a library
+        code, message = 1, f"error: {error.object!r} is not UTF-8: give it another name"
     except KeyboardInterrupt as interrupt:
         code, message = 130, str(interrupt) or stopped
     except Exception as error:
