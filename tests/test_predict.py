@@ -266,3 +266,11 @@ def test_the_command_prints_nothing_but_results(run, images):
         text=True,
     )
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout.splitlines()) == 7
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_paths_from_standard_input_are_bytes_whatever_the_terminals_encoding(encoding, monkeypatch):
+    names = ["é/日本.png", "b\udcffn.png"]
+    written = io.BytesIO(b"".join(os.fsencode(name) + b"\n" for name in names))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(written, encoding))
+    assert predict.find_images(["-"]) == names

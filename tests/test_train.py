@@ -580,6 +580,12 @@ def test_an_optimiser_that_cannot_be_used_is_one_line_before_anything_is_made(tm
     assert not (tmp_path / "run").exists()
 
 
+def test_a_folder_that_tensorboard_cannot_name_is_one_line_before_it_is_made(tmp_path, shards, capsys):
+    words = [*QUICK, *PLAIN, *shards, "--run-dir", f"{tmp_path}/a\udcffb"]
+    fails_with_one_line(train_imagenet.main, words, capsys, r"a\udcffb", "not UTF-8")
+    assert not os.listdir(tmp_path)
+
+
 def test_trying_out_an_optimiser_draws_no_random_numbers():
     torch.manual_seed(0)
     before, model = torch.get_rng_state(), torch.nn.Linear(3, 3)

@@ -58,5 +58,8 @@ def check_values(kwargs: Mapping[str, Any]) -> None:
 
 
 def _is_in(allowed: Range, value: Any) -> bool:
-    kind: Any = Integral if allowed.kind is int else Real
-    return not isinstance(value, bool) and isinstance(value, kind) and abs(value) < 1 << 31 and value in allowed
+    kind = Integral if allowed.kind is int else Real
+    if isinstance(value, bool) or not isinstance(value, kind):
+        return False
+    number: Any = value
+    return bool(abs(number) < 1 << 31) and number in allowed

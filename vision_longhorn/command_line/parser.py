@@ -96,6 +96,8 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
             code, message = 141, ""  # as a shell has it for a process that SIGPIPE ended
         elif isinstance(error, OSError) and error.filename is None and error.errno in _FULL and _is_full(sys.stdout):
             message = f"error: standard output cannot be written ({error.strerror})"
+    except UnicodeEncodeError as error:  # a name that only the file system takes, given to a library
+        code, message = 1, f"error: {error.object!r} is not UTF-8: give it another name"
     except KeyboardInterrupt as interrupt:
         code, message = 130, str(interrupt) or stopped
     except Exception as error:

@@ -52,6 +52,9 @@ class RunFolder:
         self.path, self.cfg, self.resuming, self.accelerator, self.held = path, cfg, resuming, accelerator, held
         self.lock: RunLock | None = None
         self.log: RunLog | None = None
+        str(
+            path
+        ).encode()  # TensorBoard takes no name that is not UTF-8, and would say so when the folder has been made
         self._refuse_others_run()
         accelerator.wait_for_everyone()  # all have looked before the first one writes
         if path.exists() and accelerator.is_main_process:
