@@ -81,7 +81,8 @@ def _tensorboard() -> Iterator[Case]:
         )
         require(set(leading) <= set(params[:5]), f"the settings open with {params[:5]}")
         if given:
-            require(given in params[:12], f"{given}, which is not as by default, is not among the first: {params[:12]}")
+            shown = [name.rpartition(".")[2] for name in params]
+            require(given in shown, f"{given}, which is not as by default, is not among the settings: {params}")
 
     for number, more in enumerate(options):
         given = more[0][2:].replace("-", "_") if more else ""
