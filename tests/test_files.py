@@ -118,7 +118,7 @@ def test_the_hash_of_an_export_is_that_of_the_file_beside_it(tmp_path):
         (None, 0, "config.json is damaged"),
         ("architecture", 3, "architecture is 3"),
         ("num_classes", "10", "num_classes is '10'"),
-        ("num_classes", 9, "num_classes is 10"),
+        ("num_classes", 9, r"such as head.weight, \[10, 8\] in the file, \[9, 8\] in the model"),
         ("label_names", "ash", "label_names is 'ash'"),
         ("model_args", [], "config.json is damaged"),
         ("model_args.depth", "1", "depth='1'"),

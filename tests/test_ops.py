@@ -314,10 +314,7 @@ def test_exported_model_gives_the_same_for_every_batch_size(kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_mixer_traces_with_fx(kind):
     torch.manual_seed(0)
-    mixer = create_mixer(
-        **{"name": "longhorn", "dim": 16}
-        | {"name" if key == "mixer" else key: value for key, value in MODELS[kind].items()}
-    ).eval()
+    mixer = create_mixer(**{"mixer": "longhorn", "dim": 16} | MODELS[kind]).eval()
     traced = torch.fx.symbolic_trace(mixer)
     assert any(
         node.target in (torch.ops.vision_longhorn.mix, torch.ops.vision_longhorn.mix.default)

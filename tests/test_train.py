@@ -86,7 +86,7 @@ def shards(tmp_path_factory):
 
 def launch(script, *arguments, cwd, processes=1, timeout=None):
     """The script, or the module by its `-m`, as a user starts it, in another working directory."""
-    words = [script] if script.startswith("-m") else [str(REPOSITORY / script)]
+    words = [script] if str(script).startswith("-m") else [str(REPOSITORY / script)]
     several = ["--multi_gpu", "--num_processes", str(processes)] if processes > 1 else ["--num_processes", "1"]
     return subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *several, "--num_machines", "1", "--mixed_precision", "no",

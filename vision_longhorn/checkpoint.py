@@ -66,7 +66,7 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         raise UserError(f"model {name} cannot be made: {error}") from error
     except Exception as error:  # of whatever kind, by what a model makes of an argument that it does not take
         given = " ".join(f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay")
-        raise UserError(f"model {name} cannot be made with {given}: {one_line(error)}") from error
+        raise UserError(f"model {name} cannot be made with {given}: {_mismatch(error)}") from error
 
 
 def _is_text(value: Any) -> bool:

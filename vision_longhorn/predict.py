@@ -196,7 +196,10 @@ def find_images(places: Sequence[str]) -> list[str]:
         if place == "-":
             # As bytes, since names of files need not be of the encoding of the terminal
             lines = map(os.fsdecode, getattr(sys.stdin, "buffer", sys.stdin))
-            found += [line.rstrip("\r\n") for line in lines if line.strip()]
+            paths = [line.rstrip("\r\n") for line in lines if line.strip()]
+            if wrong := next((path for path in paths if "\0" in path), None):
+                raise UserError(f"standard input has {wrong[:40]!r}, which is no path: give paths as text, one a line")
+            found += paths
         elif os.path.isdir(place):
             inside = walk(place)
             if not inside.images:

@@ -15,6 +15,12 @@ from vision_longhorn.training.config import that_count
 
 Record = dict[str, Any]
 SPEEDS = "speed.json"
+_OF_RUNS: dict[str, Any] = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hits": dict}
+
+
+def _expect(field: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{field} is {value!r:.60}")
 
 
 class Known:
@@ -53,15 +59,31 @@ class Known:
             {"arms", "runs", "unfinished"} <= content.keys() or "speeds" in content
         ):
             raise UserError(f"{file} is no result of a study: give a JSON that `vision-longhorn study` has written")
+        try:
+            self._take(content)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+            raise UserError(
+                f"{file} is a damaged result of a study ({what}): leave it out, or give a JSON as "
+                "`vision-longhorn study` has written it"
+            ) from error
+
+    def _take(self, content: Record) -> None:
         if content.get("environment"):
             self.environments[content["study"]] = content["environment"]
         for record in content.get("runs", []):
             before = self.runs.get((record["key"], record["seed"]), {})
             hits = {**before.get("hits", {}), **record["hits"]}  # studies look at different sizes
+            for field, kind in _OF_RUNS.items():
+                _expect(field, record[field], kind)
+            for name, value in record["final"].items():
+                _expect(f"final.{name}", value, (int, float))
             self.runs[record["key"], record["seed"]] = {**record, "hits": hits}
         for record in content.get("unfinished", []):
             self.failed[record["key"], record["seed"]] = record
         for arm in content.get("arms", []):
+            _expect("key", arm["key"], str)
+            _expect("config", arm["config"], dict)
             self.configs[arm["key"]] = arm["config"]
             if arm.get("parameters"):
                 self.parameters[arm["key"]] = arm["parameters"]
