@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import sys
 import threading
 
@@ -28,6 +29,9 @@ def is_first_to_fail() -> bool:
 
     def ask() -> None:
         with contextlib.suppress(Exception):
+            # Where whoever keeps the notes has gone, torch would print its C++ frames: so a look at the address first.
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, timeout=1).close()
             store = sys.modules["torch.distributed.distributed_c10d"]._get_default_store()
             answers.append(store.add("vision_longhorn_failures", 1))
 
