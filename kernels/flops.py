@@ -1,4 +1,4 @@
-"""What the operators cost, for counters of floating-point operations: torch's, and by `fvcore_handles` others.
+"""Tells counters of floating-point operations what the operators cost: torch's, and by `fvcore_handles` others.
 
 Only products that are summed count, as in torch's own formulas: each multiply-add as two operations, and twice that in
 the backward pass, where both factors get a gradient. Norms, gates, activations, step sizes and decays are free, and so

@@ -48,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         return list_studies(studies or list(all_studies.values()), out, known)
     if not studies:
         raise UserError(f"say which study: give names of {', '.join(all_studies)}, or --list")
-    if not args.speed:
-        find_data(args.data, studies, set())  # a word that is none shows before there is a folder
+    if not args.speed:  # a word that is none, or data without a place, show before there is a folder
+        waiting = () if args.report or args.dry_run else unique_runs(studies)
+        find_data(args.data, studies, {run.arm.data for run in waiting if not known.is_done(out, run)})
     if args.dry_run:
         return dry_run(studies, out, known, args)
     if args.report and not args.merge and not out.is_dir():
