@@ -1,4 +1,4 @@
-"""What a case is: what it makes, what it runs, and what has to come of it."""
+"""A case: what it makes, what it runs, and what has to come of it."""
 
 import fnmatch
 import hashlib
@@ -24,7 +24,7 @@ BUGS = r"Traceback|Error: |Exception ignored|terminate called|core dumped|Segmen
 
 
 class Fault(AssertionError):
-    """What came of a case is not what it has to be."""
+    """Raised where a case did not end as it has to."""
 
 
 def require(right: Any, text: str) -> None:
@@ -64,11 +64,11 @@ class Place:
         return target
 
     def json(self, name: str) -> Any:
-        """What a JSON file of the folder holds, or of the material where it begins with a slash."""
+        """Reads a JSON file of the folder, or of the material where its name begins with a slash."""
         return json.loads((self.material / name[1:] if name[:1] == "/" else self.folder / name).read_text())
 
     def run(self, function: Callable[[], Any], limit: float) -> Result:
-        """What comes of a function that is called in a process of its own in the folder."""
+        """Calls a function in a process of its own in the folder, and returns its result."""
         return forked(function, self.folder, limit, self.stdin, self.encoding, self.environment)
 
 
@@ -77,7 +77,7 @@ Check = Callable[[Place, Result], Any]
 
 @dataclass(frozen=True)
 class Expect:
-    """What has to come of a case, beside what holds for all.
+    """How a case has to end, beside what holds for all.
 
     Attributes:
         code: 0 or 1; None where both are right: then `check` holds where it is 0.
@@ -188,7 +188,7 @@ def _is_one_of(path: str, patterns: Sequence[str]) -> bool:
 
 
 def judge(case: Case, place: Place, before: Mapping[str, str], result: Result) -> Iterator[str]:
-    """What is wrong with a result, a text each."""
+    """The faults of a result, a text each."""
     expect = case.expect
     if result.code is None:
         yield f"it hangs: it had not ended after {result.seconds:.0f} s"

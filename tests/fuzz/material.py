@@ -1,4 +1,4 @@
-"""What all cases start from: drawn pictures, shards, a trained run, and what the tools make of it. Made once a fuzz.
+"""The material of all cases: drawn pictures, shards, a trained run, and what the tools make of it. Made once a fuzz.
 
 | | |
 |---|---|
@@ -69,7 +69,7 @@ def draw_folder(
 
 
 def tool(folder: Path, word: str, *argv: str | Path, limit: float = 300) -> Result:
-    """What a tool says to a command line that is right. Raises RuntimeError where it fails all the same."""
+    """Returns what a tool says to a command line that is right. Raises RuntimeError where it fails all the same."""
     result = forked(lambda: commands.run(word, [str(each) for each in argv]), folder, limit)
     if result.code != 0:
         raise RuntimeError(f"{word} {argv} has failed with exit code {result.code}:\n{result.said}")

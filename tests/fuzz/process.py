@@ -19,7 +19,7 @@ GRACE = 3.0  # seconds that are left to a process for ending once it was asked t
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a process.
+    """The end of a process.
 
     Attributes:
         code: Its exit code, the negative number of the signal that ended it, or None where it had to be ended.

@@ -19,7 +19,7 @@ def evaluate(place: Place, run: str | Path = "run", *more: str | Path) -> list[s
 
 
 def same_evaluation(place: Place, result: Result) -> None:
-    """What `evaluate` gave is what the sound run gives."""
+    """`evaluate` gave what the sound run gives."""
     found, wanted = place.json("eval.json"), place.json("/eval.json")
     other = [f"{key} {found.get(key)} for {wanted[key]}" for key in SAME if found.get(key) != wanted[key]]
     require(not other, f"it evaluates to something else: {', '.join(other)}")
@@ -32,7 +32,7 @@ def predict(place: Place, model: str | Path = "run", *more: str | Path) -> list[
 
 
 def same_predictions(place: Place, result: Result) -> None:
-    """What `predict` gave is what the sound run gives."""
+    """`predict` gave what the sound run gives."""
     same = (place / "predict.csv").read_text() == (place.material / "predict.csv").read_text()
     require(same, "it predicts something else")
 
@@ -43,7 +43,7 @@ def draw_maps(place: Place, model: str | Path = "run", *more: str | Path) -> lis
 
 
 def same_maps(place: Place, result: Result) -> None:
-    """What `maps` drew is what it draws of the sound run."""
+    """`maps` drew what it draws of the sound run."""
     same = (place / "maps.png").read_bytes() == (place.material / "maps.png").read_bytes()
     require(same, "it draws something else")
 

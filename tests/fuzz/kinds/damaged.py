@@ -203,7 +203,7 @@ def _written_over() -> Iterator[Case]:
         return ["run", photo, "--out", place.rng.choice(["run", "photos", "shards", ".", "hub"])]
 
     def own(word: str, first: list[str], out: str) -> Make:
-        """What the tool itself has written before."""
+        """Puts a file there that the tool itself has written before."""
 
         def made(place: Place) -> list[str]:
             place.copy("run")

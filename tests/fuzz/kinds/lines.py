@@ -72,7 +72,7 @@ def cases() -> Iterator[Case]:
         return words if tool != "train" or "--epochs" in words else [*words, "--epochs", "1"]
 
     def usable(place: Place, result: Result) -> None:
-        """What was written is whole."""
+        """All that was written is whole."""
         for path in place.folder.rglob("*"):
             if path.suffix == ".json" and path.is_file():
                 json.loads(path.read_text())

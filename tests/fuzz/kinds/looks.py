@@ -1,4 +1,4 @@
-"""What people look at: TensorBoard, plots, tables and maps."""
+"""Cases of what people look at: TensorBoard, plots, tables and maps."""
 
 import functools
 import json

@@ -53,7 +53,7 @@ def _call(function: Callable[[], None]) -> Callable[[Place], Callable[[], None]]
 
 
 def _counts() -> Iterator[Case]:
-    """What torch's counter says of a model is at least its products by hand, and no more than twice."""
+    """torch's counter gives of a model at least its products by hand, and no more than twice."""
 
     def by_hand(model: VisionLonghorn, tokens: int) -> int:
         """Products of matrices with tokens, two operations each."""
@@ -487,7 +487,7 @@ def _hub_forms() -> Iterator[Case]:
 
 
 def _libraries() -> Iterator[Case]:
-    """What timm and torch do with our models and checkpoints."""
+    """Cases of timm and torch with our models and checkpoints."""
 
     def checkpoint_path(place: Place) -> Callable[[], None]:
         def function() -> None:
@@ -588,7 +588,7 @@ def _libraries() -> Iterator[Case]:
 
 
 def _asked() -> Iterator[Case]:
-    """What users ask for works, or a command says no in a line, or the docs do."""
+    """A thing that users ask for works, or a command says no in a line, or the docs do."""
     docs = Path(__file__).parents[3]
 
     def in_docs(words: str) -> None:

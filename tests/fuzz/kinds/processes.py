@@ -151,7 +151,7 @@ def _free_port() -> int:
 def launched(
     word: str, words: Words, count: int = 2, kill: int | None = None, agent: bool = True
 ) -> Callable[[], None]:
-    """What a launcher does: starts the processes, and ends the others where one has failed.
+    """Acts as a launcher: starts the processes, and ends the others where one has failed.
 
     Args:
         kill: A process that is killed after a second.

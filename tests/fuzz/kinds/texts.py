@@ -168,7 +168,7 @@ def _terminals() -> Iterator[Case]:
 
 
 def _docs() -> Iterator[Case]:
-    """What the docs write: blocks of Python are Python, and what they import and call is there."""
+    """Cases of the docs: blocks of Python are Python, and what they import and call is there."""
 
     def functions_of(path: str) -> Iterator[tuple[int, str]]:
         text = (ROOT / path).read_text(encoding="utf-8")
@@ -241,7 +241,7 @@ def _docs() -> Iterator[Case]:
 
 
 def _wheel() -> Iterator[Case]:
-    """What an index page and an installed package show."""
+    """Cases of the index page and of an installed package."""
 
     def project() -> dict[str, Any]:
         return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -258,7 +258,7 @@ def _wheel() -> Iterator[Case]:
         require("py.typed" in text, "pyproject.toml does not put py.typed into the wheel")
 
     def page() -> str:
-        """What an index page shows: the README, or what setup.py makes of it."""
+        """The text of the index page: the README, or what setup.py makes of it."""
         found = {"long_description": (ROOT / "README.md").read_text(encoding="utf-8")}
         if (ROOT / "setup.py").is_file():
             with mock.patch("setuptools.setup", lambda **given: found.update(given)):
