@@ -40,7 +40,7 @@ from torch import Tensor, nn
 import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.settings import parse_pairs
 
 MODELS = [
     name.format(size)

@@ -38,7 +38,7 @@ from torch import nn
 from vision_longhorn import VisionLonghorn
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.settings import parse_pairs
 
 FUSED, OTHER = "norm, residual and other fused by the compiler", "other"
 # The first pattern that is found in a kernel's name decides. This package's kernels and the compiler's are known by how

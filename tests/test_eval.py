@@ -25,11 +25,11 @@ from test_train import (  # noqa: F401  (two are fixtures)
 import eval as eval_script
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
+from vision_longhorn.class_names import ClassMap, imagenet_names, match_classes, model_names, readable_names
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data.index import write_index
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError
-from vision_longhorn.evaluation.class_names import ClassMap, imagenet_names, match_classes, model_names, readable_names
 from vision_longhorn.evaluation.evaluate import evaluate
 from vision_longhorn.evaluation.report import draw_confusion
 

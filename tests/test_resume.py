@@ -41,9 +41,9 @@ import eval as eval_script
 import train_imagenet
 from vision_longhorn.checkpoint import load_checkpoint, save_run, update_files
 from vision_longhorn.command_line.parser import run_cli
-from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.devices import make_accelerator
+from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import lock, trainer, updates
 from vision_longhorn.training.folder import go_back, write_summary
 from vision_longhorn.training.setup import SoftTargetCrossEntropy

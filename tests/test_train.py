@@ -29,9 +29,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
-from vision_longhorn import devices  # noqa: E402
+from vision_longhorn import devices, signals  # noqa: E402
 from vision_longhorn.checkpoint import create_model  # noqa: E402
-from vision_longhorn.command_line import signals  # noqa: E402
 from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
 from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402

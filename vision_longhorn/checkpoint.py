@@ -30,8 +30,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
+from vision_longhorn.class_names import checkpoint_names, difference, model_names
 from vision_longhorn.errors import UserError, nearest, one_line
-from vision_longhorn.evaluation.class_names import checkpoint_names, difference, model_names
 from vision_longhorn.files import check_whole, written_aside
 from vision_longhorn.model_arguments import check_values
 from vision_longhorn.runs import run_file, timm_source

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 
-from vision_longhorn.command_line.signals import launcher_option
 from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.signals import launcher_option
 
 # Engines of accelerate that would train in the place of the code here: each variable by which `accelerate launch` or
 # its config file asks for one, and its option. They are refused.

@@ -16,13 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.command_line.parser import IntermixedParser, Range
+from vision_longhorn.command_line.parser import IntermixedParser
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import check_new_folder, check_output, write_text
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.runs import model_of_checkpoint, run_file, timm_source
-from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.settings import Range, parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
@@ -41,18 +41,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     from timm.data import create_transform
 
     from vision_longhorn.checkpoint import create_model, load_checkpoint
-    from vision_longhorn.data import eval_loader, open_shards
-    from vision_longhorn.data.folders import same_split
-    from vision_longhorn.data.transforms import input_settings
-    from vision_longhorn.demo import locate_data
-    from vision_longhorn.devices import leave, make_accelerator
-    from vision_longhorn.evaluation.class_names import (
+    from vision_longhorn.class_names import (
         checkpoint_names,
         imagenet_names,
         match_classes,
         model_names,
         readable_names,
     )
+    from vision_longhorn.data import eval_loader, open_shards
+    from vision_longhorn.data.folders import same_split
+    from vision_longhorn.data.transforms import input_settings
+    from vision_longhorn.demo import locate_data
+    from vision_longhorn.devices import leave, make_accelerator
     from vision_longhorn.evaluation.evaluate import describe, evaluate
     from vision_longhorn.evaluation.report import Predictions
 

@@ -19,12 +19,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.command_line.parser import Parser, Range
+from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import check_output, check_whole, is_as_hashed, written_aside
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.runs import timm_source
-from vision_longhorn.training.config import parse_pairs
+from vision_longhorn.settings import Range, parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:

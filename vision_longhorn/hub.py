@@ -18,9 +18,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vision_longhorn.class_names import checkpoint_names, readable_names
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.evaluation.class_names import checkpoint_names, readable_names
 from vision_longhorn.files import check_new_folder, write_hash, written_aside
 from vision_longhorn.runs import load_run
 

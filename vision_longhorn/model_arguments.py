@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import Any
 
-from vision_longhorn.command_line.parser import Range
 from vision_longhorn.errors import UserError
+from vision_longhorn.settings import Range
 
 COUNT = Range(1, kind=int)
 RATE = Range(0, below=1)

@@ -20,9 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from vision_longhorn.command_line.parser import IntermixedParser, Range
+from vision_longhorn.command_line.parser import IntermixedParser
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_new_folder, check_output, text_file
+from vision_longhorn.settings import Range
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
@@ -41,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     from timm.data import create_transform, resolve_data_config
     from tqdm import tqdm
 
+    from vision_longhorn.class_names import readable_names
     from vision_longhorn.devices import make_accelerator
-    from vision_longhorn.evaluation.class_names import readable_names
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
     paths = find_images(args.images)
@@ -243,7 +244,7 @@ def load_classifier(
         UserError: where there is no such model, or it has no classes.
     """
     from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.evaluation.class_names import checkpoint_names, model_names
+    from vision_longhorn.class_names import checkpoint_names, model_names
     from vision_longhorn.runs import load_run, timm_source
 
     if name is None and source is not None:

@@ -9,7 +9,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from vision_longhorn.command_line.parser import Parser, Range
+from vision_longhorn.command_line.parser import Parser
+from vision_longhorn.settings import Range
 
 
 def __getattr__(name: str) -> Any:

@@ -15,11 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vision_longhorn.command_line.parser import Parser, Range
-from vision_longhorn.command_line.signals import StopSignals
+from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.files import check_output, write_text
+from vision_longhorn.settings import Range
+from vision_longhorn.signals import StopSignals
 from vision_longhorn.studies.costs import Costs, hardware
 from vision_longhorn.studies.jobs import Jobs, unseen
 from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs

@@ -3,9 +3,7 @@
 import argparse
 import codecs
 import contextlib
-import dataclasses
 import errno
-import math
 import os
 import re
 import sys
@@ -15,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import vision_longhorn
-from vision_longhorn.command_line.processes import has_lost_another, is_first_to_fail, is_one_of_several
-from vision_longhorn.command_line.signals import end_commands, note_launcher
 from vision_longhorn.errors import UserError, nearest, one_line
+from vision_longhorn.processes import has_lost_another, is_first_to_fail, is_one_of_several
+from vision_longhorn.signals import end_commands, note_launcher
 
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
 # How a letter is printed that an output's encoding lacks: a byte of a file's name as it is, others as \u65e5
@@ -34,45 +32,6 @@ def _show(error: UnicodeError) -> tuple[str | bytes, int]:
 
 
 codecs.register_error(SHOWN, _show)
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Numbers that a setting may be. As `type` of an option in `Parser` it reads and checks what was typed.
-
-    Attributes:
-        low, high: Smallest and largest.
-        above, below: Exclusive bounds.
-        kind: int or float, what the option's text is read as.
-    """
-
-    low: float = -math.inf
-    high: float = math.inf
-    above: float = -math.inf
-    below: float = math.inf
-    kind: type = float
-
-    def __contains__(self, value: float) -> bool:
-        return math.isfinite(value) and self.low <= value <= self.high and self.above < value < self.below
-
-    def __str__(self) -> str:
-        bounds = {"{} or more": self.low, "above {}": self.above, "{} at most": self.high, "below {}": self.below}
-        text = ", ".join(text.format(bound) for text, bound in bounds.items() if math.isfinite(bound))
-        return ("a whole number" if self.kind is int else "a number") + (f" ({text})" if text else "")
-
-    def check(self, name: str, value: float) -> None:
-        """Raises UserError that calls the setting `name` where `value` is none of these."""
-        if value not in self:
-            raise UserError(f"{name} is {value}: give {self}")
-
-    def __call__(self, text: str) -> float:
-        try:
-            value = self.kind(text)
-        except ValueError:
-            value = math.nan
-        if value not in self:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {self}")
-        return value
 
 
 def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import webdataset as wds
 
-from vision_longhorn.command_line.signals import outlive_signals
+from vision_longhorn.signals import outlive_signals
 
 from .images import DataError
 from .index import ShardSet

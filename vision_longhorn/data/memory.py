@@ -14,8 +14,8 @@ import numpy as np
 import psutil
 from torch.utils.data import DataLoader, Dataset
 
-from vision_longhorn.command_line.signals import outlive_signals
 from vision_longhorn.errors import one_line
+from vision_longhorn.signals import outlive_signals
 
 from .images import EXTENSIONS, DataError, decode_tensor, too_dark
 from .index import ShardSet

@@ -23,8 +23,8 @@ from typing import IO, Any
 from webdataset.gopen import Pipe
 from webdataset.tariterators import group_by_keys
 
-from vision_longhorn.command_line.signals import COMMANDS, end_command
 from vision_longhorn.errors import reason
+from vision_longhorn.signals import COMMANDS, end_command
 
 from .images import DataError
 from .samples import RawSample

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import nn
 
+from vision_longhorn.class_names import ClassMap
 from vision_longhorn.errors import UserError
-from vision_longhorn.evaluation.class_names import ClassMap
 from vision_longhorn.training.fsdp import is_sharded
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vision_longhorn.command_line.parser import Parser, Range, run_cli
+from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.files import write_text
+from vision_longhorn.settings import Range
 
 BATCH = 256  # images, at the model's own size; larger images come in batches of as many tokens
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.errors import UserError, nearest
+from vision_longhorn.settings import read_yaml
 from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.training.config import CONFIGS, Config, read_config_file, read_yaml, shorten_warmup, that_count
+from vision_longhorn.training.config import CONFIGS, Config, read_config_file, shorten_warmup, that_count
 
 STUDIES = CONFIGS / "studies.yaml"
 DATA_KEYS = ("train_samples", "val_samples", "num_classes")

@@ -23,13 +23,13 @@ from timm.scheduler import CosineLRScheduler
 
 from vision_longhorn.checkpoint import load_checkpoint, load_weights
 from vision_longhorn.command_line.parser import Parser, run_cli
-from vision_longhorn.command_line.signals import StopSignals
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.model_arguments import check_values
+from vision_longhorn.settings import read_yaml
+from vision_longhorn.signals import StopSignals
 from vision_longhorn.studies.mqar import RecallModel, Sequences, draw_sequences
 from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.training.config import read_yaml
 from vision_longhorn.training.folder import RunFolder
 from vision_longhorn.training.updates import step_if_finite
 

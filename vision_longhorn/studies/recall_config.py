@@ -7,9 +7,8 @@ is silent zoology/config.py.
 import dataclasses
 from typing import Any
 
-from vision_longhorn.command_line.parser import Range
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import COUNT, POSITIVE, Settings, option
+from vision_longhorn.settings import COUNT, POSITIVE, Range, Settings, option
 
 
 @dataclasses.dataclass

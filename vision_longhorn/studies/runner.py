@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vision_longhorn.command_line.signals import SIGNALS, STUDY, StopSignals
 from vision_longhorn.errors import UserError
+from vision_longhorn.signals import SIGNALS, STUDY, StopSignals
 
 CPU = "CPU"  # name of a place
 START = 15  # seconds from a process's start to its first update

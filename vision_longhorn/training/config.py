@@ -7,39 +7,34 @@ Every field below is a key of the YAML files and an option of the command line (
 
 import argparse
 import dataclasses
-import json
-import os
 import re
-import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
-
-import yaml
+from typing import Any
 
 import vision_longhorn
-from vision_longhorn.command_line.parser import Parser, Range
+from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
-from vision_longhorn.errors import UserError, nearest, one_line
+from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.model_arguments import check_names
+from vision_longhorn.settings import (
+    COUNT,
+    POSITIVE,
+    SHARE,
+    Range,
+    Settings,
+    coerce,
+    option,
+    parse_pairs,
+    read_yaml,
+    without_none,
+)
 
 _HERE = Path(vision_longhorn.__file__).resolve().parent  # installed, the configs are in the package, else beside it
 CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
 # Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
-WORDS = {"none": None, "null": None, "": None, "true": True, "false": False}
-TYPES = {
-    int: "a whole number",
-    float: "a number",
-    str: "a word",
-    bool: "true or false",
-    list[float]: "numbers",
-    dict: "KEY=VALUE pairs",
-}
-POSITIVE = Range(above=0)
-COUNT = Range(1, kind=int)
-SHARE = Range(0, 1)
 SAME_BITS = (
     "cuda_graphs",
     "keep_in_memory",
@@ -54,53 +49,6 @@ POLICIES = "|".join((
     rf"augmix(-([mwdb]\d+|a{_NUMBER}|mstd{_NUMBER}))*",
 ))  # fmt: skip
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
-
-
-def option(
-    default: Any,
-    doc: str,
-    allowed: Range | tuple[str, ...] | None = None,
-    also: tuple[str, ...] = (),
-    lengths: tuple[int, ...] | None = None,
-) -> Any:
-    """Field of a config.
-
-    Args:
-        default: Its default.
-        doc: What it is, for --help.
-        allowed: `Range` or tuple of words that it, or every item of a list, may be; None: whatever its type allows.
-        also: What others call it.
-        lengths: For a list, the numbers of items that it may have.
-    """
-    factory = {"default_factory": lambda: default.copy()} if isinstance(default, (dict, list)) else {"default": default}
-    return dataclasses.field(**factory, metadata={"doc": doc, "allowed": allowed, "also": also, "lengths": lengths})
-
-
-class Settings:
-    """What configs have in common, dataclasses of `option`s: values of the right type and in range, and what the folder
-    of a run goes by.
-
-    Raises:
-        UserError: For a value that is none.
-    """
-
-    resume: str | None
-    track: str | None
-    keep_checkpoints: int
-
-    def values(self) -> dict[str, Any]:
-        """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
-        return {
-            key: value
-            for key, value in dataclasses.asdict(cast(Any, self)).items()
-            if key not in ("run_dir", "resume", "allow_pipe")
-        }
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(cast(Any, self)):
-            value = _coerce(field.name, getattr(self, field.name), field.type)
-            _check(field, value)
-            setattr(self, field.name, value)
 
 
 @dataclasses.dataclass
@@ -346,20 +294,6 @@ def that_count(values: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in values.items() if key not in SAME_BITS}, "model_kwargs": kwargs}
 
 
-def _check(field: dataclasses.Field, value: Any) -> None:
-    """Raises UserError where a value of the right type is none that the field allows."""
-    allowed, lengths = field.metadata["allowed"], field.metadata["lengths"]
-    if value is None or allowed is None:
-        return
-    if lengths and len(value) not in lengths:
-        raise UserError(f"{field.name} is {' '.join(map(str, value))}: give {' or '.join(map(str, lengths))} numbers")
-    for item in value if lengths else [value]:
-        if isinstance(allowed, Range):
-            allowed.check(field.name, item)
-        elif item not in allowed:
-            raise UserError(f"{field.name} is {item!r}: give one of {', '.join(allowed)}")
-
-
 def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     """Reads the command line and the config that it names.
 
@@ -403,7 +337,7 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     if "resume" in given:  # the folder of a run may come from a stranger
         values.pop("allow_pipe", None)
     if "model_kwargs" in given:
-        merged = {**_coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
+        merged = {**coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
     values = {**values, **given}
     notes = [] if "warmup_epochs" in given or "resume" in given else shorten_warmup(values)
@@ -424,7 +358,7 @@ def shorten_warmup(values: dict[str, Any]) -> list[str]:
     """Makes a warm-up that `values` leave to a file or the default fit into their epochs; what to say of that."""
     fields = Config.__dataclass_fields__
     epochs, warmup = (
-        _coerce(key, values.get(key, fields[key].default), fields[key].type) for key in ("epochs", "warmup_epochs")
+        coerce(key, values.get(key, fields[key].default), fields[key].type) for key in ("epochs", "warmup_epochs")
     )
     if not warmup >= epochs > 0:
         return []
@@ -463,31 +397,6 @@ def config_names() -> list[str]:
     return sorted(file.stem for file in CONFIGS.glob("*.yaml") if file.name != "studies.yaml")
 
 
-def read_yaml(file: Path) -> dict[Any, Any]:
-    """The mapping that a YAML file holds. Raises UserError where it holds anything else, or a key twice."""
-    try:
-        values = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceLoader) or {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is no valid YAML: {one_line(error)}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{file} holds no `key: value` lines")
-    return values
-
-
-class _OnceLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, not a value that is lost."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
 # The first field of each group of options in --help
 GROUPS = {
     "model": "model",
@@ -512,7 +421,7 @@ def _parser() -> Parser:
     for field in dataclasses.fields(Config):
         if field.name in GROUPS:
             group = parser.add_argument_group(GROUPS[field.name])
-        kind, option = _without_none(field.type), f"--{field.name.replace('_', '-')}"
+        kind, option = without_none(field.type), f"--{field.name.replace('_', '-')}"
         many: dict[str, Any] = {"nargs": "+"} if kind is dict or typing.get_origin(kind) is list else {}
         if kind is dict:
             many["action"] = "extend"  # given twice, both count
@@ -530,57 +439,3 @@ def _parser() -> Parser:
         )
         parser.synonyms.update({word.replace("_", "-"): option for word in field.metadata["also"]})
     return parser
-
-
-def _without_none(kind: Any) -> Any:
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return next(option for option in typing.get_args(kind) if option is not type(None))
-    return kind
-
-
-def _coerce(key: str, value: Any, kind: Any) -> Any:
-    """`value`, from YAML or as typed, as the type `kind`. Strings are parsed in both: YAML 1.1 takes 1e-3 for one."""
-    inner = _without_none(kind)
-    word = value.strip().lower() if isinstance(value, str) else value
-    try:
-        if inner is not kind and word in (None, "none", "null", ""):
-            return None
-        if inner is str and isinstance(value, str):
-            return value
-        if inner is bool and (isinstance(value, bool) or word in ("true", "false")):
-            return WORDS[str(word).lower()]
-        if inner in (int, float) and not isinstance(value, bool) and inner(float(word)) == float(word):
-            return inner(float(word))
-        if typing.get_origin(inner) is list and isinstance(value, list):
-            return [_coerce(key, item, typing.get_args(inner)[0]) for item in value]
-        if inner is dict:
-            return parse_pairs(value) if isinstance(value, list) else dict(value)
-    except (TypeError, ValueError, OverflowError):
-        pass
-    raise UserError(f"{key} is {value!r}: give {TYPES[inner]}{'' if inner is kind else ', or none'}")
-
-
-def parse_pairs(words: Sequence[str]) -> dict[str, Any]:
-    """Dict of KEY=VALUE words; a value is a number, true, false, none, a [list], or else a string. `class_token=none`
-    is a string, too: the model without a class token.
-
-    Raises:
-        UserError: For a word without "=".
-    """
-    for word in words:
-        if "=" not in word:
-            hint = ": a run to evaluate or export goes before the options" if os.path.exists(word) else ""
-            raise UserError(f"{word!r} is not KEY=VALUE, such as img_size=32{hint}")
-    pairs = (word.partition("=") for word in words)
-    return {key: value if (key, value) == ("class_token", "none") else _parse_word(value) for key, _, value in pairs}
-
-
-def _parse_word(word: str) -> Any:
-    if word.lower() in WORDS:
-        return WORDS[word.lower()]
-    for parse in (int, float, json.loads):
-        try:
-            return parse(word)
-        except ValueError:
-            pass
-    return word

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from vision_longhorn.checkpoint import described, epochs_made, save_run, second_name, update_files
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import RUN_FILES, left_aside, write_text
-from vision_longhorn.training.config import Settings
+from vision_longhorn.settings import Settings
 from vision_longhorn.training.lock import RunLock
 from vision_longhorn.training.runlog import RunLog
 

@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import Settings
+from vision_longhorn.settings import Settings
 
 PROJECT = "vision-longhorn"
 

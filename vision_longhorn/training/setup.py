@@ -17,6 +17,7 @@ from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
 from vision_longhorn.checkpoint import TimmModel, create_model, model_from_weights
+from vision_longhorn.class_names import difference
 from vision_longhorn.data import (
     ShardSet,
     default_workers,
@@ -31,7 +32,6 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, one_line
-from vision_longhorn.evaluation.class_names import difference
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard

@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from vision_longhorn.command_line.signals import SIGNALS, StopSignals
 from vision_longhorn.data.samples import place
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
+from vision_longhorn.signals import SIGNALS, StopSignals
 from vision_longhorn.training.runlog import RunLog
 
 QUIET = 30  # seconds without a line, where no bar shows how far it is
