@@ -1,5 +1,4 @@
-"""The exact rule in chunks on tensor cores: when it can run so, and what the kernels of `chunk_kernels` are launched
-with."""
+"""The exact rule in chunks on tensor cores: when it can run so, and what its kernels are launched with."""
 
 import warnings
 from contextlib import nullcontext
@@ -11,10 +10,9 @@ import triton
 from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack
-from . import chunk_kernels as kernels
-from . import fragments
+from . import chunk_backward, chunk_forward, chunk_loads, fragments
 from .finish import sum_blocks, sum_sequences
-from .lanes import takes_ptx
+from .lanes import form_of, takes_ptx
 from .tuning import multiprocessors
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ def _trouble(device: torch.device) -> Optional[str]:
     """Why this Triton cannot compile what the kernels are made of; None if it can. Says so once."""
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernels._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
+            fragments._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
     except Exception as error:
         why = f"Triton {triton.__version__} does not compile its products ({type(error).__name__})"
         warnings.warn(f"rule='exact' walks token by token on {device}: {why}", stacklevel=2)
@@ -212,6 +210,7 @@ def _common(
 
 def _run(kernel: Any, grid: tuple[int, int], args: dict[str, Any]) -> None:
     options = {name: args[name] for name in ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg") if name in args}
+    args["form"] = form_of(chunk_loads.Form, args)
     kernel[grid](**{name: args[name] for name in kernel.arg_names}, **options)
 
 
@@ -239,7 +238,7 @@ def forward(
         y_ptr=y, final_ptr=final, **_parts(launch, saved), start_ptr=final if start is None else start,
         HAS_START=start is not None, OUTPUT=output, SAVE=save, MEET=meet, **_state_strides("start", start))  # fmt: skip
     with torch.cuda.device_of(scan.x):
-        _run(kernels._forward_kernel, (args["blocks"] * B, 1 if meet else G), args)
+        _run(chunk_forward._forward_kernel, (args["blocks"] * B, 1 if meet else G), args)
     return y, final, saved
 
 
@@ -283,9 +282,11 @@ def backward(
     if in_turn:
         args["IN_TURN"] = True
         for direction in range(2):
-            _run(kernels._backward_kernel, (blocks * B, 1), args | dict(OTHER=direction > 0, direction=direction))
+            _run(
+                chunk_backward._backward_kernel, (blocks * B, 1), args | dict(OTHER=direction > 0, direction=direction)
+            )
     else:
-        _run(kernels._backward_kernel, (blocks * B, G), args)
+        _run(chunk_backward._backward_kernel, (blocks * B, G), args)
 
     dk, dq = sum_blocks(sums, scan.k, scan.q, dkq=dkq)
     skip, bias = sum_sequences(dD, dbias)

@@ -24,7 +24,7 @@ _TILES, _STAGES = ((256, 64), (128, 128)), 3
 _WIDEST = 64  # low rank that registers hold sums for
 
 
-@kernel(["tokens", "parts"], [])
+@kernel()
 def _dt_proj_backward_kernel(
     dstep_ptr, low_ptr, proj_ptr, partial_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, STRIDE: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack, unstack
-from . import chunks
-from . import scan_kernels as kernels
+from . import chunks, scan_backward, scan_forward, walk
 from .finish import add_directions, sum_blocks, sum_sequences
-from .lanes import FOLD_CAPABILITY, INTERPRETED, takes_ptx, warp_lanes
+from .lanes import FOLD_CAPABILITY, INTERPRETED, form_of, takes_ptx, warp_lanes
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
@@ -60,9 +59,9 @@ class _Call(NamedTuple):
     def key(self) -> tuple:
         """All that it is compiled for, and a little less: strides that are 1 or a multiple of 16."""
         names = self.kernel.arg_names
-        runtime = set(names) - {names[i] for i in self.kernel.constexprs}
+        runtime = set(names) - {names[i] for i in self.kernel.constexprs} - {"form"}
         return self.kernel.fn.__name__, *(
-            value.dtype if torch.is_tensor(value) else value
+            value.dtype if torch.is_tensor(value) else tuple(c.value for c in value) if name == "form" else value
             for name, value in self.args.items()
             if torch.is_tensor(value) or name not in runtime
         )
@@ -171,7 +170,7 @@ class _Launch:
         rows = [x, *(() if scan.step_proj is not None else (step,)), *(() if scan.z is None else (z,))]
         self.aligned = D % 16 == 0 and all(map(_aligned, rows))
         self.args |= dict(
-            RULE=scan.law.triton(), SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
+            RULE=scan.law.kernels, SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
             HAS_Z=scan.z is not None, HAS_D=scan.D is not None, HAS_BIAS=scan.bias is not None,
             FIRST_REVERSED=int(scan.direction == "backward"), N=N, NI=NI, NS=NS,
             T=ANCHOR if scan.law.kind == "error" else CHUNK,
@@ -189,7 +188,7 @@ class _Launch:
         count = _norms(self.scan)
         norm = saved[-count:] if count and saved.numel() else k.new_empty(count, dtype=torch.float32)
         if count and not found:
-            kernels._norm_kernel[(ceil_div(padded, 128) * B, G)](
+            scan_forward._norm_kernel[(ceil_div(padded, 128) * B, G)](
                 k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
                 BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)  # fmt: skip
         self.args |= dict(norm_ptr=norm, padded=padded)
@@ -206,6 +205,7 @@ class _Launch:
         options = dict(num_warps=1, num_stages=1, enable_fp_fusion=True)
         if choice.registers is not None and self.args["PTX"]:
             options["maxnreg"] = choice.registers
+        args["form"] = form_of(walk.Form, args)
         return _Call(kernel, (blocks * segments * B, G), {name: args[name] for name in kernel.arg_names} | options)
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
@@ -238,7 +238,7 @@ class _Launch:
 
     def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> _Call:
         G, B, L, D, N = self.sizes
-        kernel = kernels._carry_kernel
+        kernel = scan_forward._carry_kernel
         values = (local, decay, local if start is None else start, D, N * D, local.shape[2], B,
                   *((0,) * 4 if start is None else start.stride()))  # fmt: skip
         return _Call(
@@ -305,14 +305,14 @@ def _forward(launch: _Launch, save_states: bool, output: bool) -> tuple[Tensor, 
 
             def call(choice: Choice) -> _Call:
                 return launch.call(
-                    kernels._forward_kernel, choice, cut, **common, start_ptr=final if start is None else start,
+                    scan_forward._forward_kernel, choice, cut, **common, start_ptr=final if start is None else start,
                     final_ptr=final, HAS_START=start is not None, OUTPUT=output, SUMMARY=False, SAVE=save_states,
                     **_state_strides("start", start, cut[0] > 1))  # fmt: skip
 
             cut = launch.cut("forward")
             if cut[0] > 1:
                 local, decay = scan.x.new_empty(2, G, B, cut[0], N, D, dtype=torch.float32).unbind(0)
-                summary = launch.call(kernels._forward_kernel, first_choice("summary", scan), cut, **common | dict(
+                summary = launch.call(scan_forward._forward_kernel, first_choice("summary", scan), cut, **common | dict(
                     start_ptr=local, final_ptr=local, decay_ptr=decay, HAS_START=False, OUTPUT=False, SUMMARY=True,
                     SAVE=False, **_state_strides("start", None, True)))  # fmt: skip
                 carry = launch.carry(local, decay, start, reverse=False)
@@ -387,7 +387,7 @@ def _walk_back(
     common = dict(dy_ptr=dy, **_strides("dy", dy, "gbl"))
     if cut[0] > 1:
         local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
-        before = [launch.call(kernels._adjoint_kernel, launch.choice("adjoint", cut), cut, **common,
+        before = [launch.call(scan_backward._adjoint_kernel, launch.choice("adjoint", cut), cut, **common,
                               local_ptr=local, decay_ptr=decay),
                   launch.carry(local, decay, adjoint, reverse=True)]  # fmt: skip
         adjoint = local
@@ -398,11 +398,11 @@ def _walk_back(
         sums = scan.x.new_empty(ceil_div(D, launch.width(choice)), G, B, L, groups * N, dtype=torch.float32)
         between = 0 if scan.law.kind == "error" else CHUNK // choice.unroll - 1
         return launch.call(
-            kernels._backward_kernel, choice, cut, **common, **launch.saved(saved),
+            scan_backward._backward_kernel, choice, cut, **common, **launch.saved(saved),
             adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums,
             dA_ptr=dA, dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial,
             scratch_ptr=grad(scan.k, *parts, between, N, D), HAS_ADJOINT=adjoint is not None,
-            HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
+            HAS_INITIAL=scan.initial_state is not None, V=values,
             MATRIX=launch.matrix and values in (16, 32), **_state_strides("adjoint", adjoint, cut[0] > 1),
         )  # fmt: skip
 

@@ -24,7 +24,7 @@ _TOKENS, _CHANNELS, _STAGES = 64, 128, 3
 _WIDEST = 64  # numbers of a token that registers hold sums for
 
 
-@kernel(["tokens", "parts"], [])
+@kernel()
 def _x_proj_backward_kernel(
     dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
