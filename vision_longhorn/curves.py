@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import check_output, written_aside
+from vision_longhorn.files import written_aside
+from vision_longhorn.outputs import check_output
+from vision_longhorn.runs import Run
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ def check_png(out: str, tool: str, others: Sequence[str] = ()) -> None:
         with open(path, "rb") as file:
             head = file.read(4096)
         # Before pictures were signed, only the curves in a run's folder are known by their place.
-        of_run = tool == "curves" and path.name == "curves.png" and (path.parent / "env.json").is_file()
+        run = Run(path.parent)
+        of_run = tool == "curves" and path == run.curves_file and run.has_begun()
         return head.startswith(b"\x89PNG") and (signature in head or of_run)
 
     check_output("--out", out, (".png",), is_own, others)

@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any
 from vision_longhorn.command_line.parser import IntermixedParser
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import check_new_folder, check_output, write_text
+from vision_longhorn.files import write_text
 from vision_longhorn.model_arguments import check_names
-from vision_longhorn.runs import model_of_checkpoint, run_file, timm_source
+from vision_longhorn.outputs import check_new_folder, check_output
+from vision_longhorn.runs import checkpoint_names, model_of_checkpoint, run_file, timm_source
 from vision_longhorn.settings import Range, parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -42,7 +43,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     from vision_longhorn.checkpoint import create_model, load_checkpoint
     from vision_longhorn.class_names import (
-        checkpoint_names,
         imagenet_names,
         match_classes,
         model_names,

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from vision_longhorn.command_line.parser import IntermixedParser
 from vision_longhorn.errors import UserError, reason
-from vision_longhorn.files import check_new_folder, check_output, text_file
+from vision_longhorn.files import text_file
+from vision_longhorn.outputs import check_new_folder, check_output
 from vision_longhorn.settings import Range
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     from torch.utils.data import DataLoader
 
-    from vision_longhorn.checkpoint import TimmModel
+    from vision_longhorn.models.create import TimmModel
 
 FORMATS = ("text", "csv", "json")
 
@@ -243,9 +244,9 @@ def load_classifier(
     Raises:
         UserError: where there is no such model, or it has no classes.
     """
-    from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.class_names import checkpoint_names, model_names
-    from vision_longhorn.runs import load_run, timm_source
+    from vision_longhorn.class_names import model_names
+    from vision_longhorn.models.create import create_model
+    from vision_longhorn.runs import checkpoint_names, load_run, timm_source
 
     if name is None and source is not None:
         name = timm_source(source)

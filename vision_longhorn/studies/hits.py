@@ -60,9 +60,9 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
     from vision_longhorn.data.transforms import input_settings
     from vision_longhorn.demo import locate_data
     from vision_longhorn.evaluation.evaluate import evaluate
-    from vision_longhorn.runs import model_of_checkpoint
+    from vision_longhorn.runs import Run, model_of_checkpoint
 
-    checkpoint = load_checkpoint(folder / "last.pt")
+    checkpoint = load_checkpoint(Run(folder).last)
     values, classes = checkpoint["config"], checkpoint["num_classes"]
     model, _ = model_of_checkpoint(checkpoint, folder)
     native = input_settings(model, values)["input_size"][-1]

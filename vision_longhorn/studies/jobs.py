@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.demo import DIGITS
+from vision_longhorn.runs import Run as RunFiles
 from vision_longhorn.studies.costs import Costs
 from vision_longhorn.studies.plan import Run, Study
 from vision_longhorn.studies.runner import Job, Place
@@ -34,7 +35,7 @@ def unseen(studies: list[Study], out: Path) -> Unseen:
         for run in study.runs():
             folder = folder_of(out, run)
             missing = {size for size in study.sizes(run.arm) if str(size) not in (read_json(folder / HITS) or {})}
-            if missing and is_finished(folder, run) and (folder / "last.pt").exists():
+            if missing and is_finished(folder, run) and RunFiles(folder).last.exists():
                 found.setdefault((run.arm.data, folder), set()).update(missing)
     return found
 

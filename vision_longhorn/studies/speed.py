@@ -10,11 +10,11 @@ from typing import Any, cast
 import torch
 
 from vision_longhorn.devices import make_accelerator
+from vision_longhorn.environment import find_commit
 from vision_longhorn.errors import one_line
 from vision_longhorn.studies.plan import Arm
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.folder import describe_environment
 from vision_longhorn.training.updates import gradient_norm, step_if_finite
 
 WINDOWS = 5
@@ -33,7 +33,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
     """
     accelerator = make_accelerator(device, arm.config.precision)
     found = {"variant": arm.label, "batch_size": arm.config.batch_size, "torch": str(torch.__version__)}
-    found["commit"] = describe_environment()["commit"]
+    found["commit"] = find_commit()[0]
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu:
         gc.collect()  # of the variant before

@@ -18,6 +18,7 @@ from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.model_arguments import check_names
+from vision_longhorn.runs import Run
 from vision_longhorn.settings import (
     COUNT,
     POSITIVE,
@@ -314,7 +315,7 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     if given.get("resume") is True:
         if "run_dir" not in given:
             raise UserError("--resume without a value goes on with the run in --run-dir: give that, or --resume RUN")
-        if Path(given["run_dir"], "config.yaml").is_file():
+        if Run(given["run_dir"]).config_file.is_file():
             given["resume"], path = given.pop("run_dir"), None
         else:
             del given["resume"]
@@ -324,13 +325,14 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
         if "run_dir" in given:
             raise UserError(f"--resume goes on in the run's own folder: drop --run-dir {given['run_dir']}")
         file = Path(given["resume"])
-        file = file if file.suffix == ".pt" else file / "last.pt"
-        if file.name != "last.pt" and not file.is_file():
-            raise UserError(f"cannot resume {file}: there is no such checkpoint; {file.parent / 'last.pt'} is the last")
-        path = file.parent / "config.yaml"
+        run = Run(file.parent if file.suffix == ".pt" else file)
+        file = file if file.suffix == ".pt" else run.last
+        if file != run.last and not file.is_file():
+            raise UserError(f"cannot resume {file}: there is no such checkpoint; {run.last} is the last")
+        path = run.config_file
         if not path.is_file():
-            raise UserError(f"cannot resume {file.parent}: it has no config.yaml; give the folder of a run")
-        given.update(resume=str(file), run_dir=str(file.parent))
+            raise UserError(f"cannot resume {run.path}: it has no {path.name}; give the folder of a run")
+        given.update(resume=str(file), run_dir=str(run.path))
     elif path is None and given.get("data", DIGITS) == DIGITS:
         path = "demo_digits"
     values = read_config_file(path) if path else {}
