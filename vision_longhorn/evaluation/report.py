@@ -11,7 +11,7 @@ from accelerate.utils import gather_object
 from matplotlib.colors import PowerNorm
 
 from vision_longhorn.class_names import ClassMap
-from vision_longhorn.curves import new_figure
+from vision_longhorn.plots import new_figure
 from vision_longhorn.files import csv_file, written_aside
 
 SHOWN = 1000  # cells of the drawn matrix at most, by side

@@ -146,7 +146,7 @@ def _clock(folder: Path, images_per_epoch: float) -> dict[str, Any]:
     import numpy as np
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from vision_longhorn.curves import read_scalars
+    from vision_longhorn.plots import read_scalars
 
     scalars = read_scalars(folder)
     epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vision_longhorn.curves import keep_to_per_cent, new_figure, save_png
+from vision_longhorn.plots import keep_to_per_cent, new_figure, save_png
 from vision_longhorn.studies.statistics import (
     Interval,
     combination,

@@ -21,7 +21,7 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint
-from vision_longhorn.curves import plot_runs
+from vision_longhorn.plots import plot_runs
 from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
