@@ -31,7 +31,7 @@ from vision_longhorn.signals import StopSignals
 from vision_longhorn.studies.mqar import RecallModel, Sequences, draw_sequences
 from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.training.folder import RunFolder
-from vision_longhorn.training.updates import step_if_finite
+from vision_longhorn.training.step import step_if_finite
 
 
 def main(argv: Sequence[str] | None = None) -> None:
