@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.plots import check_png, new_figure, save_png
 from vision_longhorn.errors import UserError
+from vision_longhorn.plots import check_png, new_figure, save_png
 from vision_longhorn.settings import Range
 
 # What takes long to import is imported where it is used: the command line is read before.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.signals import SIGNALS, STUDY, StopSignals
+from vision_longhorn.signals import PARENT, SIGNALS, StopSignals
 
 CPU = "CPU"  # name of a place
 START = 15  # seconds from a process's start to its first update
@@ -186,7 +186,7 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **place.variables, STUDY: str(os.getpid())},
+                    env={**os.environ, **place.variables, PARENT: str(os.getpid())},
                     start_new_session=True,  # Ctrl-C is for this process, which hands it on
                 )
             self.children.append(_Child(job, place, process, time.monotonic()))

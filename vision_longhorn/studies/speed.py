@@ -33,7 +33,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
         it does not fit into memory, "error" in their place.
     """
     cfg = cast(Config, arm.config)
-    accelerator = make_accelerator(device, cfg.precision, {"gradient_accumulation_steps": cfg.grad_accum})
+    accelerator = make_accelerator(device, cfg.precision, cfg.grad_accum)
     found = {"variant": arm.label, "batch_size": cfg.batch_size, "torch": str(torch.__version__)}
     found["commit"] = describe_environment()["commit"]
     on_gpu = accelerator.device.type == "cuda"
