@@ -231,7 +231,7 @@ def test_a_foreign_model_is_told_how_to_do_without_an_argument_of_the_config():
         (["--model-kwargs", "img_size=2"], ["img_size=2"]),
         (["--model-kwargs", "dept=3"], ["dept"]),
         (["--epocs", "3"], ["--epocs", "--epochs"]),
-        (["--device", "cuda"], ["cuda", "--device cpu"]),
+        (["--device", "cuda"], ["device is 'cuda'", "give auto or cpu"]),
         (["--precision", "fp16"], ["fp16", "GPU"]),
         (["--model-kwargs", "in_chans=1"], ["in_chans is 1", "3 channels"]),
         (["--num-classes", "3"], ["label", "3", "sample"]),
@@ -531,12 +531,12 @@ def test_what_accelerate_cannot_be_asked_for_here_is_refused(monkeypatch, words,
     "variables, grad_accum, said",
     [
         ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, 1, []),  # as it always says
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 1, ["ACCELERATE_MIXED_PRECISION=fp16", "options"]),
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 1, ["ACCELERATE_MIXED_PRECISION fp16", "options"]),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 1, []),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, ["inductor", "options"]),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, ["_STEPS=4", "options"]),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, ["_STEPS 4", "options"]),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, 2, []),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 1, ["_STEPS=4", "options"]),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 1, ["_STEPS 4", "options"]),
     ],
 )
 def test_what_accelerate_is_asked_for_beside_the_options_is_said_and_changes_nothing(

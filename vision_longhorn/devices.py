@@ -74,7 +74,7 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
     for name, value in used.items():
         asked = os.environ.get(f"ACCELERATE_{name}", "no").lower()
         if asked not in ("no", "1", value):
-            accelerator.print(f"Note: ACCELERATE_{name}={asked} changes nothing, the command's own options count.")
+            accelerator.print(f"Note: ACCELERATE_{name} {asked} changes nothing: the command's own options count.")
     return accelerator
 
 
