@@ -16,10 +16,11 @@ import psutil
 # What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
-# Number of the process that started this one, where that is `accelerate launch` or a study, and the words of the first
+# Number of the process that started this one, where that is `accelerate launch` or says so in PARENT, and the words of
+# the first
 LAUNCHER: int | None = None
 LAUNCHER_WORDS: list[str] = []
-STUDY = "VISION_LONGHORN_STUDY"  # variable of the environment with which a study gives its runs its own number
+PARENT = "VISION_LONGHORN_PARENT"  # environment variable by which a process that starts runs tells them its number
 
 # Number of a group of processes that runs a shell command, and of the process that started it
 COMMANDS: dict[int, int] = {}
@@ -43,8 +44,8 @@ def end_commands() -> None:
 def note_launcher() -> None:
     """Notes who started this process, a launcher while that is alive for certain."""
     global LAUNCHER, LAUNCHER_WORDS
-    if os.environ.get(STUDY, "").isdigit():
-        LAUNCHER = int(os.environ[STUDY])  # alive or not: a run whose study was killed at once ends, too
+    if os.environ.get(PARENT, "").isdigit():
+        LAUNCHER = int(os.environ[PARENT])  # alive or not: a run whose parent was killed at once ends, too
         return
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process().parent()
@@ -68,8 +69,8 @@ class StopSignals:
     they do what they did.
 
     `accelerate launch` of one process dies of a signal that was meant for it and leaves the process that it started
-    alive, as a study does that is killed. So where such a launcher (`note_launcher`) is gone, SIGTERM counts as
-    received.
+    alive, as a parent in PARENT does that is killed. So where such a launcher (`note_launcher`) is gone, SIGTERM counts
+    as received.
 
     Args:
         run_dir: What to call the run in messages.
