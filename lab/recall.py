@@ -31,7 +31,7 @@ from vision_longhorn.model_arguments import check_values
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training.folder import RunFolder
-from vision_longhorn.training.updates import step_if_finite
+from vision_longhorn.training.step import step_if_finite
 
 
 def main(argv: Sequence[str] | None = None) -> None:

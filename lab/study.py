@@ -23,7 +23,7 @@ from lab.runner import START, Outcome, Runner, find_places
 from lab.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
-from vision_longhorn.errors import UserError, nearest
+from vision_longhorn.errors import UserError, nearest, spelled
 from vision_longhorn.files import check_output, write_text
 from vision_longhorn.settings import Range
 from vision_longhorn.signals import StopSignals
@@ -158,8 +158,10 @@ def check_data(runs: list[Run], places: dict[str, str]) -> None:
                 raise UserError(f"data {name}: {', '.join(wrong)}, but those that are built in have {right}")
             continue
         try:
-            train = open_shards(places[name], cfg.train_split, cfg.train_samples, samples_option="train_samples")
-            open_shards(places[name], cfg.val_split, cfg.val_samples, train=train, samples_option="val_samples")
+            with spelled(num_samples="train_samples"):
+                train = open_shards(places[name], cfg.train_split, cfg.train_samples)
+            with spelled(num_samples="val_samples"):
+                open_shards(places[name], cfg.val_split, cfg.val_samples, train=train)
             found = len(train.class_names or []) or train.num_classes or cfg.num_classes
             if found != cfg.num_classes:
                 raise DataError(f"num_classes={cfg.num_classes}, but {places[name]} has {found} classes")

@@ -48,7 +48,8 @@ from vision_longhorn.training import lock, trainer, updates
 from vision_longhorn.training.folder import go_back, write_summary
 from vision_longhorn.training.setup import SoftTargetCrossEntropy
 from vision_longhorn.training.state import RunState, load_optimizer
-from vision_longhorn.training.updates import UpdateMonitor, step_if_finite
+from vision_longhorn.training.step import step_if_finite
+from vision_longhorn.training.updates import UpdateMonitor
 
 PROCESSES = multiprocessing.get_context("forkserver")
 

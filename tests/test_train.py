@@ -236,7 +236,7 @@ def test_a_foreign_model_is_told_how_to_do_without_an_argument_of_the_config():
         (["--model-kwargs", "in_chans=1"], ["in_chans is 1", "3 channels"]),
         (["--num-classes", "3"], ["label", "3", "sample"]),
         (["--val-samples", "36"], ["37", "36"]),
-        (["--batch-size", "128"], ["70 samples", "batch of 128", "--batch-size to 70"]),
+        (["--batch-size", "128"], ["70 samples", "batch of 128", "batch_size to 70"]),
         (["--grad-accum", "8"], ["8", "grad_accum"]),
         (["--lr", "1e30"], ["loss", "lr"]),
         (["--opt", "adamq"], ["adamq"]),
@@ -454,7 +454,7 @@ def test_more_classes_in_a_folder_than_in_the_model_are_found_before_it_is_built
         Image.new("RGB", (8, 8)).save(path)
     monkeypatch.delattr(setup, "build_model")
     arguments = [*QUICK, *PLAIN, "--data", tmp_path, "--run-dir", tmp_path / "run", "--num-classes", "2"]
-    fails_with_one_line(train_imagenet.main, arguments, capsys, "--num-classes=2", "has 3 classes", "3 or more")
+    fails_with_one_line(train_imagenet.main, arguments, capsys, "num_classes=2", "has 3 classes", "3 or more")
 
 
 def test_a_rate_that_would_rise_to_its_end_is_refused(tmp_path, shards, capsys):

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from vision_longhorn.errors import spelled
 from vision_longhorn.training.config import load_config
 
 
@@ -13,7 +14,8 @@ def main(argv: Sequence[str] | None = None) -> Path:
         train,  # seconds of imports, which --help and mistakes need not wait for
     )
 
-    return train(cfg, name)
+    with spelled(num_samples="train_samples"):
+        return train(cfg, name)
 
 
 if __name__ == "__main__":
