@@ -15,7 +15,8 @@ from PIL import Image
 from test_old_files import FILES
 from timm.utils import CheckpointSaver
 
-from vision_longhorn import curves, export, hub, maps, plots, predict, shards, study
+from lab import study
+from vision_longhorn import curves, export, hub, maps, plots, predict, shards
 from vision_longhorn import eval as evaluation
 from vision_longhorn.checkpoint import create_model, load_checkpoint, model_from_weights, save_checkpoint, save_run
 from vision_longhorn.errors import UserError

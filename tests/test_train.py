@@ -330,7 +330,7 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word():
     """As `| head` does; here it is gone from the start."""
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "vision_longhorn", "study", "--list"]
+    words = [sys.executable, "-m", "lab", "--list"]
     done = subprocess.run(words, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")

@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from accelerate import Accelerator
 
+from lab.plan import Arm
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import one_line
-from vision_longhorn.studies.plan import Arm
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.folder import describe_environment

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from lab.plan import PLACES, Run
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
-from vision_longhorn.studies.plan import PLACES, Run
 from vision_longhorn.training.lock import NAME, RunLock
 
 BESIDE, FAILED, HITS, OUTPUT = "study.json", "failed.json", "hits.json", "output.log"  # beside the trainer's own files
