@@ -39,8 +39,8 @@ from vision_longhorn.studies.plan import STUDIES, Run, read_studies, unique_runs
 from vision_longhorn.studies.results import Known, build, write_results
 from vision_longhorn.studies.statistics import read_bits
 from vision_longhorn.studies.tables import markdown
+from vision_longhorn.train import load_config
 from vision_longhorn.training import trainer
-from vision_longhorn.training.config import load_config
 
 PROCESSES = multiprocessing.get_context("forkserver")
 
