@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.command_line.parser import IntermixedParser
+from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import check_new_folder, check_output, write_text
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
     count = Range(1, kind=int)
-    parser = IntermixedParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "run",
         metavar="RUN",

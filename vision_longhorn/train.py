@@ -20,12 +20,12 @@ from vision_longhorn.training.config import Config, config_names, read_config_fi
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
-    """Trains as the command line `argv` says (default: the process's own) and returns the run's folder."""
-    cfg, name = load_config(argv)
-    from vision_longhorn.training.trainer import train  # takes seconds, which --help and mistakes need not wait for
+    """Trains as the command line `argv` says, by default the process's own. Returns the run's folder."""
+    config, name = load_config(argv)
+    from vision_longhorn.training.trainer import train  # takes seconds, for which --help and mistakes need not wait
 
     with spelled(num_samples="train_samples"):
-        return train(cfg, name)
+        return train(config, name)
 
 
 def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:

@@ -57,11 +57,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     return make_accelerator(
         cfg.device,
         cfg.precision,
-        dict(
-            gradient_accumulation_steps=cfg.grad_accum,
-            gradient_clipping=cfg.clip_grad,
-            dynamo_backend="inductor" if cfg.compile else "no",
-        ),
+        cfg.grad_accum,
         log_with=cfg.track,
         project_dir=str(run_dir),
         kwargs_handlers=[

@@ -20,12 +20,12 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint
-from vision_longhorn.curves import plot_runs
 from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
+from vision_longhorn.plots import plot_runs
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
