@@ -23,7 +23,7 @@ from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.images import find_images
-from vision_longhorn.training.config import load_config
+from vision_longhorn.train import load_config
 
 NAMES = [f"digit {i}" for i in range(10)]
 
