@@ -15,7 +15,8 @@ from PIL import Image
 from test_old_files import FILES
 from timm.utils import CheckpointSaver
 
-from vision_longhorn import curves, export, hub, maps, predict, shards, study
+from lab import study
+from vision_longhorn import curves, export, hub, maps, plots, predict, shards
 from vision_longhorn import eval as evaluation
 from vision_longhorn.checkpoint import create_model, load_checkpoint, model_from_weights, save_checkpoint, save_run
 from vision_longhorn.errors import UserError
@@ -222,8 +223,8 @@ def test_no_tool_writes_over_what_is_not_its_own(place, tool):
 
 
 def test_an_earlier_picture_of_the_same_tool_is_replaced(place):
-    figure = curves.new_figure(1, 1)
-    curves.save_png(figure, "curves.png", 10, "curves")
+    figure = plots.new_figure(1, 1)
+    plots.save_png(figure, "curves.png", 10, "curves")
     curves.check_png("curves.png", "curves")
     refused = [("curves.png", "maps", []), ("photo.png", "curves", []), ("curves.png", "curves", ["./curves.png"])]
     for out, tool, others in refused:

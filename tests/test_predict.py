@@ -174,8 +174,6 @@ def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(run, images, 
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         fails_with_one_line(predict.main, [run, images], capsys, "standard output cannot be written (No space left")
-        with pytest.raises(OSError):
-            full.close()
 
 
 def test_16_bit_pictures_that_come_out_dark_are_named_once(run, tmp_path, capsys):

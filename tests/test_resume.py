@@ -48,7 +48,8 @@ from vision_longhorn.training import lock, trainer, updates
 from vision_longhorn.training.folder import go_back, write_summary
 from vision_longhorn.training.setup import SoftTargetCrossEntropy
 from vision_longhorn.training.state import RunState, load_optimizer
-from vision_longhorn.training.updates import UpdateMonitor, step_if_finite
+from vision_longhorn.training.step import step_if_finite
+from vision_longhorn.training.updates import UpdateMonitor
 
 PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -379,7 +380,7 @@ def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_pat
     assert (end["epoch"], end["updates"], len(end["history"])) == (2, 36, 2)
 
 
-def test_a_process_that_fails_ends_all_and_alone_says_why(tmp_path, arguments):
+def test_a_process_that_fails_ends_all_and_says_why(tmp_path, arguments):
     """Its fellow waits for it in a sum over the processes, under the launcher that a user has."""
     script = tmp_path / "fails.py"
     script.write_text(
@@ -399,7 +400,7 @@ def test_a_process_that_fails_ends_all_and_alone_says_why(tmp_path, arguments):
 def test_the_loss_of_a_process_that_was_killed_is_said_in_one_line(tmp_path, arguments):
     run = Run(tmp_path / "run", arguments, rank=1, at=2, kind="kill")
     assert run.wait() == [1, -signal.SIGKILL]
-    assert run.text.count("error: another process has ended without a word") == 1 and "Traceback" not in run.text
+    assert run.text.count("error: another process has ended") == 1 and "Traceback" not in run.text
 
 
 def quick(folder, arguments, *more):

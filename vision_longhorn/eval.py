@@ -16,9 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.command_line.parser import IntermixedParser
+from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import check_new_folder, check_output, write_text
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.runs import model_of_checkpoint, run_file, timm_source
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 SAME = ("model", "model_kwargs", "weights", "checkpoint", "data", "split", "input_size", "precision", "map_classes")
 
 
+@spelled(num_samples="--samples")
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Evaluates as the command line `argv` says (default: the process's own) and returns the result, a dict."""
     args = parse(argv)
@@ -102,7 +103,6 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         split,
         samples,
         allow_pipe=args.allow_pipe,
-        samples_option="--samples",
         class_names=names if is_own and not args.map_classes else None,
     )
     if shards.hint:
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
     count = Range(1, kind=int)
-    parser = IntermixedParser(description=__doc__.splitlines()[0])
+    parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "run",
         metavar="RUN",

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.curves import check_png, new_figure, save_png
 from vision_longhorn.errors import UserError
+from vision_longhorn.plots import check_png, new_figure, save_png
 from vision_longhorn.settings import Range
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -125,7 +125,7 @@ def plot_maps(
     Args:
         maps: of `token_maps`.
         image: (H, W) or (H, W, 3) array in [0, 1], or a PIL image: what is shown beside the maps.
-        out: path of the PNG, as `vision_longhorn.curves.save_png` takes it.
+        out: path of the PNG, as `vision_longhorn.plots.save_png` takes it.
         layers: indices of the blocks to show; all if None.
         sample: index of the image in the batch of `maps`.
 

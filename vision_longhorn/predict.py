@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from vision_longhorn.command_line.parser import IntermixedParser
+from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_new_folder, check_output, text_file
 from vision_longhorn.settings import Range
@@ -121,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
-    parser = IntermixedParser(
+    parser = Parser(
         description=__doc__.splitlines()[0],
         usage="%(prog)s [options] MODEL IMAGES... | --model NAME --pretrained [options] IMAGES...",
     )

@@ -393,8 +393,8 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def config_names() -> list[str]:
-    """Bare names of the configs in configs/, sorted; the file of studies there is none."""
-    return sorted(file.stem for file in CONFIGS.glob("*.yaml") if file.name != "studies.yaml")
+    """Bare names of the configs in configs/, sorted."""
+    return sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 
 
 # The first field of each group of options in --help

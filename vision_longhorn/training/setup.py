@@ -31,7 +31,7 @@ from vision_longhorn.data.augment import Finish
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
-from vision_longhorn.errors import UserError, bad_input, one_line
+from vision_longhorn.errors import UserError, bad_input, one_line, spelled
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
@@ -55,11 +55,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     return make_accelerator(
         cfg.device,
         cfg.precision,
-        dict(
-            gradient_accumulation_steps=cfg.grad_accum,
-            gradient_clipping=cfg.clip_grad,
-            dynamo_backend="inductor" if cfg.compile else "no",
-        ),
+        cfg.grad_accum,
         log_with=cfg.track,
         project_dir=str(run_dir),
         kwargs_handlers=[
@@ -98,27 +94,14 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
             "The data are scikit-learn's handwritten digits, which are built in: --data DIR names others."
         )
     place = locate_data(cfg.data, accelerator)
-    train = open_shards(
-        place,
-        cfg.train_split,
-        cfg.train_samples,
-        cfg.num_classes,
-        cfg.allow_pipe,
-        samples_option="--train-samples",
-        classes_option="--num-classes",
-    )
+    with spelled(num_samples="train_samples"):
+        train = open_shards(place, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe)
     if not cfg.val_data and not os.path.isdir(place):
         raise UserError(f"data is {place!r}, which names training shards only: give --val-data, or a folder of both")
-    val = open_shards(
-        cfg.val_data or place,
-        cfg.val_split,
-        cfg.val_samples,
-        cfg.num_classes,
-        cfg.allow_pipe,
-        train=train,
-        samples_option="--val-samples",
-        classes_option="--num-classes",
-    )
+    with spelled(num_samples="val_samples"):
+        val = open_shards(
+            cfg.val_data or place, cfg.val_split, cfg.val_samples, cfg.num_classes, cfg.allow_pipe, train=train
+        )
     check_classes(train.class_names, val.class_names)
     num_classes = cfg.num_classes or train.num_classes
     if num_classes is None:
@@ -221,7 +204,6 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
         repeats=cfg.repeats,
         max_bad_samples=cfg.max_bad_samples,
         keys=True,
-        batch_option="--batch-size",
         **share,
     )
     val = eval_loader(splits[1], create_transform(**settings), **share)

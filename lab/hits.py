@@ -1,6 +1,6 @@
 """Which images the final averaged weights of runs get right: the process that a study starts for that.
 
-python -m vision_longhorn.studies.hits RUN:SIZE,SIZE ... --data DIR
+python -m lab.hits RUN:SIZE,SIZE ... --data DIR
 """
 
 import base64
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="[cuda if there is one]")
     parser.add_argument("--workers", type=Range(0, kind=int), default=1, help="loader processes [1]")
     args = parser.parse_args(argv)
+    from lab.runs import HITS, read_json
     from vision_longhorn.devices import make_accelerator
-    from vision_longhorn.studies.runs import HITS, read_json
 
     accelerator = make_accelerator(args.device)
     for word in args.runs:

@@ -1,6 +1,6 @@
 """A run of multi-query associative recall: the process that a study starts for it.
 
-python -m vision_longhorn.studies.recall --config FILE --run-dir DIR
+python -m lab.recall --config FILE --run-dir DIR
 
 Its folder holds what a trainer's does, where "top1" is the share of queries that are answered and "images_per_s" counts
 sequences. The same command goes on from the last checkpoint.
@@ -21,6 +21,8 @@ from accelerate.utils import set_seed
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 
+from lab.mqar import RecallModel, Sequences, draw_sequences
+from lab.recall_config import RecallConfig
 from vision_longhorn.checkpoint import load_checkpoint, load_weights
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.devices import make_accelerator
@@ -28,10 +30,8 @@ from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.model_arguments import check_values
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.signals import StopSignals
-from vision_longhorn.studies.mqar import RecallModel, Sequences, draw_sequences
-from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.training.folder import RunFolder
-from vision_longhorn.training.updates import step_if_finite
+from vision_longhorn.training.step import step_if_finite
 
 
 def main(argv: Sequence[str] | None = None) -> None:

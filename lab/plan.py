@@ -1,4 +1,4 @@
-"""The file of studies: what each asks, and the runs that it is made of. configs/studies.yaml explains the keys."""
+"""The file of studies: what each asks, and the runs that it is made of. lab/studies.yaml explains the keys."""
 
 import dataclasses
 import hashlib
@@ -9,12 +9,12 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from lab.recall_config import RecallConfig
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.settings import read_yaml
-from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.training.config import CONFIGS, Config, read_config_file, shorten_warmup, that_count
+from vision_longhorn.training.config import Config, read_config_file, shorten_warmup, that_count
 
-STUDIES = CONFIGS / "studies.yaml"
+STUDIES = Path(__file__).with_name("studies.yaml")
 DATA_KEYS = ("train_samples", "val_samples", "num_classes")
 VARIANT_KEYS = ("name", "like", "model", "model_kwargs", "overrides", "seeds")
 SETTING_KEYS = ("config", "data", "model_kwargs", "overrides", "seeds")
@@ -139,7 +139,7 @@ class Contrast:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study. `configs/studies.yaml` says what its parts mean.
+    """A study. `lab/studies.yaml` says what its parts mean.
 
     Attributes:
         name, asks: Its name, and the question that it asks.
@@ -367,7 +367,8 @@ def _merge(where: str, kind: Any, values: dict[str, Any], parts: tuple[dict[str,
 
 @cache
 def _base(config: str) -> dict[str, Any]:
-    return read_config_file(config)
+    own = STUDIES.with_name(f"{config}.yaml")  # beside the studies of this folder; others are in configs/
+    return read_config_file(own if own.is_file() else config)
 
 
 def _seeds(where: str, spec: dict[str, Any], own: dict[str, Any], variant: dict[str, Any]) -> tuple[int, ...]:

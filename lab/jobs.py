@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vision_longhorn.demo import DIGITS
-from vision_longhorn.studies.costs import Costs
-from vision_longhorn.studies.plan import Run, Study
-from vision_longhorn.studies.runner import Job, Place
-from vision_longhorn.studies.runs import (
+from lab.costs import Costs
+from lab.plan import Run, Study
+from lab.runner import Job, Place
+from lab.runs import (
     HITS,
     OUTPUT,
     complete_history,
@@ -22,6 +21,7 @@ from vision_longhorn.studies.runs import (
     prepare,
     read_json,
 )
+from vision_longhorn.demo import DIGITS
 
 Unseen = dict[tuple[str, Path], set[int]]
 
@@ -85,7 +85,7 @@ class Jobs:
             if run.arm.of_images:
                 data = self.data[run.arm.data]
                 return ["vision_longhorn", "train", *words, "--resume", "--data", data], folder / OUTPUT
-            return ["vision_longhorn.studies.recall", *words], folder / OUTPUT
+            return ["lab.recall", *words], folder / OUTPUT
 
         def done(code: int) -> tuple[str, bool]:
             complete_history(folder, run)
@@ -122,7 +122,7 @@ class Jobs:
 
     def _look(self, name: str, words: list[str], data: str) -> Job:
         log = self.out / "runs" / f"{name}.log"
-        command = ["vision_longhorn.studies.hits", *words, "--data", self.data[data]]
+        command = ["lab.hits", *words, "--data", self.data[data]]
         command += ["--device", self.device, "--workers", str(self.workers)]
 
         def done(code: int) -> tuple[str, bool]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import yaml
 
+from lab.plan import PLACES, Run
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
-from vision_longhorn.studies.plan import PLACES, Run
 from vision_longhorn.training.lock import NAME, RunLock
 
 BESIDE, FAILED, HITS, OUTPUT = "study.json", "failed.json", "hits.json", "output.log"  # beside the trainer's own files
@@ -146,7 +146,7 @@ def _clock(folder: Path, images_per_epoch: float) -> dict[str, Any]:
     import numpy as np
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    from vision_longhorn.curves import read_scalars
+    from vision_longhorn.plots import read_scalars
 
     scalars = read_scalars(folder)
     epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
