@@ -11,7 +11,7 @@ import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.maps import main, plot_maps, token_maps
-from vision_longhorn.training.config import load_config
+from vision_longhorn.train import load_config
 
 DEPTH, CHANNELS, N = 2, 16, 3
 

@@ -21,7 +21,7 @@ from timm.data import create_transform
 from vision_longhorn import hub, maps, predict
 from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.data.transforms import input_settings
-from vision_longhorn.training.config import load_config
+from vision_longhorn.train import load_config
 
 NAMES = [f"digit {i}" for i in range(10)]
 

@@ -24,7 +24,7 @@ from vision_longhorn.checkpoint import model_from_weights, save_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.models.vlonghorn import checkpoint_filter_fn
 from vision_longhorn.runs import load_model
-from vision_longhorn.training.config import load_config
+from vision_longhorn.train import load_config
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=16, depth=2, d_state=4)
 
