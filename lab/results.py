@@ -11,7 +11,6 @@ from lab.recall_config import RecallConfig
 from lab.runs import FAILED, curve_of, folder_of, history_of, is_finished, read_json, result_of
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
-from vision_longhorn.training.config import that_count
 
 Record = dict[str, Any]
 SPEEDS = "speed.json"
@@ -98,8 +97,8 @@ class Known:
         for arm in arms:
             if arm.key not in self.configs:
                 continue
-            now = that_count(json.loads(json.dumps(arm.settings())))
-            for key, value in that_count(self.configs[arm.key]).items():
+            now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
+            for key, value in arm.config.decisive(self.configs[arm.key]).items():
                 if key in now and now[key] != value:
                     raise UserError(
                         f"{arm.label}: an earlier result of it had {key}={value!r}, and now that is {now[key]!r} by "

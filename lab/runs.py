@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lab.plan import PLACES, Run
+from lab.plan import Run
 from vision_longhorn.files import write_text
 from vision_longhorn.runs import Run as RunFiles
 
@@ -58,11 +58,12 @@ def prepare(out: Path, folder: Path, run: Run, beside: int, workers: int) -> Pat
     (folder / FAILED).unlink(missing_ok=True)
     before = (read_json(folder / BESIDE) or {}).get("side_by_side", beside)
     write_text(folder / BESIDE, json.dumps({"side_by_side": max(before, beside)}) + "\n")
-    config = out / "configs" / f"{folder.name}.yaml"
-    values = {key: value for key, value in run.arm.config.values().items() if key not in PLACES}
+    file = out / "configs" / f"{folder.name}.yaml"
+    config = run.arm.config
+    values = {key: value for key, value in config.values().items() if key not in config.named("host")}
     own = {"seed": run.seed, **({"workers": workers} if run.arm.of_images else {})}
-    write_text(config, yaml.safe_dump({**values, **own}, sort_keys=False))
-    return config
+    write_text(file, yaml.safe_dump({**values, **own}, sort_keys=False))
+    return file
 
 
 def complete_history(folder: Path, run: Run) -> None:

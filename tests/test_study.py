@@ -38,8 +38,8 @@ from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import split_transform
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
+from vision_longhorn.train import load_config
 from vision_longhorn.training import trainer
-from vision_longhorn.training.config import load_config
 
 PROCESSES = multiprocessing.get_context("forkserver")
 

@@ -22,8 +22,8 @@ from vision_longhorn.class_names import readable_names
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_hash, written_aside
+from vision_longhorn.loading import checkpoint_names, load_run
 from vision_longhorn.outputs import check_new_folder
-from vision_longhorn.runs import checkpoint_names, load_run
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:

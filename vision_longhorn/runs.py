@@ -1,25 +1,13 @@
-"""A training run on disk: the files in its folder, and the model that it trained.
-
-Every module asks `Run` for the names of a run's files. Every command gets its model here, from a run's folder, one of
-its checkpoints, a model folder in the hub's layout, or the hub.
-"""
-
-from __future__ import annotations
+"""A training run on disk: the files in its folder, their names, and how they are written."""
 
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vision_longhorn.class_names import Names
-from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import csv_file, left_aside, second_name, write_text
 from vision_longhorn.lock import NAME, FolderLock
-
-# Commands read their arguments before anything imports torch, so what needs it is imported in functions.
-if TYPE_CHECKING:
-    from vision_longhorn.models.create import TimmModel
 
 
 class Run:
@@ -109,7 +97,7 @@ class Run:
         Raises:
             UserError: Where a file cannot be written. All earlier checkpoints are still there.
         """
-        from vision_longhorn.checkpoint import save_checkpoint
+        from vision_longhorn.checkpoint import save_checkpoint  # imports torch, for which --help need not wait
 
         newest = self.path / f"update-{state['updates']:07d}.pt"
         save_checkpoint(newest, state)
@@ -170,114 +158,3 @@ def timm_source(path: str | os.PathLike[str]) -> str | None:
         return name
     is_model_folder = Path(path, "config.json").is_file() and not Run(path).best.is_file()
     return f"local-dir:{name}" if is_model_folder else None
-
-
-def load_model(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmModel, dict[str, Any] | None]:
-    """The model of a run, as `load_run` gives it, or of a folder in the hub's layout, or on the hub.
-
-    Args:
-        path: As for `load_run`, or for `timm_source`.
-        **model_kwargs: Arguments of the model; they override its own.
-
-    Returns:
-        (model, checkpoint): the checkpoint is None where there is no run.
-
-    Raises:
-        UserError: Where `path` holds no such model.
-    """
-    name = timm_source(path)
-    if name is None:
-        return load_run(path, **model_kwargs)
-    from vision_longhorn.models.create import create_model
-
-    return create_model(name, pretrained=True, **model_kwargs), None
-
-
-def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmModel, dict[str, Any]]:
-    """The model of a training run, with its averaged weights if it has any, and the checkpoint.
-
-    Its `pretrained_cfg` gets the run's input size, normalisation, resampling and crop, so that
-    `timm.data.resolve_data_config(model=model)` gives the run's evaluation transform. It names no licence.
-
-    Args:
-        path: A run's folder (then its best.pt), or a checkpoint of train_imagenet.py.
-        **model_kwargs: Arguments of the model; they override the run's own.
-
-    Returns:
-        (model, checkpoint): the model in training mode on the CPU, the dict as `load_checkpoint` reads it.
-
-    Raises:
-        UserError: Where `path` holds no such checkpoint.
-    """
-    from vision_longhorn.checkpoint import load_checkpoint
-    from vision_longhorn.data.transforms import input_settings
-
-    path = run_file(path)
-    checkpoint = load_checkpoint(path)
-    if not {"arch", "num_classes", "config"} <= checkpoint.keys():
-        raise UserError(f"{path} does not say which model it holds: give a checkpoint of train_imagenet.py")
-    model, _ = model_of_checkpoint(checkpoint, path, **model_kwargs)
-    settings = input_settings(model, checkpoint["config"])
-    # What timm knows about other weights of this architecture does not hold for these.
-    model.pretrained_cfg.update(settings, num_classes=model.num_classes, tag=None, license=None, origin_url=None)
-    return model, checkpoint
-
-
-def model_of_checkpoint(
-    checkpoint: dict[str, Any],
-    path: str | os.PathLike[str],
-    *,
-    arch: str | None = None,
-    num_classes: int | None = None,
-    ema: bool | None = None,
-    **model_kwargs: Any,
-) -> tuple[TimmModel, str]:
-    """The model whose weights a checkpoint holds.
-
-    Args:
-        checkpoint: The dict that `load_checkpoint` read.
-        path: Where it was read, for messages.
-        arch, num_classes: timm's name of the model and its number of classes; default: the checkpoint's.
-        ema: Take the averaged weights, or the raw ones; None: the averaged ones where there are any.
-        **model_kwargs: Arguments of the model; they override the checkpoint's.
-
-    Returns:
-        (model, weights): the model in training mode on the CPU; "EMA" or "raw".
-
-    Raises:
-        UserError: Where nothing says which model it is, or the weights do not fit it.
-    """
-    from vision_longhorn.checkpoint import load_weights
-    from vision_longhorn.models.create import create_model
-
-    arch = arch or checkpoint.get("arch")
-    if arch is None:
-        raise UserError(f"{path} does not say which model it holds: give --model NAME")
-    own = checkpoint.get("config", {}).get("model_kwargs", {})
-    classes = checkpoint.get("num_classes") if num_classes is None else num_classes
-    model = create_model(arch, **{**own, **model_kwargs, "num_classes": classes})
-    ema = "state_dict_ema" in checkpoint if ema is None else ema
-    load_weights(model, checkpoint, path, ema)
-    return model, "EMA" if ema else "raw"
-
-
-def checkpoint_names(checkpoint: dict[str, Any]) -> Names:
-    """Names of a run's classes, as its checkpoint has them; for an older one, as the index of the run's data has them.
-
-    Args:
-        checkpoint: The dict that `load_checkpoint` read.
-    """
-    from vision_longhorn.data.index import read_index
-
-    if "class_names" in checkpoint:
-        return checkpoint["class_names"], checkpoint.get("display_names")
-    config = checkpoint.get("config")
-    data = config.get("data") if isinstance(config, dict) else None
-    if data is None:
-        return None, None
-    try:
-        index = read_index(Path("data", DIGITS) if data == DIGITS else data) or {}
-    except UserError:  # a broken index does not matter to the model
-        index = {}
-    names = index.get("class_names")
-    return (names, index.get("display_names")) if names and len(names) <= checkpoint["num_classes"] else (None, None)

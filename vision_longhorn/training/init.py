@@ -10,8 +10,9 @@ from timm.models import clean_state_dict
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.class_names import difference, model_names
 from vision_longhorn.errors import UserError
+from vision_longhorn.loading import checkpoint_names
 from vision_longhorn.models.create import TimmModel, create_model, mismatch
-from vision_longhorn.runs import checkpoint_names, run_file, timm_source
+from vision_longhorn.runs import run_file, timm_source
 
 
 def model_from_weights(

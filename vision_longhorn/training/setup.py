@@ -39,8 +39,10 @@ from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
 from vision_longhorn.training.runlog import check_tracker
 
-FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
-FUSED_SHARDED = ("adam", "adamw")  # those of them that can do it with shards
+# Optimisers that can skip an update on the device, with whole tensors and with shards
+FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
+# Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
+SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
 SCALE = 2.0**10  # of the loss in fp16 at the start: torch's 2**16 would cost the first updates
 
 Say = Callable[[str], None]
@@ -241,7 +243,9 @@ def peak_rate(cfg: Config, global_batch: int, resuming: bool, say: Say) -> float
 
 
 def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
-    """timm's optimiser, fused where that lets the device skip an update by itself."""
+    """timm's optimiser, fused where the device can then skip an update by itself."""
+    if cfg.fsdp and cfg.opt not in SHARDED:
+        raise UserError(f"opt is {cfg.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
     fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
     options: dict[str, Any] = dict(lr=peak_lr, weight_decay=cfg.weight_decay, **fused)
     with bad_input(f"opt={cfg.opt}"):
