@@ -13,7 +13,6 @@ COMMANDS = {
     "eval": ("eval", "evaluate a checkpoint, or any timm model", "stopped"),
     "predict": ("predict", "images to class names", "stopped"),
     "shards": ("shards", "make, check and index shards", "stopped; the same command goes on from here"),
-    "study": ("study", "compare variants: runs, tables and plots", "stopped; the same command goes on from here"),
     "curves": ("curves", "draw the curves of runs", "stopped"),
     "export": ("export", "a run as ONNX, AOTInductor package or model folder", "stopped"),
     "hub": ("hub", "a run as a model folder for timm, or on the Hugging Face hub", "stopped"),

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vision_longhorn.curves import keep_to_per_cent, new_figure, save_png
-from vision_longhorn.studies.statistics import (
+from lab.statistics import (
     Interval,
     combination,
     difference,
@@ -17,6 +16,7 @@ from vision_longhorn.studies.statistics import (
     paired,
     read_bits,
 )
+from vision_longhorn.plots import keep_to_per_cent, new_figure, save_png
 
 Record = dict[str, Any]
 BARS = "bars are 95 % intervals, of two seeds both"
@@ -84,7 +84,7 @@ class Reading:
 def markdown(content: Record) -> str:
     """The tables of a study and what is to be said below them."""
     if content.get("task") == "recall":
-        from vision_longhorn.studies.recall_tables import recall_markdown
+        from lab.recall_tables import recall_markdown
 
         return recall_markdown(content)
     reading = Reading(content)
@@ -285,7 +285,7 @@ def plot(content: Record, out: Path) -> None:
     """Draws accuracy against training cost with intervals, accuracy and loss over epochs, and over resolutions where
     these were looked at, as one PNG; of recall accuracy against width."""
     if content.get("task") == "recall":
-        from vision_longhorn.studies.recall_tables import recall_plot
+        from lab.recall_tables import recall_plot
 
         return recall_plot(content, out)
     reading, sizes = Reading(content), [str(size) for size in content["resolutions"]]

@@ -1,6 +1,6 @@
 """Which images the final averaged weights of runs get right: the process that a study starts for that.
 
-python -m vision_longhorn.studies.hits RUN:SIZE,SIZE ... --data DIR
+python -m lab.hits RUN:SIZE,SIZE ... --data DIR
 """
 
 import base64
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="[cuda if there is one]")
     parser.add_argument("--workers", type=Range(0, kind=int), default=1, help="loader processes [1]")
     args = parser.parse_args(argv)
+    from lab.runs import HITS, read_json
     from vision_longhorn.devices import make_accelerator
-    from vision_longhorn.studies.runs import HITS, read_json
 
     accelerator = make_accelerator(args.device)
     for word in args.runs:
@@ -55,17 +55,16 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
     import numpy as np
     from timm.data import create_transform
 
-    from vision_longhorn.checkpoint import load_checkpoint
     from vision_longhorn.data import eval_loader, open_shards
     from vision_longhorn.data.transforms import input_settings
     from vision_longhorn.demo import locate_data
     from vision_longhorn.evaluation.evaluate import evaluate
-    from vision_longhorn.runs import model_of_checkpoint
+    from vision_longhorn.loading import load_model
+    from vision_longhorn.runs import Run
 
-    checkpoint = load_checkpoint(folder / "last.pt")
-    values, classes = checkpoint["config"], checkpoint["num_classes"]
-    model, _ = model_of_checkpoint(checkpoint, folder)
-    native = input_settings(model, values)["input_size"][-1]
+    loaded = load_model(Run(folder).last)
+    model, values, classes = loaded.model, loaded.checkpoint["config"], loaded.model.num_classes
+    native = loaded.settings["input_size"][-1]
     if size != native:
         model.set_input_size(img_size=size)
     model.to(accelerator.device)

@@ -4,10 +4,10 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 
+from lab.plan import Run
+from lab.results import Known, Record
+from lab.runs import folder_of, history_of, is_finished, result_of
 from vision_longhorn.errors import UserError
-from vision_longhorn.studies.plan import Run
-from vision_longhorn.studies.results import Known, Record
-from vision_longhorn.studies.runs import folder_of, history_of, is_finished, result_of
 
 
 def hardware(device: str) -> str:

@@ -15,20 +15,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lab.costs import Costs, hardware
+from lab.jobs import Jobs, unseen
+from lab.plan import STUDIES, Run, Study, read_studies, unique_runs
+from lab.results import SPEEDS, Known, build, collect, count_parameters, set_aside, write_results
+from lab.runner import START, Outcome, Runner, find_places
+from lab.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
-from vision_longhorn.errors import UserError, nearest
-from vision_longhorn.files import check_output, write_text
+from vision_longhorn.errors import UserError, nearest, spelled
+from vision_longhorn.files import write_text
+from vision_longhorn.lock import FolderLock
+from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import Range
 from vision_longhorn.signals import StopSignals
-from vision_longhorn.studies.costs import Costs, hardware
-from vision_longhorn.studies.jobs import Jobs, unseen
-from vision_longhorn.studies.plan import STUDIES, Run, Study, read_studies, unique_runs
-from vision_longhorn.studies.results import SPEEDS, Known, build, collect, count_parameters, set_aside, write_results
-from vision_longhorn.studies.runner import START, Outcome, Runner, find_places
-from vision_longhorn.studies.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.lock import RunLock
 
 LEFT = 3  # exit code where work is left
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         if not args.report:  # which may look on
-            held.callback(RunLock(out).release)  # one at a time: two would start the same runs
+            held.callback(FolderLock(out).release)  # one at a time: two would start the same runs
         if args.speed:
             return measure_speeds(studies, out, known, args.device)
         sys.exit(run_studies(studies, out, known, args))
@@ -74,11 +75,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Command line; in brackets what an option stands at where it is not given."""
     count = Range(1, kind=int)
     lines = str(__doc__).split("\n\n")
-    parser = Parser(description=lines[0], epilog=lines[1])
+    parser = Parser(prog="python -m lab", description=lines[0], epilog=lines[1])
     parser.add_argument("names", nargs="*", metavar="NAME", help="studies, see --list")
-    parser.add_argument(
-        "--file", default=STUDIES, help="YAML file of studies [configs/studies.yaml, which explains it]"
-    )
+    parser.add_argument("--file", default=STUDIES, help="YAML file of studies [lab/studies.yaml, which explains it]")
     parser.add_argument("--out", default="studies", help="folder of runs and results [studies]")
     parser.add_argument("--data", nargs="+", default=[], metavar="NAME=DIR", help="where data lie; DIR alone where one "
                         "kind is needed; the digits are built in")  # fmt: skip
@@ -160,8 +159,10 @@ def check_data(runs: list[Run], places: dict[str, str]) -> None:
                 raise UserError(f"data {name}: {', '.join(wrong)}, but those that are built in have {right}")
             continue
         try:
-            train = open_shards(places[name], cfg.train_split, cfg.train_samples, samples_option="train_samples")
-            open_shards(places[name], cfg.val_split, cfg.val_samples, train=train, samples_option="val_samples")
+            with spelled(num_samples="train_samples"):
+                train = open_shards(places[name], cfg.train_split, cfg.train_samples)
+            with spelled(num_samples="val_samples"):
+                open_shards(places[name], cfg.val_split, cfg.val_samples, train=train)
             found = len(train.class_names or []) or train.num_classes or cfg.num_classes
             if found != cfg.num_classes:
                 raise DataError(f"num_classes={cfg.num_classes}, but {places[name]} has {found} classes")
@@ -236,7 +237,7 @@ def dry_run(studies: list[Study], out: Path, known: Known, args: argparse.Namesp
 
 def measure_speeds(studies: list[Study], out: Path, known: Known, device: str) -> None:
     """Measures every variant's training step alone, into OUT/speed.json: first those of which no speed is known."""
-    from vision_longhorn.studies.speed import measure
+    from lab.speed import measure
 
     if other := [study.name for study in studies if study.task != "images"]:
         raise UserError(f"--speed measures training on images: leave {', '.join(other)} out, its finished runs tell")
@@ -265,7 +266,7 @@ def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Na
     check_data(todo, data)
     environment, outcome, came = None, Outcome(), 0
     if todo or unseen(studies, out):
-        from vision_longhorn.training.folder import describe_environment  # which imports torch
+        from vision_longhorn.environment import describe_environment  # which imports torch
 
         places = find_places(args.device, args.per_gpu, args.jobs)
         costs = Costs(runs, out, known, hardware(args.device))
@@ -289,7 +290,7 @@ def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Na
 
 def report(study: Study, out: Path, known: Known, environment: dict[str, Any] | None) -> None:
     """Writes a study's JSON, table and plot, and prints the table between the marks that a document has around it."""
-    from vision_longhorn.studies.tables import markdown, plot
+    from lab.tables import markdown, plot
 
     path = out / f"{study.name}.json"
     content = collect(study, out, known, environment)
@@ -300,9 +301,3 @@ def report(study: Study, out: Path, known: Known, environment: dict[str, Any] | 
     plot(content, path.with_suffix(".png"))
     print(f"<!-- study: {study.name} -->\n{markdown(content)}<!-- end -->")
     print(f"wrote {path}, {path.with_suffix('.md')}, {path.with_suffix('.png')}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    from vision_longhorn.command_line.commands import run
-
-    run("study")

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lab.plan import Arm, Run, Study
+from lab.recall_config import RecallConfig
+from lab.runs import FAILED, curve_of, folder_of, history_of, is_finished, read_json, result_of
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
-from vision_longhorn.studies.plan import Arm, Run, Study
-from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.studies.runs import FAILED, curve_of, folder_of, history_of, is_finished, read_json, result_of
-from vision_longhorn.training.config import that_count
 
 Record = dict[str, Any]
 SPEEDS = "speed.json"
@@ -58,14 +57,14 @@ class Known:
         if not isinstance(content, dict) or not (
             {"arms", "runs", "unfinished"} <= content.keys() or "speeds" in content
         ):
-            raise UserError(f"{file} is no result of a study: give a JSON that `vision-longhorn study` has written")
+            raise UserError(f"{file} is no result of a study: give a JSON that `python -m lab` has written")
         try:
             self._take(content)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
             raise UserError(
                 f"{file} is a damaged result of a study ({what}): leave it out, or give a JSON as "
-                "`vision-longhorn study` has written it"
+                "`python -m lab` has written it"
             ) from error
 
     def _take(self, content: Record) -> None:
@@ -98,8 +97,8 @@ class Known:
         for arm in arms:
             if arm.key not in self.configs:
                 continue
-            now = that_count(json.loads(json.dumps(arm.settings())))
-            for key, value in that_count(self.configs[arm.key]).items():
+            now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
+            for key, value in arm.config.decisive(self.configs[arm.key]).items():
                 if key in now and now[key] != value:
                     raise UserError(
                         f"{arm.label}: an earlier result of it had {key}={value!r}, and now that is {now[key]!r} by "
@@ -192,7 +191,7 @@ def build(arm: Arm) -> Any:
     cfg = arm.config
     try:
         if isinstance(cfg, RecallConfig):
-            from vision_longhorn.studies.recall import build_model
+            from lab.recall import build_model
 
             return build_model(cfg)
         from vision_longhorn.checkpoint import create_model

@@ -1,6 +1,6 @@
 """A run of multi-query associative recall: the process that a study starts for it.
 
-python -m vision_longhorn.studies.recall --config FILE --run-dir DIR
+python -m lab.recall --config FILE --run-dir DIR
 
 Its folder holds what a trainer's does, where "top1" is the share of queries that are answered and "images_per_s" counts
 sequences. The same command goes on from the last checkpoint.
@@ -21,17 +21,18 @@ from accelerate.utils import set_seed
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
 
+from lab.mqar import RecallModel, Sequences, draw_sequences
+from lab.recall_config import RecallConfig
 from vision_longhorn.checkpoint import load_checkpoint, load_weights
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.model_arguments import check_values
+from vision_longhorn.runs import Run
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.signals import StopSignals
-from vision_longhorn.studies.mqar import RecallModel, Sequences, draw_sequences
-from vision_longhorn.studies.recall_config import RecallConfig
 from vision_longhorn.training.folder import RunFolder
-from vision_longhorn.training.updates import step_if_finite
+from vision_longhorn.training.step import step_if_finite
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -70,7 +71,7 @@ class RecallRun:
     """
 
     def __init__(self, cfg: RecallConfig, path: Path, device: str, held: contextlib.ExitStack) -> None:
-        self.cfg, last = cfg, path / "last.pt"
+        self.cfg, last = cfg, Run(path).last
         cfg.resume = str(last)  # also where a kill came before the first one had this name: then the run begins anew
         resuming = last.exists()
         # fp16, which older GPUs would get, would need its loss scaled.

@@ -6,11 +6,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from vision_longhorn.demo import DIGITS
-from vision_longhorn.studies.costs import Costs
-from vision_longhorn.studies.plan import Run, Study
-from vision_longhorn.studies.runner import Job, Place
-from vision_longhorn.studies.runs import (
+from lab.costs import Costs
+from lab.plan import Run, Study
+from lab.runner import Job, Place
+from lab.runs import (
     HITS,
     OUTPUT,
     complete_history,
@@ -22,6 +21,8 @@ from vision_longhorn.studies.runs import (
     prepare,
     read_json,
 )
+from vision_longhorn.demo import DIGITS
+from vision_longhorn.runs import Run as RunFiles
 
 Unseen = dict[tuple[str, Path], set[int]]
 
@@ -34,7 +35,7 @@ def unseen(studies: list[Study], out: Path) -> Unseen:
         for run in study.runs():
             folder = folder_of(out, run)
             missing = {size for size in study.sizes(run.arm) if str(size) not in (read_json(folder / HITS) or {})}
-            if missing and is_finished(folder, run) and (folder / "last.pt").exists():
+            if missing and is_finished(folder, run) and RunFiles(folder).last.exists():
                 found.setdefault((run.arm.data, folder), set()).update(missing)
     return found
 
@@ -85,7 +86,7 @@ class Jobs:
             if run.arm.of_images:
                 data = self.data[run.arm.data]
                 return ["vision_longhorn", "train", *words, "--resume", "--data", data], folder / OUTPUT
-            return ["vision_longhorn.studies.recall", *words], folder / OUTPUT
+            return ["lab.recall", *words], folder / OUTPUT
 
         def done(code: int) -> tuple[str, bool]:
             complete_history(folder, run)
@@ -122,7 +123,7 @@ class Jobs:
 
     def _look(self, name: str, words: list[str], data: str) -> Job:
         log = self.out / "runs" / f"{name}.log"
-        command = ["vision_longhorn.studies.hits", *words, "--data", self.data[data]]
+        command = ["lab.hits", *words, "--data", self.data[data]]
         command += ["--device", self.device, "--workers", str(self.workers)]
 
         def done(code: int) -> tuple[str, bool]:

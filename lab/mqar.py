@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
 from vision_longhorn.kernels.contract import check_option
+
 from vision_longhorn.models.mixers import MIXERS
 from vision_longhorn.models.vlonghorn import Block
 

@@ -3,19 +3,20 @@
 import gc
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any, cast
 
 import torch
+from accelerate import Accelerator
 
+from lab.plan import Arm
 from vision_longhorn.devices import make_accelerator
+from vision_longhorn.environment import find_commit
 from vision_longhorn.errors import one_line
-from vision_longhorn.studies.plan import Arm
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.folder import describe_environment
-from vision_longhorn.training.updates import gradient_norm, step_if_finite
+from vision_longhorn.training.step import TrainStep
 
 WINDOWS = 5
 
@@ -31,16 +32,17 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
         Dict with "images_per_s", "batch_size" (of a pass), "variant", "torch", "commit", and on a GPU "peak_gib"; where
         it does not fit into memory, "error" in their place.
     """
-    accelerator = make_accelerator(device, arm.config.precision)
-    found = {"variant": arm.label, "batch_size": arm.config.batch_size, "torch": str(torch.__version__)}
-    found["commit"] = describe_environment()["commit"]
+    cfg = cast(Config, arm.config)
+    accelerator = make_accelerator(device, cfg.precision, cfg.grad_accum)
+    found = {"variant": arm.label, "batch_size": cfg.batch_size, "torch": str(torch.__version__)}
+    found["commit"] = find_commit()[0]
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu:
         gc.collect()  # of the variant before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        rate = _rate(_make_update(arm, accelerator), arm.config.batch_size * arm.config.grad_accum, on_gpu)
+        rate = _rate(_make_update(arm, accelerator), cfg.batch_size * cfg.grad_accum, on_gpu)
     except torch.OutOfMemoryError as error:
         return {**found, "error": one_line(error)[:200]}
     found["images_per_s"] = float(f"{rate:.5g}")
@@ -49,8 +51,8 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
     return found
 
 
-def _make_update(arm: Arm, accelerator: Any) -> Callable[[], None]:
-    """An update as `Trainer.train_step` makes it, without loader, schedule and log."""
+def _make_update(arm: Arm, accelerator: Accelerator) -> Callable[[], Any]:
+    """The trainer's update without loader, schedule and log."""
     cfg, device = cast(Config, arm.config), accelerator.device
     classes = cfg.num_classes or 1000
     model, ema = setup.build_model(cfg, classes, accelerator, resuming=False)
@@ -59,27 +61,18 @@ def _make_update(arm: Arm, accelerator: Any) -> Callable[[], None]:
     side = cfg.model_kwargs.get("img_size", 224)
     images = torch.randn(cfg.batch_size, 3, side, side, device=device)
     labels = torch.randint(classes, (cfg.batch_size,), device=device)
-    setup.speed_up(cfg, model, images.shape[1:], accelerator)
-    model.train()
-    parameters = list(model.parameters())
+    net = setup.wrap(cfg, model, optimizer, images.shape[1:], accelerator).train()
+    step = TrainStep(accelerator, model, net, criterion, optimizer, ema, cfg.clip_grad)
 
-    def update() -> None:
+    def passes() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         for _ in range(cfg.grad_accum):
             # Mixing writes over the images, which would fade away.
-            inputs, targets = mixup(images.clone(), labels) if mixup else (images, labels)
-            with accelerator.autocast():
-                scores = model(inputs)
-            loss = criterion(scores.float(), targets) / cfg.grad_accum
-            (loss * (1 + 0 * loss.detach())).backward()
-        step_if_finite(optimizer, gradient_norm(parameters, cfg.clip_grad))
-        optimizer.zero_grad()
-        if ema:
-            ema.update(model, step=1)
+            yield mixup(images.clone(), labels) if mixup else (images, labels)
 
-    return update
+    return lambda: step(passes())
 
 
-def _rate(update: Callable[[], None], images: int, on_gpu: bool) -> float:
+def _rate(update: Callable[[], Any], images: int, on_gpu: bool) -> float:
     """Images/s of an update that takes `images`."""
 
     def seconds(updates: int) -> float:

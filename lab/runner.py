@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.signals import SIGNALS, STUDY, StopSignals
+from vision_longhorn.signals import PARENT, SIGNALS, StopSignals
 
 CPU = "CPU"  # name of a place
 START = 15  # seconds from a process's start to its first update
 POLL = 0.1  # seconds between two looks at the processes
 GRACE = 120  # seconds that a process has to save and end, once it was asked to
+# Variable with which a process finds this folder, wherever it starts
+FOUND = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])}
 PATIENCE = 600  # seconds to wait for a folder that a process of an earlier, killed study has not let go
 
 
@@ -186,7 +188,7 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env={**os.environ, **place.variables, STUDY: str(os.getpid())},
+                    env={**os.environ, **place.variables, PARENT: str(os.getpid()), **FOUND},
                     start_new_session=True,  # Ctrl-C is for this process, which hands it on
                 )
             self.children.append(_Child(job, place, process, time.monotonic()))

@@ -1,4 +1,4 @@
-"""The file of studies: what each asks, and the runs that it is made of. configs/studies.yaml explains the keys."""
+"""The file of studies: what each asks, and the runs that it is made of. lab/studies.yaml explains the keys."""
 
 import dataclasses
 import hashlib
@@ -9,12 +9,12 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from lab.recall_config import RecallConfig
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.settings import read_yaml
-from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.training.config import CONFIGS, Config, read_config_file, shorten_warmup, that_count
+from vision_longhorn.training.config import Config, read_config_file, shorten_warmup
 
-STUDIES = CONFIGS / "studies.yaml"
+STUDIES = Path(__file__).with_name("studies.yaml")
 DATA_KEYS = ("train_samples", "val_samples", "num_classes")
 VARIANT_KEYS = ("name", "like", "model", "model_kwargs", "overrides", "seeds")
 SETTING_KEYS = ("config", "data", "model_kwargs", "overrides", "seeds")
@@ -36,9 +36,6 @@ TASKS = {"images": Config, "recall": RecallConfig}
 OF_IMAGES = ("config", "data", "weights", "pair", "contrasts", "resolutions")  # keys that mean nothing to other tasks
 WEIGHTS = ("ema", "raw")
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
-# Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
-PLACES = ("data", "val_data", "run_dir", "resume", "allow_pipe", "workers", "device", "track")
-WRITING = ("log_interval", "checkpoint_interval", "keep_checkpoints", "max_bad_steps")
 # Those that a training step's speed depends on.
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
         "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
@@ -80,7 +77,7 @@ class Arm:
         What is as its config has it by default is left out, so that a field that is added there changes no key.
         """
         usual = type(self.config)().values()
-        values = {key: value for key, value in that_count(self.settings()).items() if value != usual[key]}
+        values = {key: value for key, value in self.config.decisive(self.settings()).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
     @cached_property
@@ -90,7 +87,8 @@ class Arm:
 
     def settings(self) -> dict[str, Any]:
         """Dict of the effective settings, without places, seed, and what is written on the way."""
-        return {key: value for key, value in self.config.values().items() if key not in (*PLACES, *WRITING, "seed")}
+        left_out = {*self.config.named("host", "writing"), "seed"}
+        return {key: value for key, value in self.config.values().items() if key not in left_out}
 
     @property
     def images_per_epoch(self) -> int:
@@ -139,7 +137,7 @@ class Contrast:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study. `configs/studies.yaml` says what its parts mean.
+    """A study. `lab/studies.yaml` says what its parts mean.
 
     Attributes:
         name, asks: Its name, and the question that it asks.
@@ -317,7 +315,7 @@ def _arm(
         raise UserError(f"{where}config is {config!r}: give the name of one in configs/, or a YAML file")
     values = _merge(where, Config, {**_base(config), **data[place]}, (spec, own, variant))
     values["model"] = variant.get("model", values.get("model", Config.model))
-    for key in PLACES:
+    for key in Config.named("host", "start"):
         values.pop(key, None)
     try:
         if not any("warmup_epochs" in (part.get("overrides") or {}) for part in (spec, own, variant)):
@@ -353,7 +351,7 @@ def _recall_arm(study: str, setting: str, spec: dict[str, Any], own: dict[str, A
 def _merge(where: str, kind: Any, values: dict[str, Any], parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """Values of a config of that kind with what each of the parts, a study's first, overrides."""
     kwargs = _mapping("model_kwargs", values.get("model_kwargs"))
-    taken = (*PLACES, "seed", "model_kwargs", "mixer")
+    taken = (*kind.named("host", "start"), "seed", "model_kwargs", "mixer")
     for part in parts:
         overrides = _mapping(f"{where}overrides", part.get("overrides"))
         if elsewhere := [key for key in ("seed", "model_kwargs", "mixer") if key in overrides]:
@@ -367,7 +365,8 @@ def _merge(where: str, kind: Any, values: dict[str, Any], parts: tuple[dict[str,
 
 @cache
 def _base(config: str) -> dict[str, Any]:
-    return read_config_file(config)
+    own = STUDIES.with_name(f"{config}.yaml")  # beside the studies of this folder; others are in configs/
+    return read_config_file(own if own.is_file() else config)
 
 
 def _seeds(where: str, spec: dict[str, Any], own: dict[str, Any], variant: dict[str, Any]) -> tuple[int, ...]:
