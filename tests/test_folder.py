@@ -22,7 +22,7 @@ from vision_longhorn.data import (
 )
 from vision_longhorn.data.folders import list_images
 from vision_longhorn.data.walk import walk
-from vision_longhorn.predict import find_images
+from vision_longhorn.evaluation.images import find_images
 
 CLASSES = ["bee", "cat", "dog", "emu"]
 
@@ -54,11 +54,11 @@ def test_splits_counts_and_classes_are_known_without_an_index(root):
     assert (train.num_samples, val.num_samples, train.num_classes, val.num_classes) == (50, 14, 4, 4)
     assert train.class_names == val.class_names == CLASSES and val.split == "val"
     assert sum(train.samples_per_shard) == 50 and open_shards(root, num_classes=9).num_classes == 9
-    with pytest.raises(DataError, match="--train-samples=51, but .*train holds 50 images; drop it"):
-        open_shards(root, num_samples=51, samples_option="--train-samples")
+    with pytest.raises(DataError, match="num_samples=51, but .*train holds 50 images; drop it"):
+        open_shards(root, num_samples=51)
     for split in "train", "val":
-        with pytest.raises(DataError, match=f"--num-classes=3, but {root} has 4 classes; drop it, or give 4 or more"):
-            open_shards(root, split, num_classes=3, classes_option="--num-classes")
+        with pytest.raises(DataError, match=f"num_classes=3, but {root} has 4 classes; drop it, or give 4 or more"):
+            open_shards(root, split, num_classes=3)
 
 
 @pytest.mark.parametrize("ranks, workers", [(1, 0), (1, 3), (2, 7), (3, 1)])

@@ -28,7 +28,7 @@ from vision_longhorn.data.loader import _Counts
 from vision_longhorn.data.memory import keep_in_memory
 from vision_longhorn.data.streams import TrainStream
 from vision_longhorn.data.tars import read_shard
-from vision_longhorn.errors import reason
+from vision_longhorn.errors import reason, spelled
 from vision_longhorn.evaluation.evaluate import evaluate
 
 
@@ -298,10 +298,10 @@ def claimed(shards, count, **fields):
 @pytest.mark.parametrize("workers, ranks", [(0, 1), (0, 3), (3, 2)])
 def test_fewer_samples_than_were_claimed_end_the_first_epoch(tmp_path, workers, ranks):
     """On every rank, though none sees all shards."""
-    shards = claimed(write_shards(tmp_path / "s", [16] * 4), 100, samples_option="--train-samples")
+    shards = claimed(write_shards(tmp_path / "s", [16] * 4), 100)
     for rank in range(ranks):
         loader = train_loader(shards, number_of, batch_size=4, num_workers=workers, rank=rank, world_size=ranks)
-        with pytest.raises(DataError, match="^the shards hold 64 samples, but --train-samples says 100; give 64$"):
+        with pytest.raises(DataError, match="^the shards hold 64 samples, but num_samples says 100; give 64$"):
             list(loader)
 
 
@@ -558,8 +558,8 @@ def test_patterns_and_counts(tmp_path):
         assert len(numbers(eval_loader(shards, number_of, batch_size=4, num_workers=0))) == count
     with pytest.raises(DataError, match=r"is unknown; give num_samples, or write .*shards index \S+/s`$"):
         open_shards(tmp_path / "s")
-    with pytest.raises(DataError, match=r"is unknown; give --samples, or write .*shards index \S+/s`$"):
-        open_shards(f"{tmp_path}/s/train-*.tar.gz", samples_option="--samples")
+    with pytest.raises(DataError, match=r"is unknown; give num_samples, or write .*shards index \S+/s`$"):
+        open_shards(f"{tmp_path}/s/train-*.tar.gz")
     with pytest.raises(DataError, match="is unknown; give num_samples, which no index tells of a URL$"):
         open_shards("http://localhost/train-{0..3}.tar")
     with pytest.raises(DataError, match="num_classes=-3; it must be at least 1"):
@@ -575,8 +575,11 @@ def test_patterns_and_counts(tmp_path):
         open_shards(tmp_path / "s", num_classes=4)
     with pytest.raises(DataError, match="num_samples=8, but the index .* says 9"):
         open_shards(tmp_path / "s", num_samples=8)
-    with pytest.raises(DataError, match="--val-samples=8, but the index .* says 9"):
-        open_shards(tmp_path / "s", num_samples=8, samples_option="--val-samples")
+    with (
+        pytest.raises(DataError, match="^--val-samples=8, but the index .* says 9"),
+        spelled(num_samples="--val-samples"),
+    ):
+        open_shards(tmp_path / "s", num_samples=8)
     (tmp_path / "s" / "train-000001.tar.gz").unlink()
     with pytest.raises(DataError, match=r"train-000001\.tar\.gz is missing \(1 of 3"):
         open_shards(tmp_path / "s")

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import re
 from collections.abc import Iterable, Iterator
 
 
@@ -41,3 +42,18 @@ def bad_input(what: str) -> Iterator[None]:
         yield
     except Exception as error:  # of whatever kind: libraries rarely say which
         raise UserError(f"{what} is not accepted: {one_line(error)}") from error
+
+
+@contextlib.contextmanager
+def spelled(**names: str) -> Iterator[None]:
+    """Lets errors call fields as the user does: the library says `num_samples`, a command `--samples`.
+
+    Args:
+        **names: For each field, the word to say instead.
+    """
+    try:
+        yield
+    except UserError as error:
+        fields = rf"\b({'|'.join(names)})\b"
+        error.args = (re.sub(fields, lambda field: names[field[0]], str(error)),)
+        raise

@@ -69,7 +69,6 @@ class ShardSet:
         files: the `ImageFiles` of an image folder, None for shards.
         hint: a line for whoever reads an image folder, how to make shards of it; else "".
         left_out: a line that tells what might have been meant as well but is not read, "" where there is nothing.
-        samples_option: what the caller calls `num_samples`, for messages.
         kept: the samples of each of `urls`, as `keep_in_memory` has decoded them: None for one, or for all, that are
             read anew.
     """
@@ -85,7 +84,6 @@ class ShardSet:
     files: ImageFiles | None = None
     hint: str = ""
     left_out: str = ""
-    samples_option: str = "num_samples"
     kept: "list[Kept | None] | None" = dataclasses.field(default=None, repr=False)
 
     def read(self, number: int) -> Iterator[RawSample]:
@@ -105,8 +103,6 @@ def open_shards(
     *,
     train: ShardSet | None = None,
     class_names: list[str] | None = None,
-    samples_option: str = "num_samples",
-    classes_option: str = "num_classes",
 ) -> ShardSet:
     """Find the shards of a split, or the images of a folder, and learn how many samples and classes they hold.
 
@@ -124,7 +120,6 @@ def open_shards(
             without splits cannot be both.
         class_names: the classes by index that labels are to follow; default those of `train`. Without either, those of
             an image folder are its folders by name: of `spec/train`, where there is one.
-        samples_option, classes_option: what the user calls `num_samples` and `num_classes`, for messages.
 
     Raises:
         DataError: if shards are missing, the count is unknown, the classes are not those that they should be, or the
@@ -145,9 +140,7 @@ def open_shards(
         if index is None:
             found = find_shards(spec)
             if not alike(split, found) and (not found or _is_among_folders(split, spec)):
-                return _open_folder(
-                    spec, split, num_samples, num_classes, train, class_names, samples_option, classes_option, found
-                )
+                return _open_folder(spec, split, num_samples, num_classes, train, class_names, found)
             split = _pick(split, found, spec)
             urls = found[split]
             left_out = _twins(split, found, spec)
@@ -169,7 +162,7 @@ def open_shards(
         raise DataError(f"shard {missing[0]} is missing ({len(missing)} of {len(urls)} in {spec!r}); check the path")
     if counts is not None:
         if num_samples not in (None, sum(counts)):
-            raise DataError(f"{samples_option}={num_samples}, but the index of {spec!r} says {sum(counts)}; drop one")
+            raise DataError(f"num_samples={num_samples}, but the index of {spec!r} says {sum(counts)}; drop one")
         num_samples = sum(counts)
     if num_samples is None:
         if pipes or "://" in urls[0]:
@@ -177,12 +170,12 @@ def open_shards(
         else:
             folder = spec if os.path.isdir(spec) else os.path.dirname(urls[0]) or "."
             remedy = f", or write an index with `python -m vision_longhorn.shards index {shlex.quote(folder)}`"
-        raise DataError(f"the number of samples in {spec!r} ({split}) is unknown; give {samples_option}{remedy}")
+        raise DataError(f"the number of samples in {spec!r} ({split}) is unknown; give num_samples{remedy}")
     if num_samples < 1:
-        raise DataError(f"{samples_option}={num_samples} for {spec!r}; it must be at least 1")
+        raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")
     index = index or {}
     _compare_classes(spec, index.get("class_names"), class_names)
-    _check_number(spec, index.get("num_classes"), num_classes, classes_option)
+    _check_number(spec, index.get("num_classes"), num_classes)
     return ShardSet(
         urls,
         num_samples,
@@ -193,7 +186,6 @@ def open_shards(
         pipes,
         index.get("display_names"),
         left_out="; ".join(left_out),
-        samples_option=samples_option,
     )
 
 
@@ -207,12 +199,10 @@ def _compare_classes(spec: str, names: list[str] | None, wanted: list[str] | Non
             )
 
 
-def _check_number(spec: str, found: int | None, num_classes: int | None, classes_option: str) -> None:
+def _check_number(spec: str, found: int | None, num_classes: int | None) -> None:
     """Raises DataError where data have more classes than `num_classes`."""
     if found and num_classes and num_classes < found:
-        raise DataError(
-            f"{classes_option}={num_classes}, but {spec} has {found} classes; drop it, or give {found} or more"
-        )
+        raise DataError(f"num_classes={num_classes}, but {spec} has {found} classes; drop it, or give {found} or more")
 
 
 def _open_folder(
@@ -222,8 +212,6 @@ def _open_folder(
     num_classes: int | None,
     train: ShardSet | None,
     class_names: list[str] | None,
-    samples_option: str,
-    classes_option: str,
     shards: Mapping[str, list[str]],
 ) -> ShardSet:
     """The ShardSet of an image folder, beside which there may be `shards` of other splits."""
@@ -265,10 +253,10 @@ def _open_folder(
             f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
             "unknown; give the training data an index with class names"
         )
-    _check_number(spec, len(names), num_classes, classes_option)
+    _check_number(spec, len(names), num_classes)
     if num_samples not in (None, len(listed)):
         raise DataError(
-            f"{samples_option}={num_samples}, but {folder} holds {len(listed)} images; drop it, or give {len(listed)}"
+            f"num_samples={num_samples}, but {folder} holds {len(listed)} images; drop it, or give {len(listed)}"
         )
     command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(home)} OUT"
     hint = f"{folder} is read image by image, and shards load faster: {command}{'' if splits else f' --split {split}'}"
@@ -288,7 +276,6 @@ def _open_folder(
         files=files,
         hint=hint,
         left_out="; ".join(left_out),
-        samples_option=samples_option,
     )
 
 

@@ -40,7 +40,6 @@ def train_loader(
     pin_memory: bool = False,
     max_bad_samples: float = 0,
     keys: bool = False,
-    batch_option: str = "batch_size",
 ) -> "Loader":
     """Endless variety for training: each epoch a new order of shards and samples, fixed by (seed, epoch).
 
@@ -65,7 +64,6 @@ def train_loader(
         max_bad_samples: how many samples of an epoch each rank may skip because they cannot be used: a number, or below
             1 a share of its samples. A batch stays full: the next sample stands in for one that was skipped.
         keys: give with each batch where its samples lie.
-        batch_option: what the user calls `batch_size`, for messages.
 
     Returns:
         Loader: `set_epoch(e)`, `len()`, `skipped`, iterates over (images (B, 3, H, W), targets (B,) int64), with `keys`
@@ -80,7 +78,7 @@ def train_loader(
         raise DataError(
             f"{shards.num_samples} samples do not make one batch of {batch_size}"
             + (f" on each of {world_size} processes" if world_size > 1 else "")
-            + (f"; lower {batch_option} to {most} at most" if most else "; start fewer processes")
+            + (f"; lower batch_size to {most} at most" if most else "; start fewer processes")
         )
     if repeats < 1:
         raise DataError(f"repeats={repeats}; it must be at least 1")
@@ -348,7 +346,7 @@ class _Counts:
         held = sum(self.known.values())
         if len(self.known) == len(self.shards.urls) and held < claimed:
             raise DataError(
-                f"the shards hold {held or 'no'} samples, but {self.shards.samples_option} says {claimed}; "
+                f"the shards hold {held or 'no'} samples, but num_samples says {claimed}; "
                 + (f"give {held}" if held else "make or fetch them again")
             )
 

@@ -16,7 +16,6 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-from vision_longhorn.checkpoint import TimmModel, create_model, model_from_weights
 from vision_longhorn.class_names import difference
 from vision_longhorn.data import (
     ShardSet,
@@ -31,15 +30,19 @@ from vision_longhorn.data.augment import Finish
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
-from vision_longhorn.errors import UserError, bad_input, one_line
+from vision_longhorn.errors import UserError, bad_input, one_line, spelled
+from vision_longhorn.models.create import TimmModel, create_model
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
+from vision_longhorn.training.init import model_from_weights
 from vision_longhorn.training.runlog import check_tracker
 
-FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
-FUSED_SHARDED = ("adam", "adamw")  # those of them that can do it with shards
+# Optimisers that can skip an update on the device, with whole tensors and with shards
+FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
+# Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
+SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
 SCALE = 2.0**10  # of the loss in fp16 at the start: torch's 2**16 would cost the first updates
 
 Say = Callable[[str], None]
@@ -55,11 +58,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     return make_accelerator(
         cfg.device,
         cfg.precision,
-        dict(
-            gradient_accumulation_steps=cfg.grad_accum,
-            gradient_clipping=cfg.clip_grad,
-            dynamo_backend="inductor" if cfg.compile else "no",
-        ),
+        cfg.grad_accum,
         log_with=cfg.track,
         project_dir=str(run_dir),
         kwargs_handlers=[
@@ -98,27 +97,14 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
             "The data are scikit-learn's handwritten digits, which are built in: --data DIR names others."
         )
     place = locate_data(cfg.data, accelerator)
-    train = open_shards(
-        place,
-        cfg.train_split,
-        cfg.train_samples,
-        cfg.num_classes,
-        cfg.allow_pipe,
-        samples_option="--train-samples",
-        classes_option="--num-classes",
-    )
+    with spelled(num_samples="train_samples"):
+        train = open_shards(place, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe)
     if not cfg.val_data and not os.path.isdir(place):
         raise UserError(f"data is {place!r}, which names training shards only: give --val-data, or a folder of both")
-    val = open_shards(
-        cfg.val_data or place,
-        cfg.val_split,
-        cfg.val_samples,
-        cfg.num_classes,
-        cfg.allow_pipe,
-        train=train,
-        samples_option="--val-samples",
-        classes_option="--num-classes",
-    )
+    with spelled(num_samples="val_samples"):
+        val = open_shards(
+            cfg.val_data or place, cfg.val_split, cfg.val_samples, cfg.num_classes, cfg.allow_pipe, train=train
+        )
     check_classes(train.class_names, val.class_names)
     num_classes = cfg.num_classes or train.num_classes
     if num_classes is None:
@@ -221,7 +207,6 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
         repeats=cfg.repeats,
         max_bad_samples=cfg.max_bad_samples,
         keys=True,
-        batch_option="--batch-size",
         **share,
     )
     val = eval_loader(splits[1], create_transform(**settings), **share)
@@ -258,7 +243,9 @@ def peak_rate(cfg: Config, global_batch: int, resuming: bool, say: Say) -> float
 
 
 def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
-    """timm's optimiser, fused where that lets the device skip an update by itself."""
+    """timm's optimiser, fused where the device can then skip an update by itself."""
+    if cfg.fsdp and cfg.opt not in SHARDED:
+        raise UserError(f"opt is {cfg.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
     fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
     options: dict[str, Any] = dict(lr=peak_lr, weight_decay=cfg.weight_decay, **fused)
     with bad_input(f"opt={cfg.opt}"):

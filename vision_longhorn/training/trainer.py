@@ -6,7 +6,6 @@ disk) and updates.py (what watches over its updates).
 """
 
 import contextlib
-import math
 import random
 import signal
 import sys
@@ -21,19 +20,19 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint
-from vision_longhorn.curves import plot_runs
 from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
+from vision_longhorn.plots import plot_runs
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.folder import RunFolder
-from vision_longhorn.training.fsdp import is_sharded
 from vision_longhorn.training.state import SCHEDULE, RunState, changes_since
-from vision_longhorn.training.updates import UpdateMonitor, gradient_norm, step_if_finite
+from vision_longhorn.training.step import TrainStep
+from vision_longhorn.training.updates import UpdateMonitor
 
 
 def train(cfg: Config, name: str) -> Path:
@@ -81,7 +80,7 @@ class Trainer:
         setup.share_out(cfg, list(self.evaluated.values()), accelerator)
         self.loaders = setup.build_loaders(cfg, self.data, self.settings, accelerator)
         held.callback(self.end_loaders)
-        self.mixup, self.criterion = setup.build_loss(cfg, self.data.num_classes)
+        self.mixup, criterion = setup.build_loss(cfg, self.data.num_classes)
 
         per_epoch = self.loaders.updates_per_epoch
         self.peak_lr = setup.peak_rate(cfg, self.global_batch, resuming, self.say)
@@ -111,7 +110,7 @@ class Trainer:
         self.scheduler.step_update(self.state.updates)
         self.describe()
         self.net = setup.wrap(cfg, model, optimizer, self.settings["input_size"], accelerator)
-        self.parameters = list(self.net.parameters())
+        self.step = TrainStep(accelerator, model, self.net, criterion, optimizer, ema, cfg.clip_grad)
 
     def resume(self) -> None:
         """Goes on where the checkpoint stopped, and says what has changed since."""
@@ -147,7 +146,7 @@ class Trainer:
                 self.open_folder()
                 if state.history:
                     self.folder.write_history(state.history)
-                if not (self.folder.path / "best.pt").exists():  # the run has gone back behind it, say
+                if not self.folder.run.best.exists():  # the run has gone back behind it, say
                     state.best = -1.0
             while state.epoch < cfg.epochs:
                 self.train_epoch()
@@ -178,41 +177,26 @@ class Trainer:
                 self.stop()
 
     def train_step(self, batches: Iterator[Any]) -> None:
-        """One update, of `grad_accum` batches."""
-        cfg, accelerator, state = self.cfg, self.accelerator, self.state
-        loss_sum = torch.zeros((), device=self.device)
+        """Makes an update, moves the schedule on, and notes both."""
+        state = self.state
+        lr = max(group["lr"] for group in state.optimizer.param_groups)  # with layer_decay, others have a share of it
+        loss, grad_norm = self.step(self.passes(batches), state.updates + 1)
+        state.updates += 1
+        self.scheduler.step_update(state.updates)
+        self.progress.update(self.global_batch)
+        state.monitor.update(state.updates, loss, grad_norm, lr)
+
+    def passes(self, batches: Iterator[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The batches of the next update, mixed. Each is drawn just before its pass.
+
+        All randomness follows from seed, batch and process, so a resumed run goes on as if it had never stopped. The
+        loader draws its own.
+        """
+        cfg, state, rank = self.cfg, self.state, self.accelerator.process_index
         for part in range(cfg.grad_accum):
             images, targets = state.monitor.next_batch(batches)
-            # All randomness follows from seed, batch and process, so a resumed run goes on as if it had never stopped.
-            # The loader sees to its own.
-            draw = random.Random(f"{cfg.seed} {state.updates} {part} {accelerator.process_index}")
-            set_seed(draw.getrandbits(32))
-            if self.mixup:
-                images, targets = self.mixup(images, targets)
-            with accelerator.accumulate(self.net):
-                loss = self.criterion(self.net(images), targets)
-                loss_sum += loss.detach()
-                # A loss that is not finite makes all gradients so, and those all processes' sums.
-                accelerator.backward(loss * (1 + 0 * loss.detach()))
-        if state.scaler:
-            state.scaler.unscale_(state.optimizer)
-        if is_sharded(state.model):
-            largest = math.inf if cfg.clip_grad is None else cfg.clip_grad
-            grad_norm = accelerator.clip_grad_norm_(self.parameters, largest).full_tensor()
-        else:
-            grad_norm = gradient_norm(self.parameters, cfg.clip_grad)
-        step_if_finite(state.optimizer, grad_norm)
-        if state.scaler:
-            state.scaler.update()
-        state.optimizer.zero_grad()
-
-        state.updates += 1
-        lr = max(group["lr"] for group in state.optimizer.param_groups)  # with layer_decay, others have a share of it
-        self.scheduler.step_update(state.updates)
-        if state.ema:
-            state.ema.update(state.model, step=state.updates)
-        self.progress.update(self.global_batch)
-        state.monitor.update(state.updates, loss_sum / cfg.grad_accum, grad_norm, lr)
+            set_seed(random.Random(f"{cfg.seed} {state.updates} {part} {rank}").getrandbits(32))
+            yield self.mixup(images, targets) if self.mixup else (images, targets)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
         """Results of raw and averaged weights, "val" and "val_ema", in one pass over the data, if it is time for it."""
@@ -324,14 +308,14 @@ class Trainer:
 
     def finish(self) -> None:
         """Draws the curves, and says what came of the run: its last epoch is always evaluated."""
-        run_dir, best, last = self.folder.path, self.state.best, self.state.history[-1]
+        run, best, last = self.folder.run, self.state.best, self.state.history[-1]
         results = {tag: last[tag] for tag in self.evaluated}
         if self.folder.log:
             self.folder.log.finish(self.cfg, best)
-            plot_runs([run_dir], run_dir / "curves.png")
+            plot_runs([run.path], run.curves_file)
         for tag, result in results.items():
             self.say(
                 f"{'raw weights' if tag == 'val' else 'EMA weights'}  {describe(result)} of {self.data.val.num_samples}"
             )
-        self.say(f"best epoch   top-1 {best:.2f} %, saved as {run_dir / 'best.pt'}")
-        self.say(f"curves       {run_dir / 'curves.png'}, or live: tensorboard --logdir {run_dir.parent}")
+        self.say(f"best epoch   top-1 {best:.2f} %, saved as {run.best}")
+        self.say(f"curves       {run.curves_file}, or live: tensorboard --logdir {run.path.parent}")

@@ -270,7 +270,7 @@ def _put_sums(found, shared, sums_row, dstep_row, at, next_at, exchange, n, c, l
         tl.store(dstep_row + next_at, total[last + 1], mask=owner & (first + 1 < L))
 
 
-@kernel(loads.UNALIGNED)
+@kernel(loads.UNALIGNED, form=loads.Form)
 def _backward_kernel(
     x_ptr, step_ptr, proj_ptr, k_ptr, q_ptr, z_ptr, D_ptr, bias_ptr, dy_ptr, adjoint_ptr, written_ptr, anchor_ptr,
     dx_ptr, dstep_ptr, dz_ptr, sums_ptr, dD_ptr, dbias_ptr, dinitial_ptr,

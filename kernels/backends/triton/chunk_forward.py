@@ -116,7 +116,7 @@ def _put_where_they_meet(place, y_row, at, next_at, ys, z, others, first, early,
         loads.put_tokens(y_row, at, next_at, ys, left, late, next_late, form)
 
 
-@kernel(loads.UNALIGNED)
+@kernel(loads.UNALIGNED, form=loads.Form)
 def _forward_kernel(
     x_ptr, step_ptr, proj_ptr, k_ptr, q_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, written_ptr,
     anchor_ptr, L, B, blocks,

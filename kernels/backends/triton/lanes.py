@@ -18,11 +18,13 @@ from triton.backends.compiler import GPUTarget
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def kernel(unaligned: Sequence[str] = (), specialized: Sequence[str] = ()) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit` that compiles nothing anew for other numbers among the arguments, but those in `specialized`, nor
-    for pointers in `unaligned` that lie at other addresses."""
+def kernel(
+    unaligned: Sequence[str] = (), specialized: Sequence[str] = (), form: Any = None
+) -> Callable[[Callable[..., None]], Any]:
+    """`triton.jit` that compiles nothing anew for other numbers among the arguments, except those in `specialized`, nor
+    for pointers in `unaligned` that lie at other addresses. `form`: the namedtuple of the argument `form`."""
 
-    # A pointer and its strides would read better as one NamedTuple, but Triton specialises the members of a tuple
+    # A pointer and its strides would read better as one tuple, too, but Triton specialises the members of a tuple
     # whatever `do_not_specialize` says, so that another stride would be another kernel.
     def decorate(function: Callable[..., None]) -> Any:
         parameters = inspect.signature(function).parameters
@@ -31,20 +33,22 @@ def kernel(unaligned: Sequence[str] = (), specialized: Sequence[str] = ()) -> Ca
             for name, parameter in parameters.items()
             if parameter.annotation is parameter.empty and name != "form" and not name.endswith("_ptr")
         ]
-        return triton.jit(
+        jitted: Any = triton.jit(
             do_not_specialize=[name for name in numbers if name not in specialized],
             do_not_specialize_on_alignment=[name for name in unaligned if name in parameters],
         )(function)
+        jitted.form = form
+        return jitted
 
     return decorate
 
 
-def form_of(Form: Any, args: dict[str, Any]) -> Any:
-    """What a kernel is compiled for, a namedtuple `Form`, among the arguments of a launch; False if it is not given."""
-    values = {name: args.get(name, False) for name in Form._fields}
+def form_of(form: Any, args: dict[str, Any]) -> Any:
+    """What a kernel is compiled for, among the arguments of a launch; False if it is not given."""
+    values = {name: args.get(name, False) for name in form._fields}
     if INTERPRETED:
         return SimpleNamespace(**values)  # the interpreter would make tensors of the numbers in a tuple
-    return Form(**{name: tl.constexpr(value) for name, value in values.items()})
+    return form(**{name: tl.constexpr(value) for name, value in values.items()})
 
 
 @cache

@@ -30,7 +30,7 @@ def _load_part(inputs, dy, z, written, at, i, RULE: tl.constexpr, form):
     return Part(xs, us, dys, zs, ws)
 
 
-@kernel(walk.UNALIGNED, walk.SPECIALIZED)
+@kernel(walk.UNALIGNED, walk.SPECIALIZED, walk.Form)
 def _adjoint_kernel(
     step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, bias_ptr, dy_ptr, local_ptr, decay_ptr,
     L, B, padded, blocks, segments, span,
@@ -177,7 +177,7 @@ def _add_dA(dA, dA_t, row, i, end, form):
     return new
 
 
-@kernel(walk.UNALIGNED, walk.SPECIALIZED)
+@kernel(walk.UNALIGNED, walk.SPECIALIZED, walk.Form)
 def _backward_kernel(
     x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, saved_ptr, written_ptr, dy_ptr, adjoint_ptr,
     dx_ptr, dstep_ptr, sums_ptr, dA_ptr, dz_ptr, dD_ptr, dbias_ptr, dinitial_ptr, scratch_ptr,

@@ -57,7 +57,7 @@ def _read(S, x, z, q, skip, form):
     return y
 
 
-@kernel(walk.UNALIGNED, walk.SPECIALIZED)
+@kernel(walk.UNALIGNED, walk.SPECIALIZED, walk.Form)
 def _forward_kernel(
     x_ptr, step_ptr, k_ptr, norm_ptr, q_ptr, A_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, decay_ptr,
     saved_ptr, written_ptr,
