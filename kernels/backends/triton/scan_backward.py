@@ -252,7 +252,7 @@ def _backward_kernel(
         i = at.begin + (rounds - 1 - r) * U
         q_next = walk.load_rows(q, at, i + U - 1, 1, form.Q_PACK, form)
         norms = walk.load_norms(inputs.norm, i, RULE, form)
-        states = ()
+        states = States((), (), (), S, k_next)
         if UNDOES:
             if ((i + U) % T) * r == 0:  # either is zero
                 S = walk.load_state(saved_row + i // T * saved_c, D, at, form)
