@@ -358,10 +358,10 @@ def _img_size(words: list[str] | None) -> Any:
 def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tuple[nn.Module, bool]:
     """The model of the command line, and whether its weights are trained."""
     from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.runs import load_model
+    from vision_longhorn.loading import load_model
 
     if is_run:
-        return load_model(args.model, **extra)[0], True
+        return load_model(args.model, **extra).model, True
     pretrained = args.pretrained or ":" in args.model  # the sources of timm are weights
     kwargs = parse_pairs(args.model_kwargs or [])
     check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
