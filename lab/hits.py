@@ -55,17 +55,15 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
     import numpy as np
     from timm.data import create_transform
 
-    from vision_longhorn.checkpoint import load_checkpoint
     from vision_longhorn.data import eval_loader, open_shards
     from vision_longhorn.data.transforms import input_settings
     from vision_longhorn.demo import locate_data
     from vision_longhorn.evaluation.evaluate import evaluate
-    from vision_longhorn.runs import model_of_checkpoint
+    from vision_longhorn.loading import load_model
 
-    checkpoint = load_checkpoint(folder / "last.pt")
-    values, classes = checkpoint["config"], checkpoint["num_classes"]
-    model, _ = model_of_checkpoint(checkpoint, folder)
-    native = input_settings(model, values)["input_size"][-1]
+    loaded = load_model(folder / "last.pt")
+    model, values, classes = loaded.model, loaded.checkpoint["config"], loaded.model.num_classes
+    native = loaded.settings["input_size"][-1]
     if size != native:
         model.set_input_size(img_size=size)
     model.to(accelerator.device)

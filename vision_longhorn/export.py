@@ -14,7 +14,6 @@ import copy
 import importlib.util
 import os
 import re
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +93,7 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
 
 
 def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
-    """Compile a model ahead of time with AOTInductor, for the device that it is on.
+    """Compile a model ahead of time with AOTInductor, for the device that it is on. The file's hash stands beside it.
 
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
     have imported `vision_longhorn`: the scan is an operator of this package, and the file holds only the call of it.
@@ -106,13 +105,18 @@ def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = No
     Raises:
         UserError: as `export_program`; `path` ends otherwise, or there is no C++ compiler.
     """
-    import torch
-
     if Path(path).suffix != ".pt2":
         raise UserError(f"{path} is no name of a package: let it end in .pt2")
+    with written_aside(path, ending=".pt2", hashed=True) as aside:
+        _write_package(model, aside, batch)
+
+
+def _write_package(model: nn.Module, path: Path, batch: int | None) -> None:
+    import torch
+
     try:
-        with torch.no_grad(), written_aside(path, ending=".pt2") as aside:
-            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(aside))
+        with torch.no_grad():
+            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(path))
     except RuntimeError as error:  # torch wraps the compiler's error in one of its own
         if not re.search("InvalidCxxCompiler|CppCompileError", f"{type(error)} {error}"):
             raise
@@ -160,7 +164,7 @@ def _write_onnx(model: nn.Module, path: Path, batch: int | None) -> None:
     written: Any = torch.onnx.export(
         program,
         dynamo=True,
-        custom_translation_table={**TRANSLATIONS},
+        custom_translation_table=dict[Any, Any](TRANSLATIONS),
         opset_version=OPSET,
         verbose=False,
         input_names=["images"],
@@ -266,7 +270,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.kind != "folder":
         if args.kind == ".onnx":
             _require("onnx", "onnxscript", "onnxruntime")
-        check_output("target", target, (args.kind,), _is_own, [given])
+        check_output("target", target, (args.kind,), is_as_hashed, [given])
         if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
             raise UserError(f"{target} cannot be written: {target.parent} is no folder that you may write to")
     return args
@@ -280,18 +284,6 @@ def _kind(target: str) -> str:
     if suffix not in (".onnx", ".pt2"):
         raise UserError(f"{target} says no format: let it end in .onnx or .pt2, or in / for a folder")
     return suffix
-
-
-def _is_own(path: Path) -> bool:
-    """Whether a file is an earlier export: an ONNX file by its hash, a package by the operators that it calls."""
-    if path.suffix == ".onnx":
-        return is_as_hashed(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            notes = [name for name in archive.namelist() if name.endswith(".json")]
-            return any(b"vision_longhorn" in archive.read(name) for name in notes)
-    except (OSError, zipfile.BadZipFile):
-        return False
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -329,15 +321,14 @@ def _img_size(words: list[str] | None) -> Any:
 def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tuple[nn.Module, bool]:
     """The model of the command line, and whether its weights are trained."""
     from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.runs import load_model
+    from vision_longhorn.loading import load_model
 
     if is_run:
-        return load_model(args.model, **extra)[0], True
+        return load_model(args.model, **extra).model, True
     pretrained = args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights
     kwargs = parse_pairs(args.model_kwargs or [])
     check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
-    kwargs |= extra
-    return create_model(args.model, pretrained=pretrained, **kwargs), pretrained
+    return create_model(args.model, pretrained=pretrained, **(kwargs | extra)), pretrained
 
 
 def _set_size(model: nn.Module, size: tuple[int, int], name: str) -> None:
@@ -357,12 +348,12 @@ def _write_compared(model: nn.Module, args: argparse.Namespace) -> float:
     import torch
 
     try:
-        with written_aside(args.target, ending=args.kind, hashed=args.kind == ".onnx") as aside:
+        with written_aside(args.target, ending=args.kind, hashed=True) as aside:
             if args.kind == ".onnx":
                 _write_onnx(model, aside, args.batch)
                 run = load_onnx(aside)
             else:
-                to_package(model, aside, args.batch)
+                _write_package(model, aside, args.batch)
                 run = torch._inductor.aoti_load_package(str(aside))
             difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
             if not difference < MAX_ERROR:

@@ -22,7 +22,7 @@ from vision_longhorn.class_names import checkpoint_names, readable_names
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line, reason
 from vision_longhorn.files import check_new_folder, write_hash, written_aside
-from vision_longhorn.runs import load_run
+from vision_longhorn.loading import load_run
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
