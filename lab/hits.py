@@ -60,8 +60,9 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
     from vision_longhorn.demo import locate_data
     from vision_longhorn.evaluation.evaluate import evaluate
     from vision_longhorn.loading import load_model
+    from vision_longhorn.runs import Run
 
-    loaded = load_model(folder / "last.pt")
+    loaded = load_model(Run(folder).last)
     model, values, classes = loaded.model, loaded.checkpoint["config"], loaded.model.num_classes
     native = loaded.settings["input_size"][-1]
     if size != native:

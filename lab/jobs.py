@@ -22,6 +22,7 @@ from lab.runs import (
     read_json,
 )
 from vision_longhorn.demo import DIGITS
+from vision_longhorn.runs import Run as RunFiles
 
 Unseen = dict[tuple[str, Path], set[int]]
 
@@ -34,7 +35,7 @@ def unseen(studies: list[Study], out: Path) -> Unseen:
         for run in study.runs():
             folder = folder_of(out, run)
             missing = {size for size in study.sizes(run.arm) if str(size) not in (read_json(folder / HITS) or {})}
-            if missing and is_finished(folder, run) and (folder / "last.pt").exists():
+            if missing and is_finished(folder, run) and RunFiles(folder).last.exists():
                 found.setdefault((run.arm.data, folder), set()).update(missing)
     return found
 

@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 
 from lab.plan import Run
-from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
-from vision_longhorn.training.lock import NAME, RunLock
+from vision_longhorn.runs import Run as RunFiles
 
 BESIDE, FAILED, HITS, OUTPUT = "study.json", "failed.json", "hits.json", "output.log"  # beside the trainer's own files
 
@@ -30,7 +29,7 @@ def read_json(path: Path) -> Any:
 
 def history_of(folder: Path) -> list[dict[str, Any]]:
     """The results of a run's finished epochs, a dict each."""
-    return read_json(folder / "metrics.json") or []
+    return RunFiles(folder).history()
 
 
 def is_finished(folder: Path, run: Run) -> bool:
@@ -40,13 +39,7 @@ def is_finished(folder: Path, run: Run) -> bool:
 
 def holder_of(folder: Path) -> str:
     """What another process that writes to the folder calls itself; "" where there is none."""
-    if not (folder / NAME).exists():
-        return ""
-    try:
-        RunLock(folder).release()
-    except UserError as error:
-        return str(error)
-    return ""
+    return RunFiles(folder).holder()
 
 
 def prepare(out: Path, folder: Path, run: Run, beside: int, workers: int) -> Path:
@@ -63,8 +56,6 @@ def prepare(out: Path, folder: Path, run: Run, beside: int, workers: int) -> Pat
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FAILED).unlink(missing_ok=True)
-    if not any(folder.glob("*.pt")) and not (folder / "env.json").exists():
-        (folder / "config.yaml").unlink(missing_ok=True)  # the trainer takes it for somebody else's
     before = (read_json(folder / BESIDE) or {}).get("side_by_side", beside)
     write_text(folder / BESIDE, json.dumps({"side_by_side": max(before, beside)}) + "\n")
     file = out / "configs" / f"{folder.name}.yaml"
@@ -78,15 +69,14 @@ def prepare(out: Path, folder: Path, run: Run, beside: int, workers: int) -> Pat
 def complete_history(folder: Path, run: Run) -> None:
     """Writes the results of a run that was killed between its last checkpoint and them; without this it could neither
     go on nor count as finished."""
-    if len(history_of(folder)) != run.arm.config.epochs - 1 or not (folder / "last.pt").exists():
+    files = RunFiles(folder)
+    if len(files.history()) != run.arm.config.epochs - 1 or not files.last.exists():
         return
     from vision_longhorn.checkpoint import load_checkpoint
-    from vision_longhorn.training.folder import write_summary
 
-    checkpoint = load_checkpoint(folder / "last.pt")
+    checkpoint = load_checkpoint(files.last)
     if checkpoint["epoch"] == run.arm.config.epochs:
-        write_text(folder / "metrics.json", json.dumps(checkpoint["history"], indent=2) + "\n")
-        write_summary(folder / "summary.csv", checkpoint["history"])
+        files.write_history(checkpoint["history"])
 
 
 def note_failure(folder: Path, code: int) -> dict[str, Any]:
@@ -110,7 +100,7 @@ def result_of(folder: Path, run: Run) -> dict[str, Any]:
         on its device), "skipped_updates", "environment", and "hits" by image size (see `hits_of`), as far as
         they were looked at. A run of recall has the share of answered queries as its top-1, and sequences for images.
     """
-    history, environment = history_of(folder), read_json(folder / "env.json") or {}
+    history, environment = history_of(folder), RunFiles(folder).environment()
     facts = {key: environment.pop(key, None) for key in ("command", "updates_per_epoch", "global_batch")}
     curve = curve_of(history)
     images = len(history) * facts["updates_per_epoch"] * facts["global_batch"]
@@ -153,7 +143,7 @@ def _clock(folder: Path, images_per_epoch: float) -> dict[str, Any]:
     epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
     seconds = float((np.diff(epochs, prepend=0) * images_per_epoch / rates).sum())
     wall = 0.0
-    for file in folder.glob("*tfevents*"):  # one for each time that it was begun
+    for file in RunFiles(folder).event_files():
         times = [event.wall_time for event in EventFileLoader(str(file)).Load()]
         wall += times[-1] - times[0] if times else 0
     return {

@@ -24,11 +24,12 @@ from lab.runs import complete_history, folder_of, history_of, read_json
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest, spelled
-from vision_longhorn.files import check_output, write_text
+from vision_longhorn.files import write_text
+from vision_longhorn.lock import FolderLock
+from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import Range
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.lock import RunLock
 
 LEFT = 3  # exit code where work is left
 
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
         if not args.report:  # which may look on
-            held.callback(RunLock(out).release)  # one at a time: two would start the same runs
+            held.callback(FolderLock(out).release)  # one at a time: two would start the same runs
         if args.speed:
             return measure_speeds(studies, out, known, args.device)
         sys.exit(run_studies(studies, out, known, args))
@@ -265,7 +266,7 @@ def run_studies(studies: list[Study], out: Path, known: Known, args: argparse.Na
     check_data(todo, data)
     environment, outcome, came = None, Outcome(), 0
     if todo or unseen(studies, out):
-        from vision_longhorn.training.folder import describe_environment  # which imports torch
+        from vision_longhorn.environment import describe_environment  # which imports torch
 
         places = find_places(args.device, args.per_gpu, args.jobs)
         costs = Costs(runs, out, known, hardware(args.device))

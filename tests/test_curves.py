@@ -9,6 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vision_longhorn import curves, plots
 from vision_longhorn.errors import UserError
+from vision_longhorn.runs import Run
 from vision_longhorn.training.runlog import keep_order
 
 
@@ -35,7 +36,7 @@ def test_curves_of_runs_with_different_batches_share_the_axis_of_epochs(tmp_path
 def test_a_clock_that_went_back_leaves_curves_in_their_order(tmp_path, monkeypatch):
     for clock, first, last in (2e9, 1, 6), (1.9e9, 4, 9), (1.8e9, 8, 11):
         monkeypatch.setattr(time, "time", lambda: clock)
-        keep_order(tmp_path)
+        keep_order(Run(tmp_path))
         with SummaryWriter(tmp_path, purge_step=first) as writer:
             for update in range(first, last):
                 writer.add_scalar("train/epoch", update, update)

@@ -20,11 +20,12 @@ from timm.models import resolve_model_input_args, save_for_hf
 
 from vision_longhorn import VisionLonghorn, export, hub, maps
 from vision_longhorn import eval as eval_command
-from vision_longhorn.checkpoint import model_from_weights, save_checkpoint
+from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.loading import load_model
 from vision_longhorn.models.vlonghorn import checkpoint_filter_fn
 from vision_longhorn.train import load_config
+from vision_longhorn.training.init import model_from_weights
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=16, depth=2, d_state=4)
 

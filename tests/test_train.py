@@ -29,13 +29,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
-from vision_longhorn import devices  # noqa: E402
+from vision_longhorn import devices, runs  # noqa: E402
 from vision_longhorn.checkpoint import create_model  # noqa: E402
 from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
 from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
-from vision_longhorn.training import folder, runlog, setup, trainer  # noqa: E402
+from vision_longhorn.training import runlog, setup, trainer  # noqa: E402
 from vision_longhorn.training.averages import Ema  # noqa: E402
 from vision_longhorn.training.config import Config  # noqa: E402
 
@@ -191,17 +191,15 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
     arguments = [*QUICK, *shards, "--epochs", "3", "--mixup", "0.8", "--ema-decay", "0.9", "--drop-path", "0.2"]
     whole = train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "whole")])
 
-    def stop_after_second_epoch(*_):
-        raise KeyboardInterrupt
+    write, stopped = runs.Run.write_history, tmp_path / "stopped"
 
-    stopped = tmp_path / "stopped"
+    def stop_after_second_epoch(run, history):
+        if len(history) == 2:
+            raise KeyboardInterrupt
+        write(run, history)
+
     with monkeypatch.context() as patch:
-        write = folder.write_summary
-        patch.setattr(
-            folder,
-            "write_summary",
-            lambda path, history: stop_after_second_epoch() if len(history) == 2 else write(path, history),
-        )
+        patch.setattr(runs.Run, "write_history", stop_after_second_epoch)
         with pytest.raises(KeyboardInterrupt):
             train_imagenet.main([*arguments, "--run-dir", str(stopped)])
     train_imagenet.main(["--resume", str(stopped)])
@@ -309,7 +307,7 @@ def test_every_command_is_a_module_to_run(command, monkeypatch, capsys):
     """`python -m vision_longhorn.COMMAND`, and with it `accelerate launch -m`."""
     monkeypatch.setattr(sys, "argv", [command, "--no-such-option"])
     with pytest.raises(SystemExit) as exit:
-        runpy.run_module(f"vision_longhorn.{COMMANDS[command][0]}", run_name="__main__")
+        runpy.run_module(f"vision_longhorn.{command}", run_name="__main__")
     said = capsys.readouterr().err
     assert exit.value.code == 1 and said.count("\n") == 1 and "--help lists all" in said
 

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vision_longhorn.class_names import Names, model_names
+from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.runs import run_file, timm_source
 
 # `load_model` imports what needs torch: commands import this module before they read their command line.
 if TYPE_CHECKING:
-    from vision_longhorn.checkpoint import TimmModel
+    from vision_longhorn.models.create import TimmModel
 
 
 class Loaded(NamedTuple):
@@ -58,9 +60,9 @@ def load_model(
     Raises:
         UserError: There is no such model, or the weights do not fit it.
     """
-    from vision_longhorn.checkpoint import create_model, load_checkpoint, load_weights
-    from vision_longhorn.class_names import checkpoint_names, model_names
+    from vision_longhorn.checkpoint import load_checkpoint, load_weights
     from vision_longhorn.data.transforms import input_settings
+    from vision_longhorn.models.create import create_model
 
     if source is not None and name is None and (name := timm_source(source)):
         source, pretrained = None, True
@@ -118,3 +120,25 @@ def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmMod
     if not {"arch", "num_classes", "config"} <= loaded.checkpoint.keys():
         raise UserError(f"{path} is no run of train_imagenet.py: give its folder, or one of its checkpoints")
     return loaded.model, loaded.checkpoint
+
+
+def checkpoint_names(checkpoint: dict[str, Any]) -> Names:
+    """Names of a run's classes, as its checkpoint has them; for an older one, as the index of the run's data has them.
+
+    Args:
+        checkpoint: The dict that `load_checkpoint` read.
+    """
+    from vision_longhorn.data.index import read_index
+
+    if "class_names" in checkpoint:
+        return checkpoint["class_names"], checkpoint.get("display_names")
+    config = checkpoint.get("config")
+    data = config.get("data") if isinstance(config, dict) else None
+    if data is None:
+        return None, None
+    try:
+        index = read_index(Path("data", DIGITS) if data == DIGITS else data) or {}
+    except UserError:  # a broken index does not matter to the model
+        index = {}
+    names = index.get("class_names")
+    return (names, index.get("display_names")) if names and len(names) <= checkpoint["num_classes"] else (None, None)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import check_output, written_aside
+from vision_longhorn.files import written_aside
+from vision_longhorn.outputs import check_output
 
 # numpy, matplotlib and TensorBoard are imported where they are used: commands check their --out by this module first.
 if TYPE_CHECKING:

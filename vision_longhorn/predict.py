@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import check_new_folder, check_output
 from vision_longhorn.loading import load_model
+from vision_longhorn.outputs import check_new_folder, check_output
 from vision_longhorn.settings import Range
 
 if TYPE_CHECKING:
-    from vision_longhorn.checkpoint import TimmModel
+    from vision_longhorn.models.create import TimmModel
 
 FORMATS = ("text", "csv", "json")
 

@@ -15,6 +15,7 @@ from typing import Any
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, spelled
+from vision_longhorn.runs import Run
 from vision_longhorn.settings import coerce, parse_pairs, without_none
 from vision_longhorn.training.config import Config, config_names, read_config_file, shorten_warmup
 
@@ -48,7 +49,7 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     if given.get("resume") is True:
         if "run_dir" not in given:
             raise UserError("--resume without a value goes on with the run in --run-dir: give that, or --resume RUN")
-        if Path(given["run_dir"], "config.yaml").is_file():
+        if Run(given["run_dir"]).config_file.is_file():
             given["resume"], path = given.pop("run_dir"), None
         else:
             del given["resume"]
@@ -81,20 +82,20 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
 
 
 def _find_run(given: dict[str, Any], config: str | None) -> Path:
-    """The config.yaml of the run to resume. In `given`, `resume` becomes its checkpoint and `run_dir` its folder."""
+    """The settings of the run to resume. In `given`, `resume` becomes its checkpoint and `run_dir` its folder."""
     if config:
         raise UserError(f"--resume goes on under the run's own config: drop --config {config}")
     if "run_dir" in given:
         raise UserError(f"--resume goes on in the run's own folder: drop --run-dir {given['run_dir']}")
     file = Path(given["resume"])
-    file = file if file.suffix == ".pt" else file / "last.pt"
-    if file.name != "last.pt" and not file.is_file():
-        raise UserError(f"cannot resume {file}: there is no such checkpoint; {file.parent / 'last.pt'} is the last")
-    path = file.parent / "config.yaml"
-    if not path.is_file():
-        raise UserError(f"cannot resume {file.parent}: it has no config.yaml; give the folder of a run")
-    given.update(resume=str(file), run_dir=str(file.parent))
-    return path
+    run = Run(file.parent if file.suffix == ".pt" else file)
+    file = file if file.suffix == ".pt" else run.last
+    if file != run.last and not file.is_file():
+        raise UserError(f"cannot resume {file}: there is no such checkpoint; {run.last} is the last")
+    if not run.config_file.is_file():
+        raise UserError(f"cannot resume {run.path}: it has no {run.config_file.name}; give the folder of a run")
+    given.update(resume=str(file), run_dir=str(run.path))
+    return run.config_file
 
 
 def _parser() -> Parser:

@@ -16,7 +16,6 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-from vision_longhorn.checkpoint import TimmModel, create_model, model_from_weights
 from vision_longhorn.class_names import difference
 from vision_longhorn.data import (
     ShardSet,
@@ -32,10 +31,12 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, one_line, spelled
+from vision_longhorn.models.create import TimmModel, create_model
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
+from vision_longhorn.training.init import model_from_weights
 from vision_longhorn.training.runlog import check_tracker
 
 # Optimisers that can skip an update on the device, with whole tensors and with shards
