@@ -27,17 +27,11 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.last, self.best = self.path / "last.pt", self.path / "best.pt"
-        self.texts = tuple(
-            self.path / name for name in ("config.yaml", "env.json", "metrics.json", "summary.csv", "bad_steps.json")
-        )
-        (
-            self.config_file,
-            self.environment_file,
-            self.history_file,
-            self.summary_file,
-            self.bad_steps_file,
-        ) = self.texts
-        self.curves_file = self.path / "curves.png"
+        self.config_file, self.environment_file = self.path / "config.yaml", self.path / "env.json"
+        self.history_file, self.summary_file = self.path / "metrics.json", self.path / "summary.csv"
+        self.bad_steps_file, self.curves_file = self.path / "bad_steps.json", self.path / "curves.png"
+        results = self.history_file, self.summary_file, self.bad_steps_file
+        self.texts = self.config_file, self.environment_file, *results
 
     def checkpoints(self) -> dict[int, Path]:
         """The checkpoints update-NUMBER.pt by their number, the earliest first."""

@@ -1,4 +1,4 @@
-"""What a run carries from update to update, in one object that saves and loads itself."""
+"""The state of a run from update to update, in one object that saves and loads itself."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,36 +19,22 @@ SCHEDULE = "warm-up, then a whole cosine"
 
 @dataclass
 class RunState:
-    """A run's state. The schedule needs none but the number of updates, the data none but the place in the epoch.
+    """A run's state. The schedule and the data have none: they follow from the numbers of epochs and updates."""
 
-    Attributes:
-        model: The model, not wrapped for several processes; its shards, where it is shared out.
-        ema: Its averaged weights, if there are any.
-        optimizer: Its moments and step counts.
-        scaler: Of the loss in fp16, else None.
-        monitor: What the curves have still to show.
-        updates_per_epoch: Updates in an epoch.
-        epoch: Finished epochs.
-        updates: Finished updates, over all epochs.
-        best: The best top-1 so far, in per cent.
-        history: The results of each epoch.
-        started: When the run first started.
-    """
-
-    model: nn.Module
-    ema: Ema | None
+    model: nn.Module  # not wrapped for several processes; with FSDP, this process's shards
+    ema: Ema | None  # its averaged weights
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
+    scaler: torch.amp.GradScaler | None  # of the loss in fp16
     monitor: UpdateMonitor
     updates_per_epoch: int
-    epoch: int = 0
-    updates: int = 0
-    best: float = -1.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-    started: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))
+    epoch: int = 0  # finished ones
+    updates: int = 0  # finished ones, over all epochs
+    best: float = -1.0  # top-1 in per cent
+    history: list[dict[str, Any]] = field(default_factory=list)  # the results of each epoch
+    started: str = field(default_factory=lambda: time.strftime("%Y%m%d-%H%M%S"))  # for the first time
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, for a checkpoint. All processes take part, the first one gets whole tensors."""
+        """The state for a checkpoint. All processes take part; the first one gets whole tensors."""
         state = dict(
             epoch=self.epoch,
             updates=self.updates,
@@ -65,10 +51,10 @@ class RunState:
         return state
 
     def load_state_dict(self, state: dict[str, Any], cfg: Config) -> None:
-        """Goes on where a checkpoint stopped, at the same share of its epoch if that has another number of updates.
+        """Goes on from a checkpoint; where an epoch has another number of updates now, from the same share of it.
 
         Raises:
-            UserError: Where model or optimiser are others than those of `cfg`.
+            UserError: Where the checkpoint has another model or optimiser than `cfg`.
         """
         load_weights(self.model, state, str(cfg.resume))
         if self.ema:
@@ -87,8 +73,8 @@ class RunState:
         """Notes that an epoch is finished.
 
         Args:
-            facts: What the history is to say of it.
-            results: Of its evaluation, empty if it had none: "val" of the raw weights, "val_ema" of averaged ones.
+            facts: Further facts about it for the history.
+            results: Those of its evaluation, if it had one: "val" of the raw weights, "val_ema" of averaged ones.
 
         Returns:
             Whether its weights, averaged ones where there are any, are the best so far.
@@ -103,7 +89,7 @@ class RunState:
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any], cfg: Config) -> None:
-    """Loads moments and step counts of a checkpoint; the settings stay those of `cfg`, which may have changed."""
+    """Loads moments and step counts of a checkpoint; the settings of the optimiser stay those of `cfg`."""
     if checkpoint["config"]["opt"] != cfg.opt:
         raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
     saved = checkpoint["optimizer"]
@@ -112,12 +98,12 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
         {**group, **own, "params": group["params"]}
         for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
     ]
-    with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
+    with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group, others two
         load_optimizer_state(model, optimizer, {"state": saved["state"], "param_groups": groups})
 
 
 def changes_since(state: dict[str, Any], cfg: Config, facts: dict[str, Any]) -> list[str]:
-    """What is other than it was in the run of a checkpoint, as "KEY BEFORE -> NOW"."""
+    """The settings and facts that differ from a checkpoint's, as "KEY BEFORE -> NOW"."""
     new = {**cfg.decisive(cfg.values()), **facts}
     # An older checkpoint lacks newer fields, whose defaults are what it had.
     old = {
