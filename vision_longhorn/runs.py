@@ -44,11 +44,11 @@ class Run:
 
     def history(self) -> list[dict[str, Any]]:
         """The results of the finished epochs, a dict each."""
-        return _read_json(self.history_file) or []
+        return read_json(self.history_file) or []
 
     def environment(self) -> dict[str, Any]:
         """What the run's bits depended on beside its settings."""
-        return _read_json(self.environment_file) or {}
+        return read_json(self.environment_file) or {}
 
     def has_begun(self) -> bool:
         """Whether a run has written here."""
@@ -121,7 +121,7 @@ class Run:
             writer.writerows([row.get(column) for column in columns] for row in rows)
 
 
-def _read_json(file: Path) -> Any:
+def read_json(file: Path) -> Any:
     """The content of a JSON file; None where there is none, or it is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))

@@ -21,7 +21,6 @@ class Source(NamedTuple):
     place: str | os.PathLike[str]
     kind: str  # "weights" or "EMA weights"
     weights: dict[str, Any]
-    overlay: dict[str, Any]  # by which timm loads them
     arch: str | None
     img_size: Any  # for which the positions are
     class_names: list[str] | None
@@ -41,11 +40,9 @@ def model_from_weights(
 
     Args:
         name, **kwargs: As for `create_model`.
-        path: A checkpoint of the trainer (its averaged weights, if it has any) or a run's folder, bare weights,
-            safetensors, or a source of `runs.timm_source`.
-        num_classes: Number of classes of the model.
-        class_names: Their names in the data, None if unknown. Where the file or the data have no names, only the
-            numbers of classes are compared.
+        path: A run's folder or checkpoint (its averaged weights, if it has any), bare weights, safetensors, or a
+            source of `runs.timm_source`.
+        num_classes, class_names: The model's classes. Names that are unknown (None) are not compared.
 
     Returns:
         (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.
@@ -62,7 +59,7 @@ def model_from_weights(
     head = source.weights.get(f"{classifier}.weight")
     # With the classifier of the file, timm insists on every tensor.
     of_file = num_classes if classifier is None else 0 if head is None else len(head)
-    overlay = {**source.overlay, "num_classes": of_file}
+    overlay = {"state_dict": dict(source.weights), "num_classes": of_file}
     if source.img_size is not None and cfg.fixed_input_size:
         # timm would take the size of the file's positions for the model's as well.
         size = source.img_size
@@ -100,7 +97,7 @@ def _open(path: str | os.PathLike[str]) -> Source:
         loaded = load_model(path)
         weights = loaded.model.state_dict()
         arch, size = loaded.model.pretrained_cfg["architecture"], loaded.settings["input_size"][-2:]
-        return Source(path, "weights", weights, {"state_dict": dict(weights)}, arch, size, loaded.class_names)
+        return Source(path, "weights", weights, arch, size, loaded.class_names)
     file = run_file(path)
     checkpoint = load_checkpoint(file)
     key = next((key for key in ("state_dict_ema", "model_ema") if isinstance(checkpoint.get(key), dict)), "state_dict")
@@ -110,7 +107,6 @@ def _open(path: str | os.PathLike[str]) -> Source:
         file,
         "weights" if key == "state_dict" else "EMA weights",
         clean_state_dict(checkpoint[key]),
-        {"file": str(file)},
         checkpoint.get("arch"),
         size,
         checkpoint_names(checkpoint)[0],
