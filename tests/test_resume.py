@@ -46,9 +46,9 @@ from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import trainer, updates
+from vision_longhorn.training.config import Config
 from vision_longhorn.training.folder import set_aside
-from vision_longhorn.training.setup import SoftTargetCrossEntropy
-from vision_longhorn.training.state import RunState, load_optimizer
+from vision_longhorn.training.setup import SoftTargetCrossEntropy, load_optimizer
 from vision_longhorn.training.step import step_if_finite
 from vision_longhorn.training.updates import UpdateMonitor
 
@@ -788,25 +788,31 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
     model.load_state_dict(saved["model"])
     second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
     settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1)
-    load_optimizer(model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}}, settings)
+    load_optimizer(settings, model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}})
     step(second, inputs[4])
     assert torch.equal(model.weight, wanted)
 
 
 def test_the_best_epoch_is_known_after_a_stop():
     def new():
-        model = torch.nn.Linear(2, 2)
-        monitor = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-        return RunState(model, None, torch.optim.SGD(model.parameters(), lr=0.1), None, monitor, updates_per_epoch=4)
+        made = object.__new__(trainer.Trainer)
+        made.cfg, made.ema, made.model = Config(opt="sgd", resume="last.pt"), None, torch.nn.Linear(2, 2)
+        made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+        made.accelerator = SimpleNamespace(scaler=None)
+        made.monitor = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+        made.data = SimpleNamespace(num_classes=2, names=dict)
+        made.facts = lambda: {"updates_per_epoch": 4}
+        made.updates_per_epoch, made.epoch, made.updates = 4, 0, 0
+        made.best, made.history, made.started = -1.0, [], "now"
+        return made
 
     def ends(state, *top1):
         return state.end_epoch({}, {"val": {"top1": top1[0]}} if top1 else {})
 
     state = new()
     assert ends(state, 50.0) and not ends(state, 50.0) and not ends(state)  # as good is no better
-    saved = {**state.state_dict(), "facts": {"updates_per_epoch": 4}, "config": {"opt": "sgd"}}
     other = new()
-    other.load_state_dict(saved, SimpleNamespace(resume="last.pt", opt="sgd", weight_decay=0.0))
+    other.load_state_dict(state.state_dict())
     assert (other.epoch, other.best, len(other.history)) == (3, 50.0, 3)
     assert not ends(other, 49.0) and ends(other, 51.0)
 

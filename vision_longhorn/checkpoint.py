@@ -2,7 +2,7 @@
 
 A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "num_classes",
 "state_dict", "state_dict_ema" (where weights are averaged), "class_names" and "display_names" (by index; None where the
-data have none), "config" (the run's settings), "facts" (what else its bits depend on), and what `RunState` keeps. The
+data have none), "config" (the run's settings), "facts" (what else its bits depend on), and `Trainer`'s own state. The
 names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes the file as it is, with its averaged weights.
 """
 
