@@ -122,7 +122,7 @@ if HAS_TRITON:
     import triton
     import triton.language as tl
 
-    from ..backends.triton.lanes import LOG2E, dot, fill, reciprocal, sum_states
+    from ..backends.triton.lanes import LOG2E, dot, fill, reciprocal
 
     # 2^125 is far inside float32; a step whose logit lies below -87 has beta < 1e-37 and writes nothing float32 could
     # show.
@@ -134,7 +134,7 @@ if HAS_TRITON:
 
     @triton.jit
     def step_size(u, bias, norm, keep, form):
-        # Beyond the end `norm` is infinite.
+        # (1); beyond the end `norm` is infinite.
         e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
         return reciprocal(1.0 + e + norm, form.PTX), e
 
@@ -154,7 +154,7 @@ if HAS_TRITON:
 
     @triton.jit
     def diagonal_advance(S, x, k, A, eps, e):
-        w = eps * x
+        w = eps * x  # (3)
         new = ()
         for i in tl.static_range(len(k)):
             if len(k) == 1:
@@ -184,7 +184,7 @@ if HAS_TRITON:
 
     @triton.jit
     def logit_back(dlog, u, bias, eps, e, inside, form):
-        return dlog * (eps * e)
+        return dlog * (eps * e)  # (17)
 
     @triton.jit
     def diagonal_step_back(now, before, x, w, k, A, eps, e, form):
@@ -197,19 +197,19 @@ if HAS_TRITON:
             dx = eps * reads
             flow = now[0] * before[0]
             dlog = eps * (x * reads - flow * (k[0] * k[0]))
-            # Two terms of dk, without their cancellation for a large key.
+            # (20): two terms of dk, without their cancellation for a large key.
             dk = (now[0] * w - 2.0 * k[0] * eps * (flow * a + w * reads),)
             G = (now[0] * a,)
             return G, dx, dlog, dk, ()
         else:
-            # With H = eps G: dk / 2 = H (x/2 - k S), and two sums of what is there already give dx and dlog.
+            # (14): dk / 2 = H (x/2 - k S), and two sums of what is there already give dx and dlog.
             heads = ()
             # One sum in two orders, by which ptxas spills other registers (an H200): in a walk through all of time the
             # second takes 2 % longer, in segments, which start from an adjoint, the first 3.5 %.
             if form.HAS_ADJOINT:
                 for n in tl.static_range(len(k)):
                     heads = heads + (k[n] * (now[n] * eps),)
-                dx = sum_states(heads)
+                dx = dot(heads, ())
                 for n in tl.static_range(len(k)):
                     dk = dk + ((now[n] * eps) * (0.5 * x - k[n] * before[n]),)
                     G = G + (now[n] - k[n] * heads[n],)
@@ -220,17 +220,17 @@ if HAS_TRITON:
                     heads = heads + (head,)
                     dk = dk + (scaled * (0.5 * x - k[n] * before[n]),)
                     G = G + (now[n] - k[n] * head,)
-                dx = sum_states(heads)
+                dx = dot(heads, ())
             dlog = dot(dk, k) + (0.5 * x) * dx
             return G, dx, dlog, dk, ()
 
     @triton.jit
     def diagonal_through_norm(dlog, eps):
-        return -1.0 * eps * dlog  # half of it, as of dk
+        return -1.0 * eps * dlog  # half of the last term of (13), as of dk
 
     @triton.jit
     def error_advance(S, x, k, A, eps, e):
-        w = eps * (x - dot(S, k))
+        w = eps * (x - dot(S, k))  # (2)
         new = ()
         for i in tl.static_range(len(k)):
             new = new + (S[i] + k[i] * w,)
@@ -241,16 +241,16 @@ if HAS_TRITON:
         dk = ()
         G = ()
         reads = dot(now, k)
-        dx = eps * reads
-        dlog = w * reads
+        dx = eps * reads  # (11)
+        dlog = w * reads  # (15), times eps
         for n in tl.static_range(len(k)):
-            dk = dk + (w * now[n] - dx * before[n],)
+            dk = dk + (w * now[n] - dx * before[n],)  # (16)
             G = G + (now[n] - k[n] * dx,)
         return G, dx, dlog, dk, ()
 
     @triton.jit
     def exact_through_norm(dlog, eps):
-        return -2.0 * eps * dlog
+        return -2.0 * eps * dlog  # the last term of (16)
 
     Diagonal.kernels = Functions(
         Diagonal, scaled_bias=scaled_bias, step_size=step_size, advance=diagonal_advance,

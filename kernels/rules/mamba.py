@@ -96,7 +96,7 @@ if HAS_TRITON:
 
     @triton.jit
     def advance(S, x, k, A, eps, e):
-        w = eps * x
+        w = eps * x  # (4)
         new = ()
         for i in tl.static_range(len(A)):
             new = new + (tl.exp2(A[i] * eps) * S[i] + k[i] * w,)
@@ -136,7 +136,7 @@ if HAS_TRITON:
         dx = eps * reads
         dk = ()
         G = ()
-        flows = ()  # d loss / d (dt A)
+        flows = ()  # d loss / d (dt A), for (18) and (19)
         dA = ()
         for n in tl.static_range(len(A)):
             a = decay(k[n], A[n], eps, e, False)

@@ -110,7 +110,7 @@ def _gate_back(dy, z, unscale):
 
 @triton.jit
 def _solve_pair(R, eps, between):
-    """U of the lane's two tokens: the first reads the second."""
+    """U of the lane's two tokens (24): the first reads the second."""
     u1 = eps[1] * R[1]
     u3 = eps[3] * R[3]
     return eps[0] * (R[0] - between * u1), u1, eps[2] * (R[2] - between * u3), u3
@@ -159,7 +159,7 @@ def _tile_back(found, words, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
     zero = shared.zero
     w0 = words.w[2 * cp]
     w1 = words.w[2 * cp + 1]
-    s = ()
+    s = ()  # the state before the chunk, (23) undone
     for j in tl.static_range(NP):
         s = s + product_8(tiles.span_of(S, 4 * (NP * cp + j), 4), w0, w1, shared.minus_kT[j])
     A = tiles.words_of(s, NP)
@@ -171,6 +171,7 @@ def _tile_back(found, words, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
     o1 = packed(dO[2], dO[3])
     p = tiles.span_of(P, 4 * NP * cp, 4 * NP)
     PA = tiles.words_of(p, NP)
+    # P K^T + dO tril(Q K^T) of (24)
     base = product_8(tiles.over_states((zero, zero, zero, zero), PA, words.chunk.k, NP), o0, o1, shared.reads_back)
     eps, e = tiles.step_sizes(words.chunk.step, kept, zero, bias, shared.n0, shared.n1, cp, form)
     U = _solve_pair(base, eps, shared.between)
@@ -178,7 +179,7 @@ def _tile_back(found, words, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
         U = _solve_pair(product_tf32(base, U, shared.G0, shared.G1), eps, shared.between)
     dx = (U[0] + skip[2 * cp] * dO[0], U[1] + skip[2 * cp] * dO[1],
           U[2] + skip[2 * cp + 1] * dO[2], U[3] + skip[2 * cp + 1] * dO[3])  # fmt: skip
-    # d log eps / d logit is eps e.
+    # (28), since d log eps / d logit is eps e
     du = ((U[0] * low(w0)) * e[0], (U[1] * high(w0)) * e[1], (U[2] * low(w1)) * e[2], (U[3] * high(w1)) * e[3])
     dbias = (dbias[2 * cp] + (du[0] + du[1]), dbias[2 * cp + 1] + (du[2] + du[3]))
     u0 = packed(-U[0], -U[1])
@@ -192,6 +193,7 @@ def _tile_back(found, words, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
     sums = ()
     new_P = ()
     for j in tl.static_range(NP):
+        # dO^T S and -U^T S, then W^T P, of (26) and (27); the next P (25)
         part = product_16(tiles.span_of(found.sums, 4 * j, 4), oT[0], uT[0], oT[1], uT[1], ST[2 * j], ST[2 * j + 1])
         sums = sums + product_16(part, shared.none, wT[0], shared.none, wT[1], PT[2 * j], PT[2 * j + 1])
         new_P = new_P + product_16(tiles.span_of(p, 4 * j, 4), o0, o1, u0, u1, shared.qT[j], shared.kT[j])
@@ -202,8 +204,8 @@ def _tile_back(found, words, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
 
 @triton.jit
 def _sums_of_keys(found, shared, lane, NP: tl.constexpr):
-    """Of the warp's channels, pairs of states of dk and then of dq for token g: what `found` holds of the chunk's ends,
-    and what goes through its own tokens, whose w was read by themselves and those after them."""
+    """Sums over the warp's channels, pairs of states of dk (27) and then of dq (26) for token g: what `found` holds of
+    the chunk's ends, and what goes through its own tokens, whose w was read by themselves and those after them."""
     g, t, pairs = lane.g, lane.t, found.pairs
     upper = packed(tl.where(2 * t <= g, pairs[0], 0.0), tl.where(2 * t < g, pairs[1], 0.0))
     lower = packed(tl.where(2 * t <= g, pairs[2], 0.0), tl.where(2 * t < g, pairs[3], 0.0))

@@ -66,7 +66,7 @@ def _solve_pair(R, eps, linked):
 
 @triton.jit
 def _solve(base, eps, linked, G0, G1, form):
-    """W of all tiles, as C lies, from what the state leaves of x. Four rounds, each right for one lane of the quad
+    """W of all tiles (21), as C lies, from what the state leaves of x. Four rounds, each right for one lane of the quad
     more: the tokens of lane t read those of the lanes before."""
     CP: tl.constexpr = form.CP
     R = base
@@ -203,6 +203,7 @@ def _forward_kernel(
             own, e = tiles.step_sizes(chunk.step, kept, zero, bias, n0, n1, cp, form)
             eps = eps + own
             linked = linked + (own[1] * between, own[3] * between)
+            # x - S K^T of (21), then W, O (22) and the next S (23)
             base = base + tiles.over_states(tiles.numbers(chunk.x, cp, form), a, minus_k, NP)
         W = _solve(base, eps, linked, G0, G1, form)
         ys = ()

@@ -118,7 +118,7 @@ def own_products(G0, G1, t, tokens):
 
 @triton.jit
 def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, form):
-    """eps and e = exp(-logit) of a tile (2), each as C lies. RP: the words are the tokens' at low rank, and the
+    """eps and e = exp(-logit) of a tile (1), each as C lies. RP: the words are the tokens' at low rank, and the
     projection lies at `kept`."""
     if form.SCALAR:
         e0 = exp2(tl.minimum(low(words[0]) * -LOG2E + bias[0], MAX_EXPONENT))

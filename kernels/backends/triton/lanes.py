@@ -142,51 +142,33 @@ def part_of(values, j: tl.constexpr, parts: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b):
-    """Sum over the states of a * b, (1, BC), in up to four chains."""
-    c0 = a[0] * b[0]
-    if len(a) < 4:
-        for i in tl.static_range(1, len(a)):
-            c0 += a[i] * b[i]
+def _term(a, b, i: tl.constexpr):
+    if len(b) > 0:
+        return a[i] * b[i]
     else:
-        c1 = a[1] * b[1]
-        c2 = a[2] * b[2]
-        c3 = a[3] * b[3]
-        for i in tl.static_range(4, len(a)):
-            if i % 4 == 0:
-                c0 += a[i] * b[i]
-            elif i % 4 == 1:
-                c1 += a[i] * b[i]
-            elif i % 4 == 2:
-                c2 += a[i] * b[i]
-            else:
-                c3 += a[i] * b[i]
-        c0 = (c0 + c1) + (c2 + c3)
-    if c0.shape[0] > 1:
-        c0 = tl.sum(c0, 0, keep_dims=True)
-    return c0
+        return a[i]
 
 
 @triton.jit
-def sum_states(a):
-    """Sum over the states, as `dot`."""
-    c0 = a[0]
+def dot(a, b):
+    """Sum over the states of a * b, or of a if b is empty, (1, BC), in up to four chains."""
+    c0 = _term(a, b, 0)
     if len(a) < 4:
         for i in tl.static_range(1, len(a)):
-            c0 += a[i]
+            c0 += _term(a, b, i)
     else:
-        c1 = a[1]
-        c2 = a[2]
-        c3 = a[3]
+        c1 = _term(a, b, 1)
+        c2 = _term(a, b, 2)
+        c3 = _term(a, b, 3)
         for i in tl.static_range(4, len(a)):
             if i % 4 == 0:
-                c0 += a[i]
+                c0 += _term(a, b, i)
             elif i % 4 == 1:
-                c1 += a[i]
+                c1 += _term(a, b, i)
             elif i % 4 == 2:
-                c2 += a[i]
+                c2 += _term(a, b, i)
             else:
-                c3 += a[i]
+                c3 += _term(a, b, i)
         c0 = (c0 + c1) + (c2 + c3)
     if c0.shape[0] > 1:
         c0 = tl.sum(c0, 0, keep_dims=True)
@@ -211,7 +193,7 @@ def scale_row(row, factor):
 
 @triton.jit
 def gate(dy, z, PTX: tl.constexpr):
-    """dy silu(z), and dy silu'(z)."""
+    """dy silu(z), and dy silu'(z): (8)."""
     sigmoid = reciprocal(1.0 + tl.exp2(z * -LOG2E), PTX)
     silu = z * sigmoid
     return dy * silu, dy * (sigmoid + silu * (1.0 - sigmoid))
@@ -318,20 +300,13 @@ def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, FACTOR: tl.constex
         for i in tl.static_range(V):
             words = words + (values[i].to(tl.int32, bitcast=True),)
         if V == 32:
-            sums = (
-                tl.inline_asm_elementwise(
-                    _FOLD_32, _FOLD_32_CONSTRAINTS, words, dtype=tl.float32, is_pure=True, pack=1
-                ),
-            )
+            fold = tl.inline_asm_elementwise(_FOLD_32, _FOLD_32_CONSTRAINTS, words, tl.float32, is_pure=True, pack=1)
             index = (lane & 24) + 2 * (lane & 3) + (lane // 4 & 1)
         else:
-            sums = (
-                tl.inline_asm_elementwise(
-                    _FOLD_16, _FOLD_16_CONSTRAINTS, words, dtype=tl.float32, is_pure=True, pack=1
-                ),
-            )
+            fold = tl.inline_asm_elementwise(_FOLD_16, _FOLD_16_CONSTRAINTS, words, tl.float32, is_pure=True, pack=1)
             index = (lane // 2 & 8) + 2 * (lane & 3) + (lane // 8 & 1)
             valid = (lane & 4) == 0
+        sums = (fold,)
     else:
         sums = fold_lanes(values, V, NS, W)
     part = tl.arange(0, NS)[:, None] + tl.zeros([NS, W], tl.int32)

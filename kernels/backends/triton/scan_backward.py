@@ -130,7 +130,7 @@ def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, a
 @triton.jit
 def _states_around(S, G, states, do, j: tl.constexpr, k, q, w, RULE: tl.constexpr, form):
     """The state before the part's j-th token (of a rule that is undone, S - w k), the adjoint with the token's read-out
-    (8), and this lane's part of dq (9)."""
+    (9), and this lane's part of dq (10)."""
     before = ()
     now = ()
     dq = ()
@@ -146,7 +146,7 @@ def _states_around(S, G, states, do, j: tl.constexpr, k, q, w, RULE: tl.constexp
 
 @triton.jit
 def _store_rows(rows, t, dk, dq, k, dlog, eps, i, end, RULE: tl.constexpr, form):
-    """Sums over channels of dk and dq of token t: (13)."""
+    """Sums over channels of dq and dk of token t: (10), and (13), (16) or (18)."""
     # The flags are Python's own; Triton 3.3 combines constexprs only.
     TAKES_NORM: tl.constexpr = RULE.value.takes_norm
     HALVES: tl.constexpr = RULE.value.halves_key_sums
@@ -289,7 +289,7 @@ def _backward_kernel(
             if not form.WHOLE:
                 do = tl.where(at.d_ok, do, 0.0)
             if form.HAS_Z:
-                o = dot(S, q_t) + skip * x
+                o = dot(S, q_t) + skip * x  # (7)
                 do, dz = gate(do, part.z[j].to(tl.float32), form.PTX)
                 tl.store(dz_row + place, (dz * o).to(dz_ptr.dtype.element_ty), mask=ok)
             before, now, dq = _states_around(S, G, states, do, j, k_t, q_t, w, RULE, form)
@@ -297,7 +297,7 @@ def _backward_kernel(
             dstep = RULE.value.logit_back(dlog, part.step[j], inputs.bias, eps, e, inside, form)
             if TAKES_A:
                 dA = _add_dA(dA, dA_t, sums.row + t.to(tl.int64) * SUMS + 2 * N, i + j, at.end, form)
-            dD += do * x
+            dD += do * x  # (8)
             dbias += dstep
             tl.store(dx_row + place, (dx + skip * do).to(dx_ptr.dtype.element_ty), mask=ok)
             if RULE.value.has_step:

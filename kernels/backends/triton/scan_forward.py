@@ -47,7 +47,7 @@ def _load_rows(inputs, q, at, i, COUNT: tl.constexpr, form):
 
 @triton.jit
 def _read(S, x, z, q, skip, form):
-    """y of a token, without its scale: (7)."""
+    """y of a token (7), without its scale."""
     y = dot(S, q)
     if form.HAS_D:
         y += skip * x
