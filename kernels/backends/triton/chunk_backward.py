@@ -54,11 +54,14 @@ def _load_chunk(place, rows, lane, c, HOW: tl.constexpr, form):
     for i in tl.static_range(form.CP):
         w = w + read_two(place + SLOT * i, rows.w + (c * (4 * PAIRS) + 4 * i), 2 * i < lane.left, form.WORD == 4, HOW)
     place = place + SLOT * form.CP
-    token = lane.origin + lane.sign * tl.minimum(first, lane.L - 1)
-    next_token = lane.origin + lane.sign * tl.minimum(first + 1, lane.L - 1)
-    dy = loads.load_pair(place, rows.dy, token, next_token, lane.left, lane.left, True, HOW, form)
-    place = place + 2 * SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
-    return Back(w, dy, loads.load_chunk(place, rows.chunk, lane, 8 * c, lane.left, HOW, form))
+    OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
+    WHOLE: tl.constexpr = form.WORD == 4
+    dy = ()
+    for j in tl.static_range(2):
+        token = lane.origin + lane.sign * tl.minimum(first + j, lane.L - 1)
+        dy = dy + loads.load_words(place + j * OF_TOKEN, rows.dy.row + token * rows.dy.stride, lane.left, form.CP,
+                                   form.WORD, WHOLE, HOW, form)  # fmt: skip
+    return Back(w, dy, loads.load_chunk(place + 2 * OF_TOKEN, rows.chunk, lane, 8 * c, lane.left, HOW, form))
 
 
 @triton.jit
@@ -303,15 +306,15 @@ def _backward_kernel(
     chunks = (L + 7) // 8
     anchors = (chunks + form.ANCHOR - 1) // form.ANCHOR
     of_sequence = offset_of(sequence, L * D, False) + d
+    x = loads.channels_at(x_ptr, lane, x_g, x_b, x_l, form)
+    step = loads.steps_at(step_ptr, lane, step_g, step_b, step_l, step_d, form)
+    z = loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form)
+    dy = loads.channels_at(dy_ptr, lane, dy_g, dy_b, dy_l, form)
     dz = loads.channels_at(dz_ptr, lane, dz_g, dz_b, dz_l, form)
-    rows = Back(
-        loads.written_at(written_ptr, lane, sequence, chunks, form),
-        loads.channels_at(dy_ptr, lane, dy_g, dy_b, dy_l, form),
-        loads.Chunk(
-            loads.states_at(k_ptr, lane, k_g, k_b, k_l), loads.states_at(q_ptr, lane, q_g, q_b, q_l),
-            loads.channels_at(x_ptr, lane, x_g, x_b, x_l, form),
-            loads.steps_at(step_ptr, lane, step_g, step_b, step_l, step_d, form),
-            loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form), dz))  # fmt: skip
+    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l)
+    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
+    written = loads.written_at(written_ptr, lane, sequence, chunks, form)
+    rows = Back(written, dy, loads.Chunk(k, q, x, step, z, dz))
     anchor_row = anchor_ptr + sequence * anchors * (D * N)
     of_block = (i % blocks * directions + G) * B + b
     sums_row = sums_ptr + of_block * L * (2 * N) + lane.state

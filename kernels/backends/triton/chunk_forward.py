@@ -100,6 +100,15 @@ def _gate(values, zs, others, unscale, ADD: tl.constexpr, form):
 
 
 @triton.jit
+def _load_others(y_row, at, next_at, left, ok, next_ok, place, form):
+    """What the other direction left for the lane's tokens, where `ok` and `next_ok`."""
+    first_left = tl.where(ok, left, 0)
+    words = loads.load_words(place, y_row + at, first_left, form.CP, form.WORD, False, DIRECT, form)
+    second_left = tl.where(next_ok, left, 0)
+    return words + loads.load_words(place, y_row + next_at, second_left, form.CP, form.WORD, False, DIRECT, form)
+
+
+@triton.jit
 def _put_where_they_meet(place, y_row, at, next_at, ys, z, others, first, early, next_early, c, meeting, lane, unscale,
                          form):  # fmt: skip
     """Store y as it is for tokens that this direction comes to first, and the sum under the gate for the others."""
@@ -110,8 +119,7 @@ def _put_where_they_meet(place, y_row, at, next_at, ys, z, others, first, early,
         next_late = (first + 1 < lane.L) & (next_early == 0)
         if c == meeting:
             tl.debug_barrier()
-            others = loads.load_pair(place, loads.Tokens(y_row, 1), at, next_at, tl.where(late, left, 0),
-                                     tl.where(next_late, left, 0), False, DIRECT, form)  # fmt: skip
+            others = _load_others(y_row, at, next_at, left, late, next_late, place, form)
         ys = _gate(ys, z, others, unscale, True, form)
         loads.put_tokens(y_row, at, next_at, ys, left, late, next_late, form)
 
@@ -150,12 +158,13 @@ def _forward_kernel(
     chunks = (L + 7) // 8
     meeting = (chunks - 1) // 2 if form.MEET else 0
     anchors = (chunks + form.ANCHOR - 1) // form.ANCHOR
+    x = loads.channels_at(x_ptr, lane, x_g, x_b, x_l, form)
+    step = loads.steps_at(step_ptr, lane, step_g, step_b, step_l, step_d, form)
+    z = loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form)
     y_row = y_ptr + offset_of(b if form.MEET else G * B + b, L * D, False) + lane.d
-    rows = loads.Chunk(
-        loads.states_at(k_ptr, lane, k_g, k_b, k_l), loads.states_at(q_ptr, lane, q_g, q_b, q_l),
-        loads.channels_at(x_ptr, lane, x_g, x_b, x_l, form),
-        loads.steps_at(step_ptr, lane, step_g, step_b, step_l, step_d, form),
-        loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form), ())  # fmt: skip
+    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l)
+    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
+    rows = loads.Chunk(k, q, x, step, z, ())
     written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
     anchor_row = anchor_ptr + (G * B + b) * anchors * (D * N)
     bias = tiles.scaled(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
@@ -185,8 +194,7 @@ def _forward_kernel(
             early = early & ((theirs > c) | ((theirs == c) & (G == 0)))
             next_early = next_early & ((next_theirs > c) | ((next_theirs == c) & (G == 0)))
             others_left = tl.where(c > meeting, left, 0)
-            others = loads.load_pair(place, loads.Tokens(y_row, 1), at, next_at, tl.where(first < L, others_left, 0),
-                                     tl.where(first + 1 < L, others_left, 0), False, DIRECT, form)  # fmt: skip
+            others = _load_others(y_row, at, next_at, others_left, first < L, first + 1 < L, place, form)
         kT = tiles.each_transposed(chunk.k)
         minus_k = tiles.each_negated(chunk.k)
         G0, G1, reads = tiles.products_of_tokens(chunk.k, chunk.q, zero, lane, NP)

@@ -118,13 +118,13 @@ def load_states(place, tokens, token, COUNT: tl.constexpr, WORD: tl.constexpr, H
 
 
 @triton.jit
-def load_pair(place, tokens, first, second, first_left, second_left, ALL: tl.constexpr, HOW: tl.constexpr, form):
+def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.constexpr, form):
     """The lane's channels of the tokens `first` and `second`."""
     CP: tl.constexpr = form.CP
     WHOLE: tl.constexpr = ALL and form.WORD == 4
-    words = load_words(place, tokens.row + first * tokens.stride, first_left, CP, form.WORD, WHOLE, HOW, form)
+    words = load_words(place, tokens.row + first * tokens.stride, left, CP, form.WORD, WHOLE, HOW, form)
     place = place + 256 * form.NW * (CP // 2 if form.WORD == 4 else CP)
-    return words + load_words(place, tokens.row + second * tokens.stride, second_left, CP, form.WORD, WHOLE, HOW, form)
+    return words + load_words(place, tokens.row + second * tokens.stride, left, CP, form.WORD, WHOLE, HOW, form)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def load_chunk(place, rows, lane, i, left_of_z, HOW: tl.constexpr, form):
     k = load_states(place, rows.k, row, form.NP, form.STATES, HOW, form)
     q = load_states(place + OF_STATES, rows.q, row, form.NP, form.STATES, HOW, form)
     place = place + 2 * OF_STATES
-    x = load_pair(place, rows.x, first, second, left, left, True, HOW, form)
+    x = load_pair(place, rows.x, first, second, left, True, HOW, form)
     place = place + OF_TOKENS
     if form.RP > 0:
         step = load_states(place, rows.step, row, form.RP, form.RANKS, HOW, form)
@@ -165,15 +165,15 @@ def load_chunk(place, rows, lane, i, left_of_z, HOW: tl.constexpr, form):
             step = load_scalar(place, rows.step, first, HOW)
             step = step + load_scalar(place + OF_TOKENS // 2, rows.step, second, HOW)
         else:
-            step = load_pair(place, rows.step, first, second, left, left, True, HOW, form)
+            step = load_pair(place, rows.step, first, second, left, True, HOW, form)
         place = place + OF_TOKENS
     z = ()
     other = ()
     if form.HAS_Z:
-        z = load_pair(place, rows.z, first, second, left_of_z, left_of_z, not form.MEET, HOW, form)
+        z = load_pair(place, rows.z, first, second, left_of_z, not form.MEET, HOW, form)
         place = place + OF_TOKENS
     if form.OTHER:
-        other = load_pair(place, rows.other, first, second, left, left, True, HOW, form)
+        other = load_pair(place, rows.other, first, second, left, True, HOW, form)
     return Chunk(k, q, x, step, z, other)
 
 

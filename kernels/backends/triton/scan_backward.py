@@ -45,15 +45,16 @@ def _adjoint_kernel(
     U: tl.constexpr = form.U
     TAKES_A: tl.constexpr = RULE.value.takes_A
     d, g, sequence = at.d, at.g, at.g * B + at.b
-    A_rows = walk.states_at(A_ptr, at, A_g, A_b, A_l, form)
     step = walk.channels_at(step_ptr, at, step_g, step_b, step_l, step_d, form)
-    inputs = walk.Inputs(
-        step, step, walk.states_at(k_ptr, at, k_g, k_b, k_l, form), norm_ptr + sequence * padded,
-        walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form),
-        walk.load_A(A_ptr + g * A_g + at.b * A_b, at, A_d, A_n, RULE, form), A_rows)  # fmt: skip
     z = walk.channels_at(z_ptr, at, z_g, z_b, z_l, 1, form)
     dy = walk.channels_at(dy_ptr, at, dy_g, dy_b, dy_l, 1, form)
+    k = walk.states_at(k_ptr, at, k_g, k_b, k_l, form)
     q = walk.states_at(q_ptr, at, q_g, q_b, q_l, form)
+    norm_row = norm_ptr + sequence * padded
+    bias = walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form)
+    A_rows = walk.states_at(A_ptr, at, A_g, A_b, A_l, form)
+    A = walk.load_A(A_ptr + g * A_g + at.b * A_b, at, A_d, A_n, RULE, form)
+    inputs = walk.Inputs(step, step, k, norm_row, bias, A, A_rows)
     adjoint = walk.fill_state(0.0, form)
     total = walk.fill_state(1.0, form)
 
@@ -194,28 +195,26 @@ def _backward_kernel(
     wrote is subtracted, from the saved state after every T-th token on.
     """
     at = walk.place_of(blocks, segments, span, L, form)
-    d, g, sequence = at.d, at.g, at.g * B + at.b
+    d, g = at.d, at.g
     N: tl.constexpr = form.N
     D: tl.constexpr = form.D
     T: tl.constexpr = form.T
     U: tl.constexpr = form.U
     UNDOES: tl.constexpr = RULE.value.undoes
     TAKES_A: tl.constexpr = RULE.value.takes_A
-    row = sequence * L  # of the (G, B, L, ...) gradients
-    A_rows = walk.states_at(A_ptr, at, A_g, A_b, A_l, form)
-    inputs = walk.Inputs(
-        walk.channels_at(x_ptr, at, x_g, x_b, x_l, 1, form),
-        walk.channels_at(step_ptr, at, step_g, step_b, step_l, step_d, form),
-        walk.states_at(k_ptr, at, k_g, k_b, k_l, form), norm_ptr + sequence * padded,
-        walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form),
-        walk.load_A(A_ptr + g * A_g + at.b * A_b, at, A_d, A_n, RULE, form), A_rows)  # fmt: skip
+    x = walk.channels_at(x_ptr, at, x_g, x_b, x_l, 1, form)
+    step = walk.channels_at(step_ptr, at, step_g, step_b, step_l, step_d, form)
     z = walk.channels_at(z_ptr, at, z_g, z_b, z_l, 1, form)
     dy = walk.channels_at(dy_ptr, at, dy_g, dy_b, dy_l, 1, form)
+    k = walk.states_at(k_ptr, at, k_g, k_b, k_l, form)
     q = walk.states_at(q_ptr, at, q_g, q_b, q_l, form)
-    written = walk.Tokens(walk.result_at(written_ptr, at, row, form), D)
+    sequence = g * B + at.b
+    norm_row = norm_ptr + sequence * padded
+    row = sequence * L  # of the (G, B, L, ...) gradients
     dx_row = walk.result_at(dx_ptr, at, row, form)
     dstep_row = walk.result_at(dstep_ptr, at, row, form)
     dz_row = walk.result_at(dz_ptr, at, row, form)
+    written = walk.Tokens(walk.result_at(written_ptr, at, row, form), D)
     SUMS: tl.constexpr = 3 * N if form.A_PER_TOKEN else 2 * N
     sums = walk.Tokens(sums_ptr + (at.block * tl.num_programs(1).to(tl.int64) * B * L + row) * SUMS, SUMS)
     saved_row = saved_ptr + (g * ((L + T - 1) // T) * B + at.b) * (N * D) + at.first * D + d
@@ -224,6 +223,10 @@ def _backward_kernel(
     scratch_row = scratch_ptr + (sequence * segments + at.segment) * ((T // U - 1) * N * D) + at.first * D + d
 
     skip = walk.load_skip(D_ptr + g * D_g + d, form)
+    bias = walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form)
+    A_rows = walk.states_at(A_ptr, at, A_g, A_b, A_l, form)
+    A = walk.load_A(A_ptr + g * A_g + at.b * A_b, at, A_d, A_n, RULE, form)
+    inputs = walk.Inputs(x, step, k, norm_row, bias, A, A_rows)
     dA = ()
     if TAKES_A:
         if not form.A_PER_TOKEN:
@@ -277,27 +280,27 @@ def _backward_kernel(
                 # The first key that the next part needs: of its first token, or (of a rule that is undone) of its last.
                 k_next = walk.load_rows(inputs.k, at, i - 1 if UNDOES else i - U, 1, form.K_PACK, form)
             A_t = walk.A_of(inputs, at, t, form)
-            x = part.x[j].to(tl.float32)
+            x_t = part.x[j].to(tl.float32)
             if UNDOES:
                 keep = tl.where(inside, 1.0, 0.0)
                 eps, e = RULE.value.step_size(part.step[j], inputs.bias, norms[j], keep, form)
                 w = part.written[j]  # zero beyond the end
             else:
                 eps, e = states.eps[j], states.e[j]
-                w = eps * x
+                w = eps * x_t
             do = part.dy[j].to(tl.float32) * tl.where(inside, scale, 0.0)
             if not form.WHOLE:
                 do = tl.where(at.d_ok, do, 0.0)
             if form.HAS_Z:
-                o = dot(S, q_t) + skip * x  # (7)
+                o = dot(S, q_t) + skip * x_t  # (7)
                 do, dz = gate(do, part.z[j].to(tl.float32), form.PTX)
                 tl.store(dz_row + place, (dz * o).to(dz_ptr.dtype.element_ty), mask=ok)
             before, now, dq = _states_around(S, G, states, do, j, k_t, q_t, w, RULE, form)
-            G, dx, dlog, dk, dA_t = RULE.value.step_back(now, before, x, w, k_t, A_t, eps, e, form)
+            G, dx, dlog, dk, dA_t = RULE.value.step_back(now, before, x_t, w, k_t, A_t, eps, e, form)
             dstep = RULE.value.logit_back(dlog, part.step[j], inputs.bias, eps, e, inside, form)
             if TAKES_A:
                 dA = _add_dA(dA, dA_t, sums.row + t.to(tl.int64) * SUMS + 2 * N, i + j, at.end, form)
-            dD += do * x  # (8)
+            dD += do * x_t  # (8)
             dbias += dstep
             tl.store(dx_row + place, (dx + skip * do).to(dx_ptr.dtype.element_ty), mask=ok)
             if RULE.value.has_step:

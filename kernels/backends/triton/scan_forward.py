@@ -77,25 +77,27 @@ def _forward_kernel(
     if form.SUMMARY:
         if at.segment == segments - 1:
             return  # no segment follows it
-    d, g, sequence = at.d, at.g, at.g * B + at.b
+    d, g = at.d, at.g
     N: tl.constexpr = form.N
     D: tl.constexpr = form.D
     T: tl.constexpr = form.T
     U: tl.constexpr = form.U
     UNDOES: tl.constexpr = RULE.value.undoes
-    A_rows = walk.states_at(A_ptr, at, A_g, A_b, A_l, form)
-    inputs = walk.Inputs(
-        walk.channels_at(x_ptr, at, x_g, x_b, x_l, 1, form),
-        walk.channels_at(step_ptr, at, step_g, step_b, step_l, step_d, form),
-        walk.states_at(k_ptr, at, k_g, k_b, k_l, form), norm_ptr + sequence * padded,
-        walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form),
-        walk.load_A(A_ptr + g * A_g + at.b * A_b, at, A_d, A_n, RULE, form), A_rows)  # fmt: skip
+    x = walk.channels_at(x_ptr, at, x_g, x_b, x_l, 1, form)
+    step = walk.channels_at(step_ptr, at, step_g, step_b, step_l, step_d, form)
     z = walk.channels_at(z_ptr, at, z_g, z_b, z_l, 1, form)
-    q = walk.states_at(q_ptr, at, q_g, q_b, q_l, form)
+    sequence = g * B + at.b
     y_row = walk.result_at(y_ptr, at, sequence * L, form)
     written_row = walk.result_at(written_ptr, at, sequence * L, form)
+    k = walk.states_at(k_ptr, at, k_g, k_b, k_l, form)
+    q = walk.states_at(q_ptr, at, q_g, q_b, q_l, form)
+    norm_row = norm_ptr + sequence * padded
     saved_ptr += ((g * ((L + T - 1) // T) + at.begin // T) * B + at.b) * (N * D) + at.first * D + d
     skip = walk.load_skip(D_ptr + g * D_g + d, form)
+    bias = walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form)
+    A_rows = walk.states_at(A_ptr, at, A_g, A_b, A_l, form)
+    A = walk.load_A(A_ptr + g * A_g + at.b * A_b, at, A_d, A_n, RULE, form)
+    inputs = walk.Inputs(x, step, k, norm_row, bias, A, A_rows)
     total = ()  # the product of the decays so far
     if form.SUMMARY:
         total = RULE.value.start_total(form)
@@ -128,18 +130,18 @@ def _forward_kernel(
             if not form.DEEP:
                 ks, qs = _load_rows(inputs, q, at, i + j + 1, 1, form)
             A_t = walk.A_of(inputs, at, t, form)
-            x = xs[j].to(tl.float32)
+            x_t = xs[j].to(tl.float32)
             inside = all_lanes(i + j, 1, form.BC) < at.end
             keep = tl.where(inside, 1.0, 0.0)
             eps, e = RULE.value.step_size(us[j], inputs.bias, walk.load_norm(inputs.norm, i + j, RULE), keep, form)
             if form.SUMMARY:
-                S, total = RULE.value.summarize(S, total, x, k_t, A_t, eps, e, form)
+                S, total = RULE.value.summarize(S, total, x_t, k_t, A_t, eps, e, form)
             else:
-                S, w = RULE.value.advance(S, x, k_t, A_t, eps, e)
+                S, w = RULE.value.advance(S, x_t, k_t, A_t, eps, e)
                 if form.SAVE and UNDOES:
                     tl.store(written_row + offset_of(t, D, form.ALIGNED), w, mask=at.d_ok & inside)
             if form.OUTPUT:
-                y = _read(S, x, zs[j] if form.HAS_Z else 0.0, q_t, skip, form)
+                y = _read(S, x_t, zs[j] if form.HAS_Z else 0.0, q_t, skip, form)
                 ok = at.d_ok & inside
                 tl.store(y_row + offset_of(t, D, form.ALIGNED), (y * scale).to(y_ptr.dtype.element_ty), mask=ok)
         if form.SAVE and UNDOES:
