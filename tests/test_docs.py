@@ -318,7 +318,7 @@ def faults_of_options(text: str) -> list[str]:
 NOT_RUN = {
     "from vision_longhorn.data import eval_loader": "data, DIR",
     "keep_in_memory(": "data, DIR",
-    "loader.samples_of(": "data, DIR",
+    "loader.set_epoch(3": "data, DIR",
     "split_transform(": "data, and a GPU",
     "load_classifier(": "a run, or the network",
     "model.cuda()": "a GPU",

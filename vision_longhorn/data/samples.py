@@ -1,16 +1,63 @@
-"""What is in a raw sample: a dict of "__key__", "__url__" and the bytes of each of its files by extension."""
+"""Raw samples: dicts of "__key__", "__url__" and the bytes of each file by its extension."""
 
+import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from vision_longhorn.errors import reason
 
 from .images import EXTENSIONS, DataError
 
 RawSample = dict[str, Any]
-PIXELS = "__pixels__"  # in the place of a file: key of a decoded image, (H, W, 3) uint8
+PIXELS = "__pixels__"  # key of a decoded image, (H, W, 3) uint8, that a sample has instead of the file
+UTF8 = "utf-8", "surrogatepass"  # encodes every str, so that it can be decoded again
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kept:
+    """The decoded samples of one shard, made by `keep_in_memory`.
+
+    They are arrays because workers would copy lists: going through a list writes to each object's reference count.
+
+    Attributes:
+        url: their `__url__`.
+        keys, labels: bytes arrays (N,), `__key__` and `cls` of each.
+        sizes: int64 array (N, 2), height and width.
+        pixels: uint8 array, all images one after the other, each (height, width, 3).
+        others: by their numbers, samples whose image stays a file; they have size 0 above.
+    """
+
+    url: str
+    keys: np.ndarray
+    labels: np.ndarray
+    sizes: np.ndarray
+    pixels: np.ndarray
+    others: dict[int, RawSample]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the images."""
+        files = (value for sample in self.others.values() for value in sample.values() if isinstance(value, bytes))
+        return self.pixels.nbytes + sum(map(len, files))
+
+    def samples(self) -> Iterator[RawSample]:
+        """Yields the samples as `tars.read_shard` does, with pixels instead of the image's bytes."""
+        stop = 0
+        for number, (height, width) in enumerate(self.sizes.tolist()):
+            start, stop = stop, stop + 3 * height * width
+            if number in self.others:
+                yield self.others[number]
+                continue
+            yield {
+                "__key__": self.keys[number].decode(*UTF8),
+                "__url__": self.url,
+                PIXELS: self.pixels[start:stop].reshape(height, width, 3),
+                "cls": self.labels[number],
+            }
 
 
 def image_of(sample: RawSample) -> bytes:
@@ -22,7 +69,7 @@ def image_of(sample: RawSample) -> bytes:
     for extension in EXTENSIONS:
         if extension in sample:
             image = sample[extension]
-            # Members of a shard are bytes, whatever they hold: only `ImageFiles` can name a file.
+            # Members of a shard are always bytes; only an `ImageFiles` gives a Path.
             if not isinstance(image, Path):
                 return image
             try:
@@ -52,7 +99,7 @@ def label_of(sample: RawSample, num_classes: int | None = None) -> int:
 
 
 def _found_instead(sample: RawSample, wanted: Sequence[str]) -> str:
-    """Which members a sample has where it lacks one that ends in one of `wanted`, and why that may be so."""
+    """For the message about a sample without a member of the `wanted` endings: which it has, and what to do."""
     members = {name: f"{sample['__key__']}.{name}" for name in sample if not name.startswith("__")}
     shown = ", ".join(map(_shorter, list(members.values())[:5])) + (", ..." if len(members) > 5 else "")
     remedy = "the members of a sample have one name and follow each other in the tar, as `tar --sort=name` puts them"
@@ -71,7 +118,7 @@ def _shorter(name: str) -> str:
 
 
 def place(sample: RawSample) -> str:
-    """Where a sample lies, for messages: its "__url__" and "__key__" are enough."""
+    """Where a sample lies, for messages; only "__url__" and "__key__" are used."""
     if os.path.isdir(sample["__url__"]):  # an image folder
         return f"image {os.path.join(sample['__url__'], sample['__key__'])}"
     return f"shard {sample['__url__']}, sample {sample['__key__']}"

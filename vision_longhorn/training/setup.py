@@ -184,7 +184,7 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
     if cfg.workers is None:
         cfg.workers = default_workers()
     on_gpu = accelerator.device.type == "cuda"
-    transform, finish = train_transform(settings, cfg), None
+    transform, finish = train_transform(settings, cfg.values()), None
     if on_gpu:
         try:
             transform, finish = split_transform(transform)
