@@ -35,7 +35,7 @@ FOREIGN_ROOTS = {"timm", "torch", "onnx", "argparse"}
 FOREIGN_NAMES = {
     "deit_tiny_patch16_224",                # timm's, beside ours in a table
     "test_model_load_pretrained",           # a test of timm's
-    "AutoModelForImageClassification", "from_pretrained",  # transformers'
+    "AutoModelForImageClassification", "from_pretrained", "pipeline",  # transformers'
     "target_parameters", "GradCAM", "reshape_transform", "to_map",  # peft's, pytorch-grad-cam's, the reader's
     "MyMixer",                              # the reader's
     "to_empty", "GradScaler",               # torch's

@@ -312,7 +312,7 @@ def test_one_walk_for_all_tools(untidy, tmp_path, capsys):
     maker.main(["imagefolder", str(untidy / "train"), str(tmp_path / "out")])
     assert f"left out of {untidy}/train: 14 (__MACOSX/: hidden" in capsys.readouterr().err
     assert open_shards(tmp_path / "out").num_samples == 53
-    with pytest.raises(DataError, match="cat holds no shards and no folders of images, but 13 images right in it"):
+    with pytest.raises(DataError, match="cat holds no shards and no folders of images; give"):
         open_shards(untidy / "train" / "cat")
 
 
@@ -343,7 +343,7 @@ def test_shards_in_folders_of_their_splits(tmp_path):
     assert open_shards(root).samples_per_shard == [6] and open_shards(root, "test").num_samples == 4
     with pytest.raises(DataError, match="no split 'val'; it has Train, test; name one of these"):
         open_shards(root, "val")
-    with pytest.raises(DataError, match=f"no shards and no folders of images, but shards in {root}/Train"):
+    with pytest.raises(DataError, match="no shards and no folders of images; give"):
         open_shards(tmp_path)
 
 

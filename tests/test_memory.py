@@ -22,6 +22,7 @@ from vision_longhorn.data import (
     train_loader,
 )
 from vision_longhorn.data import memory as memory_module
+from vision_longhorn.data.samples import PIXELS
 from vision_longhorn.train import main as train
 
 WHOLE = create_transform(16, is_training=True, scale=(0.3, 1.0), auto_augment="rand-m9-n1", mean=[0.5] * 3, std=[1] * 3)
@@ -167,9 +168,8 @@ def test_pictures_of_all_sizes_are_not_judged_by_the_first_ones(tmp_path, monkey
     memory, taken = memory_module.psutil.virtual_memory(), []
     # As much as they need, of which the first ones take a part.
     needed = 16 * 3 * 60**2 + 48 * 3 * 12**2
-    before = memory_module.Kept.nbytes.fget
     monkeypatch.setattr(
-        memory_module.Kept, "nbytes", property(lambda kept: taken.append(before(kept)) or before(kept)), raising=True
+        memory_module, "nbytes", lambda sample: taken.append(sample[PIXELS].nbytes) or sample[PIXELS].nbytes
     )
     monkeypatch.setattr(
         memory_module.psutil, "virtual_memory", lambda: memory._replace(available=needed + 9_000 - sum(taken))

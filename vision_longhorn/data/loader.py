@@ -140,7 +140,6 @@ class Loader(wds.WebLoader):
         self.stream = stream
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
-        self._has_warned = False
         self._counts: dict[int, int] = {}  # samples in each shard without an index, as far as they are known
         super().__init__(stream, **self.options)
 
@@ -175,11 +174,7 @@ class Loader(wds.WebLoader):
                 for batch, report in super().__iter__():
                     _raise_here_only()
                     for text, count in report.notes:
-                        if count:
-                            note(text, count)
-                        elif not self._has_warned:
-                            self._has_warned = True
-                            _log.warning("%s", text)
+                        note(text, count)
                     self._check_counts(report.counts)
                     if isinstance(batch, DataError):
                         # Raise a new error: this frame would form a cycle with `batch`, and workers that the garbage

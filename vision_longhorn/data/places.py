@@ -29,9 +29,9 @@ from .folders import (
 )
 from .images import DataError
 from .index import read_index
-from .samples import Kept, RawSample
+from .samples import RawSample, nbytes
 from .tars import read_shard
-from .walk import BROKEN, FOLDER, HIDDEN, list_others, scan, shard_stem, walk
+from .walk import FOLDER, HIDDEN, list_others, scan, shard_stem, walk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,14 +66,19 @@ class ShardSet:
     files: ImageFiles | None = None
     hint: str = ""
     left_out: str = ""
-    kept: list[Kept | None] | None = dataclasses.field(default=None, repr=False)
+    kept: list[list[RawSample] | None] | None = dataclasses.field(default=None, repr=False)
 
     def read(self, number: int) -> Iterator[RawSample]:
         """Yields the samples of shard `number`. Raises DataError if it cannot be read to its end."""
         kept = self.kept[number] if self.kept is not None else None
         if kept is not None:
-            return kept.samples()
+            return iter(kept)
         return self.files.samples(number) if self.files else read_shard(self.urls[number], self.pipes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the images in memory."""
+        return sum(nbytes(sample) for samples in self.kept or () for sample in samples or ())
 
 
 def open_shards(
@@ -228,16 +233,9 @@ def _check_listed(
 ) -> None:
     """Raises DataError if a folder holds no images in folders, or its classes are not for certain those to use."""
     if not listed:
-        found = walk(folder)
-        shards = [name for name, _ in found.others if shard_stem(name)]
-        broken = [f"{name}, {why}" for name, why in found.others if why == BROKEN]
-        instead = [f"shards in {os.path.join(folder, os.path.dirname(min(shards)))}"] if shards else []
-        instead += [f"{len(found.images)} images right in it"] if found.images else []
         raise DataError(
-            f"{folder} holds no shards and no folders of images"
-            f"{''.join(f', but {what}' for what in [*instead, *broken][:1])}; give a folder with "
-            "train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards "
-            "imagefolder IMAGES OUT` makes"
+            f"{folder} holds no shards and no folders of images; give a folder with train/CLASS/IMAGE.jpg and "
+            "val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards imagefolder IMAGES OUT` makes"
         )
     if len(names) == 1 and class_names is None:
         raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")

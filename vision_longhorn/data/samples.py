@@ -1,12 +1,8 @@
 """Raw samples: dicts of "__key__", "__url__" and the bytes of each file by its extension."""
 
-import dataclasses
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from vision_longhorn.errors import reason
 
@@ -14,50 +10,12 @@ from .images import EXTENSIONS, DataError
 
 RawSample = dict[str, Any]
 PIXELS = "__pixels__"  # key of a decoded image, (H, W, 3) uint8, that a sample has instead of the file
-UTF8 = "utf-8", "surrogatepass"  # encodes every str, so that it can be decoded again
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Kept:
-    """The decoded samples of one shard, made by `keep_in_memory`.
-
-    They are arrays because workers would copy lists: going through a list writes to each object's reference count.
-
-    Attributes:
-        url: their `__url__`.
-        keys, labels: bytes arrays (N,), `__key__` and `cls` of each.
-        sizes: int64 array (N, 2), height and width.
-        pixels: uint8 array, all images one after the other, each (height, width, 3).
-        others: by their numbers, samples whose image stays a file; they have size 0 above.
-    """
-
-    url: str
-    keys: np.ndarray
-    labels: np.ndarray
-    sizes: np.ndarray
-    pixels: np.ndarray
-    others: dict[int, RawSample]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the images."""
-        files = (value for sample in self.others.values() for value in sample.values() if isinstance(value, bytes))
-        return self.pixels.nbytes + sum(map(len, files))
-
-    def samples(self) -> Iterator[RawSample]:
-        """Yields the samples as `tars.read_shard` does, with pixels instead of the image's bytes."""
-        stop = 0
-        for number, (height, width) in enumerate(self.sizes.tolist()):
-            start, stop = stop, stop + 3 * height * width
-            if number in self.others:
-                yield self.others[number]
-                continue
-            yield {
-                "__key__": self.keys[number].decode(*UTF8),
-                "__url__": self.url,
-                PIXELS: self.pixels[start:stop].reshape(height, width, 3),
-                "cls": self.labels[number],
-            }
+def nbytes(sample: RawSample) -> int:
+    """Bytes of a sample's pixels and files."""
+    sizes = (getattr(value, "nbytes", len(value)) for value in sample.values() if not isinstance(value, (str, Path)))
+    return sum(sizes)
 
 
 def image_of(sample: RawSample) -> bytes:
@@ -76,7 +34,7 @@ def image_of(sample: RawSample) -> bytes:
                 return image.read_bytes()
             except OSError as error:
                 raise DataError(f"{place(sample)} cannot be read ({reason(error)}); mend or remove it") from None
-    raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}){_found_instead(sample, EXTENSIONS)}")
+    raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}){_found_instead(sample)}")
 
 
 def label_of(sample: RawSample, num_classes: int | None = None) -> int:
@@ -87,7 +45,7 @@ def label_of(sample: RawSample, num_classes: int | None = None) -> int:
     """
     text = sample.get("cls")
     if text is None:
-        raise DataError(f"{place(sample)}: no label (cls, with the class index){_found_instead(sample, ('cls',))}")
+        raise DataError(f"{place(sample)}: no label (cls, with the class index){_found_instead(sample)}")
     try:
         label = int(text)
     except ValueError:
@@ -98,23 +56,14 @@ def label_of(sample: RawSample, num_classes: int | None = None) -> int:
     return label
 
 
-def _found_instead(sample: RawSample, wanted: Sequence[str]) -> str:
-    """For the message about a sample without a member of the `wanted` endings: which it has, and what to do."""
-    members = {name: f"{sample['__key__']}.{name}" for name in sample if not name.startswith("__")}
-    shown = ", ".join(map(_shorter, list(members.values())[:5])) + (", ..." if len(members) > 5 else "")
-    remedy = "the members of a sample have one name and follow each other in the tar, as `tar --sort=name` puts them"
-    for name, member in members.items():
-        more, _, ending = name.rpartition(".")
-        if ending in wanted:
-            key = os.path.basename(sample["__key__"])
-            better = f"{key}.{ending} or {key}_{more.replace('.', '_')}.{ending}"
-            remedy = f"the ending of a member begins at its first dot: rename {_shorter(member)} to {_shorter(better)}"
-            break
-    return f", only {shown}; {remedy}"
-
-
-def _shorter(name: str) -> str:
-    return name if len(name) <= 60 else f"...{name[-57:]}"
+def _found_instead(sample: RawSample) -> str:
+    """What a sample holds that lacks its image or label, for a message."""
+    members = [f"{sample['__key__']}.{name}" for name in sample if not name.startswith("__")]
+    shown = [name if len(name) <= 60 else f"...{name[-57:]}" for name in members[:5]] + ["..."] * (len(members) > 5)
+    return (
+        f", only {', '.join(shown)}; the members of a sample have one name up to its first dot and follow each other "
+        "in the tar, as `tar --sort=name` puts them"
+    )
 
 
 def place(sample: RawSample) -> str:

@@ -7,17 +7,15 @@ import functools
 import hashlib
 import io
 import json
-import logging
 import os
 import random
 import re
 import shlex
-import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import webdataset as wds
 from PIL import Image
@@ -28,13 +26,11 @@ from vision_longhorn.files import append, left_aside, written_aside
 
 from . import sources
 from .folders import read_names
-from .images import DataError, check_image, decode_image, too_dark
+from .images import DataError, check_image, decode_image, warn_if_dark
 from .index import INDEX_NAMES, read_index, write_index
 from .places import find_shards
 from .samples import RawSample, image_of, label_of, place
 from .tars import read_shard
-
-_log = logging.getLogger(__name__)
 
 
 def make_shards(
@@ -82,7 +78,6 @@ def make_shards(
     if done is None:
         return read_index(out)["splits"][split]["skipped"]  # type: ignore[index]  # which `_resume` has read
     shards = _shuffled(split, samples, seed, shard_size)
-    _check_space(out, [sample for name, part in shards.items() if name not in done for _, sample in part])
     with (
         concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count()) as pool,
         tqdm(total=len(samples), unit="img", desc=split, disable=not progress) as bar,
@@ -94,7 +89,6 @@ def make_shards(
             else:
                 done[name] = writer.write(os.path.join(out, name), part)
                 journal.add(done[name])
-    _warn_of_dark(writer.dark)
     skipped = [image for name in shards for image in done[name]["skipped"]]
     facts = {"source": source, "made_with": plan, "skipped": skipped}
     write_index(out, {split: (list(shards), [done[name]["samples"] for name in shards], facts)}, class_names)
@@ -193,24 +187,13 @@ def _shuffled(
     }
 
 
-def _check_space(out: str | os.PathLike[str], samples: Sequence[sources.Sample]) -> None:
-    needed = sum(sample.size + 4096 for sample in samples)  # tar headers and padding of three members
-    free = shutil.disk_usage(out).free
-    if needed > free:
-        needed, free = (tqdm.format_sizeof(amount, "B") for amount in (needed, free))
-        raise DataError(f"{out} needs {needed} more, but has {free} free; make room")
-
-
 @dataclasses.dataclass
 class _Writer:
-    """Writes shards; `dark` collects warnings about their images."""
-
     class_names: list[str]
     on_bad: str
     max_side: int | None
     pool: concurrent.futures.Executor
     bar: tqdm
-    dark: list[str] = dataclasses.field(default_factory=list)
 
     def write(self, path: str, samples: Sequence[tuple[int, sources.Sample]]) -> dict[str, Any]:
         """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
@@ -225,16 +208,22 @@ class _Writer:
                     for (position, sample), future in zip(samples, futures, strict=True):
                         self.bar.update()
                         try:
-                            stored = future.result()
+                            data, extension, resized_from = future.result()
                         except DataError as error:
                             if self.on_bad != "skip":
                                 remedy = "leave such files out with on_bad skip, or mend it and start anew"
                                 raise DataError(f"{error}; {remedy}") from None
                             skipped.append(sample.name)
                             continue
-                        member = self._member(position, sample, stored)
-                        tar.write(member)
-                        written[member["__key__"]] = (zlib.crc32(stored.data), member["cls"])
+                        about = {
+                            "filename": sample.name,
+                            "label": sample.label,
+                            "class_name": self.class_names[sample.label],
+                            **({"resized_from": resized_from} if resized_from else {}),
+                        }
+                        key, label = _key(position, sample.name), str(sample.label).encode()
+                        tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
+                        written[key] = (zlib.crc32(data), label)
                 back = {s["__key__"]: (zlib.crc32(image_of(s)), s["cls"]) for s in read_shard(str(aside))}
                 if back != written:
                     raise DataError(f"{path} did not come back from the disk as it was written; check the disk")
@@ -244,43 +233,19 @@ class _Writer:
                 future.cancel()
         return {"shard": os.path.basename(path), "samples": len(written), "bytes": size, "skipped": skipped}
 
-    def _member(self, position: int, sample: sources.Sample, stored: "Stored") -> RawSample:
-        about: dict[str, Any] = {
-            "filename": sample.name,
-            "label": sample.label,
-            "class_name": self.class_names[sample.label],
-        }
-        if stored.resized_from:
-            about["resized_from"] = stored.resized_from
-        if stored.dark:
-            self.dark.append(stored.dark)
-        # The position makes the key unique in the split. A reader takes all after the first dot for the extension.
-        stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(sample.name))[0])[:64]
-        return {
-            "__key__": f"{position:07d}_{stem}",
-            stored.extension: stored.data,
-            "cls": str(sample.label).encode(),
-            "json": json.dumps(about).encode(),
-        }
+
+def _key(position: int, name: str) -> str:
+    """Key of a sample. The position makes it unique; a reader takes all after the first dot for the extension."""
+    stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(name))[0])[:64]
+    return f"{position:07d}_{stem}"
 
 
-def _warn_of_dark(warnings: list[str]) -> None:
-    if warnings:
-        _log.warning("%s%s", min(warnings), f" ({len(warnings)} such pictures)" if len(warnings) > 1 else "")
-
-
-class Stored(NamedTuple):
-    """What is stored of an image: its bytes, the extension by which readers find them, [width, height] of the original
-    if it is smaller now, and a warning, or "", if it comes out dark."""
-
-    data: bytes
-    extension: str
-    resized_from: list[int] | None
-    dark: str
-
-
-def stored_form(sample: sources.Sample, max_side: int | None) -> Stored:
+def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str, list[int] | None]:
     """Read and decode an image, and encode it anew if a side is above `max_side`.
+
+    Returns:
+        bytes to store, the extension by which readers find them, and [width, height] of the original if it is smaller
+        now
 
     Raises:
         DataError: if the image cannot be read or decoded.
@@ -290,15 +255,14 @@ def stored_form(sample: sources.Sample, max_side: int | None) -> Stored:
         image = decode_image(data)
     except DataError as error:
         raise DataError(f"{sample.name}: {error}") from None
-    dark = too_dark(data, image)
-    dark = f"{sample.name}: {dark}" if dark else ""
+    warn_if_dark(data, image, sample.name)
     extension = os.path.splitext(sample.name)[1][1:].lower()
     if max_side is None or max(image.size) <= max_side:
-        return Stored(data, "jpg" if extension == "jpeg" else extension, None, dark)
+        return data, "jpg" if extension == "jpeg" else extension, None
     smaller = [max(1, round(side * max_side / max(image.size))) for side in image.size]
     file = io.BytesIO()
     image.resize(smaller, Image.Resampling.LANCZOS).save(file, "JPEG", quality=95)
-    return Stored(file.getvalue(), "jpg", list(image.size), dark)
+    return file.getvalue(), "jpg", list(image.size)
 
 
 def make_digits(out_dir: Path | str) -> Path | str:
@@ -357,9 +321,8 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
         command = f"python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}"
         raise DataError(f"{directory} has no index; `{command}` writes it")
     problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
-    dark: list[str] = []
     look = functools.partial(
-        _problems, num_classes=index.get("num_classes"), check=decode_image if full else check_image, dark=dark
+        _problem, num_classes=index.get("num_classes"), check=decode_image if full else check_image
     )
     shards = [
         (os.path.join(directory, name), length)
@@ -376,11 +339,10 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
             problems += filter(None, found)
             if len(found) != expected:
                 problems.append(f"shard {path} has {len(found)} samples, the index says {expected}")
-    _warn_of_dark(dark)
     return problems
 
 
-def _problems(sample: RawSample, num_classes: int | None, check: Any, dark: list[str]) -> str:
+def _problem(sample: RawSample, num_classes: int | None, check: Callable[[bytes], Any]) -> str:
     """What is wrong with a sample, or ""."""
     try:
         label = label_of(sample, num_classes)
@@ -388,8 +350,7 @@ def _problems(sample: RawSample, num_classes: int | None, check: Any, dark: list
     except DataError as error:
         return str(error)
     try:
-        if warning := too_dark(data, check(data)):
-            dark.append(f"{place(sample)}: {warning}")
+        warn_if_dark(data, check(data), place(sample))
         about = json.loads(sample.get("json", b"{}"))
         if isinstance(about, dict) and about.get("label", label) != label:
             return f"{place(sample)}: label {label} in .cls, but {about['label']} in .json"

@@ -20,7 +20,7 @@ import torch
 import webdataset as wds
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from .images import DataError, decode_image, too_dark
+from .images import DataError, decode_image, warn_if_dark
 from .places import ShardSet
 from .samples import PIXELS, RawSample, image_of, label_of, place
 
@@ -38,7 +38,7 @@ class Faults:
         remedy: what to add to the first error where the limit is 0.
 
     Attributes:
-        notes: (text, number of samples lost); 0 is lost where a sample is used in spite of the text.
+        notes: (text, number of samples lost) of each fault.
     """
 
     def __init__(self, limit: int = 0, remedy: str = "") -> None:
@@ -109,7 +109,6 @@ class Stream(IterableDataset):
         self.decode_image = getattr(transform, "decode", decode_image)
         self.faults = Faults()
         self.counts: dict[int, int] = {}
-        self.has_seen_dark = False
         # In shared memory, because workers outlive an epoch and must learn the number of the next one.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # number of the first batch to make
@@ -174,9 +173,7 @@ class Stream(IterableDataset):
             image = self.decode_image(data)
         except DataError as error:
             raise DataError(f"{place(sample)}: {error}") from None
-        if not self.has_seen_dark and (dark := too_dark(data, image)):
-            self.has_seen_dark = True
-            self.faults.notes.append((f"{place(sample)}: {dark}", 0))
+        warn_if_dark(data, image, place(sample))
         return image, label
 
     def views(self, samples: Iterable[RawSample], repeats: int = 1) -> Iterator[tuple[Any, int, tuple[str, str]]]:
