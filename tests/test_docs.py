@@ -20,6 +20,7 @@ DOCUMENTS = [
 SOURCES = [
     "vision_longhorn/**/*.py",
     "kernels/**/*.py",
+    "lab/*",
     "benchmarks/*.py",
     "examples/*.py",
     "configs/*.yaml",

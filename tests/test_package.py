@@ -45,7 +45,7 @@ for folder in sys.argv[1:]:
 
 
 def test_a_checkout_has_its_kernels_and_nothing_else_inside():
-    folders = "tests", "benchmarks", "docs"
+    folders = "tests", "benchmarks", "docs", "lab"
     done = run_in_a_checkout(CHECKOUT, *folders)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
@@ -69,7 +69,7 @@ def build(source, out, *kinds):
     return out
 
 
-TOPS = ("benchmarks", "configs", "docs", "examples", "kernels", "tests", "vision_longhorn",
+TOPS = ("benchmarks", "configs", "docs", "examples", "kernels", "lab", "tests", "vision_longhorn",
         "*.md", "*.py", "LICENSE", "MANIFEST.in", "pyproject.toml")  # fmt: skip
 
 
@@ -100,7 +100,7 @@ def test_a_wheel_of_the_source_distribution_is_that_of_the_checkout(built):
     files = wheel_of(from_tree)
     assert files == wheel_of(from_sdist)
     assert {"vision_longhorn/py.typed", "vision_longhorn/configs/own_data.yaml"} <= files.keys()
-    assert not any(name.startswith(("tests", "benchmarks", "kernels", "setup")) for name in files)
+    assert not any(name.startswith(("tests", "benchmarks", "kernels", "lab", "setup")) for name in files)
 
 
 def test_the_source_distribution_has_what_the_documents_name(built):

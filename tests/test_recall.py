@@ -14,14 +14,13 @@ import yaml
 from test_study import Studying, finish, of, server, until  # noqa: F401, the server is needed here, too
 from test_train import fails_with_one_line, fresh_process_state  # noqa: F401, which each run here needs, too
 
-from vision_longhorn import study
+from lab import recall, study
+from lab.mqar import RecallModel, draw_sequences
+from lab.plan import read_studies
+from lab.recall_config import RecallConfig
+from lab.results import build, count_parameters
+from lab.tables import markdown
 from vision_longhorn.errors import UserError
-from vision_longhorn.studies import recall
-from vision_longhorn.studies.mqar import RecallModel, draw_sequences
-from vision_longhorn.studies.plan import read_studies
-from vision_longhorn.studies.recall_config import RecallConfig
-from vision_longhorn.studies.results import build, count_parameters
-from vision_longhorn.studies.tables import markdown
 
 MIXERS = {
     "longhorn": {"mixer": "longhorn"},

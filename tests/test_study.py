@@ -28,19 +28,18 @@ from test_study_tables import faults_of
 from test_train import REPOSITORY, fails_with_one_line, write_digits
 from timm.data.auto_augment import AutoAugment
 
-from vision_longhorn import study
+from lab import hits, recall, runner, study
+from lab.costs import Costs
+from lab.plan import STUDIES, Run, read_studies, unique_runs
+from lab.results import Known, build, write_results
+from lab.statistics import read_bits
+from lab.tables import markdown
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import split_transform
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
-from vision_longhorn.studies import hits, recall, runner
-from vision_longhorn.studies.costs import Costs
-from vision_longhorn.studies.plan import STUDIES, Run, read_studies, unique_runs
-from vision_longhorn.studies.results import Known, build, write_results
-from vision_longhorn.studies.statistics import read_bits
-from vision_longhorn.studies.tables import markdown
+from vision_longhorn.train import load_config
 from vision_longhorn.training import trainer
-from vision_longhorn.training.config import load_config
 
 PROCESSES = multiprocessing.get_context("forkserver")
 
@@ -78,9 +77,7 @@ TINY["studies"]["faulty"] = {
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """Forks the studies' processes: it has imported everything, so that they start at once."""
-    PROCESSES.set_forkserver_preload(
-        ["test_study", "vision_longhorn.training.trainer", "vision_longhorn.studies.speed"]
-    )
+    PROCESSES.set_forkserver_preload(["test_study", "vision_longhorn.training.trainer", "lab.speed"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
         forkserver.ensure_running()
@@ -102,7 +99,7 @@ class Forked:
             os.environ.clear()
             os.environ.update(env)
             words = command[command.index("-m") + 1 :]
-            own = {"vision_longhorn.studies.hits": hits.main, "vision_longhorn.studies.recall": recall.main}
+            own = {"lab.hits": hits.main, "lab.recall": recall.main}
             run_cli(lambda: own[words[0]](words[1:]) if words[0] in own else train(words[2:]))
             code = 0
         except SystemExit as end:
@@ -156,7 +153,7 @@ def work(folder, log, words, environment):
 
 
 class Studying:
-    """`vision-longhorn study` in a folder, with what it prints in `text`."""
+    """`python -m lab` in a folder, with what it prints in `text`."""
 
     def __init__(self, folder, *words, **environment):
         self.log = folder / f"{time.time_ns()}.log"
@@ -395,7 +392,7 @@ def test_a_study_that_is_killed_and_stopped_goes_on_to_the_figures_of_an_undistu
     assert not json.loads((tmp_path / "studies/pairs.json").read_text())["unfinished"]
 
 
-@pytest.mark.parametrize("kind", ["no results", "no environment"])
+@pytest.mark.parametrize("kind", ["no results", "no settings"])
 def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
     shutil.copytree(whole / "studies", tmp_path / "studies")
     (tmp_path / "studies/pairs.json").unlink()
@@ -405,10 +402,10 @@ def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
         (run / "metrics.json").write_text(json.dumps(history[:1]))
     else:  # only the first file was written
         for path in run.iterdir():
-            if path.name != "config.yaml":
+            if path.name != "env.json":
                 path.unlink()
     said = finish(tmp_path, "pairs", "--jobs", 2)  # of two, as each run's loader then has as many processes
-    assert ("start" in said) == (kind == "no environment")
+    assert ("start" in said) == (kind == "no settings")
     assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
 
 
@@ -523,7 +520,7 @@ def test_the_command_as_users_start_it_with_the_built_in_digits(tmp_path):
     del digits["pair"], digits["resolutions"]
     digits["overrides"] = {"epochs": 1, "warmup_epochs": 0, "batch_size": 256}
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({**content, "studies": {"digits": digits}}))
-    words = "-m vision_longhorn study digits --file few.yaml --device cpu --out there".split()
+    words = "-m lab digits --file few.yaml --device cpu --out there".split()
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -10,10 +10,10 @@ from matplotlib.axes import Axes
 from scipy import stats
 from test_train import REPOSITORY
 
-from vision_longhorn.studies import tables
-from vision_longhorn.studies.results import Known
-from vision_longhorn.studies.statistics import combination, difference, mean_interval, over_images, paired
-from vision_longhorn.studies.tables import markdown, plot
+from lab import tables
+from lab.results import Known
+from lab.statistics import combination, difference, mean_interval, over_images, paired
+from lab.tables import markdown, plot
 
 COMMITTED = sorted((REPOSITORY / "benchmarks" / "results" / "study").glob("*.json"))
 
@@ -223,7 +223,7 @@ def faults_of(document, results):
         if not path.exists():
             faults.append(f"{name}: there is no {path.name}")
         elif table != markdown(json.loads(path.read_text())):
-            faults.append(f"{name}: not what `vision-longhorn study {name} --report --out {results}` prints")
+            faults.append(f"{name}: not what `python -m lab {name} --report --out {results}` prints")
     return faults
 
 

@@ -11,13 +11,19 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from tests.fuzz.process import Result, forked
 from vision_longhorn.command_line import commands
+from vision_longhorn.command_line.parser import run_cli
 
-TOOLS = tuple(commands.COMMANDS)
+MODULES = {
+    **{word: f"vision_longhorn.{word}" for word in commands.COMMANDS},
+    "lab": "lab.study",
+}
+TOOLS = tuple(MODULES)
 PYTHON = "python"  # the tool of cases that call the package from Python
 MOST_LINES = 6  # on stderr, of a command that fails
 BUGS = r"Traceback|Error: |Exception ignored|terminate called|core dumped|Segmentation"
@@ -148,7 +154,7 @@ def run_case(case: Case, seed: int, material: Path, folder: Path, patience: floa
         else:
             words = words_of(action)
             line = shlex.join([case.tool, *words])
-            function = lambda: commands.run(case.tool, words)  # noqa: E731
+            function = lambda: run_cli(lambda: import_module(MODULES[case.tool]).main(words))  # noqa: E731
         before = snapshot(folder)
         result = place.run(function, case.limit * patience)
         printed = f"exit code {result.code} after {result.seconds:.1f} s; it printed\n{_end_of(result.said)}"

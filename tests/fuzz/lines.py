@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from unittest import mock
 
-from vision_longhorn.command_line import commands
+from tests.fuzz.case import MODULES
 from vision_longhorn.command_line.parser import Parser
 
 # Words that somebody might type, or a script of theirs
@@ -31,7 +31,7 @@ def _raise_found(self: Parser, *_: object) -> None:
 @cache
 def parser_of(tool: str) -> Parser:
     """The parser of a tool, caught where it is about to read a command line."""
-    main = import_module(f"vision_longhorn.{commands.COMMANDS[tool][0]}").main
+    main = import_module(MODULES[tool]).main
     with mock.patch.object(Parser, "parse_args", _raise_found):
         try:
             main([])

@@ -4,7 +4,7 @@ import collections
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +16,11 @@ from accelerate.utils import gather_object
 from vision_longhorn.data.samples import place
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
+from vision_longhorn.runs import Run
 from vision_longhorn.signals import SIGNALS, StopSignals
 from vision_longhorn.training.runlog import RunLog
 
 QUIET = 30  # seconds without a line, where no bar shows how far it is
-
-
-def gradient_norm(parameters: Iterable[torch.nn.Parameter], largest: float | None) -> torch.Tensor:
-    """Norm of the whole gradient before it is clipped.
-
-    Args:
-        parameters: Of the model.
-        largest: What the gradient's norm is clipped to, in place; None leaves it as it is.
-
-    Returns:
-        () float32 on the parameters' device; not finite where an element of the gradient is not.
-    """
-    if largest is None:
-        return torch.nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
-    return torch.nn.utils.clip_grad_norm_(parameters, largest)
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
-    """`optimizer.step()`, but weights, moments and step counts stay as they are where the gradient is not finite.
-
-    torch's fused optimisers decide that on the device. The others are told by the host, which waits for the device.
-
-    Args:
-        optimizer: The optimiser.
-        grad_norm: Norm of the whole gradient, () float32 on the device.
-    """
-    # The first update has to create the moments, and where it is left out on the device, SGD's are never filled.
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif grad_norm.isfinite():
-        optimizer.step()
 
 
 class UpdateMonitor:
@@ -230,7 +198,7 @@ class UpdateMonitor:
 
     def _give_up(self) -> None:
         first, last = self._bad[0], self._bad[-1]
-        file = self.run_dir / "bad_steps.json"
+        file = Run(self.run_dir).bad_steps_file
         for bad in self._bad:
             bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
         evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}

@@ -107,7 +107,7 @@ def _other_files() -> Iterator[Case]:
 
         def load() -> None:
             from vision_longhorn.export import largest_error, load_onnx
-            from vision_longhorn.runs import load_run
+            from vision_longhorn.loading import load_run
 
             try:
                 run = load_onnx("model.onnx")
@@ -191,7 +191,7 @@ def _written_over() -> Iterator[Case]:
         "export": ("export", lambda out: ["run", f"{out}/"], victims[::4]),
         "train": ("train", lambda out: ["--data", "shards", "--run-dir", out], victims[::4]),
         "shards": ("shards", lambda out: ["digits", out], victims[::3]),
-        "study": ("study", lambda out: ["mixers", "--out", out, "--report"], victims[::4]),
+        "lab": ("lab", lambda out: ["mixers", "--out", out, "--report"], victims[::4]),
     }
     for name, (word, words, which) in outputs.items():
         for victim in which:

@@ -20,7 +20,7 @@ LONG = {
 }  # fmt: skip
 COUNTS = {
     "train": 44, "eval": 30, "predict": 24, "shards": 44, "curves": 34, "export": 44, "hub": 34, "maps": 30,
-    "study": 36,
+    "lab": 36,
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def _base(tool: str, place: Place) -> list[str]:
         "export": lambda: ["run", "folder/"],
         "hub": lambda: ["run", "folder"],
         "maps": lambda: ["run", "photos/photo0.jpg", "--out", "m.png"],
-        "study": lambda: [
+        "lab": lambda: [
             place.rng.choice(["mixers", "inside"]),
             "--out",
             "out",
@@ -94,7 +94,7 @@ def cases() -> Iterator[Case]:
             ([], ["--help"], ["--hlep"], ["--version"], ["x"], ["x", "y", "z", "w"], ["--", "x"])
         ):
             code = 0 if words == ["--help"] else 1 if words in (["--hlep"], ["x", "y", "z", "w"]) else None
-            if not words and tool in ("train", "study"):
+            if not words and tool in ("train", "lab"):
                 continue  # the demo, which is a training run of minutes, or nothing at all
             make = functools.partial(alone, words=list(words))
             yield Case(f"lines/{tool}-bare-{number}", tool, make, Expect(code))

@@ -160,7 +160,7 @@ def _seeds() -> Iterator[Case]:
         content = _content(place.rng, seeds)
 
         def function() -> None:
-            from vision_longhorn.studies.tables import plot
+            from lab.tables import plot
 
             _watched(lambda: plot(content, Path("plot.png")), lambda title: "top-1" in title)
 
@@ -170,7 +170,7 @@ def _seeds() -> Iterator[Case]:
         content = _content(place.rng, seeds)
 
         def function() -> None:
-            from vision_longhorn.studies.tables import markdown
+            from lab.tables import markdown
 
             text = markdown(content)
             for mean, half in re.findall(r"\| (-?\d+\.\d+) ± (\d+\.\d+)", text):
@@ -221,7 +221,7 @@ def _seeds() -> Iterator[Case]:
 
 def _merged(place: Place, seeds: int = 2) -> tuple[Path, dict[str, Any]]:
     """A file of studies, and earlier results of all its runs."""
-    from vision_longhorn.studies.plan import read_studies
+    from lab.plan import read_studies
 
     file = place / "studies.yaml"
     file.write_text(yaml.safe_dump(STUDY))
@@ -238,7 +238,7 @@ def _merged(place: Place, seeds: int = 2) -> tuple[Path, dict[str, Any]]:
 
 
 def _studies() -> Iterator[Case]:
-    """`study` with earlier results, sound and spoilt, and with files of studies that hold nonsense."""
+    """`lab` with earlier results, sound and spoilt, and with files of studies that hold nonsense."""
 
     def report(place: Place) -> Words:
         file, content = _merged(place)
@@ -257,7 +257,7 @@ def _studies() -> Iterator[Case]:
             )
 
     for number in range(6):
-        yield Case(f"seeds/study-report-{number}", "study", report, Expect(0, check=written))
+        yield Case(f"seeds/lab-report-{number}", "lab", report, Expect(0, check=written))
 
     def spoilt_results(place: Place) -> Words:
         file, content = _merged(place)
@@ -284,11 +284,11 @@ def _studies() -> Iterator[Case]:
 
     leaves = ("out/*",)
     for number in range(16):
-        yield Case(f"lines/study-spoilt-results-{number}", "study", spoilt_results, Expect(leaves=leaves))
-        yield Case(f"lines/study-spoilt-file-{number}", "study", spoilt_file, Expect(leaves=leaves))
+        yield Case(f"lines/lab-spoilt-results-{number}", "lab", spoilt_results, Expect(leaves=leaves))
+        yield Case(f"lines/lab-spoilt-file-{number}", "lab", spoilt_file, Expect(leaves=leaves))
         if number < 8:
-            yield Case(f"damage/study-results-{number}", "study", damaged_results, Expect(leaves=leaves))
-            yield Case(f"damage/study-file-{number}", "study", damaged_file, Expect(leaves=leaves))
+            yield Case(f"damage/lab-results-{number}", "lab", damaged_results, Expect(leaves=leaves))
+            yield Case(f"damage/lab-file-{number}", "lab", damaged_file, Expect(leaves=leaves))
 
 
 # ----------------------------------------------------------------------------------------------------------------- maps

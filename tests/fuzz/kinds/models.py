@@ -297,13 +297,13 @@ def _words() -> Iterator[Case]:
         "shards-names": lambda place: ["imagefolder", place.material / "pictures", "out", "--names", ""],
         "shards-split": lambda place: ["imagefolder", place.material / "pictures" / "val", "out", "--split", ""],
         "shards-digits": lambda place: ["digits", ""],
-        "study-name": lambda place: [""],
-        "study-out": lambda place: ["mixers", "--list", "--out", ""],
-        "study-file": lambda place: ["--file", "", "--list"],
-        "study-data": lambda place: ["mixers", "--dry-run", "--data", ""],
-        "study-merge": lambda place: ["mixers", "--list", "--merge", ""],
+        "lab-name": lambda place: [""],
+        "lab-out": lambda place: ["mixers", "--list", "--out", ""],
+        "lab-file": lambda place: ["--file", "", "--list"],
+        "lab-data": lambda place: ["mixers", "--dry-run", "--data", ""],
+        "lab-merge": lambda place: ["mixers", "--list", "--merge", ""],
     }
-    defaults = ("study-out", "eval-split", "shards-names", "shards-split")  # where nothing may stand for the default
+    defaults = ("lab-out", "eval-split", "shards-names", "shards-split")  # where nothing may stand for the default
     for name, make in empties.items():
         yield Case(f"words/empty-{name}", name.partition("-")[0], make, Expect(None if name in defaults else 1))
     fields = (
@@ -491,7 +491,7 @@ def _libraries() -> Iterator[Case]:
 
     def checkpoint_path(place: Place) -> Callable[[], None]:
         def function() -> None:
-            from vision_longhorn.runs import load_run
+            from vision_longhorn.loading import load_run
 
             sizes = dict(img_size=SIZE, patch_size=8, embed_dim=16, depth=2, d_state=4)
             model = timm.create_model(

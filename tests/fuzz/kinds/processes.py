@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from tests.fuzz.case import PYTHON, TOOLS, Case, Expect, Place, require, snapshot, words_of
+from tests.fuzz.case import MODULES, PYTHON, Case, Expect, Place, require, snapshot, words_of
 from tests.fuzz.kinds.common import evaluate, is_png, link, predict, same_evaluation, same_predictions, train
 from tests.fuzz.material import EVAL, digest_of
 from tests.fuzz.process import Result
@@ -70,12 +70,13 @@ def _modules() -> Iterator[Case]:
 
         return made
 
-    modules = {word: f"vision_longhorn.{commands.COMMANDS[word][0]}" for word in TOOLS}
+    modules = {**MODULES, "lab": "lab"}
     for word, module in modules.items():
         expect = Expect(0, says=(rf"usage: \S*(python -m {module}|vision-longhorn {word}|{word})",))
         yield Case(f"modules/{word}-help", word, as_module(module, lambda place: ["--help"]), expect)
         expect = Expect(1, fails=("--nosuch-option|required|nosuch|invalid choice",))
         yield Case(f"modules/{word}-wrong", word, as_module(module, lambda place: ["--nosuch-option", "x"]), expect)
+    for word in commands.COMMANDS:
         make = as_module("vision_longhorn", lambda place, word=word: [word, "--help"])
         yield Case(f"modules/package-{word}-help", word, make, Expect(0, says=("usage: ",)))
     real: dict[str, tuple[Callable[[Place], Words], Any]] = {
@@ -102,7 +103,7 @@ def _modules() -> Iterator[Case]:
             lambda place: [place.material / "run", place.material / "photos/photo0.jpg", "--out", "m.png"],
             lambda place, result: require(is_png(place / "m.png"), "no picture"),
         ),
-        "study": (
+        "lab": (
             lambda place: ["--list"],
             lambda place, result: require("mixers" in result.out, "no study is listed"),
         ),
@@ -112,9 +113,9 @@ def _modules() -> Iterator[Case]:
     for script, word in (("train_imagenet.py", "train"), ("eval.py", "eval")):
         words, check = real[word]
         yield Case(f"modules/script-{word}", word, as_script(script, words), Expect(0, check=check))
-    for module in ("vision_longhorn.studies.recall", "vision_longhorn.studies.hits"):
+    for module in ("lab.recall", "lab.hits"):
         make = as_module(module, lambda place: ["--help"])
-        yield Case(f"modules/{module.rpartition('.')[2]}-help", "study", make, Expect(0, says=("usage: ",)))
+        yield Case(f"modules/{module.rpartition('.')[2]}-help", "lab", make, Expect(0, says=("usage: ",)))
 
     def started(*command: str, words: Callable[[Place], Words]) -> Callable[[Place], Callable[[], None]]:
         def made(place: Place) -> Callable[[], None]:
@@ -523,11 +524,11 @@ def _second_mains() -> Iterator[Case]:
             "maps": words_of([run, place.material / "photos/photo0.jpg", "--out", "m.png"]),
             "curves": words_of([run, "--out", "c.png"]),
             "hub": words_of([run, "folder"]),
-            "study": ["--list"],
+            "lab": ["--list"],
         }
 
     def call(word: str, line: list[str]) -> None:
-        import_module(f"vision_longhorn.{commands.COMMANDS[word.partition('-')[0]][0]}").main(line)
+        import_module(MODULES[word.partition("-")[0]]).main(line)
 
     def one_after_the_other(place: Place, words: Sequence[str]) -> Callable[[], None]:
         known = lines(place)
@@ -597,7 +598,7 @@ def _second_mains() -> Iterator[Case]:
         ("maps",),
         ("curves",),
         ("hub",),
-        ("study",),
+        ("lab",),
         ("train", "eval"),
     ):
         make = functools.partial(in_thread, words=words)

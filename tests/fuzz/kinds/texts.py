@@ -16,7 +16,7 @@ from unittest import mock
 
 import tomllib
 
-from tests.fuzz.case import PYTHON, TOOLS, Case, Expect, Place, require
+from tests.fuzz.case import MODULES, PYTHON, TOOLS, Case, Expect, Place, require
 from tests.fuzz.kinds.common import train
 from tests.fuzz.material import EVAL, draw_folder
 from tests.fuzz.process import Result
@@ -83,7 +83,7 @@ def _terminals() -> Iterator[Case]:
     def of_export(place: Place) -> Words:
         return [place.material / "run", f"{named(place)}-folder/"]
 
-    def of_study(place: Place) -> Words:
+    def of_lab(place: Place) -> Words:
         return ["mixers", "--list", "--out", named(place)]
 
     def done(place: Place, result: Result) -> None:
@@ -102,7 +102,7 @@ def _terminals() -> Iterator[Case]:
 
     makes = {
         "eval": of_eval, "predict": of_predict, "train": of_train, "shards": of_shards, "maps": of_maps,
-        "curves": of_curves, "hub": of_hub, "export": of_export, "study": of_study,
+        "curves": of_curves, "hub": of_hub, "export": of_export, "lab": of_lab,
     }  # fmt: skip
 
     def encoded(place: Place, word: str, encoding: str) -> Words:
@@ -128,7 +128,7 @@ def _terminals() -> Iterator[Case]:
             "curves": [name],
             "hub": [name, "x"],
             "export": [name, "x/"],
-            "study": [name],
+            "lab": [name],
         }[word]
 
     for word in makes:
@@ -212,7 +212,9 @@ def _docs() -> Iterator[Case]:
 
         text = (ROOT / path).read_text(encoding="utf-8").replace("\\\n", " ")
         for line in re.findall(
-            r"^\s*(?:\$ )?(?:vision-longhorn|python -m vision_longhorn\.?) ?(\w+[^\n#|]*)", text, flags=re.M
+            r"^\s*(?:\$ )?(?:vision-longhorn|python -m vision_longhorn\.?|python -m (?=lab)) ?(\w+[^\n#|]*)",
+            text,
+            flags=re.M,
         ):
             word = line.split()[0]
             if word not in TOOLS:
@@ -323,6 +325,6 @@ def _wheel() -> Iterator[Case]:
         yield Case(
             f"wheel/{word}-module",
             PYTHON,
-            lambda place, word=word: lambda: importlib.import_module(f"vision_longhorn.{word}"),
+            lambda place, word=word: lambda: importlib.import_module(MODULES[word]),
             Expect(0),
         )

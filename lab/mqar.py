@@ -1,0 +1,127 @@
+"""Multi-query associative recall (MQAR, arXiv 2312.04927): its sequences, and a small language model to learn them.
+
+A sequence tells pairs of key and value, then asks for each of them once:
+
+    key value key value ... | 0 key 0 0 0 key ...
+
+At each later key the model is to say the value that the key had.
+"""
+
+import inspect
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from vision_longhorn.kernels.contract import check_option
+
+from vision_longhorn.models.mixers import MIXERS
+from vision_longhorn.models.vlonghorn import Block
+
+ROWS = 4096  # sequences that are drawn at once, with a float for each word of the vocabulary and sequence
+
+
+class Sequences(NamedTuple):
+    """Sequences of L tokens with K queries each.
+
+    Attributes:
+        tokens: (count, L) int32.
+        places: (count, K) int32, where the queries stand, in the order of their pairs.
+        answers: (count, K) int32, the value that each asks for.
+    """
+
+    tokens: Tensor
+    places: Tensor
+    answers: Tensor
+
+    def labels(self) -> Tensor:
+        """(count, L) int64: what is to be said at each token, -100 where nothing is."""
+        nothing = torch.full(self.tokens.shape, -100, device=self.tokens.device)
+        return nothing.scatter(1, self.places.long(), self.answers.long())
+
+
+def draw_sequences(
+    count: int, length: int, pairs: int, vocab_size: int, power: float, seed: int, device: Any = "cpu"
+) -> Sequences:
+    """Random sequences as arXiv 2312.04927 has them.
+
+    Keys (1 to vocab_size / 2 - 1) and values (from there on) each differ within a sequence. A query stands on one of
+    every two tokens behind the pairs; the i-th of these places, from 1, is drawn with weight i^(power - 1), without
+    repetition. All other tokens are 0.
+
+    Args:
+        count: How many.
+        length: L, tokens of each; even, 4 x `pairs` or more.
+        pairs: K.
+        vocab_size: Even, above 2 x `pairs`.
+        power: Of the places.
+        seed: The same sequences come of the same seed on the same kind of device.
+        device: Where they are drawn and stay.
+    """
+    draw = torch.Generator(device).manual_seed(seed)
+    words = torch.ones(vocab_size // 2, device=device)
+    steps = torch.arange(1, length // 2 - pairs + 1, device=device)
+    weights = steps.double().pow(power - 1).float()
+    parts = []
+    for start in range(0, count, ROWS):
+        rows = min(ROWS, count - start)
+        keys, values, gaps = (
+            torch.multinomial(weight.expand(rows, -1), pairs, generator=draw)  # (rows, K), without repetition
+            for weight in (words[1:], words, weights)
+        )
+        keys, values = keys + 1, values + vocab_size // 2
+        tokens = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        tokens[:, 0 : 2 * pairs : 2], tokens[:, 1 : 2 * pairs : 2] = keys, values
+        places = 2 * (pairs + gaps)
+        parts.append([part.int() for part in (tokens.scatter(1, places, keys), places, values)])
+    return Sequences(*map(torch.cat, zip(*parts)))
+
+
+class RecallModel(nn.Module):
+    """Embedding, blocks that look back only, norm, and the embedding again as the head.
+
+    Attention, which has no order of its own, gets a learned position embedding, as in arXiv 2312.04927; the head is
+    tied there, too. Other than there, all mixers have the same blocks, with an RMS norm and without dropout, and
+    attention has a head for each 64 channels, where it has one there.
+
+    Args:
+        vocab_size: Tokens that there are.
+        length: Tokens of a sequence, for the position embedding.
+        width: Of the tokens.
+        depth: Number of blocks.
+        mixer: Name of the mixer, see `vision_longhorn.models.mixers`.
+        mixer_args: Its options.
+
+    Raises:
+        TypeError: The mixer has no such option.
+        ValueError: There is no such mixer, or an option has a value that it does not know.
+    """
+
+    def __init__(self, vocab_size: int, length: int, width: int, depth: int, mixer: str, **mixer_args: Any) -> None:
+        super().__init__()
+        check_option("mixer", mixer, tuple(MIXERS))
+        is_attention = "causal" in inspect.signature(MIXERS[mixer]).parameters
+        forward: dict[str, Any] = {"causal": True} if is_attention else {"wiring": "forward"}
+        self.embed = nn.Embedding(vocab_size, width)
+        self.pos_embed = nn.Parameter(torch.empty(length, width)) if is_attention else None
+        self.blocks = nn.Sequential(
+            *[Block(width, mixer=mixer, index=i, residual_layers=depth, **forward, **mixer_args) for i in range(depth)]
+        )
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        for weight in (self.embed.weight, self.pos_embed):
+            if weight is not None:
+                nn.init.normal_(weight, std=0.02)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names, with wildcards, that timm's optimiser factory must not decay (it spares 1-D parameters by itself)."""
+        return {f"*.mixer.{name}" for block in self.blocks for name in cast(Any, block).mixer.NO_WEIGHT_DECAY}
+
+    def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
+        """(B, L) tokens to scores (B, K, vocab_size) at their `places` (B, K): elsewhere nothing is asked, and most of
+        the arithmetic would be the head's."""
+        x = self.embed(tokens)  # (B, L, width)
+        if self.pos_embed is not None:
+            x = x + self.pos_embed
+        x = self.blocks(x)
+        x = x.gather(1, places.long().unsqueeze(-1).expand(-1, -1, x.shape[-1]))  # (B, K, width)
+        return F.linear(self.norm(x), self.embed.weight)

@@ -1,0 +1,99 @@
+"""One update of a model's weights: the same for the trainer, the lab and the benchmarks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from vision_longhorn.training.averages import Ema
+
+
+class TrainStep:
+    """Forward and backward passes, clipping, then a step of the optimiser and of the averaged weights.
+
+    Args:
+        accelerator: Gives the passes of an update, the sum over the processes, and the loss scaling in fp16.
+        model: The model whose weights are trained, not wrapped.
+        net: `model` as it is called: wrapped for several processes, under autocast, compiled.
+        criterion: Maps what `net` returns and the targets to the mean loss, () float32.
+        optimizer: Of `model`'s parameters.
+        ema: Averaged weights of `model`.
+        clip_grad: Largest norm of the gradient.
+    """
+
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        net: Callable[[Any], Tensor],
+        criterion: Callable[[Tensor, Any], Tensor],
+        optimizer: torch.optim.Optimizer,
+        ema: Ema | None = None,
+        clip_grad: float | None = None,
+    ) -> None:
+        self.accelerator, self.model, self.net, self.criterion = accelerator, model, net, criterion
+        self.optimizer, self.ema, self.clip_grad = optimizer, ema, clip_grad
+        self.parameters = list(model.parameters())
+
+    def __call__(self, batches: Iterable[tuple[Any, Any]], number: int = 1) -> tuple[Tensor, Tensor]:
+        """Makes an update.
+
+        Args:
+            batches: (inputs, targets) of each pass, on the device.
+            number: The update's number, from 1, on which the decay of a growing average depends.
+
+        Returns:
+            (loss, norm): this process's mean loss, and the norm of the whole gradient before clipping, both () float32
+            on the device. Where the norm is not finite, weights, moments and step counts are as they were.
+        """
+        loss, norm = self.gradients(batches)
+        self.apply(norm)
+        if self.ema:
+            self.ema.update(self.model, step=number)
+        return loss, norm
+
+    def gradients(self, batches: Iterable[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
+        """The passes alone: leaves the clipped mean gradient in the parameters. Arguments and results as in a call."""
+        self.optimizer.zero_grad()
+        loss_sum = torch.zeros((), device=self.accelerator.device)
+        for inputs, targets in batches:
+            with self.accelerator.accumulate(self.net):
+                loss = self.criterion(self.net(inputs), targets)
+                loss_sum += loss.detach()
+                # This makes every gradient not finite where the loss is not, and so the sum over the processes.
+                self.accelerator.backward(loss * (1 + 0 * loss.detach()))
+        if self.accelerator.scaler:
+            self.accelerator.scaler.unscale_(self.optimizer)
+        norm = get_total_norm([one.grad for one in self.parameters if one.grad is not None])
+        if self.clip_grad is not None:
+            clip_grads_with_norm_(self.parameters, self.clip_grad, norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return loss_sum / self.accelerator.gradient_accumulation_steps, norm
+
+    def apply(self, norm: Tensor) -> None:
+        """Changes the weights by the gradient that the parameters have, whose `norm` is () float32 on the device."""
+        step_if_finite(self.optimizer, norm)
+        if self.accelerator.scaler:
+            self.accelerator.scaler.update()
+
+
+def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
+    """`optimizer.step()`, but weights, moments and step counts stay as they are where the gradient is not finite.
+
+    torch's fused optimisers decide that on the device. For the others the host decides, and waits for the device.
+
+    Args:
+        optimizer: The optimiser.
+        grad_norm: Norm of the whole gradient, () float32 on the device.
+    """
+    # The first update has to create the moments; SGD would never fill them if the device skipped it.
+    if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
+        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
+        optimizer.step()
+    elif grad_norm.isfinite():
+        optimizer.step()
