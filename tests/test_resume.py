@@ -47,7 +47,7 @@ from vision_longhorn.devices import make_accelerator
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import trainer, updates
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.folder import go_back
+from vision_longhorn.training.folder import set_aside
 from vision_longhorn.training.setup import SoftTargetCrossEntropy, load_optimizer
 from vision_longhorn.training.step import step_if_finite
 from vision_longhorn.training.updates import UpdateMonitor
@@ -576,7 +576,7 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch,
         monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
     save_epochs(tmp_path, top1)
     before = {name: load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")}
-    aside = go_back(runs.Run(tmp_path), tmp_path / start, left[-1])
+    aside = set_aside(runs.Run(tmp_path), tmp_path / start, left[-1])
     assert updates_in(tmp_path) == left and aside == tmp_path / "before-1"
     assert updates_in(aside) == list(range(left[-1] + 1, 2 * len(top1) + 1))
     assert load_checkpoint(tmp_path / "last.pt")["updates"] == left[-1]
@@ -590,20 +590,20 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch,
     assert (aside / "best.pt").exists() == gone
     if gone:
         assert load_checkpoint(aside / "best.pt")["updates"] == before["best.pt"]
-    assert go_back(runs.Run(tmp_path), tmp_path / "last.pt", left[-1]) is None
+    assert set_aside(runs.Run(tmp_path), tmp_path / "last.pt", left[-1]) is None
 
 
 def test_no_lesser_checkpoint_is_called_the_best_where_that_is_gone(tmp_path):
     save_epochs(tmp_path, [1.0, 2.0, 3.0])
     (tmp_path / "update-0000004.pt").unlink()
-    go_back(runs.Run(tmp_path), tmp_path / "update-0000005.pt", 5)
+    set_aside(runs.Run(tmp_path), tmp_path / "update-0000005.pt", 5)
     assert not (tmp_path / "best.pt").exists() and load_checkpoint(tmp_path / "before-1/best.pt")["updates"] == 6
 
 
 def test_on_other_processes_the_best_stays_and_no_new_checkpoint_is_taken_for_an_old_one(tmp_path):
     """Half as many updates in an epoch: the numbers of those to come lie below those that are there."""
     save_epochs(tmp_path, [1.0, 3.0, 2.0], per_epoch=4)
-    go_back(runs.Run(tmp_path), tmp_path / "last.pt", 6)  # of 12
+    set_aside(runs.Run(tmp_path), tmp_path / "last.pt", 6)  # of 12
     assert load_checkpoint(tmp_path / "best.pt")["updates"] == 8 and updates_in(tmp_path) == [
         1,
         2,
