@@ -37,8 +37,6 @@ from .lanes import LOG2E, kernel, offset_of
 # dbias so far; pairs of states of sums over channels; and `pairs`, products of dO (above) and -U (below) with W, rows
 # their tokens, columns those of W.
 Found = namedtuple("Found", "S P dx dstep dz dskip dbias sums pairs")
-# The words of a chunk: w, two for a tile, dy, and the `Chunk`. As rows, where they begin.
-Back = namedtuple("Back", "w dy chunk")
 # What all tiles of a chunk share: transposed keys and queries, products of keys with keys and with queries.
 Shared = namedtuple("Shared", "kT qT minus_kT G0 G1 reads reads_back between n0 n1 none zero")
 
@@ -61,7 +59,8 @@ def _load_chunk(place, rows, lane, c, HOW: tl.constexpr, form):
         token = lane.origin + lane.sign * tl.minimum(first + j, lane.L - 1)
         dy = dy + loads.load_words(place + j * OF_TOKEN, rows.dy.row + token * rows.dy.stride, lane.left, form.CP,
                                    form.WORD, WHOLE, HOW, form)  # fmt: skip
-    return Back(w, dy, loads.load_chunk(place + 2 * OF_TOKEN, rows.chunk, lane, 8 * c, lane.left, HOW, form))
+    chunk = loads.load_chunk(place + 2 * OF_TOKEN, rows, lane, 8 * c, lane.left, HOW, form)
+    return loads.Chunk(chunk.k, chunk.q, chunk.x, chunk.step, chunk.z, chunk.other, w, dy)
 
 
 @triton.jit
@@ -79,17 +78,24 @@ def _first_chunks(place, rows, lane, chunks, form):
 
 @triton.jit
 def _next_chunk(place, rows, lane, n, c, ahead, form):
-    """Chunk c, the n-th to be taken, and what is loaded ahead of it."""
+    """Chunk c, the n-th to be taken, `ahead` or from shared memory, to which a later one is then on its way."""
     if form.STAGES > 0:
         wait_group(form.WAIT, place)
-        words = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, TAKE, form)
+        chunk = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, TAKE, form)
         then = n + form.STAGES - 1
         _load_chunk(place + then % form.STAGES * form.STAGE, rows, lane, c - (form.STAGES - 1), START, form)
         end_group(place)
     else:
-        words = ahead
-        ahead = _load_chunk(place, rows, lane, c - 1, DIRECT, form)
-    return words, ahead
+        chunk = ahead
+    return chunk
+
+
+@triton.jit
+def _load_ahead(place, rows, lane, c, ahead, form):
+    """Chunk c in registers, where there is no shared memory for it."""
+    if form.STAGES == 0:
+        ahead = _load_chunk(place, rows, lane, c, DIRECT, form)
+    return ahead
 
 
 @triton.jit
@@ -133,16 +139,16 @@ def _shared(k, q, c, zero, lane, form):
 
 
 @triton.jit
-def _read_out_back(dy, words, x, A, w0, w1, shared, skip, unscale, cp: tl.constexpr, form):
+def _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp: tl.constexpr, form):
     """dO of a tile, and dz: made of this direction's read-out, or (the first IN_TURN) that read-out."""
     dO = ()
     dz = ()
     if form.HAS_Z:
         o = tiles.times_skip(x, skip, cp)
-        o = product_8(tiles.over_states(o, A, words.chunk.q, form.NP), w0, w1, shared.reads)
-        z = tiles.numbers(words.chunk.z, cp, form)
+        o = product_8(tiles.over_states(o, A, chunk.q, form.NP), w0, w1, shared.reads)
+        z = tiles.numbers(chunk.z, cp, form)
         if form.OTHER:
-            o = tiles.sum_of(o, tiles.numbers(words.chunk.other, cp, form))
+            o = tiles.sum_of(o, tiles.numbers(chunk.other, cp, form))
         for j in tl.static_range(4):
             into, across = _gate_back(dy[j], z[j], unscale)
             dO = dO + (into,)
@@ -156,27 +162,27 @@ def _read_out_back(dy, words, x, A, w0, w1, shared, skip, unscale, cp: tl.conste
 
 
 @triton.jit
-def _tile_back(found, words, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp: tl.constexpr, form):
+def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp: tl.constexpr, form):
     """One tile of a chunk, added to what is `found` of the others."""
     NP: tl.constexpr = form.NP
     zero = shared.zero
-    w0 = words.w[2 * cp]
-    w1 = words.w[2 * cp + 1]
+    w0 = chunk.w[2 * cp]
+    w1 = chunk.w[2 * cp + 1]
     s = ()  # the state before the chunk, (23) undone
     for j in tl.static_range(NP):
         s = s + product_8(tiles.span_of(S, 4 * (NP * cp + j), 4), w0, w1, shared.minus_kT[j])
     A = tiles.words_of(s, NP)
-    x = tiles.numbers(words.chunk.x, cp, form)
+    x = tiles.numbers(chunk.x, cp, form)
     dy = tiles.numbers(dys, cp, form)
-    dO, dz = _read_out_back(dy, words, x, A, w0, w1, shared, skip, unscale, cp, form)
+    dO, dz = _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp, form)
     dskip = (dskip[2 * cp] + (dO[0] * x[0] + dO[1] * x[1]), dskip[2 * cp + 1] + (dO[2] * x[2] + dO[3] * x[3]))
     o0 = packed(dO[0], dO[1])
     o1 = packed(dO[2], dO[3])
     p = tiles.span_of(P, 4 * NP * cp, 4 * NP)
     PA = tiles.words_of(p, NP)
     # P K^T + dO tril(Q K^T) of (24)
-    base = product_8(tiles.over_states((zero, zero, zero, zero), PA, words.chunk.k, NP), o0, o1, shared.reads_back)
-    eps, e = tiles.step_sizes(words.chunk.step, kept, zero, bias, shared.n0, shared.n1, cp, form)
+    base = product_8(tiles.over_states((zero, zero, zero, zero), PA, chunk.k, NP), o0, o1, shared.reads_back)
+    eps, e = tiles.step_sizes(chunk.step, kept, zero, bias, shared.n0, shared.n1, cp, form)
     U = _solve_pair(base, eps, shared.between)
     for _turn in tl.static_range(3):
         U = _solve_pair(product_tf32(base, U, shared.G0, shared.G1), eps, shared.between)
@@ -314,7 +320,7 @@ def _backward_kernel(
     k = loads.states_at(k_ptr, lane, k_g, k_b, k_l)
     q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
     written = loads.written_at(written_ptr, lane, sequence, chunks, form)
-    rows = Back(written, dy, loads.Chunk(k, q, x, step, z, dz))
+    rows = loads.Chunk(k, q, x, step, z, dz, written, dy)
     anchor_row = anchor_ptr + sequence * anchors * (D * N)
     of_block = (i % blocks * directions + G) * B + b
     sums_row = sums_ptr + of_block * L * (2 * N) + lane.state
@@ -337,13 +343,14 @@ def _backward_kernel(
         c = chunks - 1 - n
         if (c + 1) % form.ANCHOR == 0 or n == 0:
             S = loads.load_state(anchor_row + c // form.ANCHOR * (D * N), lane, N, 1, form)
-        words, ahead = _next_chunk(place, rows, lane, n, c, ahead, form)
+        chunk = _next_chunk(place, rows, lane, n, c, ahead, form)
+        ahead = _load_ahead(place, rows, lane, c - 1, ahead, form)
         first = 8 * c + 2 * t
-        dys = _within(words.dy, first, L, form)
-        shared = _shared(words.chunk.k, words.chunk.q, c, zero, lane, form)
+        dys = _within(chunk.dy, first, L, form)
+        shared = _shared(chunk.k, chunk.q, c, zero, lane, form)
         found = Found((), (), (), (), (), (), (), tiles.zeros(zero, 4 * form.NP), (zero, zero, zero, zero))
         for cp in tl.static_range(CP):
-            found = _tile_back(found, words, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp, form)
+            found = _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp, form)
         S = found.S
         P = found.P
         dskip = found.dskip

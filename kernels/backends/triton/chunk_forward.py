@@ -45,15 +45,22 @@ def _first_chunks(place, rows, lane, meeting, form):
 
 @triton.jit
 def _next_chunk(place, rows, lane, meeting, c, ahead, form):
-    """Chunk c, and what is loaded ahead of it."""
+    """Chunk c, `ahead` or from shared memory, to which a later one is then on its way."""
     if form.STAGES > 0:
         wait_group(form.WAIT, place)
         chunk = loads.load_chunk(place + c % form.STAGES * form.STAGE, rows, lane, 8 * c, lane.left, TAKE, form)
         _start_chunk(place, rows, lane, meeting, c + form.STAGES - 1, form)
     else:
         chunk = ahead
-        ahead = loads.load_chunk(place, rows, lane, 8 * c + 8, tl.where(c + 1 < meeting, 0, lane.left), DIRECT, form)
-    return chunk, ahead
+    return chunk
+
+
+@triton.jit
+def _load_ahead(place, rows, lane, meeting, c, ahead, form):
+    """Chunk c in registers, where there is no shared memory for it."""
+    if form.STAGES == 0:
+        ahead = loads.load_chunk(place, rows, lane, 8 * c, tl.where(c < meeting, 0, lane.left), DIRECT, form)
+    return ahead
 
 
 @triton.jit
@@ -80,6 +87,54 @@ def _solve(base, eps, linked, G0, G1, form):
             for cp in tl.static_range(CP):
                 R = R + product_tf32(part_of(base, cp, CP), part_of(W, cp, CP), G0, G1)
     return W
+
+
+@triton.jit
+def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
+    """For chunk c: the words of the states before it, W, the transposed keys, and products of queries with keys."""
+    g, t = lane.g, lane.t
+    NP: tl.constexpr = form.NP
+    kT = tiles.each_transposed(chunk.k)
+    minus_k = tiles.each_negated(chunk.k)
+    G0, G1, reads = tiles.products_of_tokens(chunk.k, chunk.q, zero, lane, NP)
+    between, n0, n1 = tiles.own_products(G0, G1, t, lane.L - 8 * c)
+    G0 = tl.where(g // 2 > t, -G0, 0.0)
+    G1 = tl.where(g // 2 > t, -G1, 0.0)
+    A = ()
+    eps = ()
+    linked = ()
+    base = ()  # x - S K^T of (21)
+    for cp in tl.static_range(form.CP):
+        a = tiles.words_of(tiles.span_of(S, 4 * NP * cp, 4 * NP), NP)
+        A = A + a
+        own, e = tiles.step_sizes(chunk.step, kept, zero, bias, n0, n1, cp, form)
+        eps = eps + own
+        linked = linked + (own[1] * between, own[3] * between)
+        base = base + tiles.over_states(tiles.numbers(chunk.x, cp, form), a, minus_k, NP)
+    return A, _solve(base, eps, linked, G0, G1, form), kT, reads
+
+
+@triton.jit
+def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
+    """The states after a chunk (23) and y before its gate (22), both tile by tile as C lies; w is kept."""
+    CP: tl.constexpr = form.CP
+    NP: tl.constexpr = form.NP
+    PAIRS: tl.constexpr = (form.D + 1) // 2
+    ys = ()
+    new = ()
+    for cp in tl.static_range(CP):
+        w = part_of(W, cp, CP)
+        w0 = packed(w[0], w[1])
+        w1 = packed(w[2], w[3])
+        if form.SAVE:
+            tl.store(written + (c * (4 * PAIRS) + 4 * cp), loads.joined(w0, w1), mask=2 * cp < left)
+        if form.OUTPUT:
+            o = tiles.times_skip(tiles.numbers(chunk.x, cp, form), skip, cp)
+            o = tiles.over_states(o, part_of(A, cp, CP), chunk.q, NP)
+            ys = ys + product_8(o, w0, w1, reads)
+        for j in tl.static_range(NP):
+            new = new + product_8(tiles.span_of(S, 4 * (NP * cp + j), 4), w0, w1, kT[j])
+    return new, ys
 
 
 @triton.jit
@@ -154,7 +209,7 @@ def _forward_kernel(
         G = tl.program_id(1).to(tl.int64)
         block = i % blocks * form.NW + r // 32
     lane = loads.lane_of(r, G, b, block, L, form)
-    g, t, left = lane.g, lane.t, lane.left
+    left = lane.left
     chunks = (L + 7) // 8
     meeting = (chunks - 1) // 2 if form.MEET else 0
     anchors = (chunks + form.ANCHOR - 1) // form.ANCHOR
@@ -164,7 +219,7 @@ def _forward_kernel(
     y_row = y_ptr + offset_of(b if form.MEET else G * B + b, L * D, False) + lane.d
     k = loads.states_at(k_ptr, lane, k_g, k_b, k_l)
     q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
-    rows = loads.Chunk(k, q, x, step, z, ())
+    rows = loads.Chunk(k, q, x, step, z, (), (), ())
     written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
     anchor_row = anchor_ptr + (G * B + b) * anchors * (D * N)
     bias = tiles.scaled(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
@@ -181,8 +236,9 @@ def _forward_kernel(
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
     ahead = _first_chunks(place, rows, lane, meeting, form)
     for c in tl.range(0, chunks, num_stages=1):
-        chunk, ahead = _next_chunk(place, rows, lane, meeting, c, ahead, form)
-        first = 8 * c + 2 * t
+        chunk = _next_chunk(place, rows, lane, meeting, c, ahead, form)
+        ahead = _load_ahead(place, rows, lane, meeting, c + 1, ahead, form)
+        first = 8 * c + 2 * lane.t
         at = (lane.origin + lane.sign * first) * D
         next_at = (lane.origin + lane.sign * (first + 1)) * D
         early = first < L  # whose tokens are stored as they are, of the lane's first and second
@@ -195,40 +251,8 @@ def _forward_kernel(
             next_early = next_early & ((next_theirs > c) | ((next_theirs == c) & (G == 0)))
             others_left = tl.where(c > meeting, left, 0)
             others = _load_others(y_row, at, next_at, others_left, first < L, first + 1 < L, place, form)
-        kT = tiles.each_transposed(chunk.k)
-        minus_k = tiles.each_negated(chunk.k)
-        G0, G1, reads = tiles.products_of_tokens(chunk.k, chunk.q, zero, lane, NP)
-        between, n0, n1 = tiles.own_products(G0, G1, t, L - 8 * c)
-        G0 = tl.where(g // 2 > t, -G0, 0.0)
-        G1 = tl.where(g // 2 > t, -G1, 0.0)
-        A = ()
-        eps = ()
-        linked = ()
-        base = ()
-        for cp in tl.static_range(CP):
-            a = tiles.words_of(tiles.span_of(S, 4 * NP * cp, 4 * NP), NP)
-            A = A + a
-            own, e = tiles.step_sizes(chunk.step, kept, zero, bias, n0, n1, cp, form)
-            eps = eps + own
-            linked = linked + (own[1] * between, own[3] * between)
-            # x - S K^T of (21), then W, O (22) and the next S (23)
-            base = base + tiles.over_states(tiles.numbers(chunk.x, cp, form), a, minus_k, NP)
-        W = _solve(base, eps, linked, G0, G1, form)
-        ys = ()
-        new = ()
-        for cp in tl.static_range(CP):
-            w = part_of(W, cp, CP)
-            w0 = packed(w[0], w[1])
-            w1 = packed(w[2], w[3])
-            if form.SAVE:
-                tl.store(written + (c * (4 * ((D + 1) // 2)) + 4 * cp), loads.joined(w0, w1), mask=2 * cp < left)
-            if form.OUTPUT:
-                o = tiles.times_skip(tiles.numbers(chunk.x, cp, form), skip, cp)
-                o = tiles.over_states(o, part_of(A, cp, CP), chunk.q, NP)
-                ys = ys + product_8(o, w0, w1, reads)
-            for j in tl.static_range(NP):
-                new = new + product_8(tiles.span_of(S, 4 * (NP * cp + j), 4), w0, w1, kT[j])
-        S = new
+        A, W, kT, reads = _solve_chunk(S, chunk, c, kept, zero, bias, lane, form)
+        S, ys = _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form)
         if form.OUTPUT:
             if form.MEET:
                 _put_where_they_meet(place, y_row, at, next_at, ys, chunk.z, others, first, early, next_early, c,

@@ -38,9 +38,9 @@ Form = namedtuple(
 Lane = namedtuple("Lane", "r g t G b d left state sign origin L")
 # Where the tokens of a tensor begin for the lane's channels or states, and how far they are apart.
 Tokens = namedtuple("Tokens", "row stride")
-# `Tokens` of what a chunk reads, and its words: keys, queries, and two tokens each of x, logits, z and of what the
-# other direction left.
-Chunk = namedtuple("Chunk", "k q x step z other")
+# `Tokens` of what a chunk reads, and its words: keys, queries, two tokens each of x, logits, z and of what the other
+# direction left, and in the backward pass w, two words for a tile, and dy. (Triton 3.3 returns no deeper tuples.)
+Chunk = namedtuple("Chunk", "k q x step z other w dy")
 
 
 @triton.jit
@@ -174,7 +174,7 @@ def load_chunk(place, rows, lane, i, left_of_z, HOW: tl.constexpr, form):
         place = place + OF_TOKENS
     if form.OTHER:
         other = load_pair(place, rows.other, first, second, left, True, HOW, form)
-    return Chunk(k, q, x, step, z, other)
+    return Chunk(k, q, x, step, z, other, (), ())
 
 
 @triton.jit
