@@ -1,131 +1,84 @@
 """The processes of a study: the trainer's, and those that look at the images one by one."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from lab.costs import Costs
-from lab.plan import Run, Study
-from lab.runner import Job, Place
-from lab.runs import (
-    HITS,
-    OUTPUT,
-    complete_history,
-    folder_of,
-    history_of,
-    holder_of,
-    is_finished,
-    note_failure,
-    prepare,
-    read_json,
-)
-from vision_longhorn.demo import DIGITS
-
-Unseen = dict[tuple[str, Path], set[int]]
+from lab.plan import Study, Trial
+from lab.queue import Job
+from lab.results import Costs, Known
+from lab.runs import TrialFolder
+from vision_longhorn.data.loader import cores
 
 
-def unseen(studies: list[Study], out: Path) -> Unseen:
-    """Sizes of images that the final weights of finished runs have still to be evaluated at, by (name of the data,
-    folder of the run). Runs whose weights are gone are left out."""
-    found: Unseen = {}
-    for study in studies:
-        for run in study.runs():
-            folder = folder_of(out, run)
-            missing = {size for size in study.sizes(run.arm) if str(size) not in (read_json(folder / HITS) or {})}
-            if missing and is_finished(folder, run) and (folder / "last.pt").exists():
-                found.setdefault((run.arm.data, folder), set()).update(missing)
-    return found
-
-
-@dataclass
 class Jobs:
     """Makes jobs.
 
-    Attributes:
-        studies: The studies that are asked for.
-        out: Folder of the studies.
+    Args:
+        studies, trials: The studies that are asked for, and their trials.
+        known: What is known of these.
         data: Place of each kind of data, by name.
         device: "auto", "cuda" or "cpu".
         places: Where processes run.
-        costs: What runs take by estimate; learns of each that ends.
-        say: Takes a line.
     """
 
-    studies: list[Study]
-    out: Path
-    data: dict[str, str]
-    device: str
-    places: list[Place]
-    costs: Costs
-    say: Callable[[str], Any]
+    def __init__(
+        self,
+        studies: list[Study],
+        trials: list[Trial],
+        known: Known,
+        data: dict[str, str],
+        device: str,
+        places: list[str],
+    ) -> None:
+        self.known, self.data, self.device, self.places = known, data, device, places
+        self.trials, self.costs = trials, Costs(trials, known, device)
+        self.sizes: dict[tuple[str, int], set[int]] = {}  # of images, by trial
+        for study in studies:
+            for trial in study.trials():
+                self.sizes.setdefault(trial.identity, set()).update(study.sizes(trial.arm) if trial.arm.data else ())
 
-    @property
-    def workers(self) -> int:
-        """Loader processes for each of the processes that run side by side."""
-        from vision_longhorn.data.loader import cores
+    def training(self, trial: Trial) -> Job:
+        """Begins a trial or goes on with it."""
+        folder = TrialFolder(self.known.out, trial)
 
-        return max(1, min(8, cores() // len(self.places)))
+        def start() -> tuple[list[str], Any]:
+            config = folder.prepare(self.places.count(self.places[0]), len(self.places))
+            words = ["--config", str(config), "--run-dir", str(folder.path), "--device", self.device]
+            if trial.arm.data:
+                more = ["--resume", "--data", self.data[trial.arm.data]]
+                return ["vision_longhorn", "train", *words, *more], folder.output_file
+            return ["lab.recall", *words], folder.output_file
 
-    def trainings(self, runs: list[Run]) -> list[Job]:
-        """A job for each run, which begins it or goes on with it."""
-        if any(self.data.get(run.arm.data) == DIGITS for run in runs):
-            from vision_longhorn.data.sharding import make_digits
+        def done(code: int) -> tuple[bool, str, list[Job]]:
+            if folder.is_finished():
+                self.costs.learn(self.trials)
+                last = folder.history()[-1]
+                top1 = last.get("val_ema", last["val"])["top1"]
+                # Looked at at once: where time is short, the machine may soon be gone with the weights.
+                return True, f"top-1 {top1:.2f} %", self._look(trial)
+            return False, f"exit code {code}\n    {folder.output_file} ends with{folder.note_failure(code)}", []
 
-            make_digits(Path("data", DIGITS))  # once, before each run would
-        return [self._training(run) for run in runs]
+        return Job(folder.path.name, start, partial(self.costs.seconds, trial), done, folder.holder)
 
-    def _training(self, run: Run) -> Job:
-        folder = folder_of(self.out, run)
-
-        def start() -> tuple[list[str], Path]:
-            config = prepare(self.out, folder, run, self.places.count(self.places[0]), self.workers)
-            words = ["--config", str(config), "--run-dir", str(folder), "--device", self.device]
-            if run.arm.of_images:
-                data = self.data[run.arm.data]
-                return ["vision_longhorn", "train", *words, "--resume", "--data", data], folder / OUTPUT
-            return ["lab.recall", *words], folder / OUTPUT
-
-        def done(code: int) -> tuple[str, bool]:
-            complete_history(folder, run)
-            if is_finished(folder, run):
-                self.costs.learn(run)
-                last = history_of(folder)[-1]
-                return f"top-1 {last.get('val_ema', last['val'])['top1']:.2f} %", True
-            lines = "".join(f"\n    {line}" for line in note_failure(folder, code)["last_lines"])
-            return f"exit code {code}\n    {folder / OUTPUT} ends with{lines}", False
-
-        def then() -> list[Job]:
-            return self.looks(folder)  # at once: where time is short, the machine may soon be gone with the weights
-
-        return Job(folder.name, start, partial(self.costs.seconds, run), done, partial(holder_of, folder), then)
-
-    def looks(self, only: Path | None = None) -> list[Job]:
-        """Jobs that evaluate what is `unseen` (of one run's folder, or of all): a process for each place, as its start
-        takes a while."""
-        wanted = {key: sizes for key, sizes in unseen(self.studies, self.out).items() if only in (None, key[1])}
+    def looks(self, say: Callable[[str], Any]) -> list[Job]:
+        """Evaluates the final weights of all trials, as far as that was not done."""
         jobs = []
-        for data in sorted({data for data, _ in wanted}):
-            if data not in self.data:
-                self.say(f"images are not looked at one by one without --data {data}=DIR")
-                continue
-            words = [
-                f"{folder}:{','.join(map(str, sorted(sizes)))}"
-                for (own, folder), sizes in wanted.items()
-                if own == data
-            ]
-            parts = [words[i :: len(self.places)] for i in range(min(len(self.places), len(words)))]
-            name = f"images-{only.name if only else data}"
-            jobs += [self._look(f"{name}-{i}" if len(parts) > 1 else name, part, data) for i, part in enumerate(parts)]
+        for trial in self.trials:
+            if trial.arm.data in self.data:
+                jobs += self._look(trial)
+            elif TrialFolder(self.known.out, trial).unseen(sorted(self.sizes[trial.identity])):
+                say(f"{trial.name}: its images are not looked at one by one without --data {trial.arm.data}=DIR")
         return jobs
 
-    def _look(self, name: str, words: list[str], data: str) -> Job:
-        log = self.out / "runs" / f"{name}.log"
-        command = ["lab.hits", *words, "--data", self.data[data]]
-        command += ["--device", self.device, "--workers", str(self.workers)]
+    def _look(self, trial: Trial) -> list[Job]:
+        folder = TrialFolder(self.known.out, trial)
+        sizes = folder.unseen(sorted(self.sizes[trial.identity]))
+        words = ["lab.hits", f"{folder.path}:{','.join(map(str, sizes))}", "--data", self.data.get(trial.arm.data, "")]
+        words += ["--device", self.device, "--workers", str(max(1, min(8, cores() // len(self.places))))]
+        log = folder.path / "images.log"
 
-        def done(code: int) -> tuple[str, bool]:
-            return (f"{len(words)} run(s)", True) if code == 0 else (f"exit code {code}, {log} says why", False)
+        def done(code: int) -> tuple[bool, str, list[Job]]:
+            return code == 0, "1 run" if code == 0 else f"exit code {code}, {log} says why", []
 
-        return Job(name, lambda: (command, log), lambda: None, done)
+        return [Job(f"images-{folder.path.name}", lambda: (words, log), lambda: None, done)] if sizes else []
