@@ -7,7 +7,7 @@ Any number of processes gives the same counts. A checkpoint of a training run br
 size, normalisation and crop.
 """
 
-OWN_COMMAND = True  # vision_longhorn/command_line/start.py: models are imported when the command line has been read
+OWN_COMMAND = True  # vision_longhorn imports its models only when the command line has been read
 
 from vision_longhorn.command_line.commands import run  # noqa: E402
 from vision_longhorn.eval import main  # noqa: E402, F401

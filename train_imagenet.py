@@ -9,7 +9,7 @@ config.py defines them, and trainer.py is the loop. The run's folder gets config
 checkpoints (update-NUMBER.pt, last.pt, best.pt), metrics.json, summary.csv and curves.png.
 """
 
-OWN_COMMAND = True  # vision_longhorn/command_line/start.py: models are imported when the command line has been read
+OWN_COMMAND = True  # vision_longhorn imports its models only when the command line has been read
 
 from vision_longhorn.command_line.commands import run  # noqa: E402
 from vision_longhorn.train import main  # noqa: E402, F401

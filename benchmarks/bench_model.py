@@ -384,10 +384,12 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
         help="for model.json; with --sweep model_sweep.json and model_over_resolution.png",
     )
     args = parser.parse_args(argv)
-    own = set(timm.list_models(module="vlonghorn"))
     shared = parse_pairs(args.arg)
     models = [parse_model(word) for word in args.models or ([] if args.merge else MODELS)]
-    args.models = [model._replace(args=shared | model.args) if model.name in own else model for model in models]
+    args.models = [
+        model._replace(args=shared | model.args) if timm.models.is_model_in_modules(model.name, "vlonghorn") else model
+        for model in models
+    ]
     if args.graphs and "graphs" not in args.modes:
         args.modes = [*args.modes, "graphs"]
     if args.steps < 1:

@@ -15,6 +15,8 @@ sys.path.insert(0, str(ROOT))  # a checkout needs no installation
 
 from vision_longhorn.kernels import HAS_TRITON  # noqa: E402
 
+from vision_longhorn.environment import find_commit  # noqa: E402
+
 if HAS_TRITON:
     import triton
 
@@ -26,18 +28,17 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
-def _output_of(*command: str) -> Optional[str]:
+def _driver() -> Optional[str]:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
+        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=20).stdout.split()[0]
+    except (IndexError, OSError, subprocess.SubprocessError):
         return None
 
 
 def environment() -> dict:
-    """On what, with what and of which commit a run's numbers are; VISION_LONGHORN_COMMIT names it for a copy whose git
-    does not know it."""
-    told = os.environ.get("VISION_LONGHORN_COMMIT")
-    status = None if told else _output_of("git", "status", "--porcelain")
+    """The machine, the versions and the commit (`find_commit`) that the numbers of a benchmark hold for."""
+    commit, dirty = find_commit()
     found = dict(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         # Where this machine keeps its files is nobody's business.
@@ -45,19 +46,18 @@ def environment() -> dict:
         python=platform.python_version(),
         torch=torch.__version__,
         triton=triton.__version__ if HAS_TRITON else None,
-        commit=told or _output_of("git", "rev-parse", "HEAD"),
-        dirty=None if status is None else bool(status),
+        commit=commit,
+        dirty=dirty,
         threads=torch.get_num_threads(),
         cores=os.cpu_count(),
         processor=platform.machine(),
     )
     if torch.cuda.is_available():
-        driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         found |= dict(
             gpu=torch.cuda.get_device_name(),
             cuda=torch.version.cuda,
             hip=torch.version.hip,
-            driver=driver.splitlines()[0] if driver else None,
+            driver=_driver(),
         )
     return found
 

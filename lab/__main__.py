@@ -19,7 +19,8 @@ from lab.plan import STUDIES, Arm, Study, read_studies, unique_trials
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest
-from vision_longhorn.files import check_output, write_text
+from vision_longhorn.files import write_text
+from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import Range
 
 LEFT = 3  # exit code where work is left
@@ -118,9 +119,9 @@ class Lab:
         self.out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
             if not args.report:  # which may look on
-                from vision_longhorn.training.lock import RunLock
+                from vision_longhorn.lock import FolderLock
 
-                held.callback(RunLock(self.out).release)  # one at a time: two would start the same runs
+                held.callback(FolderLock(self.out).release)  # one at a time: two would start the same runs
             if args.speed:
                 return self.measure_speeds()
             self.check()
@@ -235,8 +236,8 @@ class Lab:
         """Trains what is missing, looks at the final weights, and writes the results; the exit code."""
         from lab.jobs import Jobs
         from lab.queue import Queue, find_places
+        from vision_longhorn.environment import describe_environment  # which imports torch
         from vision_longhorn.signals import StopSignals
-        from vision_longhorn.training.folder import describe_environment  # which imports torch
 
         deadline = None if self.args.budget is None else time.monotonic() + self.args.budget
         environment, say = None, partial(print, file=sys.stderr if self.args.report else sys.stdout)

@@ -12,7 +12,7 @@ from typing import Any
 from lab.recall_config import RecallConfig
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.settings import read_yaml
-from vision_longhorn.training.config import Config, read_config_file, shorten_warmup, that_count
+from vision_longhorn.training.config import Config, read_config_file, shorten_warmup
 
 Mapping = dict[str, Any]
 STUDIES = Path(__file__).with_name("studies.yaml")
@@ -33,9 +33,6 @@ REMEDIES = {
     (int, list): "a number or a list",
 }
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
-# Fields of Config that say where and on what a run happens, and what is written on the way: not what comes out.
-PLACES = ("data", "val_data", "run_dir", "resume", "allow_pipe", "workers", "device", "track")
-WRITING = ("log_interval", "checkpoint_interval", "keep_checkpoints", "max_bad_steps")
 # Those that a training step's speed depends on
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
         "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
@@ -74,7 +71,7 @@ class Arm:
         Settings at their default are left out, so that a new field of the config changes no key.
         """
         usual = type(self.config)().values()
-        values = {key: value for key, value in that_count(self.settings()).items() if value != usual[key]}
+        values = {key: value for key, value in self.config.decisive(self.settings()).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
     @cached_property
@@ -84,7 +81,8 @@ class Arm:
 
     def settings(self) -> Mapping:
         """The effective settings, without places, seed, and what is written on the way."""
-        return {key: value for key, value in self.config.values().items() if key not in (*PLACES, *WRITING, "seed")}
+        left_out = {*self.config.named("host", "writing"), "seed"}
+        return {key: value for key, value in self.config.values().items() if key not in left_out}
 
     @property
     def images_per_epoch(self) -> int:
@@ -267,7 +265,7 @@ def _image_arm(study: str, setting: str, variant: str, parts: tuple[Mapping, ...
     try:
         if not any("warmup_epochs" in part.get("overrides", {}) for part in parts):
             shorten_warmup(values)
-        config = Config(**{key: value for key, value in values.items() if key not in PLACES})
+        config = Config(**{key: value for key, value in values.items() if key not in Config.named("host", "start")})
         for fault in config.faults():
             raise UserError(fault)
     except UserError as error:
@@ -289,10 +287,11 @@ def _recall_arm(study: str, setting: str, variant: str, parts: tuple[Mapping, ..
     return Arm(study, setting, variant, "", config, _seeds(where, parts))
 
 
-def _merge(where: str, kind: type, values: Mapping, parts: tuple[Mapping, ...]) -> Mapping:
+def _merge(where: str, kind: Any, values: Mapping, parts: tuple[Mapping, ...]) -> Mapping:
     """Values of a config of that kind with what each of the parts, a study's first, overrides."""
     kwargs = dict(values.get("model_kwargs") or {})
-    allowed = [field.name for field in dataclasses.fields(kind) if field.name not in (*PLACES, *BESIDE)]
+    places = kind.named("host", "start")
+    allowed = [field.name for field in dataclasses.fields(kind) if field.name not in (*places, *BESIDE)]
     for part in parts:
         overrides = part.get("overrides", {})
         for key in overrides:

@@ -28,6 +28,7 @@ from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.model_arguments import check_values
+from vision_longhorn.runs import Run
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training.folder import RunFolder
@@ -70,7 +71,7 @@ class RecallRun:
     """
 
     def __init__(self, cfg: RecallConfig, path: Path, device: str, held: contextlib.ExitStack) -> None:
-        self.cfg, last = cfg, path / "last.pt"
+        self.cfg, last = cfg, Run(path).last
         cfg.resume = str(last)  # also where a kill came before the first one had this name: then the run begins anew
         # fp16, which older GPUs would get, would need its loss scaled.
         plain = cfg.precision == "auto" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lab.tables import BARS, Reading, Record, draw_means, format_count, format_list, format_mean, format_table, remarks
-from vision_longhorn.curves import new_figure, save_png
+from vision_longhorn.plots import new_figure, save_png
 
 
 class Cell(NamedTuple):

@@ -12,10 +12,9 @@ import torch
 from lab.plan import Arm, Study, Trial
 from lab.recall_config import RecallConfig
 from lab.runs import Record, TrialFolder, read_json
-from vision_longhorn.checkpoint import create_model
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
-from vision_longhorn.training.config import that_count
+from vision_longhorn.models.create import create_model
 
 SPEEDS = "speed.json"
 RUN = {
@@ -95,8 +94,8 @@ class Known:
         """Raises UserError where an earlier result of an arm's key was made with other settings: the key leaves out
         defaults, which may have changed since."""
         for arm in arms:
-            now = that_count(json.loads(json.dumps(arm.settings())))
-            before = that_count({"model_kwargs": {}, **self.configs.get(arm.key, now)})
+            now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
+            before = arm.config.decisive({"model_kwargs": {}, **self.configs.get(arm.key, now)})
             for key, value in before.items():
                 if key in now and now[key] != value:
                     raise UserError(

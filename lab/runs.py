@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import yaml
 
-from lab.plan import PLACES, Trial
+from lab.plan import Trial
 from vision_longhorn.checkpoint import load_checkpoint
-from vision_longhorn.curves import read_scalars
 from vision_longhorn.data.loader import cores
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
-from vision_longhorn.training.folder import write_summary
-from vision_longhorn.training.lock import NAME, RunLock
+from vision_longhorn.plots import read_scalars
+from vision_longhorn.runs import Run
 
 Record = dict[str, Any]
 
@@ -28,35 +27,6 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, content: Any) -> None:
     write_text(path, json.dumps(content) + "\n")
-
-
-class Run:
-    def __init__(self, path: Path) -> None:
-        self.path, self.last = path, path / "last.pt"
-
-    def history(self) -> list[Record]:
-        return read_json(self.path / "metrics.json") or []
-
-    def environment(self) -> Record:
-        return read_json(self.path / "env.json") or {}
-
-    def has_begun(self) -> bool:
-        return (self.path / "env.json").exists() or any(self.path.glob("*.pt"))
-
-    def event_files(self) -> list[Path]:
-        return sorted(self.path.glob("events.out.tfevents.*"))
-
-    def holder(self) -> str:
-        if (self.path / NAME).exists():
-            try:
-                RunLock(self.path).release()
-            except UserError as error:
-                return str(error)
-        return ""
-
-    def write_history(self, history: list[Record]) -> None:
-        write_text(self.path / "metrics.json", json.dumps(history, indent=2) + "\n")
-        write_summary(self.path / "summary.csv", history)
 
 
 class TrialFolder(Run):
@@ -110,12 +80,11 @@ class TrialFolder(Run):
         """
         self.path.mkdir(parents=True, exist_ok=True)
         self.failed_file.unlink(missing_ok=True)
-        if not self.has_begun():
-            (self.path / "config.yaml").unlink(missing_ok=True)  # the trainer takes it for somebody else's
         before = (read_json(self.beside_file) or {}).get("side_by_side", beside)
         write_json(self.beside_file, {"side_by_side": max(before, beside)})
         arm = self.trial.arm
-        values = {key: value for key, value in arm.config.values().items() if key not in PLACES}
+        left_out = arm.config.named("host")
+        values = {key: value for key, value in arm.config.values().items() if key not in left_out}
         # A loader's processes decide the order of the samples, so a run keeps their number.
         workers = {"workers": max(1, min(8, cores() // places))} if arm.data else {}
         write_text(self.config_given, yaml.safe_dump({**values, "seed": self.trial.seed, **workers}, sort_keys=False))

@@ -12,10 +12,10 @@ from accelerate import Accelerator
 
 from lab.plan import Arm
 from vision_longhorn.devices import make_accelerator
+from vision_longhorn.environment import find_commit
 from vision_longhorn.errors import one_line
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.folder import describe_environment
 from vision_longhorn.training.step import TrainStep
 
 WINDOWS = 5
@@ -33,9 +33,9 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
         it does not fit into memory, "error" in their place.
     """
     cfg = cast(Config, arm.config)
-    accelerator = make_accelerator(device, cfg.precision, {"gradient_accumulation_steps": cfg.grad_accum})
+    accelerator = make_accelerator(device, cfg.precision, cfg.grad_accum)
     found = {"variant": arm.label, "batch_size": cfg.batch_size, "torch": str(torch.__version__)}
-    found["commit"] = describe_environment()["commit"]
+    found["commit"] = find_commit()[0]
     on_gpu = accelerator.device.type == "cuda"
     if on_gpu:
         gc.collect()  # of the variant before

@@ -9,7 +9,7 @@ import numpy as np
 
 from lab.plan import label_of
 from lab.statistics import Interval, combination, difference, mean, over_images, read_bits
-from vision_longhorn.curves import keep_to_per_cent, new_figure, save_png
+from vision_longhorn.plots import keep_to_per_cent, new_figure, save_png
 
 Record = dict[str, Any]
 BARS = "bars are 95 % intervals, of two seeds both"

@@ -10,7 +10,8 @@ import yaml
 import vision_longhorn  # noqa: F401, registers the models
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import CONFIGS, Config, config_names, load_config
+from vision_longhorn.train import load_config
+from vision_longhorn.training.config import CONFIGS, Config, config_names
 
 
 @pytest.mark.parametrize("stem", config_names())
@@ -106,13 +107,13 @@ def test_mistakes_on_the_command_line_name_value_and_remedy(words, expected):
 
 @pytest.mark.parametrize(
     "argument, instead",
-    {"drop_path_rate": "--drop-path", "num_classes": "--num-classes", "pretrained": "--init", "device": "--device",
-     "name": "--model", "path": "arguments", "features_only": "classes"}.items(),
+    {"drop_path_rate": "drop_path", "num_classes": "num_classes", "pretrained": "init", "device": "device",
+     "name": "model", "path": "arguments", "features_only": "classes"}.items(),
 )  # fmt: skip
 def test_an_argument_of_the_model_that_has_a_place_of_its_own_is_sent_there(argument, instead, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"model_kwargs: {{{argument}: 1}}\n")
     for words in ["--model-kwargs", f"{argument}=1"], ["--config", str(tmp_path / "mine.yaml")]:
-        with pytest.raises(UserError, match=f"^model_kwargs has {argument}: .*{instead}"):
+        with pytest.raises(UserError, match=f"^model_kwargs has {argument}: leave it out and give .*{instead}"):
             load_config(["--data", "x", *words])
 
 

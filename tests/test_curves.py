@@ -7,8 +7,9 @@ import pytest
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from vision_longhorn import curves
+from vision_longhorn import curves, plots
 from vision_longhorn.errors import UserError
+from vision_longhorn.runs import Run
 from vision_longhorn.training.runlog import keep_order
 
 
@@ -27,7 +28,7 @@ def write_run(folder, updates_per_epoch, averaged):
 def test_curves_of_runs_with_different_batches_share_the_axis_of_epochs(tmp_path):
     for updates_per_epoch in (10, 25):
         run = write_run(tmp_path / str(updates_per_epoch), updates_per_epoch, averaged=False)
-        epochs, top1 = curves.read_scalars(run)["accuracy/top1"]
+        epochs, top1 = plots.read_scalars(run)["accuracy/top1"]
         np.testing.assert_allclose(epochs, [1, 2, 3])
         np.testing.assert_allclose(top1, [updates_per_epoch, 2 * updates_per_epoch, 3 * updates_per_epoch])
 
@@ -35,12 +36,12 @@ def test_curves_of_runs_with_different_batches_share_the_axis_of_epochs(tmp_path
 def test_a_clock_that_went_back_leaves_curves_in_their_order(tmp_path, monkeypatch):
     for clock, first, last in (2e9, 1, 6), (1.9e9, 4, 9), (1.8e9, 8, 11):
         monkeypatch.setattr(time, "time", lambda: clock)
-        keep_order(tmp_path)
+        keep_order(Run(tmp_path))
         with SummaryWriter(tmp_path, purge_step=first) as writer:
             for update in range(first, last):
                 writer.add_scalar("train/epoch", update, update)
                 writer.add_scalar("train/loss", first, update)
-    epochs, losses = curves.read_scalars(tmp_path)["train/loss"]
+    epochs, losses = plots.read_scalars(tmp_path)["train/loss"]
     assert epochs.tolist() == list(range(1, 11)) and losses.tolist() == [1] * 3 + [4] * 4 + [8] * 3
 
 
@@ -50,7 +51,7 @@ def test_a_run_that_began_under_former_names_of_curves_is_read_as_one(tmp_path):
             writer.add_scalar("train/epoch", update / 10, update)
             for tag in ("val/top1", "val_ema/top1") if update < 30 else ("accuracy/top1", "accuracy/top1_ema"):
                 writer.add_scalar(tag, update, update)
-    scalars = curves.read_scalars(tmp_path)
+    scalars = plots.read_scalars(tmp_path)
     for tag in "accuracy/top1", "accuracy/top1_ema":
         np.testing.assert_allclose(scalars[tag], [[1, 2, 3], [10, 20, 30]])
     assert set(scalars) == {"train/epoch", "accuracy/top1", "accuracy/top1_ema"}
@@ -71,8 +72,8 @@ def test_legend_tells_runs_and_weights_apart(tmp_path, monkeypatch):
     """Raw and averaged weights of one run, and two runs whose folders have one name."""
     runs = [write_run(tmp_path / "one" / "run", 10, averaged=True), write_run(tmp_path / "two" / "run", 33, False)]
     figures = []
-    monkeypatch.setattr(curves, "save_png", lambda figure, *_, **__: figures.append(figure))
-    curves.plot_runs(runs, tmp_path / "curves.png")
+    monkeypatch.setattr(plots, "save_png", lambda figure, *_, **__: figures.append(figure))
+    plots.plot_runs(runs, tmp_path / "curves.png")
     (legend,) = figures[0].legends
     looks = {
         text.get_text(): (line.get_color(), line.get_linestyle())
@@ -98,5 +99,5 @@ def test_a_picture_that_cannot_be_written_is_named(tmp_path):
 def test_a_folder_without_curves_is_named(tmp_path, make):
     make(tmp_path / "run")
     with pytest.raises(UserError, match="run holds no training curves"):
-        curves.plot_runs([tmp_path / "run"], tmp_path / "curves.png")
+        plots.plot_runs([tmp_path / "run"], tmp_path / "curves.png")
     assert not (tmp_path / "curves.png").exists()

@@ -6,7 +6,6 @@ import os
 import shutil
 import zipfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import timm
@@ -16,13 +15,14 @@ from test_old_files import FILES
 from timm.utils import CheckpointSaver
 
 from lab import __main__ as lab
-from vision_longhorn import curves, export, hub, maps, predict, shards
+from vision_longhorn import curves, export, hub, maps, plots, predict, shards
 from vision_longhorn import eval as evaluation
-from vision_longhorn.checkpoint import create_model, load_checkpoint, model_from_weights, save_checkpoint, save_run
+from vision_longhorn.checkpoint import create_model, load_checkpoint, save_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import load_onnx
 from vision_longhorn.files import hash_file, written_aside
-from vision_longhorn.training.folder import RunFolder
+from vision_longhorn.runs import Run
+from vision_longhorn.training.init import model_from_weights
 
 STATE = {
     "state_dict": {"a": torch.arange(6.0), "b": torch.arange(9).view(3, 3), "part": torch.arange(12.0)[2:7]},
@@ -61,7 +61,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused_or_has_its_tensors(tmp_path)
 
 def test_a_damaged_checkpoint_names_the_newest_that_is_whole(tmp_path):
     for updates in 2, 3, 10:
-        save_run(tmp_path, {**STATE, "updates": updates}, keep=3, is_best=updates == 2)
+        Run(tmp_path).save({**STATE, "updates": updates}, keep=3, is_best=updates == 2)
     data = (tmp_path / "last.pt").read_bytes()
     flip(tmp_path / "last.pt", 8 * data.index(torch.arange(6.0).numpy().tobytes()))  # and with it update 10's
     with pytest.raises(UserError, match=r"last.pt is damaged .*; \S*update-0000003.pt is whole"):
@@ -223,8 +223,8 @@ def test_no_tool_writes_over_what_is_not_its_own(place, tool):
 
 
 def test_an_earlier_picture_of_the_same_tool_is_replaced(place):
-    figure = curves.new_figure(1, 1)
-    curves.save_png(figure, "curves.png", 10, "curves")
+    figure = plots.new_figure(1, 1)
+    plots.save_png(figure, "curves.png", 10, "curves")
     curves.check_png("curves.png", "curves")
     refused = [("curves.png", "maps", []), ("photo.png", "curves", []), ("curves.png", "curves", ["./curves.png"])]
     for out, tool, others in refused:
@@ -255,14 +255,12 @@ def test_two_results_do_not_get_one_name(place, words):
 
 
 @pytest.mark.parametrize("name", ["metrics.json", "summary.csv", "env.yaml", "curves.png"])
-def test_a_run_writes_over_no_results_of_others(tmp_path, monkeypatch, name):
+def test_a_run_writes_over_no_results_of_others(tmp_path, name):
     (tmp_path / name).write_text("mine")
-    cfg = SimpleNamespace(resume=None)
-    folder = SimpleNamespace(path=tmp_path, cfg=cfg, resuming=False)
     if name == "env.yaml":  # nothing of a run's
-        return RunFolder._refuse_others_run(folder)
+        return Run(tmp_path).check_free(goes_on=False)
     with pytest.raises(UserError, match=f"holds a {name} that no run has written"):
-        RunFolder._refuse_others_run(folder)
+        Run(tmp_path).check_free(goes_on=False)
 
 
 def test_a_study_writes_over_no_table_of_others(tmp_path):

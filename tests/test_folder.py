@@ -22,7 +22,7 @@ from vision_longhorn.data import (
 )
 from vision_longhorn.data.folders import list_images
 from vision_longhorn.data.walk import walk
-from vision_longhorn.predict import find_images
+from vision_longhorn.evaluation.images import find_images
 
 CLASSES = ["bee", "cat", "dog", "emu"]
 

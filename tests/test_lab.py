@@ -385,7 +385,7 @@ def test_a_study_that_is_killed_and_stopped_goes_on_to_the_figures_of_an_undistu
     assert not json.loads((tmp_path / "studies/pairs.json").read_text())["unfinished"]
 
 
-@pytest.mark.parametrize("kind", ["no results", "no environment"])
+@pytest.mark.parametrize("kind", ["no results", "no settings"])
 def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
     shutil.copytree(whole / "studies", tmp_path / "studies")
     (tmp_path / "studies/pairs.json").unlink()
@@ -395,10 +395,10 @@ def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
         (run / "metrics.json").write_text(json.dumps(history[:1]))
     else:  # only the first file was written
         for path in run.iterdir():
-            if path.name != "config.yaml":
+            if path.name != "env.json":
                 path.unlink()
     said = finish(tmp_path, "pairs", "--per-gpu", 2)  # of two, as each run's loader then has as many processes
-    assert ("start" in said) == (kind == "no environment")
+    assert ("start" in said) == (kind == "no settings")
     assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
 
 

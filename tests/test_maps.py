@@ -11,7 +11,7 @@ import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.maps import main, plot_maps, token_maps
-from vision_longhorn.training.config import load_config
+from vision_longhorn.train import load_config
 
 DEPTH, CHANNELS, N = 2, 16, 3
 
@@ -180,7 +180,7 @@ def test_arrows_say_which_way_each_block_reads(options, arrows, monkeypatch, tmp
     maps = token_maps(small(depth=4, **options), torch.randn(1, 3, 12, 20))
     assert list(maps.arrows) == arrows
     drawn = []
-    monkeypatch.setattr("vision_longhorn.maps.save_png", lambda figure, *_, **__: drawn.append(figure))
+    monkeypatch.setattr("vision_longhorn.evaluation.maps.save_png", lambda figure, *_, **__: drawn.append(figure))
     for layers in (None, [-1]):
         plot_maps(maps, torch.rand(12, 20, 3).numpy(), tmp_path / "maps.png", layers)
     for figure, of_blocks in zip(drawn, (arrows, arrows[-1:]), strict=True):

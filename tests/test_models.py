@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from plain_model import plain_model
 from scan_cases import relative_rms
+from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
 from torch import nn
 
@@ -18,8 +19,9 @@ from vision_longhorn.checkpoint import create_model
 from vision_longhorn.errors import UserError
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import BidirectionalMixer
+from vision_longhorn.models.pos_embed import resample_pos_embed
 from vision_longhorn.models.tokens import join_class
-from vision_longhorn.models.vlonghorn import resample_pos_embed
+from vision_longhorn.models.vlonghorn import OLD_NAMES
 
 COUNTS = {
     "vim_tiny": 7_148_008,
@@ -40,7 +42,7 @@ COUNTS = {
     "vlonghorn_small_shared": 23_640_040,
     "vlonghorn_base_shared": 91_515_880,
 }
-NAMES = {*COUNTS, "vim_test", "vlonghorn_test", "vlonghorn_tiny_exact", "vlonghorn_small_exact", "vlonghorn_base_exact"}
+NAMES = {*COUNTS, "vim_test", "vlonghorn_test"} - set(OLD_NAMES)
 
 
 def small(name="vlonghorn_test", **options):
@@ -77,7 +79,7 @@ def test_parameter_count_of_one_direction_a_block(size, count):
 
 def test_every_name_makes_a_model_of_its_own_kind():
     assert set(timm.list_models(module="vlonghorn")) == NAMES
-    for name in NAMES:
+    for name in (*NAMES, *OLD_NAMES):
         with torch.device("meta"):
             model = timm.create_model(name, num_classes=7)
             size = model.default_cfg["input_size"]
@@ -88,6 +90,22 @@ def test_every_name_makes_a_model_of_its_own_kind():
         assert mixer.wiring == ("shared" if name.endswith("_shared") else "vim")
         assert size == ((3, 96, 96) if name.endswith("_test") else (3, 224, 224))
         assert len(model.blocks) == (4 if name.endswith("_test") else 24)
+
+
+def test_an_old_name_makes_the_model_that_its_arguments_make_and_stays_its_name(tmp_path):
+    assert len(OLD_NAMES) == 6 and not set(OLD_NAMES) & set(timm.list_models())
+    given = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
+    images = torch.randn(2, 3, 32, 32)
+    for old, (name, arguments) in OLD_NAMES.items():
+        model = timm.create_model(old, **given).eval()
+        plain = timm.create_model(name, **given, **arguments).eval()
+        plain.load_state_dict(model.state_dict())
+        assert torch.equal(model(images), plain(images))
+        assert model.pretrained_cfg["architecture"] == old  # as folders made of it will have it
+        assert timm.get_pretrained_cfg(old).input_size == (3, 224, 224)
+    save_for_hf(model, str(tmp_path), model_args=given, safe_serialization=True)
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert again.blocks[0].mixer.wiring == "shared" and torch.equal(again(images), model(images))
 
 
 @pytest.mark.parametrize(

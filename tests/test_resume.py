@@ -39,13 +39,14 @@ from timm.optim import create_optimizer_v2
 
 import eval as eval_script
 import train_imagenet
-from vision_longhorn.checkpoint import load_checkpoint, save_run, update_files
+from vision_longhorn import lock, runs
+from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.signals import StopSignals
-from vision_longhorn.training import lock, trainer, updates
-from vision_longhorn.training.folder import go_back, write_summary
+from vision_longhorn.training import trainer, updates
+from vision_longhorn.training.folder import go_back
 from vision_longhorn.training.setup import SoftTargetCrossEntropy
 from vision_longhorn.training.state import RunState, load_optimizer
 from vision_longhorn.training.step import step_if_finite
@@ -312,7 +313,7 @@ def test_what_was_started_not_to_hear_ctrl_c_does_not():
 
 def hold(folder, connection):
     """Holds a run's folder until it is killed."""
-    held = lock.RunLock(folder)
+    held = lock.FolderLock(folder)
     connection.send("held")
     time.sleep(600)
     held.release()
@@ -362,7 +363,7 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(lock.fcntl, "lockf", refuse)
-    assert "cannot be locked" in lock.RunLock(tmp_path).note
+    assert "cannot be locked" in lock.FolderLock(tmp_path).note
 
 
 def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_path, undisturbed, capsys, monkeypatch):
@@ -380,7 +381,7 @@ def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_pat
     assert (end["epoch"], end["updates"], len(end["history"])) == (2, 36, 2)
 
 
-def test_a_process_that_fails_ends_all_and_alone_says_why(tmp_path, arguments):
+def test_a_process_that_fails_ends_all_and_says_why(tmp_path, arguments):
     """Its fellow waits for it in a sum over the processes, under the launcher that a user has."""
     script = tmp_path / "fails.py"
     script.write_text(
@@ -400,7 +401,7 @@ def test_a_process_that_fails_ends_all_and_alone_says_why(tmp_path, arguments):
 def test_the_loss_of_a_process_that_was_killed_is_said_in_one_line(tmp_path, arguments):
     run = Run(tmp_path / "run", arguments, rank=1, at=2, kind="kill")
     assert run.wait() == [1, -signal.SIGKILL]
-    assert run.text.count("error: another process has ended without a word") == 1 and "Traceback" not in run.text
+    assert run.text.count("error: another process has ended") == 1 and "Traceback" not in run.text
 
 
 def quick(folder, arguments, *more):
@@ -529,14 +530,18 @@ def test_evidence_without_samples_says_why(tmp_path, arguments, monkeypatch, cap
 
 def test_the_last_checkpoints_and_the_best_are_kept(tmp_path):
     for count in 1, 2, 3, 4:
-        save_run(tmp_path, {"updates": count, "state_dict": {"a": torch.zeros(1)}}, keep=2, is_best=count == 1)
+        runs.Run(tmp_path).save({"updates": count, "state_dict": {"a": torch.zeros(1)}}, keep=2, is_best=count == 1)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000003.pt", "update-0000004.pt"]
     assert [load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")] == [1, 4]
     for count in 5, 6:
         for file in tmp_path.glob("*.pt"):
             os.utime(file, (2e9, 2e9))  # then the clock went back
-        save_run(tmp_path, {"updates": count, "state_dict": {"a": torch.zeros(1)}}, keep=2)
+        runs.Run(tmp_path).save({"updates": count, "state_dict": {"a": torch.zeros(1)}}, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "last.pt", "update-0000005.pt", "update-0000006.pt"]
+
+
+def updates_in(folder):
+    return list(runs.Run(folder).checkpoints())
 
 
 def save_epochs(folder, top1, per_epoch=2, made=0, keep=99):
@@ -551,7 +556,7 @@ def save_epochs(folder, top1, per_epoch=2, made=0, keep=99):
                 state["history"] = [*state["history"], {"epoch": state["epoch"], "val": {"top1": value}}]
                 state["best_metric"] = max(best, value)
             weights = {"a": torch.tensor([state["updates"]])}
-            save_run(folder, {**state, "state_dict": weights}, keep, is_best=end and value > best)
+            runs.Run(folder).save({**state, "state_dict": weights}, keep, is_best=end and value > best)
     (folder / "metrics.json").write_text("[]")
 
 
@@ -571,9 +576,9 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch,
         monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
     save_epochs(tmp_path, top1)
     before = {name: load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")}
-    aside = go_back(tmp_path, tmp_path / start, left[-1])
-    assert list(update_files(tmp_path)) == left and aside == tmp_path / "before-1"
-    assert list(update_files(aside)) == list(range(left[-1] + 1, 2 * len(top1) + 1))
+    aside = go_back(runs.Run(tmp_path), tmp_path / start, left[-1])
+    assert updates_in(tmp_path) == left and aside == tmp_path / "before-1"
+    assert updates_in(aside) == list(range(left[-1] + 1, 2 * len(top1) + 1))
     assert load_checkpoint(tmp_path / "last.pt")["updates"] == left[-1]
     assert load_checkpoint(aside / "last.pt")["updates"] == before["last.pt"]
     assert (aside / "metrics.json").exists() and not (tmp_path / "metrics.json").exists()
@@ -585,23 +590,37 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch,
     assert (aside / "best.pt").exists() == gone
     if gone:
         assert load_checkpoint(aside / "best.pt")["updates"] == before["best.pt"]
-    assert go_back(tmp_path, tmp_path / "last.pt", left[-1]) is None
+    assert go_back(runs.Run(tmp_path), tmp_path / "last.pt", left[-1]) is None
 
 
 def test_no_lesser_checkpoint_is_called_the_best_where_that_is_gone(tmp_path):
     save_epochs(tmp_path, [1.0, 2.0, 3.0])
     (tmp_path / "update-0000004.pt").unlink()
-    go_back(tmp_path, tmp_path / "update-0000005.pt", 5)
+    go_back(runs.Run(tmp_path), tmp_path / "update-0000005.pt", 5)
     assert not (tmp_path / "best.pt").exists() and load_checkpoint(tmp_path / "before-1/best.pt")["updates"] == 6
 
 
 def test_on_other_processes_the_best_stays_and_no_new_checkpoint_is_taken_for_an_old_one(tmp_path):
     """Half as many updates in an epoch: the numbers of those to come lie below those that are there."""
     save_epochs(tmp_path, [1.0, 3.0, 2.0], per_epoch=4)
-    go_back(tmp_path, tmp_path / "last.pt", 6)  # of 12
-    assert load_checkpoint(tmp_path / "best.pt")["updates"] == 8 and list(update_files(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    save_run(tmp_path, {"updates": 7, "state_dict": {"a": torch.zeros(1)}}, keep=2)
-    assert list(update_files(tmp_path)) == [6, 7] and list(update_files(tmp_path / "before-1")) == [7, 8, 9, 10, 11, 12]
+    go_back(runs.Run(tmp_path), tmp_path / "last.pt", 6)  # of 12
+    assert load_checkpoint(tmp_path / "best.pt")["updates"] == 8 and updates_in(tmp_path) == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
+    runs.Run(tmp_path).save({"updates": 7, "state_dict": {"a": torch.zeros(1)}}, keep=2)
+    assert updates_in(tmp_path) == [6, 7] and updates_in(tmp_path / "before-1") == [
+        7,
+        8,
+        9,
+        10,
+        11,
+        12,
+    ]
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_path, arguments, capsys):
@@ -610,14 +629,16 @@ def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_p
     assert f"gone back behind is in {run / 'before-1'} now" in capsys.readouterr().out
     old, new = load_checkpoint(run / "before-1" / "last.pt"), load_checkpoint(run / "last.pt")
     assert all(torch.equal(value, old["state_dict"][key]) for key, value in new["state_dict"].items())
-    assert list(update_files(run)) == [3, 4, 5, 6, 7, 8] and list(update_files(run / "before-1")) == [6, 7, 8]
+    assert updates_in(run) == [3, 4, 5, 6, 7, 8] and list(runs.Run(run / "before-1").checkpoints()) == [6, 7, 8]
     assert [entry["epoch"] for entry in json.loads((run / "metrics.json").read_text())] == [1, 2]
     best = max(new["history"], key=lambda entry: entry["val_ema"]["top1"])["epoch"]
     assert new["best_metric"] == old["best_metric"] and load_checkpoint(run / "best.pt")["epoch"] == best
 
 
 def test_the_summary_is_a_table_also_where_epochs_were_not_evaluated(tmp_path):
-    write_summary(tmp_path / "summary.csv", [{"epoch": 1, "lr": 0.5}, {"epoch": 2, "lr": 0.1, "val": {"top1": 9.5}}])
+    history = [{"epoch": 1, "lr": 0.5}, {"epoch": 2, "lr": 0.1, "val": {"top1": 9.5}}]
+    runs.Run(tmp_path).write_history(history)
+    assert runs.Run(tmp_path).history() == history
     assert (tmp_path / "summary.csv").read_text() == "epoch,lr,val_top1\n1,0.5,\n2,0.1,9.5\n"
 
 
@@ -642,16 +663,16 @@ def test_without_hard_links_checkpoints_are_copied(tmp_path, monkeypatch):
         raise OSError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    save_run(tmp_path, {"updates": 1, "state_dict": {"a": torch.zeros(1)}}, keep=1, is_best=True)
+    runs.Run(tmp_path).save({"updates": 1, "state_dict": {"a": torch.zeros(1)}}, keep=1, is_best=True)
     assert load_checkpoint(tmp_path / "best.pt") == load_checkpoint(tmp_path / "last.pt")
 
 
 def test_what_a_killed_process_of_the_same_number_left_harms_no_checkpoint(tmp_path):
     """It was killed between giving a checkpoint its second name and moving that into place: both are one file."""
     states = [{"updates": updates, "state_dict": {"a": torch.zeros(1)}} for updates in (1, 2)]
-    save_run(tmp_path, states[0], keep=2)
+    runs.Run(tmp_path).save(states[0], keep=2)
     os.link(tmp_path / "update-0000001.pt", tmp_path / f"last.pt.{os.getpid()}.tmp")
-    save_run(tmp_path, states[1], keep=2)
+    runs.Run(tmp_path).save(states[1], keep=2)
     assert [load_checkpoint(tmp_path / f"{name}.pt")["updates"] for name in ("update-0000001", "last")] == [1, 2]
     assert not list(tmp_path.glob("*.tmp"))
 

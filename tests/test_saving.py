@@ -20,11 +20,12 @@ from timm.models import resolve_model_input_args, save_for_hf
 
 from vision_longhorn import VisionLonghorn, export, hub, maps
 from vision_longhorn import eval as eval_command
-from vision_longhorn.checkpoint import model_from_weights, save_checkpoint
+from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.errors import UserError
+from vision_longhorn.loading import load_model
 from vision_longhorn.models.vlonghorn import checkpoint_filter_fn
-from vision_longhorn.runs import load_model
-from vision_longhorn.training.config import load_config
+from vision_longhorn.train import load_config
+from vision_longhorn.training.init import model_from_weights
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=16, depth=2, d_state=4)
 
@@ -371,10 +372,10 @@ def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
     path, _, averaged = run
     hub.main([str(path), str(tmp_path / "folder")])
     source = f"{prefix}{tmp_path / 'folder'}"
-    assert same(load_model(source)[0], averaged)
+    loaded = load_model(eval_command.parse([source]).run, pretrained=False)  # as for a name alone
+    assert same(loaded.model, averaged)
+    assert (loaded.name, loaded.weights, loaded.file) == (f"local-dir:{tmp_path / 'folder'}", "pretrained", None)
     assert same(export._load(argparse.Namespace(model=source), True, {})[0], averaged)
-    args = eval_command.parse([source])
-    assert (args.model, args.pretrained, args.checkpoint) == (f"local-dir:{tmp_path / 'folder'}", True, None)
     model, text = model_from_weights("vlonghorn_test", source, 3, **SIZES)
     assert same(model, averaged) and "resampled" not in text and "anew" not in text
     sizes = SIZES | dict(img_size=(24, 16))

@@ -29,13 +29,13 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
-from vision_longhorn import devices, signals  # noqa: E402
+from vision_longhorn import devices, runs  # noqa: E402
 from vision_longhorn.checkpoint import create_model  # noqa: E402
 from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
 from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
-from vision_longhorn.training import folder, runlog, setup, trainer  # noqa: E402
+from vision_longhorn.training import runlog, setup, trainer  # noqa: E402
 from vision_longhorn.training.averages import Ema  # noqa: E402
 from vision_longhorn.training.config import Config  # noqa: E402
 
@@ -191,17 +191,15 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
     arguments = [*QUICK, *shards, "--epochs", "3", "--mixup", "0.8", "--ema-decay", "0.9", "--drop-path", "0.2"]
     whole = train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "whole")])
 
-    def stop_after_second_epoch(*_):
-        raise KeyboardInterrupt
+    write, stopped = runs.Run.write_history, tmp_path / "stopped"
 
-    stopped = tmp_path / "stopped"
+    def stop_after_second_epoch(run, history):
+        if len(history) == 2:
+            raise KeyboardInterrupt
+        write(run, history)
+
     with monkeypatch.context() as patch:
-        write = folder.write_summary
-        patch.setattr(
-            folder,
-            "write_summary",
-            lambda path, history: stop_after_second_epoch() if len(history) == 2 else write(path, history),
-        )
+        patch.setattr(runs.Run, "write_history", stop_after_second_epoch)
         with pytest.raises(KeyboardInterrupt):
             train_imagenet.main([*arguments, "--run-dir", str(stopped)])
     train_imagenet.main(["--resume", str(stopped)])
@@ -231,7 +229,7 @@ def test_a_foreign_model_is_told_how_to_do_without_an_argument_of_the_config():
         (["--model-kwargs", "img_size=2"], ["img_size=2"]),
         (["--model-kwargs", "dept=3"], ["dept"]),
         (["--epocs", "3"], ["--epocs", "--epochs"]),
-        (["--device", "cuda"], ["cuda", "--device cpu"]),
+        (["--device", "cuda"], ["device is 'cuda'", "give auto or cpu"]),
         (["--precision", "fp16"], ["fp16", "GPU"]),
         (["--model-kwargs", "in_chans=1"], ["in_chans is 1", "3 channels"]),
         (["--num-classes", "3"], ["label", "3", "sample"]),
@@ -501,7 +499,9 @@ def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware,
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: hardware)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
-    monkeypatch.setattr(devices, "Accelerator", lambda **options: SimpleNamespace(print=print, **options))
+    monkeypatch.setattr(
+        devices, "Accelerator", lambda **options: SimpleNamespace(print=print, device=torch.device("cuda"), **options)
+    )
     assert devices.make_accelerator("auto", precision).mixed_precision == expected
     assert ("Tesla T4 has no bf16" in capsys.readouterr().out) == (expected == "fp16")
 
@@ -509,11 +509,11 @@ def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware,
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["ACCELERATE_USE_FSDP", "true"], ["--use_fsdp", "--fsdp"]),
+        (["ACCELERATE_USE_FSDP", "true"], ["--use_fsdp", "setting fsdp"]),
         (["ACCELERATE_USE_DEEPSPEED", "true"], ["--use_deepspeed"]),
         (["ACCELERATE_USE_MEGATRON_LM", "true"], ["--use_megatron_lm"]),
         (["ACCELERATE_USE_PARALLELISM_CONFIG", "true"], ["--use_parallelism_config"]),
-        (["ACCELERATE_TORCH_DEVICE", "meta"], ["ACCELERATE_TORCH_DEVICE", "meta", "--device"]),
+        (["ACCELERATE_TORCH_DEVICE", "meta"], ["ACCELERATE_TORCH_DEVICE", "meta"]),
         (["ACCELERATE_USE_CPU", "maybe"], ["maybe"]),
         (["LOCAL_RANK", "first"], ["first"]),
     ],
@@ -526,34 +526,27 @@ def test_what_accelerate_cannot_be_asked_for_here_is_refused(monkeypatch, words,
 
 
 @pytest.mark.parametrize(
-    "variables, launcher, settings, said",
+    "variables, grad_accum, said",
     [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, "", {}, []),  # as it always says
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "", {}, ["ACCELERATE_MIXED_PRECISION fp16", "--precision", "bf16"]),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "", {}, []),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "", {}, ["INDUCTOR", "this command has none"]),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "", {"dynamo_backend": "inductor"}, []),
-        ({}, "--gradient_accumulation_steps 4", {"gradient_accumulation_steps": 2}, ["_steps 4", "--grad-accum", "2"]),
-        ({}, "--gradient-accumulation-steps=2", {"gradient_accumulation_steps": 2}, []),
-        (
-            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"},
-            "",
-            {"gradient_accumulation_steps": 1},
-            ["--grad-accum", "1"],
-        ),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, 1, []),  # as it always says
+        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 1, ["ACCELERATE_MIXED_PRECISION fp16", "options"]),
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 1, []),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, ["inductor", "options"]),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, ["_STEPS 4", "options"]),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, 2, []),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 1, ["_STEPS 4", "options"]),
     ],
 )
 def test_what_accelerate_is_asked_for_beside_the_options_is_said_and_changes_nothing(
-    monkeypatch, capsys, variables, launcher, settings, said
+    monkeypatch, capsys, variables, grad_accum, said
 ):
     for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
-    monkeypatch.setattr(signals, "LAUNCHER_WORDS", ["accelerate", "launch", *launcher.split(), "train.py"])
-    accelerator = devices.make_accelerator("cpu", "bf16", settings)
+    accelerator = devices.make_accelerator("cpu", "bf16", grad_accum)
     notes = capsys.readouterr().out
     assert notes.count("\n") == bool(said) and all(word in notes for word in said)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend == "NO"
-    assert accelerator.gradient_accumulation_steps == settings.get("gradient_accumulation_steps", 1)
+    assert accelerator.gradient_accumulation_steps == grad_accum
 
 
 def test_runs_of_other_precisions_follow_each_other_in_one_process_also_in_a_thread(tmp_path, shards, capsys):

@@ -7,11 +7,12 @@ from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+__all__ = ["VisionLonghorn", "__version__"]
 __version__ = "0.1.0"
 
 
 class _Checkout:
-    """Finds the kernels where a checkout has them, beside this folder. (An installed copy has them inside.)"""
+    """Finds the kernels of a checkout, which stand beside this folder. An installed package holds them inside."""
 
     folder = Path(__file__).resolve().parent.parent / "kernels"
 
@@ -22,23 +23,28 @@ class _Checkout:
         return spec_from_file_location(name, cls.folder / "__init__.py", submodule_search_locations=[str(cls.folder)])
 
 
-sys.meta_path.append(_Checkout)  # asked last, where the package itself holds no kernels
+sys.meta_path.append(_Checkout)  # the last finder: an installed package's own kernels come first
 
-from vision_longhorn.command_line.start import is_own_command  # noqa: E402
 
-__all__ = ["VisionLonghorn", "__version__"]
+def _is_own_command() -> bool:
+    """Whether this process runs one of this package's commands: `vision-longhorn`, `python -m vision_longhorn...`, or
+    a script with a global OWN_COMMAND."""
+    if sys.argv[:1] == ["-m"]:  # while Python looks for the module to run
+        words = sys.orig_argv
+        return "-m" in words[:-1] and words[words.index("-m") + 1].partition(".")[0] == __name__
+    name = Path(sys.argv[0]).name if sys.argv else ""
+    return name in ("vision-longhorn", "vision-longhorn.exe") or hasattr(sys.modules["__main__"], "OWN_COMMAND")
 
-# Importing the models takes seconds. This package's own commands do so when they have read their command line.
-if not is_own_command():
+
+# The models take seconds to import. A command imports them once it has read its command line.
+if not _is_own_command():
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 
 def __getattr__(name: str) -> Any:
-    """The model, and modules such as `vision_longhorn.hub`, when they are first asked for."""
+    """Imports the model, or a module such as `vision_longhorn.hub`, at its first use."""
     if name == "VisionLonghorn":
-        from vision_longhorn.models.vlonghorn import VisionLonghorn
-
-        return VisionLonghorn
+        return import_module(f"{__name__}.models.vlonghorn").VisionLonghorn
     if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         return import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

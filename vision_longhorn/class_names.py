@@ -1,12 +1,10 @@
-"""Names of classes: what a model and data call them, which are the same, and how a person reads them."""
+"""Names of classes: those of a model and of data, which of them are the same, and how people read them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 
 _SYNSET = re.compile(r"n\d{8}")  # WordNet's number of a noun, by which ImageNet names its classes
@@ -21,28 +19,6 @@ class ClassMap(NamedTuple):
 
 
 Names = tuple[list[str] | None, list[str] | None]  # class names, names for people; None: unknown
-
-
-def checkpoint_names(checkpoint: Mapping[str, Any]) -> Names:
-    """Names of a run's classes, as its checkpoint has them; of an older one, as the index of the run's data has them.
-
-    Args:
-        checkpoint: what `load_checkpoint` gives.
-    """
-    from vision_longhorn.data.index import read_index
-
-    if "class_names" in checkpoint:
-        return checkpoint["class_names"], checkpoint.get("display_names")
-    config = checkpoint.get("config")
-    data = config.get("data") if isinstance(config, dict) else None
-    if data is None:
-        return None, None
-    try:
-        index = read_index(Path("data", DIGITS) if data == DIGITS else data) or {}
-    except UserError:  # a broken index is no matter of the model's
-        index = {}
-    names = index.get("class_names")
-    return (names, index.get("display_names")) if names and len(names) <= checkpoint["num_classes"] else (None, None)
 
 
 def model_names(model: Any, name: str, pretrained: bool = True) -> Names:

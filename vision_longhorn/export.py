@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import check_output, check_whole, is_as_hashed, written_aside
+from vision_longhorn.files import check_whole, is_as_hashed, written_aside
 from vision_longhorn.model_arguments import check_names
+from vision_longhorn.outputs import check_output
 from vision_longhorn.runs import timm_source
 from vision_longhorn.settings import Range, parse_pairs
 
@@ -357,11 +358,11 @@ def _img_size(words: list[str] | None) -> Any:
 
 def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tuple[nn.Module, bool]:
     """The model of the command line, and whether its weights are trained."""
-    from vision_longhorn.checkpoint import create_model
-    from vision_longhorn.runs import load_model
+    from vision_longhorn.loading import load_model
+    from vision_longhorn.models.create import create_model
 
     if is_run:
-        return load_model(args.model, **extra)[0], True
+        return load_model(args.model, **extra).model, True
     pretrained = args.pretrained or ":" in args.model  # the sources of timm are weights
     kwargs = parse_pairs(args.model_kwargs or [])
     check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})

@@ -1,5 +1,4 @@
-"""Files and folders that are written aside: whole under their name, or not there. What a tool may write over, and
-whether a file still is as it was written."""
+"""Files and folders that are whole under their name or not there, and whether a file still is as it was written."""
 
 import contextlib
 import csv
@@ -9,76 +8,11 @@ import shutil
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from vision_longhorn.errors import UserError, one_line
-
-# What a run leaves beside checkpoints and curves
-RUN_FILES = "config.yaml", "env.json", "metrics.json", "summary.csv", "bad_steps.json"
-# Endings that say what a file is. Any other, or none, may be that of whatever a user likes.
-ENDINGS = set(
-    ".bin .csv .gif .gz .jpeg .jpg .json .onnx .pdf .png .pt .pt2 .pth .py .safetensors .sha256 .svg .tar .tiff .webp "
-    ".yaml .yml .zip".split()
-)
-
-
-def check_output(
-    option: str,
-    path: str | os.PathLike[str],
-    endings: Sequence[str],
-    is_own: Callable[[Path], bool] = lambda _: False,
-    others: Iterable[str | os.PathLike[str]] = (),
-) -> None:
-    """Checks, before any work, that a tool may write a file to `path`: the one rule for what all of them write.
-
-    Args:
-        option: What gave the path, for messages.
-        path: Where the file is to be.
-        endings: Those that fit what the tool writes.
-        is_own: Whether a file that is there is an earlier one of the same tool, which the new one may replace.
-        others: What the same command reads, or writes as well.
-
-    Raises:
-        UserError: Where the file would take the place of one that the tool has not written, or has the name of another
-            kind of file.
-    """
-    path, text = Path(path), os.fspath(path)
-    if not text or path.is_dir():
-        raise UserError(f"{option} {text or repr(text)} cannot be written: it is a folder, name a file")
-    if any(_is_same(path, other) for other in others):
-        raise UserError(f"{option} {text} is named twice in this command: name another file to write")
-    _check_name(option, text, f"let it end in {' or '.join(endings)}", endings)
-    if path.is_symlink() or os.path.lexists(path) and not (path.is_file() and is_own(path)):
-        raise UserError(f"{option} {text} is there already and was not written by this tool: name another file")
-
-
-def check_new_folder(option: str, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
-    """Checks, before any work, that a tool may make a folder at `path`. An empty one may be there.
-
-    Raises:
-        UserError: Where anything is there, or it is one of the `others`, which the same command writes as well.
-    """
-    if any(_is_same(path, other) for other in others):
-        raise UserError(f"{option} {path} is named twice in this command: name another folder to write")
-    _check_name(option, os.fspath(path), "it is to be a folder")
-    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):
-        raise UserError(f"{option} {path} is there already: remove it, or name another folder")
-
-
-def _check_name(option: str, text: str, remedy: str, endings: Sequence[str] = ()) -> None:
-    path = Path(text)
-    if path.suffix.lower() in ENDINGS - set(endings):
-        raise UserError(f"{option} {text} has the name of another kind of file: {remedy}")
-    if path.name in RUN_FILES and (path.parent / "config.yaml").exists():
-        raise UserError(f"{option} {text} is what a run calls a file of its own: name another")
-
-
-def _is_same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    with contextlib.suppress(OSError):
-        return os.path.realpath(path) == os.path.realpath(other) or os.path.samefile(path, other)
-    return False
 
 
 @contextlib.contextmanager
@@ -143,9 +77,17 @@ def _remove(path: Path) -> None:
 
 
 def left_aside(path: Path) -> Iterator[Path]:
-    """What processes that were killed left of writing `path`, whose name may be a pattern."""
-    for pattern in f"{path.name}.tmp", f"{path.name}.[0-9]*.tmp":  # the first is of runs of the first version
-        yield from path.parent.glob(pattern)
+    """Temporary files left by processes that were killed while writing `path`, whose name may be a pattern."""
+    return path.parent.glob(f"{path.name}.[0-9]*.tmp")
+
+
+def second_name(file: Path, name: Path) -> None:
+    """Gives a file a second name, which costs no space where the file system knows links."""
+    with written_aside(name, lasting=True) as aside:
+        try:
+            os.link(file, aside)
+        except OSError:
+            shutil.copyfile(file, aside)
 
 
 def _sync(path: Path, flags: int) -> None:

@@ -18,15 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vision_longhorn.class_names import checkpoint_names, readable_names
+from vision_longhorn.class_names import readable_names
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import check_new_folder, write_hash, written_aside
-from vision_longhorn.runs import load_run
+from vision_longhorn.files import write_hash, written_aside
+from vision_longhorn.loading import checkpoint_names, load_run
+from vision_longhorn.outputs import check_new_folder
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
-    from vision_longhorn.checkpoint import TimmModel
+    from vision_longhorn.models.create import TimmModel
 
 __all__ = ["load_run", "main", "model_card", "save_run_for_hub"]
 

@@ -20,12 +20,12 @@ SIZES = ("img_size", "patch_size", "patch_stride")
 FLAGS = ("dynamic_img_size", "dynamic_img_pad", "residual_in_fp32", "save_states", "A_per_token")
 # What a command says of a model by itself, and where
 ELSEWHERE = {
-    "num_classes": "--num-classes",
-    "device": "--device",
-    "dtype": "--precision",
+    "num_classes": "num_classes",
+    "device": "device",
+    "dtype": "precision",
     "checkpoint_path": "the checkpoint in its own place",
     "features_only": "a model with classes",
-    **dict.fromkeys(("name", "model_name", "arch"), "--model"),
+    **dict.fromkeys(("name", "model_name", "arch"), "model"),
     **dict.fromkeys(("self", "path", "checkpoint", "ema", "pretrained_cfg_overlay"), "arguments of the model"),
 }
 

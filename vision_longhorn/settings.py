@@ -7,9 +7,9 @@ import math
 import os
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import yaml
 
@@ -28,7 +28,7 @@ TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """Numbers that a setting may be. As `type` of an option in `Parser` it reads and checks what was typed.
+    """Numbers that a setting may be. As the `type` of an argparse option it reads and checks its text.
 
     Attributes:
         low, high: Smallest and largest.
@@ -70,12 +70,21 @@ COUNT = Range(1, kind=int)
 SHARE = Range(0, 1)
 
 
+# The question about a run that a field of a config answers: what comes out of it ("result"), on which data, machine and
+# tracker it runs ("host"), how fast it runs ("speed"), what it writes on the way ("writing"), or what holds for one
+# start of it alone ("start").
+Role = Literal["result", "host", "speed", "writing", "start"]
+
+
 def option(
     default: Any,
     doc: str,
     allowed: Range | tuple[str, ...] | None = None,
+    *,
+    role: Role = "result",
     also: tuple[str, ...] = (),
     lengths: tuple[int, ...] | None = None,
+    group: str | None = None,
 ) -> Any:
     """Field of a config.
 
@@ -83,32 +92,28 @@ def option(
         default: Its default.
         doc: What it is, for --help.
         allowed: `Range` or tuple of words that it, or every item of a list, may be; None: whatever its type allows.
-        also: What others call it.
+        role: What it says of a run.
+        also: Names for it in other trainers.
         lengths: For a list, the numbers of items that it may have.
+        group: Heading in --help for this field and those that follow.
     """
-    factory = {"default_factory": lambda: default.copy()} if isinstance(default, (dict, list)) else {"default": default}
-    return dataclasses.field(**factory, metadata={"doc": doc, "allowed": allowed, "also": also, "lengths": lengths})
+    factory = {"default_factory": default.copy} if isinstance(default, (dict, list)) else {"default": default}
+    return dataclasses.field(
+        **factory,
+        metadata={"doc": doc, "allowed": allowed, "role": role, "also": also, "lengths": lengths, "group": group},
+    )
 
 
 class Settings:
-    """What configs have in common, dataclasses of `option`s: values of the right type and in range, and what the folder
-    of a run goes by.
+    """Base of configs, which are dataclasses of `option`s: checks the values, and sorts them by role.
 
     Raises:
-        UserError: For a value that is none.
+        UserError: For a value of the wrong type or out of its range.
     """
 
     resume: str | None
     track: str | None
     keep_checkpoints: int
-
-    def values(self) -> dict[str, Any]:
-        """Dict of the values that make a run what it is: all but where it lies and what it was allowed."""
-        return {
-            key: value
-            for key, value in dataclasses.asdict(cast(Any, self)).items()
-            if key not in ("run_dir", "resume", "allow_pipe")
-        }
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(cast(Any, self)):
@@ -116,9 +121,27 @@ class Settings:
             _check(field, value)
             setattr(self, field.name, value)
 
+    @classmethod
+    def named(cls, *roles: Role) -> list[str]:
+        """Names of the fields with one of these roles."""
+        return [field.name for field in dataclasses.fields(cast(Any, cls)) if field.metadata["role"] in roles]
+
+    def values(self) -> dict[str, Any]:
+        """The values that are kept with a run: all but those for one start of it."""
+        values = dataclasses.asdict(cast(Any, self))
+        return {key: value for key, value in values.items() if key not in self.named("start")}
+
+    @classmethod
+    def decisive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a config's values that can change what comes out of a run, or where it goes on."""
+        left = {key: value for key, value in values.items() if key not in cls.named("speed", "writing", "start")}
+        # The model's save_states takes memory for time, to the same bits.
+        kwargs = {key: value for key, value in values["model_kwargs"].items() if key != "save_states"}
+        return {**left, "model_kwargs": kwargs}
+
 
 def _check(field: dataclasses.Field, value: Any) -> None:
-    """Raises UserError where a value of the right type is none that the field allows."""
+    """Raises UserError where the field does not allow a value of the right type."""
     allowed, lengths = field.metadata["allowed"], field.metadata["lengths"]
     if value is None or allowed is None:
         return
@@ -132,7 +155,11 @@ def _check(field: dataclasses.Field, value: Any) -> None:
 
 
 def coerce(key: str, value: Any, kind: Any) -> Any:
-    """`value`, from YAML or as typed, as the type `kind`. Strings are parsed in both: YAML 1.1 takes 1e-3 for one."""
+    """`value`, from YAML or the command line, as the type `kind`. YAML 1.1 takes 1e-3 for a string, too.
+
+    Raises:
+        UserError: For any other value; it calls the setting `key`.
+    """
     inner = without_none(kind)
     word = value.strip().lower() if isinstance(value, str) else value
     try:
@@ -154,14 +181,16 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
 
 
 def without_none(kind: Any) -> Any:
+    """T where `kind` is `T | None`, else `kind`."""
     if typing.get_origin(kind) in (types.UnionType, typing.Union):
         return next(option for option in typing.get_args(kind) if option is not type(None))
     return kind
 
 
 def parse_pairs(words: Sequence[str]) -> dict[str, Any]:
-    """Dict of KEY=VALUE words; a value is a number, true, false, none, a [list], or else a string. `class_token=none`
-    is a string, too: the model without a class token.
+    """Dict of KEY=VALUE words. A value is a number, true, false, none, a [list], or else a string.
+
+    The value in `class_token=none` is a string, too: it names the model without a class token.
 
     Raises:
         UserError: For a word without "=".
@@ -186,7 +215,7 @@ def _parse_word(word: str) -> Any:
 
 
 def read_yaml(file: Path) -> dict[Any, Any]:
-    """The mapping that a YAML file holds. Raises UserError where it holds anything else, or a key twice."""
+    """The mapping in a YAML file. Raises UserError for any other content, and for a key that stands twice."""
     try:
         values = yaml.load(file.read_text(encoding="utf-8"), Loader=_OnceLoader) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -197,7 +226,7 @@ def read_yaml(file: Path) -> dict[Any, Any]:
 
 
 class _OnceLoader(yaml.SafeLoader):
-    """YAML in which a key that stands twice is an error, not a value that is lost."""
+    """Refuses a key that stands twice, whose first value YAML would drop."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()

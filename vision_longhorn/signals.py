@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, a scheduler's or Ctrl-C: what the training process and its loader's workers do."""
+"""What a run does with signals that ask it to stop: its training process, its loader's workers, its shell commands."""
 
 import atexit
 import contextlib
@@ -13,67 +13,53 @@ from typing import Any
 
 import psutil
 
-# What Slurm and others send before they take a machine away, and Ctrl-C. Windows has no SIGUSR1.
+# Slurm and others send the first two before they take a machine away; the third is Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
-# Number of the process that started this one, where that is `accelerate launch` or says so in PARENT, and the words of
-# the first
-LAUNCHER: int | None = None
-LAUNCHER_WORDS: list[str] = []
 PARENT = "VISION_LONGHORN_PARENT"  # environment variable by which a process that starts runs tells them its number
+LAUNCHER: int | None = None  # number of the process without which this one is to stop
 
-# Number of a group of processes that runs a shell command, and of the process that started it
-COMMANDS: dict[int, int] = {}
+COMMANDS: dict[int, int] = {}  # for each group of processes that runs a shell command, who started it
 
 
 def end_command(group: int) -> None:
-    """Ends all processes of a group in COMMANDS. The first has not been waited for, so the number is not another's."""
-    # Not those of a process that this one was forked from, nor one that another thread has just seen end.
+    """Kills a group of COMMANDS. Its first process has not been waited for, so no other group can have its number."""
+    # A forked process does not end its parent's, and another thread may just have seen this one end.
     if COMMANDS.get(group) == os.getpid():
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says the latter where they have ended
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # the second is macOS's word for the first
             os.killpg(group, signal.SIGKILL)
 
 
 @atexit.register
 def end_commands() -> None:
-    """Ends the shell commands that this process has started and not seen end."""
+    """Kills the shell commands of this process that are still running."""
     for group in list(COMMANDS):
         end_command(group)
 
 
 def note_launcher() -> None:
-    """Notes who started this process, a launcher while that is alive for certain."""
-    global LAUNCHER, LAUNCHER_WORDS
+    """Notes the LAUNCHER while it is certainly alive: the process in PARENT, or `accelerate launch`."""
+    global LAUNCHER
     if os.environ.get(PARENT, "").isdigit():
-        LAUNCHER = int(os.environ[PARENT])  # alive or not: a run whose parent was killed at once ends, too
+        LAUNCHER = int(os.environ[PARENT])  # if it has already been killed, the run is to stop as well
         return
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process().parent()
-        words = parent.cmdline() if parent else []
-        if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words[:4]):
-            LAUNCHER, LAUNCHER_WORDS = parent.pid, words
-
-
-def launcher_option(name: str) -> str | None:
-    """The value that `accelerate launch` was given for its option `name`, written with `_`; None where it was not."""
-    for number, word in enumerate(LAUNCHER_WORDS, 1):
-        key, equals, value = word.partition("=")
-        if key.startswith("--") and key[2:].replace("-", "_") == name:
-            return value if equals else " ".join(LAUNCHER_WORDS[number : number + 1])
-    return None
+        words = parent.cmdline()[:4] if parent else []
+        if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words):
+            LAUNCHER = parent.pid
 
 
 class StopSignals:
     """Within this context SIGTERM, SIGUSR1 and the first Ctrl-C do not end the process but stand in `received`
-    (before: 0). Ctrl-C after one of them is a KeyboardInterrupt. Only the main thread can have it so; in another one
-    they do what they did.
+    (before: 0). Ctrl-C after one of them raises KeyboardInterrupt. In a thread other than the main one, signals do what
+    they did before.
 
-    `accelerate launch` of one process dies of a signal that was meant for it and leaves the process that it started
-    alive, as a parent in PARENT does that is killed. So where such a launcher (`note_launcher`) is gone, SIGTERM counts
-    as received.
+    `accelerate launch` of one process dies of a signal and leaves the process that it started alive, and so does a
+    parent that is killed. So the end of the LAUNCHER counts as a SIGTERM.
 
     Args:
-        run_dir: What to call the run in messages.
+        run_dir: Name of the run in messages.
     """
 
     def __init__(self, run_dir: str | Path = "RUN") -> None:
@@ -87,7 +73,7 @@ class StopSignals:
 
     def __enter__(self) -> "StopSignals":
         own = SIGNALS if threading.current_thread() is threading.main_thread() else []
-        # What is started in the background of a script is not to hear Ctrl-C.
+        # A shell lets its background processes ignore Ctrl-C; that stays so.
         self._before = {
             number: signal.signal(number, self._note) for number in own if signal.getsignal(number) != signal.SIG_IGN
         }
@@ -107,15 +93,14 @@ class StopSignals:
 
 
 def outlive_signals(_: Any = None) -> None:
-    """For a loader's workers: they go on when a scheduler signals all processes of a job, until their parent is done.
+    """Lets a loader's worker ignore the signals to stop, except a SIGTERM from its parent.
 
-    Launchers and terminals, too, signal a training process together with its workers. SIGTERM ends a worker if its
-    parent sent it.
+    Schedulers, launchers and terminals signal all processes of a job at once, and the parent still needs its workers.
     """
     if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return
-    trainer = multiprocessing.parent_process()  # not getppid(): that may be a server which forked the worker
+    trainer = multiprocessing.parent_process()  # getppid() may be a server that forked the worker
     parent = trainer.pid if trainer else os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 

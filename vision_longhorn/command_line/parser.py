@@ -1,109 +1,95 @@
-"""What all command lines have in common: options that check what was typed, and errors of one line with exit code 1."""
+"""What all command lines share: options that check what was typed, and errors of one line with exit code 1."""
 
 import argparse
 import codecs
-import contextlib
-import errno
 import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 import vision_longhorn
 from vision_longhorn.errors import UserError, nearest, one_line
-from vision_longhorn.processes import has_lost_another, is_first_to_fail, is_one_of_several
+from vision_longhorn.settings import Range
 from vision_longhorn.signals import end_commands, note_launcher
 
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
-# How a letter is printed that an output's encoding lacks: a byte of a file's name as it is, others as \u65e5
-SHOWN = "vision_longhorn_shown"
-STRICT = ("strict", "surrogateescape")  # Python's own ways, which stop there
+SHOWN = "vision_longhorn_shown"  # Python's name for the way in which `_show` encodes
 
 
 def _show(error: UnicodeError) -> tuple[str | bytes, int]:
-    if isinstance(error, UnicodeEncodeError):
-        error.end = error.start + 1  # one letter after the other
-        with contextlib.suppress(UnicodeEncodeError):
-            return codecs.lookup_error("surrogateescape")(error)
-    return codecs.lookup_error("backslashreplace")(error)
+    """Encodes a letter that the output's encoding lacks: a byte of a file's name as it is, others as \\u65e5."""
+    assert isinstance(error, UnicodeEncodeError)
+    letter = error.object[error.start]
+    own_byte = "\udc80" <= letter <= "\udcff"
+    return letter.encode("utf-8", "surrogateescape") if own_byte else ascii(letter)[1:-1], error.start + 1
 
 
 codecs.register_error(SHOWN, _show)
 
 
 def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
-    """Runs `main()`. A `UserError` or a failure of the system (a full disk, say) prints one line to stderr and exits
-    with code 1; Ctrl-C prints `stopped`, or what the KeyboardInterrupt says, and exits with code 130.
+    """Runs `main()`, and ends the process where it fails.
 
-    One of several processes exits at once, without the clean-up in which it might wait for the others, so that
-    whoever started them learns of its failure. Those that fail only because it has gone leave the word to it.
+    A `UserError` or a failure of the system, such as a full disk, prints one line to stderr and exits with code 1.
+    Ctrl-C prints `stopped`, or the text of the KeyboardInterrupt, and exits with code 130. A reader of standard output
+    that has gone (`| head`) is no error; the code is 141, as a shell has it.
+
+    One of several processes exits at once: in a clean-up it might wait for the others, and its launcher would not learn
+    that it failed.
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # In a file, too, where else lines would come late or never. A terminal need not know all letters of a path.
-        sys.stdout.reconfigure(line_buffering=True, errors=SHOWN if sys.stdout.errors in STRICT else None)
-    lost = False
+        # Each line appears at once, in a file too. A terminal need not know all letters of a path.
+        sys.stdout.reconfigure(line_buffering=True, errors=SHOWN)
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
-        main()
-        return
+        return main()
     except (UserError, OSError) as error:
         code, message = 1, f"error: {one_line(error)}"
-        if isinstance(error, BrokenPipeError) and _has_lost_its_reader(sys.stdout):
-            code, message = 141, ""  # as a shell has it for a process that SIGPIPE ended
-        elif isinstance(error, OSError) and error.filename is None and error.errno in _FULL and _is_full(sys.stdout):
+        if isinstance(error, OSError) and error.filename is None and _output_fails():
             message = f"error: standard output cannot be written ({error.strerror})"
-    except UnicodeEncodeError as error:  # a name that only the file system takes, given to a library
+            if isinstance(error, BrokenPipeError):
+                code, message = 141, ""
+    except UnicodeEncodeError as error:  # a library was given a file's name that is not UTF-8
         code, message = 1, f"error: {error.object!r} is not UTF-8: give it another name"
     except KeyboardInterrupt as interrupt:
         code, message = 130, str(interrupt) or stopped
     except Exception as error:
-        if not is_one_of_several():
+        if not several:
             raise
         code, message = 1, traceback.format_exc().rstrip()
-        if lost := has_lost_another(error):
-            reason = re.sub(r"^\[\S*\] ", "", one_line(error)).split(". ")[0]
-            message = f"error: another process has ended without a word, killed perhaps, or is out of reach: {reason}"
-    several = is_one_of_several()
-    if several and not is_first_to_fail() and lost:
-        message = ""
+        if type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error):
+            why = re.sub(r"^\[\S*\] ", "", one_line(error)).split(". ")[0]
+            message = f"error: another process has ended, killed if it does not say why, or is out of reach: {why}"
     if message:
         print(message, file=sys.stderr, flush=True)
     if several:
-        if code != 141:
-            sys.stdout.flush()
+        sys.stdout.flush()
         end_commands()
         os._exit(code)
     sys.exit(code)
 
 
-def _is_full(stream: TextIO) -> bool:
-    """Whether a stream can still not be written to. (Files tell their names by themselves.)"""
+def _output_fails() -> bool:
+    """Whether standard output can no longer be written. What is left to print goes nowhere then."""
     try:
-        stream.write("\n")
-        stream.flush()
+        sys.stdout.write("\n")  # the buffer may have lost what could not be written
+        sys.stdout.flush()
         return False
     except OSError:
-        return True
-
-
-def _has_lost_its_reader(stream: TextIO) -> bool:
-    """Whether whoever read a stream, `head` say, has enough. Then what is left goes nowhere."""
-    try:
-        stream.write("\n")  # what could not be written before may be gone from the buffer
-        stream.flush()
-        return False
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError`, names an option that is near to an unknown one, and takes `_` for `-`.
+    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`.
 
-    Its `synonyms` maps what others call an option, without dashes at the front, to the option.
+    Options may stand before, between and after other words.
+
+    Attributes:
+        synonyms: Maps names that other tools have for an option, without leading dashes, to the option.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -117,39 +103,56 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists all options")
 
-    def parse_args(  # type: ignore[override]  # any namespace of argparse's, no other object
+    def parse_args(  # type: ignore[override]  # argparse takes any object as namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         for number, word in enumerate(words):
-            if not word or re.fullmatch("--[^=]+=", word):  # most often a variable of a shell that is not set
+            if not word or re.fullmatch("--[^=]+=", word):  # most often a variable that the shell does not know
                 before = word[:-1] or (words[number - 1] if number else self.prog)
                 self.error(f"{before} is followed by an empty word: give a value, or leave it out")
-        found, unknown = self.parse_known_args(words, namespace)
+        positional = [action for action in self._actions if not action.option_strings]
+        mixed = positional and all(action.nargs != argparse.PARSER for action in positional)
+        parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
+        found, unknown = parse(words, namespace)
         if unknown and unknown[0].startswith("--"):
-            key = unknown[0].partition("=")[0]
-            own = (option for option in self._option_string_actions if option not in ("-h", "--help"))
-            # Without their dashes, in which all options are alike
-            names = {**self.synonyms, **{option.lstrip("-"): option for option in own}}
-            near = nearest(key.lstrip("-"), names)
-            hint = f"the nearest known one is {names[near[0]]}, " if near else ""
-            raise UserError(f"unknown option {key}; {hint}--help lists all")
+            self._refuse(unknown[0].partition("=")[0])
         if unknown:
-            takes_words = any(not action.option_strings for action in self._actions)
-            self.error(f"{unknown[0]!r} " + ("is one word too many" if takes_words else "follows no option"))
+            self.error(f"{unknown[0]!r} " + ("is one word too many" if positional else "follows no option"))
         return found
 
-
-class IntermixedParser(Parser):
-    """Lets options stand before, between and after words that follow none."""
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
-        if self.__dict__.setdefault("within", False):
-            return super().parse_known_args(args, namespace)
-        self.within = True
-        return self.parse_known_intermixed_args(args, namespace)
+    def _refuse(self, option: str) -> NoReturn:
+        """Raises UserError for an unknown option, with the name of the nearest known one."""
+        own = (name for name in self._option_string_actions if name not in ("-h", "--help"))
+        names = {**self.synonyms, **{name.lstrip("-"): name for name in own}}
+        near = nearest(option.lstrip("-"), names)
+        hint = f"the nearest known one is {names[near[0]]}, " if near else ""
+        raise UserError(f"unknown option {option}; {hint}--help lists all")
 
 
 def _with_dashes(word: str) -> str:
     key, equals, value = word.partition("=")
     return f"{key.replace('_', '-')}{equals}{value}" if key.startswith("--") else word
+
+
+def add_compute_options(parser: argparse.ArgumentParser, batch_size: int) -> None:
+    """Adds the options of how a model computes, with `batch_size` as the default of one."""
+    parser.add_argument(
+        "--batch-size",
+        type=Range(1, kind=int),
+        default=batch_size,
+        help=f"images at a time, per process [{batch_size}]",
+    )
+    parser.add_argument(
+        "--workers",
+        type=Range(0, kind=int),
+        default=min(4, os.cpu_count() or 1),
+        help="processes that read images, per process that computes [4, or one per core]",
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
+    parser.add_argument(
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]",
+    )

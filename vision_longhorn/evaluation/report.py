@@ -11,8 +11,8 @@ from accelerate.utils import gather_object
 from matplotlib.colors import PowerNorm
 
 from vision_longhorn.class_names import ClassMap
-from vision_longhorn.curves import new_figure
 from vision_longhorn.files import csv_file, written_aside
+from vision_longhorn.plots import new_figure
 
 SHOWN = 1000  # cells of the drawn matrix at most, by side
 

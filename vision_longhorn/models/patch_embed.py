@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import PatchEmbed, register_notrace_function, resample_patch_embed, to_2tuple
 from torch import Tensor, nn
 
-__all__ = ["PatchProjection", "StridedPatchEmbed"]
+__all__ = ["PatchProjection", "StridedPatchEmbed", "patch_grid"]
 
 
 class PatchProjection(nn.Conv2d):
@@ -26,12 +26,21 @@ class PatchProjection(nn.Conv2d):
         return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
 
 
+def patch_grid(img_size: Any, patch_size: Any, patch_stride: Any) -> tuple[int, int]:
+    """Patches along (height, width) of an image; each argument is one number or (height, width), in pixels."""
+    rows, columns = (
+        (size - side) // step + 1
+        for size, side, step in zip(to_2tuple(img_size), to_2tuple(patch_size), to_2tuple(patch_stride))
+    )
+    return rows, columns
+
+
 @torch.fx.wrap
 @register_notrace_function
 def _check_covered(H: int, W: int, patch_size: tuple[int, int], patch_stride: tuple[int, int]) -> None:
     """Raise AssertionError unless patches cover images of H x W exactly.
 
-    A branch rather than `torch._assert`: words with the sizes in them, wanted before anything is wrong, would bind a
+    A branch rather than `torch._assert`, whose message is made before anything is wrong: the sizes in it would bind a
     compiled model to those sizes.
     """
     (height, width), (down, right) = patch_size, patch_stride
@@ -57,7 +66,7 @@ class StridedPatchEmbed(PatchEmbed):
         dynamic_img_pad: pad images at the bottom and right until patches cover them.
 
     Raises:
-        ValueError: the stride is not between 1 and the patch size.
+        ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size.
     """
 
     def __init__(
@@ -83,33 +92,27 @@ class StridedPatchEmbed(PatchEmbed):
             device=device,
             dtype=dtype,
         )
-        self.patch_stride = self._check_stride(self.patch_size, patch_stride)
-        self.proj = self._make_projection(in_chans, embed_dim, device=device, dtype=dtype)
-        self.img_size, self.grid_size, self.num_patches = self._init_img_size(img_size)
+        self._set_sizes(img_size, patch_size, patch_stride)
+        self.proj = self._make_projection(in_chans, embed_dim, device, dtype)
 
-    @staticmethod
-    def _check_stride(patch_size: tuple[int, int], stride: Optional[int | tuple[int, int]]) -> tuple[int, int]:
-        if stride is None:
-            return patch_size
-        pair = to_2tuple(stride)
-        if not all(1 <= step <= side for step, side in zip(pair, patch_size)):
+    def _set_sizes(self, img_size: Any, patch_size: Any, patch_stride: Any) -> None:
+        patch, stride = to_2tuple(patch_size), to_2tuple(patch_size if patch_stride is None else patch_stride)
+        if not all(1 <= step <= side for step, side in zip(stride, patch)):
             raise ValueError(
-                f"patch_stride={stride} leaves pixels out or is no step at all; choose 1 to patch_size={patch_size}"
+                f"patch_stride={patch_stride} leaves pixels out or is no step at all; choose 1 to patch_size={patch}"
             )
-        return pair
+        if img_size is None or any(size < side for size, side in zip(to_2tuple(img_size), patch)):
+            raise ValueError(
+                f"img_size={img_size} holds no patch of patch_size={patch_size}; "
+                "make the images at least one patch high and wide"
+            )
+        self.img_size, self.patch_size, self.patch_stride = to_2tuple(img_size), patch, stride
+        self.grid_size = patch_grid(img_size, patch, stride)
+        self.num_patches = self.grid_size[0] * self.grid_size[1]
 
-    def _make_projection(self, in_chans: int, embed_dim: int, device: Any = None, dtype: Any = None) -> nn.Conv2d:
+    def _make_projection(self, in_chans: int, embed_dim: int, device: Any, dtype: Any) -> nn.Conv2d:
         kind = PatchProjection if self.patch_stride == self.patch_size else nn.Conv2d
         return kind(in_chans, embed_dim, self.patch_size, self.patch_stride, device=device, dtype=dtype)
-
-    def _init_img_size(self, img_size: Optional[int | tuple[int, int]]) -> Any:
-        if img_size is None:
-            return None, None, None
-        sides = to_2tuple(img_size)
-        grid_size = tuple(
-            max(0, (size - side) // step + 1) for size, side, step in zip(sides, self.patch_size, self.patch_stride)
-        )
-        return sides, grid_size, grid_size[0] * grid_size[1]
 
     def set_input_size(
         self,
@@ -117,7 +120,7 @@ class StridedPatchEmbed(PatchEmbed):
         patch_size: Optional[int | tuple[int, int]] = None,
         patch_stride: Optional[int | tuple[int, int]] = None,
     ) -> None:
-        """Other images, patches or strides from now on; for other patches the projection is resampled.
+        """Take other images, patches or strides from now on; for other patches the projection is resampled.
 
         Without a `patch_stride` patches that did not overlap go on not to, others keep their stride in pixels.
 
@@ -125,30 +128,22 @@ class StridedPatchEmbed(PatchEmbed):
             ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size. Nothing is
                 changed then.
         """
-        new_size = self.patch_size if patch_size is None else to_2tuple(patch_size)
+        before = self.patch_size, self.patch_stride
         if patch_stride is None and self.patch_stride != self.patch_size:
             patch_stride = self.patch_stride
-        new_stride = self._check_stride(new_size, patch_stride)
-        sides = self.img_size if img_size is None else to_2tuple(img_size)
-        if sides is not None and any(side < patch for side, patch in zip(sides, new_size)):
-            raise ValueError(
-                f"img_size={tuple(sides)} holds no patch of patch_size={tuple(new_size)}; "
-                "make the images at least one patch high and wide"
-            )
-        if (new_size, new_stride) != (self.patch_size, self.patch_stride):
-            self.patch_size, self.patch_stride = new_size, new_stride
-            old = self.proj
-            with torch.no_grad():
-                new = self._make_projection(old.in_channels, old.out_channels, old.weight.device, old.weight.dtype)
-                new.weight.copy_(resample_patch_embed(old.weight, new_size))
-                assert new.bias is not None and old.bias is not None
-                new.bias.copy_(old.bias)
-            new.weight.requires_grad_(old.weight.requires_grad)
-            new.bias.requires_grad_(old.bias.requires_grad)
-            self.proj = new.train(old.training)
-        self.img_size, self.grid_size, self.num_patches = self._init_img_size(
-            self.img_size if img_size is None else img_size
+        self._set_sizes(
+            self.img_size if img_size is None else img_size,
+            self.patch_size if patch_size is None else patch_size,
+            patch_stride,
         )
+        if (self.patch_size, self.patch_stride) != before:
+            old = self.proj
+            new = self._make_projection(old.in_channels, old.out_channels, old.weight.device, old.weight.dtype)
+            weight = resample_patch_embed(old.weight.detach(), list(self.patch_size))
+            new.load_state_dict({**old.state_dict(), "weight": weight})
+            for own, value in zip(new.parameters(), old.parameters()):
+                own.requires_grad_(value.requires_grad)
+            self.proj = new.train(old.training)
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
         """Pixels from one patch to the next: the larger of both sides, or (height, width)."""
@@ -160,11 +155,11 @@ class StridedPatchEmbed(PatchEmbed):
 
     def dynamic_feat_size(self, img_size: Sequence[int]) -> tuple[int, int]:
         """Patches along (height, width) of images of `img_size`, padded if the model pads."""
-        (height, width), (down, right) = self.patch_size, self.patch_stride
         H, W = img_size
         if self.dynamic_img_pad:
+            (height, width), (down, right) = self.patch_size, self.patch_stride
             H, W = H + self._padding(H, height, down), W + self._padding(W, width, right)
-        return (H - height) // down + 1, (W - width) // right + 1
+        return patch_grid((H, W), self.patch_size, self.patch_stride)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, rows, columns, embed_dim)
         H, W = x.shape[-2], x.shape[-1]

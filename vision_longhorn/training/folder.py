@@ -1,15 +1,9 @@
-"""The folder of a run: who may write to it, and what is in it beside the checkpoints' contents."""
+"""The folder of a run as the trainer writes it: who may, when it is made, and what moves out of the way."""
 
 import contextlib
-import csv
-import io
 import json
-import os
-import platform
+import math
 import shutil
-import subprocess
-import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +11,26 @@ import torch
 import yaml
 from accelerate import Accelerator
 
-from vision_longhorn.checkpoint import described, epochs_made, save_run, second_name, update_files
-from vision_longhorn.errors import UserError
-from vision_longhorn.files import RUN_FILES, left_aside, write_text
+from vision_longhorn.environment import describe_environment
+from vision_longhorn.files import second_name, write_text
+from vision_longhorn.lock import FolderLock
+from vision_longhorn.runs import Run
 from vision_longhorn.settings import Settings
-from vision_longhorn.training.lock import RunLock
 from vision_longhorn.training.runlog import RunLog
-
-# Variable of the environment that names the commit of a copy whose git does not know it
-COMMIT = "VISION_LONGHORN_COMMIT"
-WRITTEN = *RUN_FILES, "curves.png", "best.pt", "last.pt", "update-*.pt"  # each aside first
 
 
 class RunFolder:
-    """The folder that a run writes to. All processes hold one; only the first writes.
+    """The `Run` that this training writes. All processes hold one; only the first writes.
 
     Args:
         path: The folder, which need not be there yet.
         cfg: The run's config.
         resuming: Whether the run goes on from a checkpoint in there.
         accelerator: Tells which process this is.
-        held: Closes the curves and lets others have the folder, when it is closed.
+        held: Closes the curves, and frees the folder for others, when it is closed.
 
     Attributes:
+        run: The `Run`.
         log: `RunLog` of the run, from `open` on; None on all processes but one.
 
     Raises:
@@ -49,29 +40,19 @@ class RunFolder:
     def __init__(
         self, path: Path, cfg: Settings, resuming: bool, accelerator: Accelerator, held: contextlib.ExitStack
     ) -> None:
-        self.path, self.cfg, self.resuming, self.accelerator, self.held = path, cfg, resuming, accelerator, held
-        self.lock: RunLock | None = None
+        self.run, self.path = Run(path), path
+        self.cfg, self.resuming, self.accelerator, self.held = cfg, resuming, accelerator, held
+        self.lock: FolderLock | None = None
         self.log: RunLog | None = None
-        str(
-            path
-        ).encode()  # TensorBoard takes no name that is not UTF-8, and would say so when the folder has been made
-        self._refuse_others_run()
+        str(path).encode()  # raises for a name that is not UTF-8; TensorBoard would once the folder has been made
+        self.run.check_free(goes_on=bool(cfg.resume))
         accelerator.wait_for_everyone()  # all have looked before the first one writes
         if path.exists() and accelerator.is_main_process:
             self._lock()
 
-    def _refuse_others_run(self) -> None:
-        path = self.path
-        if not self.cfg.resume and any(path.glob("*.pt")):
-            raise UserError(f"{path} holds a run: go on with it by --resume {path}, or give another --run-dir")
-        if not self.resuming and not (path / "env.json").exists():
-            for name in WRITTEN[:-3]:
-                if os.path.lexists(path / name):
-                    raise UserError(f"{path} holds a {name} that no run has written: give another --run-dir")
-
     def _lock(self) -> None:
         if not self.lock:
-            self.lock = RunLock(self.path)
+            self.lock = FolderLock(self.path)
             self.held.callback(self.lock.release)
             if self.lock.note:
                 self.accelerator.print(f"Note: {self.lock.note}.")
@@ -89,154 +70,116 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
-        self._refuse_others_run()  # one that began and ended since the first look
-        for litter in [path for name in WRITTEN for path in left_aside(self.path / name)]:
-            litter.unlink()
-        if self.resuming and (aside := go_back(self.path, Path(str(self.cfg.resume)), updates)):
+        self.run.check_free(goes_on=bool(self.cfg.resume))  # a run may have begun and ended since the first look
+        self.run.clear()
+        if self.resuming and (aside := go_back(self.run, Path(str(self.cfg.resume)), updates)):
             self.accelerator.print(f"Note: what this run has gone back behind is in {aside} now.")
-        if not self.resuming and (aside := set_aside(self.path)):
+        if not self.resuming and (aside := set_aside(self.run)):
             self.accelerator.print(f"Note: what a run without a checkpoint left in {self.path} is in {aside} now.")
-        write_text(self.path / "config.yaml", yaml.safe_dump(self.cfg.values(), sort_keys=False))
-        write_text(self.path / "env.json", json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
+        # The environment comes first: it tells a run's folder from one in which somebody keeps a config.yaml.
+        write_text(self.run.environment_file, json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
+        write_text(self.run.config_file, yaml.safe_dump(self.cfg.values(), sort_keys=False))
         self.log = RunLog(
-            self.accelerator, self.path, self.cfg, started, purge_step=updates + 1 if self.resuming else None
+            self.accelerator, self.run, self.cfg, started, purge_step=updates + 1 if self.resuming else None
         )
         self.held.callback(self.log.close)
 
     def save(self, checkpoint: dict[str, Any], is_best: bool) -> None:
-        """Saves a checkpoint. The curves up to here come first."""
+        """Saves a checkpoint, after the curves up to it."""
         if self.log:
             self.log.flush()
-            save_run(self.path, checkpoint, self.cfg.keep_checkpoints, is_best)
+            self.run.save(checkpoint, self.cfg.keep_checkpoints, is_best)
         self.accelerator.wait_for_everyone()
 
     def write_history(self, history: list[dict[str, Any]]) -> None:
-        """Writes the results of all epochs, a dict each, as JSON and as a table."""
+        """Writes the results of all epochs, a dict each."""
         if self.log:
-            write_text(self.path / "metrics.json", json.dumps(history, indent=2) + "\n")
-            write_summary(self.path / "summary.csv", history)
+            self.run.write_history(history)
 
 
-def set_aside(run_dir: Path) -> Path | None:
-    """Moves what a run that never came to a checkpoint left in its folder into a folder within, where it stays.
+def set_aside(run: Run) -> Path | None:
+    """Moves all that a run without a checkpoint has written into a new folder within.
 
     Returns:
         That folder, None where there was nothing.
     """
-    if not (run_dir / "env.json").exists():  # none of ours
+    if not run.has_begun():
         return None
-    aside = _new_folder(run_dir)
-    for path in sorted(run_dir.iterdir()):
-        if any(map(path.match, WRITTEN)) or "tfevents" in path.name:
-            path.rename(aside / path.name)
+    aside = _new_folder(run)
+    for file in *run.texts, run.curves_file, run.last, run.best, *run.checkpoints().values(), *run.event_files():
+        if file.exists():
+            file.rename(aside / file.name)
     return aside
 
 
-def go_back(run_dir: Path, checkpoint: Path, updates: int) -> Path | None:
-    """Moves checkpoints from beyond the one that a run goes on with, and what tells of them, into a folder within. That
-    one is last.pt then, and best.pt is the best of those up to it, if it is still there.
+def go_back(run: Run, checkpoint: Path, updates: int) -> Path | None:
+    """Moves checkpoints beyond the one that a run goes on with, and the files about them, into a new folder within.
+
+    Then last.pt is that checkpoint, and best.pt the best of those up to it, if that is still there.
 
     Args:
-        run_dir: The run's folder.
-        checkpoint: The file that it goes on with, in there.
-        updates: How many it has made by it. On another number of processes, an epoch has another number of them.
+        run: The run.
+        checkpoint: The file that it goes on with, in its folder.
+        updates: How many it has made by then. On another number of processes, an epoch has another number of them.
 
     Returns:
-        The folder, None where there was nothing. It can be resumed like the run's.
+        The new folder, which can be resumed like the run's; None where nothing was beyond.
     """
-    made, best, last = epochs_made(checkpoint), run_dir / "best.pt", run_dir / "last.pt"
-    files = update_files(run_dir)
-    beyond = [file for number, file in files.items() if number > updates or epochs_made(file) > made]
-    if not last.exists():
-        second_name(checkpoint, last)
-    names = [name for name in (last, best) if name.exists() and epochs_made(name) > made]
+    made, files = _epochs_made(checkpoint), run.checkpoints()
+    up_to = [file for file in files.values() if _epochs_made(file) <= made]
+    beyond = [file for number, file in files.items() if number > updates or file not in up_to]
+    if not run.last.exists():
+        second_name(checkpoint, run.last)
+    names = [name for name in (run.last, run.best) if name.exists() and _epochs_made(name) > made]
     if not (beyond or names):
         return None
-    aside, not_beyond = _new_folder(run_dir), [file for file in files.values() if epochs_made(file) <= made]
-    for file in run_dir / "config.yaml", run_dir / "env.json":
+    aside = _new_folder(run)
+    for file in run.config_file, run.environment_file:
         if file.exists():
             shutil.copyfile(file, aside / file.name)
     # In this order, a kill at any moment loses nothing, and the next resume goes on from here.
     for name in names:
         second_name(name, aside / name.name)
-        if held := checkpoint if name == last else _best_of(checkpoint, not_beyond):
+        if held := checkpoint if name == run.last else _best_of(checkpoint, up_to):
             second_name(held, name)
         else:
             name.unlink()
-    for path in *beyond, *(run_dir / name for name in ("metrics.json", "summary.csv", "curves.png")):
-        if path.exists():
-            path.replace(aside / path.name)
+    for file in *beyond, run.history_file, run.summary_file, run.curves_file:
+        if file.exists():
+            file.replace(aside / file.name)
     return aside
 
 
-def _best_of(checkpoint: Path, files: list[Path]) -> Path | None:
-    """That of the `files` which holds the best weights up to a checkpoint of their run."""
-    best = described(checkpoint).get("best_metric")
-    for file in files:
-        state = described(file)
-        history, weights = state.get("history"), "val_ema" if "state_dict_ema" in state else "val"
-        if not history or state["updates"] != state["epoch"] * state["facts"]["updates_per_epoch"]:
-            continue  # those within an epoch have the accuracy of the one before it in their history
-        if history[-1].get(weights, {}).get("top1") == best == state["best_metric"]:
-            return file
-    return None
-
-
-def _new_folder(run_dir: Path) -> Path:
-    aside = next(path for n in range(1, 1 << 30) if not (path := run_dir / f"before-{n}").exists())
+def _new_folder(run: Run) -> Path:
+    number = 1
+    while (aside := run.path / f"before-{number}").exists():
+        number += 1
     aside.mkdir()
     return aside
 
 
-def describe_environment() -> dict[str, Any]:
-    """What a run depended on beside its config: command, commit, versions, machine. Fit for JSON."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            here = Path(__file__).resolve().parent
-            answer = subprocess.run(["git", "-C", str(here), *arguments], capture_output=True, text=True)
-        except FileNotFoundError:  # no git on this machine
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
-    versions: dict[str, str | None] = {}
-    for name in ("torch", "torchvision", "triton", "timm", "accelerate", "webdataset", "numpy", "pillow"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
-    told = os.environ.get(COMMIT)
-    changed = None if told else git("status", "--porcelain")
-    return {
-        "command": sys.argv,
-        "commit": told or git("rev-parse", "HEAD"),
-        "uncommitted_changes": None if changed is None else bool(changed),
-        "python": platform.python_version(),
-        "versions": versions,
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cuda": torch.version.cuda,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "cpus": os.cpu_count(),
-    }
+def _best_of(checkpoint: Path, files: list[Path]) -> Path | None:
+    """The one of `files` with the best weights up to a checkpoint of their run."""
+    best = _facts(checkpoint).get("best_metric")
+    for state, file in ((_facts(file), file) for file in files):
+        # Within an epoch, the history ends with the accuracy of the epoch before.
+        if state["updates"] == state["epoch"] * state["facts"]["updates_per_epoch"]:
+            weights = "val_ema" if "state_dict_ema" in state else "val"
+            if state["history"][-1].get(weights, {}).get("top1") == best:
+                return file
+    return None
 
 
-def write_summary(path: str | os.PathLike[str], history: list[dict[str, Any]]) -> None:
-    """Writes the results of all epochs as a CSV table, a row per epoch.
+def _epochs_made(file: Path) -> float:
+    """Epochs that a run had made at a checkpoint: they compare where updates do not, as epochs of other numbers of
+    processes have other numbers of updates. A checkpoint that cannot be read counts as beyond all others."""
+    state = _facts(file)
+    return state["updates"] / state.get("facts", {}).get("updates_per_epoch", 1) if "updates" in state else math.inf
 
-    Args:
-        path: The file.
-        history: A dict per epoch; a nested dict's keys get its own key before them, as in "val_top1". An epoch may lack
-            what others have, such as an evaluation.
-    """
-    rows = []
-    for entry in history:
-        nested = [
-            ({f"{key}_{inner}": number for inner, number in value.items()} if isinstance(value, dict) else {key: value})
-            for key, value in entry.items()
-        ]
-        rows.append({key: value for part in nested for key, value in part.items()})
-    table = io.StringIO()
-    writer = csv.DictWriter(table, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_text(path, table.getvalue())
+
+def _facts(file: Path) -> dict[str, Any]:
+    """A checkpoint whose tensors stay on the disk; {} where it cannot be read."""
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception:  # torch raises half a dozen types for damaged files
+        return {}

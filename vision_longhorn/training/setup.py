@@ -16,7 +16,6 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-from vision_longhorn.checkpoint import TimmModel, create_model, model_from_weights
 from vision_longhorn.class_names import difference
 from vision_longhorn.data import (
     ShardSet,
@@ -32,14 +31,18 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, one_line, spelled
+from vision_longhorn.models.create import TimmModel, create_model
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
+from vision_longhorn.training.init import model_from_weights
 from vision_longhorn.training.runlog import check_tracker
 
-FUSED = ("adam", "adamw", "momentum", "nesterov", "sgd")  # torch's optimisers that can skip an update on the device
-FUSED_SHARDED = ("adam", "adamw")  # those of them that can do it with shards
+# Optimisers that can skip an update on the device, with whole tensors and with shards
+FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
+# Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
+SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
 SCALE = 2.0**10  # of the loss in fp16 at the start: torch's 2**16 would cost the first updates
 
 Say = Callable[[str], None]
@@ -55,11 +58,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     return make_accelerator(
         cfg.device,
         cfg.precision,
-        dict(
-            gradient_accumulation_steps=cfg.grad_accum,
-            gradient_clipping=cfg.clip_grad,
-            dynamo_backend="inductor" if cfg.compile else "no",
-        ),
+        cfg.grad_accum,
         log_with=cfg.track,
         project_dir=str(run_dir),
         kwargs_handlers=[
@@ -244,7 +243,9 @@ def peak_rate(cfg: Config, global_batch: int, resuming: bool, say: Say) -> float
 
 
 def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
-    """timm's optimiser, fused where that lets the device skip an update by itself."""
+    """timm's optimiser, fused where the device can then skip an update by itself."""
+    if cfg.fsdp and cfg.opt not in SHARDED:
+        raise UserError(f"opt is {cfg.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
     fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
     options: dict[str, Any] = dict(lr=peak_lr, weight_decay=cfg.weight_decay, **fused)
     with bad_input(f"opt={cfg.opt}"):

@@ -10,7 +10,7 @@ from torch import nn
 from vision_longhorn.checkpoint import load_weights
 from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.training.averages import Ema
-from vision_longhorn.training.config import Config, that_count
+from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import load_optimizer_state, whole_optimizer_state, whole_weights
 from vision_longhorn.training.updates import UpdateMonitor
 
@@ -118,12 +118,12 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, checkpoin
 
 def changes_since(state: dict[str, Any], cfg: Config, facts: dict[str, Any]) -> list[str]:
     """What is other than it was in the run of a checkpoint, as "KEY BEFORE -> NOW"."""
-    new = {**that_count(cfg.values()), **facts}
-    # What the checkpoint's time did not know yet was as it is by default.
+    new = {**cfg.decisive(cfg.values()), **facts}
+    # An older checkpoint lacks newer fields, whose defaults are what it had.
     old = {
         "threads": new.get("threads"),
         "schedule": "a cosine that counts the warm-up",
-        **that_count({**Config().values(), **state["config"]}),
+        **cfg.decisive({**Config().values(), **state["config"]}),
         **state["facts"],
     }
     return [f"{key} {old.get(key)} -> {new[key]}" for key in new if old.get(key) != new[key]]

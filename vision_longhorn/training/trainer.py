@@ -20,12 +20,12 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint
-from vision_longhorn.curves import plot_runs
 from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
+from vision_longhorn.plots import plot_runs
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
@@ -146,7 +146,7 @@ class Trainer:
                 self.open_folder()
                 if state.history:
                     self.folder.write_history(state.history)
-                if not (self.folder.path / "best.pt").exists():  # the run has gone back behind it, say
+                if not self.folder.run.best.exists():  # the run has gone back behind it, say
                     state.best = -1.0
             while state.epoch < cfg.epochs:
                 self.train_epoch()
@@ -308,14 +308,14 @@ class Trainer:
 
     def finish(self) -> None:
         """Draws the curves, and says what came of the run: its last epoch is always evaluated."""
-        run_dir, best, last = self.folder.path, self.state.best, self.state.history[-1]
+        run, best, last = self.folder.run, self.state.best, self.state.history[-1]
         results = {tag: last[tag] for tag in self.evaluated}
         if self.folder.log:
             self.folder.log.finish(self.cfg, best)
-            plot_runs([run_dir], run_dir / "curves.png")
+            plot_runs([run.path], run.curves_file)
         for tag, result in results.items():
             self.say(
                 f"{'raw weights' if tag == 'val' else 'EMA weights'}  {describe(result)} of {self.data.val.num_samples}"
             )
-        self.say(f"best epoch   top-1 {best:.2f} %, saved as {run_dir / 'best.pt'}")
-        self.say(f"curves       {run_dir / 'curves.png'}, or live: tensorboard --logdir {run_dir.parent}")
+        self.say(f"best epoch   top-1 {best:.2f} %, saved as {run.best}")
+        self.say(f"curves       {run.curves_file}, or live: tensorboard --logdir {run.path.parent}")

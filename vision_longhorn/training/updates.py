@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from vision_longhorn.data.samples import place
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
+from vision_longhorn.runs import Run
 from vision_longhorn.signals import SIGNALS, StopSignals
 from vision_longhorn.training.runlog import RunLog
 
@@ -197,7 +198,7 @@ class UpdateMonitor:
 
     def _give_up(self) -> None:
         first, last = self._bad[0], self._bad[-1]
-        file = self.run_dir / "bad_steps.json"
+        file = Run(self.run_dir).bad_steps_file
         for bad in self._bad:
             bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
         evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}

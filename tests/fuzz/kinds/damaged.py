@@ -107,7 +107,7 @@ def _other_files() -> Iterator[Case]:
 
         def load() -> None:
             from vision_longhorn.export import largest_error, load_onnx
-            from vision_longhorn.runs import load_run
+            from vision_longhorn.loading import load_run
 
             try:
                 run = load_onnx("model.onnx")

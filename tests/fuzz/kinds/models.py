@@ -491,7 +491,7 @@ def _libraries() -> Iterator[Case]:
 
     def checkpoint_path(place: Place) -> Callable[[], None]:
         def function() -> None:
-            from vision_longhorn.runs import load_run
+            from vision_longhorn.loading import load_run
 
             sizes = dict(img_size=SIZE, patch_size=8, embed_dim=16, depth=2, d_state=4)
             model = timm.create_model(

@@ -1,4 +1,4 @@
-"""One writer for a run's folder, over processes and, where the file system can do that, over machines."""
+"""One writer for a folder, over processes and, where the file system can do that, over machines."""
 
 import errno
 import os
@@ -16,24 +16,24 @@ else:
 NAME = "run.lock"
 
 
-class RunLock:
-    """Holds the folder of a run for this process until `release`, or until the process ends, however it ends.
+class FolderLock:
+    """Holds a folder for this process until `release`, or until the process ends, however it ends.
 
-    The lock is the system's, on the file run.lock, whose text names host and process of its holder for people. POSIX
-    locks are used, which NFS and most cluster file systems pass on to other machines, and which a process that was
-    forked does not inherit. The file stays when the lock is gone.
+    The lock is the system's, on the file run.lock, whose text names the process and its host for people. NFS and most
+    cluster file systems pass POSIX locks on to other machines, and a forked process does not inherit them. The file
+    stays when the lock is gone.
 
     Args:
-        folder: Folder of the run; it has to exist.
+        folder: The folder; it has to exist.
 
     Attributes:
-        note: Why the folder could not be locked, on a file system that knows no locks; else None.
+        note: Why the folder could not be locked, on a file system without locks; else None.
 
     Raises:
-        UserError: Where another process holds it, or it is a file.
+        UserError: Where another process holds the folder, or it is a file.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.note: str | None = None
         path = Path(folder, NAME)
         if path.parent.is_file():
@@ -41,7 +41,7 @@ class RunLock:
         self._file = open(path, "a+", encoding="utf-8")
         try:
             if sys.platform == "win32":
-                self._file.seek(1 << 30)  # beyond the text, which others may read
+                self._file.seek(1 << 30)  # behind the text, so that others may read that
                 msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
             else:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,144 @@
+"""Models with their weights: of a run, of a model folder, of the hub or of timm. All commands load them here."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vision_longhorn.class_names import Names, model_names
+from vision_longhorn.demo import DIGITS
+from vision_longhorn.errors import UserError
+from vision_longhorn.runs import run_file, timm_source
+
+# `load_model` imports what needs torch: commands import this module before they read their command line.
+if TYPE_CHECKING:
+    from vision_longhorn.models.create import TimmModel
+
+
+class Loaded(NamedTuple):
+    """A model, and what its source says about it."""
+
+    model: TimmModel  # in training mode on the CPU
+    name: str  # timm's
+    weights: str  # "EMA", "raw", "pretrained", "pretrained, random classifier" or "random"
+    settings: dict[str, Any]  # of its input, as `timm.data.create_transform` takes them for evaluation
+    class_names: list[str] | None  # by index; None: unknown
+    display_names: list[str] | None  # what people call the classes, by index; None: unknown
+    model_kwargs: dict[str, Any]
+    checkpoint: dict[str, Any]  # {} where the model is not a run's
+    file: Path | None  # the checkpoint's
+
+    def check_classes(self) -> None:
+        """Raises UserError for a model without a classifier."""
+        if not self.model.num_classes:
+            raise UserError(f"{self.name} has no classifier: give a model with classes")
+
+
+def load_model(
+    source: str | os.PathLike[str] | None = None,
+    name: str | None = None,
+    *,
+    pretrained: bool = True,
+    num_classes: int | None = None,
+    ema: bool | None = None,
+    **model_kwargs: Any,
+) -> Loaded:
+    """Loads a model and its weights onto the CPU.
+
+    The `pretrained_cfg` of a run's model gets the run's input size, normalisation, resampling and crop, so that
+    `timm.data.resolve_data_config(model=model)` gives the run's evaluation transform. It names no licence.
+
+    Args:
+        source: A run's folder (then its best.pt), a checkpoint, or a source of `runs.timm_source`.
+        name: timm's name of the model, where there is no source, or the source does not tell it.
+        pretrained: Load the weights that belong to a name, where there is no source.
+        num_classes: Number of classes; default: the source's.
+        ema: Take the averaged weights of a checkpoint, or the raw ones; None: the averaged ones where there are any.
+        **model_kwargs: Arguments of the model; they override the source's.
+
+    Raises:
+        UserError: There is no such model, or the weights do not fit it.
+    """
+    from vision_longhorn.checkpoint import load_checkpoint, load_weights
+    from vision_longhorn.data.transforms import input_settings
+    from vision_longhorn.models.create import create_model
+
+    if source is not None and name is None and (name := timm_source(source)):
+        source, pretrained = None, True
+    if source is None:
+        if name is None:
+            raise UserError("no model: give a run's folder or a checkpoint, or the name of a model")
+        model = create_model(name, pretrained=pretrained, num_classes=num_classes, **model_kwargs)
+        weights = "pretrained" if pretrained else "random"
+        if pretrained and model.pretrained_cfg.get("num_classes") != model.num_classes:
+            weights = "pretrained, random classifier"
+        settings = input_settings(model, {"model_kwargs": model_kwargs})
+        return Loaded(
+            model,
+            name,
+            weights,
+            settings,
+            *model_names(model, name, pretrained),
+            model_kwargs,
+            checkpoint={},
+            file=None,
+        )
+    file = run_file(source)
+    checkpoint = load_checkpoint(file)
+    config, name = checkpoint.get("config", {}), name or checkpoint.get("arch")
+    if name is None:
+        raise UserError(
+            f"{file} does not say which model it holds: give a checkpoint of train_imagenet.py, or its --model NAME"
+        )
+    model_kwargs = {**config.get("model_kwargs", {}), **model_kwargs}
+    classes = checkpoint.get("num_classes") if num_classes is None else num_classes
+    model = create_model(name, **{**model_kwargs, "num_classes": classes})
+    ema = "state_dict_ema" in checkpoint if ema is None else ema
+    load_weights(model, checkpoint, file, ema)
+    settings = input_settings(model, {**config, "model_kwargs": model_kwargs})
+    # What timm knows about other weights of this architecture does not hold for these.
+    model.pretrained_cfg.update(settings, num_classes=model.num_classes, tag=None, license=None, origin_url=None)
+    weights = "EMA" if ema else "raw"
+    return Loaded(model, name, weights, settings, *checkpoint_names(checkpoint), model_kwargs, checkpoint, file)
+
+
+def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmModel, dict[str, Any]]:
+    """Loads the model of a training run, with its averaged weights if it has any, and the checkpoint.
+
+    Args:
+        path: A run's folder (then its best.pt), or a checkpoint of train_imagenet.py.
+        **model_kwargs: Arguments of the model; they override the run's own.
+
+    Returns:
+        (model, checkpoint): as `load_model` and `load_checkpoint` give them.
+
+    Raises:
+        UserError: There is no such checkpoint.
+    """
+    loaded = load_model(path, **model_kwargs)
+    if not {"arch", "num_classes", "config"} <= loaded.checkpoint.keys():
+        raise UserError(f"{path} is no run of train_imagenet.py: give its folder, or one of its checkpoints")
+    return loaded.model, loaded.checkpoint
+
+
+def checkpoint_names(checkpoint: dict[str, Any]) -> Names:
+    """Names of a run's classes, as its checkpoint has them; for an older one, as the index of the run's data has them.
+
+    Args:
+        checkpoint: The dict that `load_checkpoint` read.
+    """
+    from vision_longhorn.data.index import read_index
+
+    if "class_names" in checkpoint:
+        return checkpoint["class_names"], checkpoint.get("display_names")
+    config = checkpoint.get("config")
+    data = config.get("data") if isinstance(config, dict) else None
+    if data is None:
+        return None, None
+    try:
+        index = read_index(Path("data", DIGITS) if data == DIGITS else data) or {}
+    except UserError:  # a broken index does not matter to the model
+        index = {}
+    names = index.get("class_names")
+    return (names, index.get("display_names")) if names and len(names) <= checkpoint["num_classes"] else (None, None)

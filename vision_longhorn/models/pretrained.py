@@ -1,0 +1,126 @@
+"""Pretrained weights for a model of another size, with another head, or with the features of some blocks only."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from timm.layers import resample_patch_embed
+from timm.models import clean_state_dict
+from torch import Tensor, nn
+
+from vision_longhorn.models.backbone import VisionLonghorn
+from vision_longhorn.models.patch_embed import patch_grid
+from vision_longhorn.models.pos_embed import resample_pos_embed
+
+# Where checkpoints hold their weights. In timm's order: averaged weights before raw ones.
+_WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> dict[str, Tensor]:
+    """Fit weights of another image, patch or stride size to `model`.
+
+    Args:
+        state_dict: weights, or a whole checkpoint, of which the averaged weights are taken if it has any.
+        model: where they are to go. `_grid_of_weights` tells how the patches of the weights are taken to lie.
+
+    Raises:
+        RuntimeError: nothing tells how the patches lie, or only one of weights and model has a class token.
+    """
+    wrapper = next((key for key in _WRAPPERS if isinstance(state_dict.get(key), dict)), None)
+    weights = clean_state_dict(state_dict[wrapper] if wrapper else state_dict)
+    has, wants = "cls_token" in weights, model.cls_token is not None
+    if "pos_embed" in weights and has != wants:
+        raise RuntimeError(
+            f"these weights have {'a' if has else 'no'} cls_token, and this model has {'one' if wants else 'none'}: "
+            f"give create_model class_token={'none' if wants else 'middle'!r}, or other weights"
+        )
+    patch_embed, projection = model.patch_embed, "patch_embed.proj.weight"
+    if "pos_embed" in weights:
+        patch_size = weights.get(projection, patch_embed.proj.weight).shape[-2:]
+        old_grid = _grid_of_weights(weights["pos_embed"].shape[1] - model.num_prefix_tokens, patch_size, model)
+        if old_grid != patch_embed.grid_size:
+            weights["pos_embed"] = resample_pos_embed(
+                weights["pos_embed"], model.class_token, old_grid, patch_embed.grid_size
+            )
+    if projection in weights:
+        weights[projection] = resample_patch_embed(weights[projection], list(patch_embed.patch_size))
+    return weights
+
+
+def _grid_of_weights(num_patches: int, patch_size: Sequence[int], model: VisionLonghorn) -> tuple[int, int]:
+    """How the patches of pretrained weights lie: (rows, columns).
+
+    They lie as in images of the size that timm knows the weights to be of, from their folder or their `pretrained_cfg`,
+    if the number agrees; otherwise as the model's own if those are as many; else in a square.
+    """
+    patch_embed = model.patch_embed
+    saved, cfg = getattr(model, "pretrained_model_args", {}), getattr(model, "pretrained_cfg", {})
+    size = saved.get("img_size")
+    # A configuration that did not come with the weights says nothing where the numbers agree: 7 x 28 patches are as
+    # many as 14 x 14.
+    if size is None and (cfg.get("source") or num_patches != patch_embed.num_patches):
+        size = cfg.get("input_size", (3, 0, 0))[-2:]
+    side = math.isqrt(num_patches)
+    grids = [patch_embed.grid_size, (side, side)]
+    if size is not None:
+        strides = (saved.get("patch_stride"), patch_size, patch_embed.patch_stride)
+        grids = [patch_grid(size, patch_size, stride) for stride in strides if stride is not None] + grids
+    for rows, columns in grids:
+        if rows * columns == num_patches:
+            return rows, columns
+    raise RuntimeError(
+        f"pos_embed of these weights has {num_patches} patches, which is no square, and the model has "
+        f"{patch_embed.num_patches}: say what image size they are of, by "
+        "input_size=(channels, height, width) in the pretrained_cfg of these weights"
+    )
+
+
+def fit_features(
+    net: nn.Module,
+    state_dict: dict[str, Tensor],
+    prefix: str,
+    _: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+    *,
+    depth: int,
+) -> None:
+    """Hook before `load_state_dict` of a model made with `features_only=True`: take the weights of a whole model, too.
+
+    timm wraps the model, which makes its names longer, and drops what the features do not need: the head, the norm, the
+    blocks after the last one. `create_model(NAME, features_only=True, checkpoint_path=FILE)` loads a file into the
+    wrapper all the same.
+
+    Args:
+        net: the wrapper, with the model as its only child.
+        state_dict: what is loaded. Weights of a whole model, under our names or the official ones, are renamed, and
+            those that `net` lacks are dropped.
+        prefix: before the names of `net` in `state_dict`.
+        strict, errors: as torch gives them; weights of fewer blocks are an error.
+        depth: blocks of the whole model.
+    """
+    ((child, _),) = net.named_children()
+    inner = f"{prefix}{child}."
+    names = [name for name in state_dict if name.startswith(prefix)]
+    if any(name.startswith(inner) for name in names):
+        return
+    kept = {_part(name.removeprefix(f"{child}.")) for name in net.state_dict()}
+    dropped = {"norm", "head", *(f"blocks.{i}" for i in range(depth))} - kept
+    blocks = set()
+    for name in names:
+        value, part = state_dict.pop(name), _part(name.removeprefix(prefix))
+        if part.startswith("blocks."):
+            blocks.add(part)
+        if part not in dropped:
+            state_dict[inner + name.removeprefix(prefix)] = value
+    if strict and 0 < len(blocks) < depth:
+        errors.append(f"these weights are of {len(blocks)} blocks, the model has {depth}")
+
+
+def _part(name: str) -> str:
+    """The part of a model that a parameter belongs to, such as "blocks.3", also by its official name."""
+    first, second, *_ = *name.split("."), ""
+    first = {"layers": "blocks", "norm_f": "norm"}.get(first, first)
+    return f"blocks.{second}" if first == "blocks" else first

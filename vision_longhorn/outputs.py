@@ -1,0 +1,73 @@
+"""What a command may write, checked before it starts to work: it replaces only what it has written itself."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from vision_longhorn.errors import UserError
+from vision_longhorn.runs import Run
+
+# Endings that say what a file is. Any other, or none, is the user's choice.
+ENDINGS = set(
+    ".bin .csv .gif .gz .jpeg .jpg .json .onnx .pdf .png .pt .pt2 .pth .py .safetensors .sha256 .svg .tar .tiff .webp "
+    ".yaml .yml .zip".split()
+)
+
+
+def check_output(
+    option: str,
+    path: str | os.PathLike[str],
+    endings: Sequence[str],
+    is_own: Callable[[Path], bool] = lambda _: False,
+    others: Iterable[str | os.PathLike[str]] = (),
+) -> None:
+    """Checks that a command may write a file to `path`.
+
+    Args:
+        option: What gave the path, for messages.
+        path: The file.
+        endings: Those that fit what the command writes.
+        is_own: Whether a file that is there is an earlier one of the same command, which the new one may replace.
+        others: What the same command reads, or writes as well.
+
+    Raises:
+        UserError: Where the file would replace one that the command has not written, or has the name of another kind of
+            file.
+    """
+    path, text = Path(path), os.fspath(path)
+    if not text or path.is_dir():
+        raise UserError(f"{option} {text or repr(text)} cannot be written: it is a folder, name a file")
+    if any(_is_same(path, other) for other in others):
+        raise UserError(f"{option} {text} is named twice in this command: name another file to write")
+    _check_name(option, text, f"let it end in {' or '.join(endings)}", endings)
+    if path.is_symlink() or os.path.lexists(path) and not (path.is_file() and is_own(path)):
+        raise UserError(f"{option} {text} is there already and was not written by this tool: name another file")
+
+
+def check_new_folder(option: str, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
+    """Checks that a command may make a folder at `path`, where an empty one may be.
+
+    Raises:
+        UserError: Where anything else is there, or it is one of the `others`, which the same command writes as well.
+    """
+    if any(_is_same(path, other) for other in others):
+        raise UserError(f"{option} {path} is named twice in this command: name another folder to write")
+    _check_name(option, os.fspath(path), "it is to be a folder")
+    if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):
+        raise UserError(f"{option} {path} is there already: remove it, or name another folder")
+
+
+def _check_name(option: str, text: str, remedy: str, endings: Sequence[str] = ()) -> None:
+    path = Path(text)
+    if path.suffix.lower() in ENDINGS - set(endings):
+        raise UserError(f"{option} {text} has the name of another kind of file: {remedy}")
+    run = Run(path.parent)
+    if path in run.texts and run.config_file.exists():
+        raise UserError(f"{option} {text} is what a run calls a file of its own: name another")
+
+
+def _is_same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.realpath(path) == os.path.realpath(other) or os.path.samefile(path, other)
+    return False

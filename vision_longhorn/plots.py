@@ -1,0 +1,158 @@
+"""PNG figures: the curves of runs, and what all plots have in common."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.files import written_aside
+from vision_longhorn.outputs import check_output
+
+# numpy, matplotlib and TensorBoard are imported where they are used: commands check their --out by this module first.
+if TYPE_CHECKING:
+    import numpy as np
+    from matplotlib.figure import Figure
+
+# Older runs called the accuracies so; such a run may have gone on since.
+FORMER_TAGS = {
+    "accuracy/top1": "val/top1",
+    "accuracy/top5": "val/top5",
+    "accuracy/top1_ema": "val_ema/top1",
+    "accuracy/top5_ema": "val_ema/top5",
+}
+
+
+def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Reads the scalars of a run's TensorBoard events.
+
+    Args:
+        run: The run's folder.
+
+    Returns:
+        Dict of tag to (epochs, values), two float64 arrays of the same length.
+
+    Raises:
+        UserError: The folder holds no scalars of a training run.
+    """
+    import numpy as np
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    # TensorBoard warns where a killed run went on and wrote the events since its checkpoint anew.
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    events = EventAccumulator(str(run), size_guidance={"scalars": 0})
+    if Path(run).is_dir():
+        events.Reload()
+    points = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    for tag, former in FORMER_TAGS.items():
+        if former in points:
+            points[tag] = points.pop(former) + points.get(tag, [])
+    raw = {tag: np.array(found).T for tag, found in points.items()}
+    if "train/epoch" not in raw:
+        raise UserError(f"{run} holds no training curves: give the folder of a run")
+    # Events count updates. Runs differ in the size of an update, so the axis shows epochs.
+    return {tag: (np.interp(steps, *raw["train/epoch"]), values) for tag, (steps, values) in raw.items()}
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A matplotlib figure of this size in inches. It needs no display, and pyplot does not keep it."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float, tool: str) -> None:
+    """Writes a figure as a PNG that names the `tool` which made it. Makes the folder if it is missing.
+
+    Raises:
+        UserError: The file cannot be written. An earlier file at `out` is still there.
+    """
+    try:
+        with written_aside(out) as aside:
+            figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _signature(tool)})
+    except OSError as error:
+        raise UserError(
+            f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
+            "that you may write to"
+        ) from error
+
+
+def check_png(out: str, tool: str, others: Sequence[str] = ()) -> None:
+    """Checks, before any work, that `--out` may be written: at most an earlier PNG of this tool is there.
+
+    Args:
+        out: Path of the PNG.
+        tool: As in `save_png`.
+        others: Paths that the same command reads.
+
+    Raises:
+        UserError: The file may not be written.
+    """
+
+    def is_own(path: Path) -> bool:
+        with open(path, "rb") as file:
+            head = file.read(4096)
+        return head.startswith(b"\x89PNG") and b"Software\0" + _signature(tool).encode() in head
+
+    check_output("--out", out, (".png",), is_own, others)
+
+
+def _signature(tool: str) -> str:
+    return f"vision-longhorn {tool}"
+
+
+def keep_to_per_cent(axes: Any) -> None:
+    """Cuts an axis of percentages at 0 and 100."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(0, low), min(100, high))
+
+
+def _names(runs: Sequence[str | os.PathLike[str]]) -> dict[str | os.PathLike[str], str]:
+    """Maps each run to the name of its folder, or to its path where two folders have the same name."""
+    paths = {Path(run).resolve(): run for run in runs}
+    names = [path.name for path in paths]
+    return {run: path.name if names.count(path.name) == 1 else str(run) for path, run in paths.items()}
+
+
+def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
+    """Plots accuracy, loss and learning rate of runs into one PNG, each run in its own colour.
+
+    Args:
+        runs: Folders of runs.
+        out: Path of the PNG.
+
+    Raises:
+        UserError: A run has no curves, or the PNG cannot be written.
+    """
+    from matplotlib.lines import Line2D
+
+    curves = {name: read_scalars(run) for run, name in _names(runs).items()}
+    panels = {
+        "top-1 on the evaluation split, %": {"accuracy/top1": "-", "accuracy/top1_ema": "--"},
+        "loss": {"train/loss": ":", "val/loss": "-", "val_ema/loss": "--"},
+        "learning rate": {"train/lr": "-"},
+    }
+    averages = any("accuracy/top1_ema" in scalars for scalars in curves.values())
+    kinds: dict[Any, str] = {"-": "raw weights", "--": "EMA weights"} if averages else {"-": "evaluation"}
+    kinds[":"] = "training loss"
+    figure = new_figure(15, 5)
+    for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for number, scalars in enumerate(curves.values()):
+            for tag, style in styles.items():
+                if tag in scalars:
+                    marker = "o" if len(scalars[tag][0]) == 1 else None  # a line needs two points
+                    axes.plot(*scalars[tag], style, marker=marker, color=f"C{number % 10}")
+        if title.endswith("%"):
+            keep_to_per_cent(axes)
+        axes.set(title=title, xlabel="epoch")
+        axes.grid(alpha=0.3)
+    lines = [Line2D([], [], color=f"C{number % 10}", label=name) for number, name in enumerate(curves)]
+    lines += [Line2D([], [], color="black", linestyle=style, label=kind) for style, kind in kinds.items()]
+    figure.legend(handles=lines, loc="outside lower center", ncols=6, fontsize="small")
+    save_png(figure, out, dpi=110, tool="curves")
