@@ -328,7 +328,7 @@ def _mapping(where: str, value: Any, kinds: Mapping) -> Mapping:
     """A mapping of the file without empty values, once its keys and the types of their values are checked."""
     at = f"{where}: " if where else ""
     if not isinstance(value or {}, dict) or value is False:
-        raise UserError(f"{at or 'this file '}is {value!r}: give {REMEDIES[dict]}")
+        raise UserError(f"{where or 'this file'} is {value!r}: give {REMEDIES[dict]}")
     for key, found in (value or {}).items():
         if key not in kinds:
             near, few = nearest(str(key), kinds), f"give one of {', '.join(kinds)}"

@@ -295,9 +295,9 @@ def plot(content: Record, out: Path) -> None:
             panel.plot(epochs, values, marker="o" if len(epochs) == 1 else None, **style)
         if sizes:
             draw_means(axes[3], {size: reading.shares(arm, size) for size in sizes}, **style)
-    cost = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
+    measured = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
     top1 = f"{'EMA' if reading.weights == 'ema' else 'raw'} top-1, %"
-    titles = [(top1, f"seconds of training, {cost}"), (top1, "epoch"), ("training loss", "epoch"), (top1, "pixels")]
+    titles = [(top1, f"seconds of training, {measured}"), (top1, "epoch"), ("training loss", "epoch"), (top1, "pixels")]
     for panel, (title, below) in zip(axes, titles):
         panel.set(title=title, xlabel=below)
         panel.grid(alpha=0.3)

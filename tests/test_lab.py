@@ -35,8 +35,8 @@ from lab.statistics import read_bits
 from lab.tables import markdown
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.errors import UserError
+from vision_longhorn.train import load_config
 from vision_longhorn.training import trainer
-from vision_longhorn.training.config import load_config
 
 PROCESSES = multiprocessing.get_context("forkserver")
 
