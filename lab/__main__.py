@@ -53,15 +53,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
            "finished runs of the same settings, data and seed count as done")  # fmt: skip
     option("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
     option("--per-gpu", type=Range(1, kind=int), default=1, help="runs side by side on each GPU, or on the CPU [1]")
-    option("--budget", type=Range(above=0), metavar="SECONDS", help="start nothing that by estimate would not end in "
-           "this time, then stop what still runs; results are written after it")  # fmt: skip
+    option("--budget", type=Range(above=0), default=float("inf"), metavar="SECONDS", help="then stop what still runs, "
+           "which the same command goes on with; results are written after it")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="names, what each asks, and how many runs are done")
-    what.add_argument("--dry-run", action="store_true", help="every run with its estimated cost; start nothing")
+    what.add_argument("--dry-run", action="store_true", help="every run with its state; start nothing")
     what.add_argument("--report", action="store_true", help="train nothing: write and print what runs or the JSON of "
                       "OUT say; with --data, evaluate what is missing")  # fmt: skip
     what.add_argument("--speed", action="store_true", help="measure images/s of a training step of each variant alone, "
-                      "into OUT/speed.json, which tables and estimates use")  # fmt: skip
+                      "into OUT/speed.json, which tables use")  # fmt: skip
     return parser.parse_args(argv)
 
 
@@ -189,27 +189,13 @@ class Lab:
             print(f"{study.name:14} {done:3} of {len(trials):3} runs done  {study.asks}")
 
     def dry_run(self) -> None:
-        """Prints every run with its state and the seconds that it takes by estimate."""
-        from lab.queue import START
-        from lab.results import Costs
+        """Prints every run with its state."""
         from lab.runs import TrialFolder
 
-        costs = Costs(self.trials, self.known, self.args.device)
-        seconds: list[float] = []
         for trial in self.trials:
-            state, cost = "done", ""
-            if trial in self.todo:
-                state = f"{len(TrialFolder(self.out, trial).history())} of {trial.arm.config.epochs} epochs"
-                rest = costs.seconds(trial)
-                cost = "unknown" if rest is None else f"{START + rest:,.0f} s"
-                seconds += [] if rest is None else [START + rest]
-            print(f"{trial.name:50} {state:18} {cost}")
+            epochs = f"{len(TrialFolder(self.out, trial).history())} of {trial.arm.config.epochs} epochs"
+            print(f"{trial.name:50} {epochs if trial in self.todo else 'done'}")
         print(f"{len(self.todo)} of {len(self.trials)} runs to do")
-        if seconds:
-            spread = ", ".join(f"{max(*seconds, sum(seconds) / n):,.0f} s on {n}" for n in (2, 4, 8))
-            print(f"each alone: {sum(seconds):,.0f} s on one device, {spread}, by speeds of {costs.hardware}")
-        if unknown := len(self.todo) - len(seconds):
-            print(f"{unknown} runs of unknown cost: --speed measures it, and so does the first run")
 
     def measure_speeds(self) -> None:
         """Measures every variant's training step alone, into OUT/speed.json: first those of which no speed is known."""
@@ -236,11 +222,10 @@ class Lab:
         """Trains what is missing, looks at the final weights, and writes the results; the exit code."""
         from lab.jobs import Jobs
         from lab.queue import Queue, find_places
-        from vision_longhorn.environment import describe_environment  # which imports torch
         from vision_longhorn.signals import StopSignals
 
-        deadline = None if self.args.budget is None else time.monotonic() + self.args.budget
-        environment, say = None, partial(print, file=sys.stderr if self.args.report else sys.stdout)
+        deadline = time.monotonic() + self.args.budget
+        say = partial(print, file=sys.stderr if self.args.report else sys.stdout)
         places = find_places(self.args.device, self.args.per_gpu)
         with StopSignals(self.out) as signals:
             queue = Queue(places, signals, deadline, say)
@@ -248,24 +233,23 @@ class Lab:
             if self.todo:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(places)} at a time")
                 queue.run([jobs.training(trial) for trial in self.todo])
-                environment = {key: value for key, value in describe_environment().items() if key != "command"}
             if not signals.received:
                 queue.run(jobs.looks(say))
             came = signals.received
         for study in self.studies:
-            self.report(study, environment)
+            self.report(study)
         if came or queue.left:
             print("work is left: the same command goes on from here", file=sys.stderr)
         return 128 + came if came else 1 if queue.failed else LEFT if queue.left else 0
 
-    def report(self, study: Study, environment: dict[str, Any] | None) -> None:
+    def report(self, study: Study) -> None:
         """Writes a study's JSON, table and plot, and prints the table between the marks that a document has around
         it."""
         from lab.results import collect, write_results
         from lab.tables import markdown, plot
 
         path = self.out / f"{study.name}.json"
-        content = collect(study, self.known, environment)
+        content = collect(study, self.known)
         write_results(path, content)
         write_text(path.with_suffix(".md"), markdown(content))
         plot(content, path.with_suffix(".png"))

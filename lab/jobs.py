@@ -1,12 +1,11 @@
 """The processes of a study: the trainer's, and those that look at the images one by one."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from lab.plan import Study, Trial
 from lab.queue import Job
-from lab.results import Costs, Known
+from lab.results import Known
 from lab.runs import TrialFolder
 from vision_longhorn.data.loader import cores
 
@@ -32,7 +31,7 @@ class Jobs:
         places: list[str],
     ) -> None:
         self.known, self.data, self.device, self.places = known, data, device, places
-        self.trials, self.costs = trials, Costs(trials, known, device)
+        self.trials = trials
         self.sizes: dict[tuple[str, int], set[int]] = {}  # of images, by trial
         for study in studies:
             for trial in study.trials():
@@ -52,14 +51,13 @@ class Jobs:
 
         def done(code: int) -> tuple[bool, str, list[Job]]:
             if folder.is_finished():
-                self.costs.learn(self.trials)
                 last = folder.history()[-1]
                 top1 = last.get("val_ema", last["val"])["top1"]
                 # Looked at at once: where time is short, the machine may soon be gone with the weights.
                 return True, f"top-1 {top1:.2f} %", self._look(trial)
             return False, f"exit code {code}\n    {folder.output_file} ends with{folder.note_failure(code)}", []
 
-        return Job(folder.path.name, start, partial(self.costs.seconds, trial), done, folder.holder)
+        return Job(folder.path.name, start, done)
 
     def looks(self, say: Callable[[str], Any]) -> list[Job]:
         """Evaluates the final weights of all trials, as far as that was not done."""
@@ -81,4 +79,4 @@ class Jobs:
         def done(code: int) -> tuple[bool, str, list[Job]]:
             return code == 0, "1 run" if code == 0 else f"exit code {code}, {log} says why", []
 
-        return [Job(f"images-{folder.path.name}", lambda: (words, log), lambda: None, done)] if sizes else []
+        return [Job(f"images-{folder.path.name}", lambda: (words, log), done)] if sizes else []

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,6 @@ class Known:
         unfinished: Those of others.
         parameters, configs: Numbers of parameters, and settings, by their key.
         speeds: By key of a step's settings, then by hardware.
-        environments: Where a study last ran, by its name.
 
     Raises:
         UserError: For a file that is neither.
@@ -47,12 +46,12 @@ class Known:
 
     def __init__(self, out: Path, files: Iterable[Path] = ()) -> None:
         self.out = out
+        self.own: dict[tuple[str, int], Record] = {}  # the same as `runs`, from folders
         self.runs: dict[tuple[str, int], Record] = {}
         self.unfinished: dict[tuple[str, int], Record] = {}
         self.parameters: dict[str, int] = {}
         self.configs: dict[str, Record] = {}
         self.speeds: dict[str, dict[str, Any]] = defaultdict(dict)
-        self.environments: dict[str, Record] = {}
         for file in files:
             content = read_json(file)
             if not file.exists():
@@ -67,8 +66,6 @@ class Known:
                 raise UserError(f"{file} is a damaged result of a study ({what}): leave it out") from error
 
     def _take(self, content: Record) -> None:
-        if content.get("environment"):
-            self.environments[content["study"]] = content["environment"]
         for record in [*content.get("runs", []), *content.get("before", [])]:
             for field, kind in RUN.items():
                 _expect(field, record[field], kind)
@@ -82,6 +79,7 @@ class Known:
         for arm in content.get("arms", []):
             _expect("key", arm["key"], str)
             _expect("config", arm["config"], dict)
+            _expect("model_kwargs", arm["config"].get("model_kwargs", {}), dict)
             self.configs[arm["key"]] = arm["config"]
             if arm.get("parameters"):
                 self.parameters[arm["key"]] = arm["parameters"]
@@ -112,8 +110,11 @@ class Known:
         folder, before = TrialFolder(self.out, trial), self.runs.get(trial.identity, {})
         with contextlib.suppress(UserError):  # files of it are lost
             if folder.is_finished():
-                record = folder.result()  # whose weights for earlier hits may be gone
-                return {**record, "hits": {**before.get("hits", {}), **record["hits"]}}
+                if trial.identity not in self.own:
+                    self.own[trial.identity] = folder.result()
+                # The weights for the earlier hits may be gone.
+                hits = {**before.get("hits", {}), **(read_json(folder.hits_file) or {})}
+                return {**self.own[trial.identity], "hits": hits}
         return before
 
     def count_parameters(self, arm: Arm, num_classes: int | None = None) -> int | None:
@@ -144,67 +145,17 @@ def build(arm: Arm, num_classes: int | None) -> torch.nn.Module:
         raise UserError(f"study {arm.study}, {arm.label}: {error}") from None
 
 
-class Costs:
-    """Estimates of what trials take, from speeds measured alone and from trials that are finished.
-
-    Attributes:
-        hardware: Whose figures count: this machine's, or where it has none those of the one that has most; "" where
-            nothing is known.
-    """
-
-    def __init__(self, trials: list[Trial], known: Known, device: str) -> None:
-        self.known, self.trials, self.own = known, trials, machine(device)
-        self.learn(trials)
-
-    def learn(self, trials: Iterable[Trial]) -> None:
-        """Takes in what finished ones among the trials took."""
-        seconds: dict[str, dict[str, float]] = defaultdict(
-            dict
-        )  # of an epoch alone on a device, by kind, then hardware
-        for trial in trials:
-            arm, speeds = trial.arm, self.known.speeds.get(trial.arm.speed_key, {})
-            for name, speed in speeds.items():
-                if speed.get("images_per_s") and arm.images_per_epoch:
-                    seconds[_kind(trial)].setdefault(_family(name), arm.images_per_epoch / speed["images_per_s"])
-        for trial in trials:
-            if record := self.known.result(trial):
-                # Side by side each takes as many times as long. The slowest had most beside it, all the time.
-                found = record["wall_seconds"] / record["epochs"] / record["side_by_side"]
-                name = _family(record["environment"].get("device") or "")
-                seconds[_kind(trial)][name] = max(found, seconds[_kind(trial)].get(name, 0))
-        names = Counter(name for found in seconds.values() for name in found)
-        self.hardware = self.own if self.own in names else names.most_common(1)[0][0] if names else ""
-        self.per_epoch = {kind: found[self.hardware] for kind, found in seconds.items() if self.hardware in found}
-
-    def seconds(self, trial: Trial) -> float | None:
-        """Seconds that the rest of a trial takes alone on its device once it has started; None: nothing is known."""
-        left = trial.arm.config.epochs - len(TrialFolder(self.known.out, trial).history())
-        per_epoch = self.per_epoch.get(_kind(trial))
-        return None if per_epoch is None else left * per_epoch
-
-
-def _kind(trial: Trial) -> str:
-    """What trials of one model have in common over as many samples: they may differ in their rate or epochs."""
-    return f"{trial.arm.speed_key} {trial.arm.config.train_samples}"
-
-
 def machine(device: str) -> str:
     """Whose speed is measured: the GPU's name, or CPU."""
     return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else "CPU"
 
 
-def _family(name: str) -> str:
-    """A GPU's name, or "CPU", however many threads it has."""
-    return "CPU" if name[:3].upper() == "CPU" else name
-
-
-def collect(study: Study, known: Known, environment: Record | None) -> Record:
+def collect(study: Study, known: Known) -> Record:
     """The content of a study's JSON.
 
     Args:
         study: The study.
         known: What is known of its trials beside their folders.
-        environment: What `describe_environment` says of this machine; None: where the study last ran counts.
 
     Returns:
         Dict of the study's fields, with "arms" (a dict for each, with "key", "parameters", "config" and "speed"),
@@ -232,7 +183,6 @@ def collect(study: Study, known: Known, environment: Record | None) -> Record:
         "pair": list(study.pair),
         "contrasts": list(study.contrasts),
         "resolutions": list(study.resolutions),
-        "environment": environment or known.environments.get(study.name),
         "arms": [_describe(arm, known, classes.get(arm.key)) for arm in study.arms],
         "runs": runs,
         "unfinished": unfinished,

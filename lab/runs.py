@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vision_longhorn.plots import read_scalars
 from vision_longhorn.runs import Run
 
 Record = dict[str, Any]
+PATIENCE = 300  # seconds to wait for a process of an earlier, killed study, which saves and ends
 
 
 def read_json(path: Path) -> Any:
@@ -79,6 +81,9 @@ class TrialFolder(Run):
             The YAML file of its settings, to which the trainer's options add.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + PATIENCE
+        while self.holder() and time.monotonic() < end:
+            time.sleep(0.2)
         self.failed_file.unlink(missing_ok=True)
         before = (read_json(self.beside_file) or {}).get("side_by_side", beside)
         write_json(self.beside_file, {"side_by_side": max(before, beside)})
@@ -116,8 +121,8 @@ class TrialFolder(Run):
             Dict with "key" (of its settings), "seed", "epochs", "final" ("raw", "ema": top-1 in per cent of the last
             epoch), "curve" (a list for each: "epoch", "train_loss", "raw", "ema"), "seconds" (of training, without
             evaluation), "images_per_s", "wall_seconds" (from its first update, evaluation included), "side_by_side"
-            (processes on its device), "skipped_updates", "environment", and "hits" by image size. A trial of recall
-            has the share of answered queries as its top-1, and sequences for images.
+            (processes on its device), "skipped_updates" and "environment". A trial of recall has the share of answered
+            queries as its top-1, and sequences for images.
 
         Raises:
             UserError: Where its files are lost.
@@ -140,7 +145,6 @@ class TrialFolder(Run):
             "images_per_s": _round(images / clock["seconds"]) if clock["seconds"] else None,
             "side_by_side": (read_json(self.beside_file) or {}).get("side_by_side", 1),
             "environment": environment,
-            "hits": read_json(self.hits_file) or {},
         }
 
     def _clock(self, images_per_epoch: int) -> Record:

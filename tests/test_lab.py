@@ -29,8 +29,8 @@ from test_train import REPOSITORY, fails_with_one_line, write_digits
 
 from lab import __main__ as lab
 from lab import hits, queue, recall
-from lab.plan import STUDIES, Trial, read_studies, unique_trials
-from lab.results import Costs, Known, build, write_results
+from lab.plan import STUDIES, read_studies, unique_trials
+from lab.results import Known, build, write_results
 from lab.statistics import read_bits
 from lab.tables import markdown
 from vision_longhorn.command_line.parser import run_cli
@@ -295,61 +295,11 @@ def test_a_run_whose_files_are_lost_takes_no_other_with_it(whole, tmp_path):
     assert len(content["runs"]) == 2 and all("env.json" in run["last_line"] for run in content["unfinished"])
 
 
-def test_results_of_other_settings_or_hardware_are_not_taken_for_ones_own(whole, tmp_path):
+def test_results_of_other_settings_are_not_taken_for_ones_own(whole, tmp_path):
     earlier = json.loads((whole / "studies/pairs.json").read_text())
-    for run in earlier["runs"][:3]:
-        run["environment"]["device"], run["wall_seconds"] = "somebody's GPU", 1e6
-    write_results(tmp_path / "earlier.json", earlier)
-    said = finish(tmp_path, "pairs", "--dry-run", "--merge", tmp_path / "earlier.json")
-    assert "by speeds of CPU" in said and "1,000,0" not in said
-    for run in earlier["runs"]:
-        run["environment"]["device"] = "somebody's GPU"
-    write_results(tmp_path / "earlier.json", earlier)
-    assert "by speeds of somebody's GPU" in finish(tmp_path, "pairs", "--dry-run", "--merge", tmp_path / "earlier.json")
     earlier["arms"][0]["config"]["ema_decay"] = 0.5
     write_results(tmp_path / "earlier.json", earlier)
     assert "ema_decay=0.5" in finish(tmp_path, "pairs", "--list", "--merge", tmp_path / "earlier.json", code=1)
-
-
-SLEEP = ["timeit", "-n", "1", "-r", "1", "-s", "import time; time.sleep(1)"]
-
-
-def run_queue(jobs, places, budget=None):
-    """A queue that has run the jobs, and the lines that it said."""
-    lines = []
-    deadline = None if budget is None else time.monotonic() + budget
-    made = queue.Queue(places, SimpleNamespace(received=0), deadline, lines.append)
-    made.run(jobs)
-    return made, lines
-
-
-def job(folder, name, seconds=None, **others):
-    parts = dict(start=lambda: (SLEEP, folder / name), seconds=lambda: seconds, done=lambda code: (code == 0, "", []))
-    return queue.Job(name, **{**parts, **others})
-
-
-def test_a_held_folder_is_waited_for_and_then_left_to_the_trainer(tmp_path, monkeypatch):
-    free = time.monotonic() + 0.5
-    held = job(tmp_path, "first", held=lambda: "" if time.monotonic() > free else "it is held")
-    found, lines = run_queue([held, job(tmp_path, "second")], [""])
-    said = [line.split()[:2] for line in lines]
-    assert said == [["start", "second"], ["done", "second"], ["start", "first"], ["done", "first"]], lines
-    free = time.monotonic() + 0.5
-    found, lines = run_queue([held], [""])
-    assert lines[0] == "waiting: it is held" and found.failed == found.left == 0
-    monkeypatch.setattr(queue, "PATIENCE", 0.5)
-    fails = job(tmp_path, "first", held=lambda: "it is held", done=lambda code: (False, "refused", []))
-    found, lines = run_queue([fails], [""])
-    assert found.failed == 1 and "FAILED  first  refused" in lines[-1]
-
-
-def test_what_a_budget_has_no_time_for_is_not_started(tmp_path, monkeypatch):
-    monkeypatch.setattr(queue, "START", 0)
-    jobs = [job(tmp_path, name, seconds) for name, seconds in (("long", 60), ("one", 45), ("two", 45))]
-    found, lines = run_queue(jobs, ["", ""], budget=100)  # each would take twice as long beside another
-    assert found.left == 1 and not any("long" in line for line in lines), lines
-    found, lines = run_queue(jobs, ["0", "1"], budget=100)
-    assert found.left == 0 and lines[0].startswith("start   long  GPU 0, about 60 s"), lines
 
 
 def begun(folder):
@@ -402,42 +352,11 @@ def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
     assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
 
 
-def test_a_budget_starts_nothing_that_would_not_end_and_stops_what_does_not(tmp_path):
+def test_a_budget_stops_what_does_not_end_in_time(tmp_path):
     studying = Studying(tmp_path, "pairs", "--budget", 4, SLOW="0.8")  # a run takes 10 s
     assert studying.wait() == lab.LEFT, studying.text
     assert "stopping 1" in studying.text and "0 of 4 runs done" in studying.text
-    (tmp_path / "studies/speed.json").write_text(
-        json.dumps({"speeds": {key: {"a GPU": {"images_per_s": 1}} for key in keys()}})
-    )
-    before = set(tmp_path.glob("studies/runs/*/*"))
-    studying = Studying(tmp_path, "pairs", "--budget", 9)
-    assert studying.wait() == lab.LEFT and "start " not in studying.text, studying.text
-    assert set(tmp_path.glob("studies/runs/*/*")) == before
-
-
-def test_what_the_first_run_took_tells_of_the_others(whole, tmp_path):
-    trials = of(TINY)["pairs"].trials()
-    costs = Costs(trials, Known(tmp_path), "cpu")
-    assert costs.hardware == "" and costs.seconds(trials[0]) is None
-    costs.known = Known(whole / "studies")  # it has ended in the meantime
-    costs.learn(trials)
-    assert costs.hardware == "CPU" and costs.seconds(Trial(trials[0].arm, 7)) > 0
-
-
-def test_what_a_run_takes_alone_is_its_share_of_the_time_beside_others(tmp_path):
-    arm = of(TINY)["pairs"].arms[0]
-    trials, known = [Trial(arm, seed) for seed in range(3)], Known(tmp_path)
-    for trial, seconds in zip(trials, (80, 40)):  # the second had the device to itself for most of the time
-        known.runs[trial.identity] = dict(
-            wall_seconds=seconds, epochs=arm.config.epochs, side_by_side=4, environment={"device": "CPU, 2 threads"}
-        )
-    assert Costs(trials, known, "cpu").seconds(trials[2]) == 20
-    longer = of(changed(*PLACE, overrides={**PAIRS["overrides"], "epochs": 6}))["pairs"].arms[0]
-    assert longer.key != arm.key and Costs(trials, known, "cpu").seconds(Trial(longer, 0)) == 60
-
-
-def keys():
-    return {arm.speed_key for arm in of(TINY)["pairs"].arms}
+    assert begun(tmp_path) and "work is left" in studying.text
 
 
 def of(content):
@@ -459,27 +378,18 @@ def test_a_failing_run_is_recorded_and_stops_no_other(tmp_path):
     assert len(json.loads((tmp_path / "studies/faulty.json").read_text())["unfinished"]) == 1
 
 
-def test_speeds_are_measured_alone_and_tell_what_runs_will_cost(tmp_path):
-    said = finish(tmp_path, "pairs", "--dry-run")
-    assert said.count("unknown\n") == 4 and "4 runs of unknown cost" in said
+def test_speeds_are_measured_alone_those_that_are_unknown_first(tmp_path):
     said = finish(tmp_path, "pairs", "--speed")
-    assert said.count("images/s") == 2
+    assert said.count("images/s") == 2 and said.index("longhorn") < said.index("vim")
     speeds = json.loads((tmp_path / "studies/speed.json").read_text())["speeds"]
-    assert speeds.keys() == keys()
+    assert speeds.keys() == {arm.speed_key for arm in of(TINY)["pairs"].arms}
     assert all(found["images_per_s"] > 0 for speed in speeds.values() for found in speed.values())
-    assert said.index("longhorn") < said.index("vim")
-    known = {key: speed for key, speed in speeds.items() if all(of["variant"] == "longhorn" for of in speed.values())}
-    assert len(known) == 1
+    known = {key: speed for key, speed in speeds.items() if speed["CPU"]["variant"] == "longhorn"}
     (tmp_path / "studies/speed.json").write_text(json.dumps({"speeds": known}))
-    said = finish(tmp_path, "pairs", "--speed")  # what is unknown comes first
-    assert said.index("vim") < said.index("longhorn")
-    rate = {"somebody's GPU": {"images_per_s": 100}}
-    (tmp_path / "studies/speed.json").write_text(json.dumps({"speeds": dict.fromkeys(speeds, rate)}))
-    said = finish(tmp_path, "pairs", "--dry-run")
-    seconds = 15 + 2 * 6 * 16 / 100  # 2 epochs of 6 updates of 16 images
-    assert said.count(f"{seconds:.0f} s\n") == 4 and "by speeds of somebody's GPU" in said
-    assert f"{4 * seconds:,.0f} s on one device, {2 * seconds:,.0f} s on 2" in said
-    assert not (tmp_path / "studies/runs").exists()
+    said = finish(tmp_path, "pairs", "--speed")
+    assert said.index("vim") < said.index("longhorn") and not (tmp_path / "studies/runs").exists()
+    finish(tmp_path, "pairs", "--report")
+    assert "images/s alone, CPU" in (tmp_path / "studies/pairs.md").read_text()
 
 
 def test_places_go_over_all_gpus_that_cuda_shows_before_they_share_one(monkeypatch):
