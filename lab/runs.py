@@ -11,7 +11,6 @@ import yaml
 
 from lab.plan import Trial
 from vision_longhorn.checkpoint import load_checkpoint
-from vision_longhorn.data.loader import cores
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
 from vision_longhorn.plots import read_scalars
@@ -70,12 +69,12 @@ class TrialFolder(Run):
         missing = [size for size in sizes if str(size) not in known]
         return missing if missing and self.last.exists() and self.is_finished() else []
 
-    def prepare(self, beside: int, places: int) -> Path:
+    def prepare(self, beside: int, workers: int) -> Path:
         """Readies the folder for a process that begins the trial or goes on with it.
 
         Args:
             beside: Processes that share its device, itself included.
-            places: Processes that run at a time in all.
+            workers: Loader processes. They decide the order of the samples, so a run that has begun keeps them.
 
         Returns:
             The YAML file of its settings, to which the trainer's options add.
@@ -90,9 +89,8 @@ class TrialFolder(Run):
         arm = self.trial.arm
         left_out = arm.config.named("host")
         values = {key: value for key, value in arm.config.values().items() if key not in left_out}
-        # A loader's processes decide the order of the samples, so a run keeps their number.
-        workers = {"workers": max(1, min(8, cores() // places))} if arm.data else {}
-        write_text(self.config_given, yaml.safe_dump({**values, "seed": self.trial.seed, **workers}, sort_keys=False))
+        own = {"seed": self.trial.seed, **({"workers": workers} if arm.data else {})}
+        write_text(self.config_given, yaml.safe_dump({**values, **own}, sort_keys=False))
         return self.config_given
 
     def note_failure(self, code: int) -> str:

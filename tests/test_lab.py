@@ -28,7 +28,7 @@ from test_lab_tables import faults_of
 from test_train import REPOSITORY, fails_with_one_line, write_digits
 
 from lab import __main__ as lab
-from lab import hits, queue, recall
+from lab import hits, queue, recall, session
 from lab.plan import STUDIES, read_studies, unique_trials
 from lab.results import Known, build, write_results
 from lab.statistics import read_bits
@@ -354,7 +354,7 @@ def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
 
 def test_a_budget_stops_what_does_not_end_in_time(tmp_path):
     studying = Studying(tmp_path, "pairs", "--budget", 4, SLOW="0.8")  # a run takes 10 s
-    assert studying.wait() == lab.LEFT, studying.text
+    assert studying.wait() == session.LEFT, studying.text
     assert "stopping 1" in studying.text and "0 of 4 runs done" in studying.text
     assert begun(tmp_path) and "work is left" in studying.text
 
@@ -534,7 +534,7 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["photos"], ["unknown study 'photos'; --list shows all"]),
     ]:
         with monkeypatch.context() as patch:
-            patch.setattr(lab.Lab, "check_model", lambda *_: None)
+            patch.setattr(session.Session, "check_model", lambda *_: None)
             fails_with_one_line(lab.main, [*words, "--device", "cpu"], capsys, *found)
     content = changed(*PLACE, model_kwargs={"wings": 2})
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
@@ -560,7 +560,7 @@ def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatc
     ]:
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed("data", few=facts)))
         with monkeypatch.context() as patch:
-            patch.setattr(lab.Lab, "check_model", lambda *_: None)
+            patch.setattr(session.Session, "check_model", lambda *_: None)
             for more in ["--dry-run"], ["--device", "cpu"]:
                 words = ["pairs", "--file", "mine.yaml", "--data", "photos", *more]
                 fails_with_one_line(lab.main, words, capsys, *found)
