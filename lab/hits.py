@@ -1,23 +1,30 @@
-"""Which images the final weights of runs get right, by `vision-longhorn eval`, in a process of its own.
+"""Which images the final weights of runs get right, one by one: the process that a study starts for that.
 
 python -m lab.hits RUN:SIZE,SIZE ... --data DIR
 """
 
 import base64
-import csv
 import hashlib
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from accelerate import Accelerator
+from timm.data import create_transform
 
 from lab.runs import read_json, write_json
-from vision_longhorn import eval
 from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.data import eval_loader, open_shards
+from vision_longhorn.data.transforms import input_settings
+from vision_longhorn.demo import locate_data
+from vision_longhorn.devices import make_accelerator
+from vision_longhorn.evaluation.evaluate import evaluate
+from vision_longhorn.loading import load_model
+from vision_longhorn.runs import Run
+from vision_longhorn.settings import Range
 
-PIXELS = 256 * 224**2  # of the images of a batch, at most
+BATCH = 256  # images, at the model's own size; larger images come in batches of as many tokens
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,44 +32,62 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN:SIZE,SIZE", help="folder of a run, and sides of images")
     parser.add_argument("--data", required=True, help="folder of shards or images")
-    parser.add_argument("--device", default="auto", help="as in `eval` [auto]")
-    parser.add_argument("--workers", default="1", help="loader processes [1]")
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="[cuda if there is one]")
+    parser.add_argument("--workers", type=Range(0, kind=int), default=1, help="loader processes [1]")
     args = parser.parse_args(argv)
+    accelerator = make_accelerator(args.device)
     for word in args.runs:
         folder, _, sizes = word.rpartition(":")
         file = Path(folder, "hits.json")
         for size in map(int, sizes.split(",")):
-            batch = str(max(1, min(256, PIXELS // size**2)))
-            more = ["--batch-size", batch, "--workers", args.workers, "--device", args.device]
-            found = hits_of(Path(folder, "last.pt"), size, ["--data", args.data, *more])
+            found = hits_of(Run(folder).last, size, args.data, args.workers, accelerator)
             write_json(file, {**(read_json(file) or {}), str(size): found})
 
 
-def hits_of(checkpoint: Path, size: int, words: list[str]) -> dict[str, Any]:
+def hits_of(checkpoint: Path, size: int, data: str, workers: int, accelerator: Accelerator) -> dict[str, Any]:
     """What the averaged weights of a checkpoint get right, or its raw ones where it has no others.
 
     Args:
         checkpoint: The file.
         size: Height and width of the images in pixels; the model's position embedding is resampled.
-        words: Other words for `vision-longhorn eval`.
+        data: Place of the data; the run's own validation split is taken.
+        workers: Loader processes.
+        accelerator: Gives device and precision.
 
     Returns:
         Dict with "count", "top1" in per cent, "bits": base64 of a bit for each image, in the order of the names of
         shards and keys, and "images", a digest of these names.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        table, result = Path(folder, "predictions.csv"), str(Path(folder, "eval.json"))
-        own = ["--model-kwargs", f"img_size={size}", "--out", result, "--predictions", str(table)]
-        eval.main([str(checkpoint), *own, *words])
-        with open(table, encoding="utf-8", errors="surrogateescape", newline="") as file:
-            found = sorted((Path(row["shard"]).name, row["key"], row["hit"] == "1") for row in csv.DictReader(file))
-    hits = [hit for _, _, hit in found]
+    loaded = load_model(checkpoint)
+    model, values, native = loaded.model, loaded.checkpoint["config"], loaded.settings["input_size"][-1]
+    if size != native:
+        model.set_input_size(img_size=size)
+    model.to(accelerator.device)
+    settings = input_settings(model, {**values, "model_kwargs": {**values["model_kwargs"], "img_size": size}})
+    classes, batch = model.num_classes, max(1, min(BATCH, round(BATCH * (native / size) ** 2)))
+    shards = open_shards(locate_data(data, accelerator), values["val_split"], values["val_samples"], classes)
+    loader = eval_loader(
+        shards,
+        create_transform(**settings),
+        batch_size=batch,
+        num_workers=workers,
+        num_classes=classes,
+        pin_memory=accelerator.device.type == "cuda",
+        keys=True,
+    )
+    found: list[tuple[str, str, bool]] = []
+
+    def note(_: str, logits: Any, targets: Any, rank: Any, places: list[tuple[str, str]]) -> None:
+        found.extend((Path(url).name, key, hit) for (url, key), hit in zip(places, (rank < 1).tolist(), strict=True))
+
+    result = evaluate({"model": model}, loader, accelerator, shards.num_samples, batch, on_batch=note)["model"]
+    found.sort()
     names = "\n".join(f"{shard} {key}" for shard, key, _ in found)
     return {
-        "count": len(hits),
-        "top1": 100 * sum(hits) / len(hits),
-        "bits": base64.b64encode(np.packbits(hits).tobytes()).decode(),
-        "images": hashlib.sha256(names.encode("utf-8", "surrogateescape")).hexdigest()[:8],
+        "count": result["count"],
+        "top1": result["top1"],
+        "bits": base64.b64encode(np.packbits([hit for _, _, hit in found]).tobytes()).decode(),
+        "images": hashlib.sha256(names.encode()).hexdigest()[:8],
     }
 
 
