@@ -177,9 +177,8 @@ def _study(name: str, spec: Any, facts: Mapping, shared: Mapping) -> Study:
     if not spec.get("variants"):
         raise UserError(f"{where}: variants is missing")
     variants = [_variant(where, item, shared) for item in spec["variants"]]
-    make = _recall_arm if task == "recall" else _image_arm
     settings = _settings(where, spec, task)
-    arms = tuple(make(name, key, variant["name"], (spec, own, variant), facts)
+    arms = tuple(_arm(name, task, key, (spec, own, variant), facts)
                  for key, own in settings.items() for variant in variants)  # fmt: skip
     labels, keys = [arm.label for arm in arms], [arm.key for arm in arms]
     for label, key in zip(labels, keys):
@@ -252,63 +251,60 @@ def _variant(where: str, item: Any, shared: Mapping) -> Mapping:
     return {**taken, **item, **merged}
 
 
-def _image_arm(study: str, setting: str, variant: str, parts: tuple[Mapping, ...], facts: Mapping) -> Arm:
-    where = f"study {study}, {label_of(setting, variant)}"
+def _arm(study: str, task: str, setting: str, parts: tuple[Mapping, ...], facts: Mapping) -> Arm:
+    """An arm of what a study, a setting and a variant say, of which the latter wins."""
     whole = {key: value for part in parts for key, value in part.items()}
+    try:
+        config = (_recall_config if task == "recall" else _image_config)(whole, parts, facts)
+        seeds = _seeds(whole.get("seeds", 1))
+    except UserError as error:
+        raise UserError(f"study {study}, {label_of(setting, whole['name'])}: {error}") from None
+    return Arm(study, setting, whole["name"], whole.get("data", ""), config, seeds)
+
+
+def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) -> Config:
     for key in "data", "config":
         if key not in whole:
-            raise UserError(f"{where}: {key} is missing")
+            raise UserError(f"{key} is missing")
     beside = STUDIES.with_name(f"{whole['config']}.yaml")  # other names are those of configs/
     base = read_config_file(beside if beside.is_file() else whole["config"])
-    values = _merge(where, Config, {**base, **facts.get(whole["data"], {})}, parts)
-    values = {"model": Config.model, **values} | {key: whole[key] for key in ("model",) if key in whole}
-    try:
-        if not any("warmup_epochs" in part.get("overrides", {}) for part in parts):
-            shorten_warmup(values)
-        config = Config(**{key: value for key, value in values.items() if key not in Config.named("host", "start")})
-        for fault in config.faults():
-            raise UserError(fault)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    return Arm(study, setting, variant, whole["data"], config, _seeds(where, parts))
+    values = _merge(Config, {"model": Config.model, **base, **facts.get(whole["data"], {})}, parts)
+    values["model"] = whole.get("model", values["model"])
+    if not any("warmup_epochs" in part.get("overrides", {}) for part in parts):
+        shorten_warmup(values)
+    config = Config(**{key: value for key, value in values.items() if key not in Config.named("host", "start")})
+    for fault in config.faults():
+        raise UserError(fault)
+    return config
 
 
-def _recall_arm(study: str, setting: str, variant: str, parts: tuple[Mapping, ...], _: Mapping) -> Arm:
-    """An arm of recall: a variant's mixer in a language model."""
-    where, model = f"study {study}, {label_of(setting, variant)}", parts[2].get("model", "vlonghorn")
-    values = _merge(where, RecallConfig, {}, parts)
+def _recall_config(whole: Mapping, parts: tuple[Mapping, ...], _: Mapping) -> RecallConfig:
+    """The settings of a variant's mixer in a language model."""
+    values, model = _merge(RecallConfig, {}, parts), whole.get("model", "vlonghorn")
     mixer = values["model_kwargs"].pop("mixer", MIXERS.get(model.partition("_")[0]))
     if mixer is None:
-        raise UserError(f"{where}: model is {model!r}: recall takes the mixers of vlonghorn_* and vim_*")
-    try:
-        config = RecallConfig(**{**values, "mixer": mixer})
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-    return Arm(study, setting, variant, "", config, _seeds(where, parts))
+        raise UserError(f"model is {model!r}: recall takes the mixers of vlonghorn_* and vim_*")
+    return RecallConfig(**{**values, "mixer": mixer})
 
 
-def _merge(where: str, kind: Any, values: Mapping, parts: tuple[Mapping, ...]) -> Mapping:
+def _merge(kind: Any, values: Mapping, parts: tuple[Mapping, ...]) -> Mapping:
     """Values of a config of that kind with what each of the parts, a study's first, overrides."""
-    kwargs = dict(values.get("model_kwargs") or {})
-    places = kind.named("host", "start")
+    kwargs, places = dict(values.get("model_kwargs") or {}), kind.named("host", "start")
     allowed = [field.name for field in dataclasses.fields(kind) if field.name not in (*places, *BESIDE)]
     for part in parts:
         overrides = part.get("overrides", {})
-        for key in overrides:
-            if key in BESIDE:
-                raise UserError(f"{where}: overrides has {key!r}: give {BESIDE[key]} beside them")
-        _mapping(f"{where}: overrides", overrides, dict.fromkeys(allowed, object))
-        values = {**values, **overrides}
+        for key in BESIDE.keys() & overrides:
+            raise UserError(f"overrides has {key!r}: give {BESIDE[key]} beside them")
+        values = {**values, **_mapping("overrides", overrides, dict.fromkeys(allowed, object), empty=True)}
         kwargs.update(part.get("model_kwargs", {}))
     return {**values, "model_kwargs": {key: value for key, value in kwargs.items() if value is not None}}
 
 
-def _seeds(where: str, parts: tuple[Mapping, ...]) -> tuple[int, ...]:
-    """Seeds as the last of the parts gives them: their number, or a list of them."""
-    seeds = [part["seeds"] for part in ({"seeds": 1}, *parts) if "seeds" in part][-1]
+def _seeds(seeds: Any) -> tuple[int, ...]:
+    """Seeds from their number, or from a list of them."""
     found = list(range(seeds)) if isinstance(seeds, int) else seeds
     if not found or len(set(map(str, found))) < len(found):
-        raise UserError(f"{where}: seeds is {seeds!r}: give how many, 1 or more, or a list of different ones")
+        raise UserError(f"seeds is {seeds!r}: give how many, 1 or more, or a list of different ones")
     for seed in found:
         Config(seed=seed)  # which says what a seed may be
     return tuple(found)
@@ -324,8 +320,8 @@ def _some(where: str, given: list[Any], known: list[str]) -> tuple[str, ...]:
     return tuple(given)
 
 
-def _mapping(where: str, value: Any, kinds: Mapping) -> Mapping:
-    """A mapping of the file without empty values, once its keys and the types of their values are checked."""
+def _mapping(where: str, value: Any, kinds: Mapping, empty: bool = False) -> Mapping:
+    """A mapping of the file, without empty values unless `empty`, once its keys and the types of these are checked."""
     at = f"{where}: " if where else ""
     if not isinstance(value or {}, dict) or value is False:
         raise UserError(f"{where or 'this file'} is {value!r}: give {REMEDIES[dict]}")
@@ -337,7 +333,7 @@ def _mapping(where: str, value: Any, kinds: Mapping) -> Mapping:
         kind = kinds[key]
         if found is not None and kind is not object and (isinstance(found, bool) or not isinstance(found, kind)):
             raise UserError(f"{at}{key} is {found!r}: give {REMEDIES[kind]}")
-    return {key: found for key, found in (value or {}).items() if found is not None}
+    return {key: found for key, found in (value or {}).items() if empty or found is not None}
 
 
 def _check_name(name: Any) -> None:

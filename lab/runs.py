@@ -128,8 +128,8 @@ class TrialFolder(Run):
         history, environment = self.history(), self.environment()
         try:
             _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
-        except KeyError as error:
-            raise UserError(f"{self.path} has no env.json that says {error}: its run is not known") from None
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(f"{self.environment_file} does not say what its run was: remove {self.path}") from None
         curve = curve_of(history)
         clock = self._clock(updates * batch)
         images = len(history) * updates * batch
