@@ -13,7 +13,7 @@ import numpy as np
 from accelerate import Accelerator
 from timm.data import create_transform
 
-from lab.runs import read_json, write_json
+from lab.runs import write_json
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.data import eval_loader, open_shards
 from vision_longhorn.data.transforms import input_settings
@@ -21,7 +21,7 @@ from vision_longhorn.demo import locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.evaluation.evaluate import evaluate
 from vision_longhorn.loading import load_model
-from vision_longhorn.runs import Run
+from vision_longhorn.runs import Run, read_json
 from vision_longhorn.settings import Range
 
 BATCH = 256  # images, at the model's own size; larger images come in batches of as many tokens

@@ -11,10 +11,11 @@ import torch
 
 from lab.plan import Arm, Study, Trial
 from lab.recall_config import RecallConfig
-from lab.runs import Record, TrialFolder, read_json
+from lab.runs import Record, TrialFolder
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
 from vision_longhorn.models.create import create_model
+from vision_longhorn.runs import read_json
 
 SPEEDS = "speed.json"
 RUN = {
@@ -131,15 +132,16 @@ def _expect(field: str, value: Any, kind: Any) -> None:
         raise TypeError(f"{field} is {value!r:.60}")
 
 
-def build(arm: Arm, num_classes: int | None) -> torch.nn.Module:
-    """The model of an arm, on the CPU. Raises UserError where there is no such model, or it refuses its arguments."""
+def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:
+    """The model of an arm, on the CPU, with as many classes as its settings say by default. Raises UserError where there is no such model, or it refuses its arguments."""
     cfg = arm.config
     try:
         if isinstance(cfg, RecallConfig):
             from lab.recall import build_model  # which tables need not import
 
             return build_model(cfg)
-        classes = {} if num_classes is None else {"num_classes": num_classes}
+        number = num_classes or cfg.num_classes
+        classes = {} if number is None else {"num_classes": number}
         return create_model(cfg.model, drop_path_rate=cfg.drop_path or None, **classes, **cfg.model_kwargs)
     except UserError as error:
         raise UserError(f"study {arm.study}, {arm.label}: {error}") from None

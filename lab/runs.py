@@ -14,16 +14,10 @@ from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
 from vision_longhorn.plots import read_scalars
-from vision_longhorn.runs import Run
+from vision_longhorn.runs import Run, read_json
 
 Record = dict[str, Any]
 PATIENCE = 300  # seconds to wait for a process of an earlier, killed study, which saves and ends
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; None where there is none, or it is damaged."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from lab.plan import Arm, Study, Trial, unique_trials
 from lab.queue import Job, Queue, find_places
 from lab.results import SPEEDS, Known, build, collect, machine, write_results
-from lab.runs import TrialFolder, read_json
+from lab.runs import TrialFolder
 from lab.speed import measure
 from lab.tables import markdown, plot
 from vision_longhorn.data import DataError, open_shards
@@ -22,6 +22,7 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
 from vision_longhorn.lock import FolderLock
 from vision_longhorn.outputs import check_output
+from vision_longhorn.runs import read_json
 from vision_longhorn.signals import StopSignals
 
 LEFT = 3  # exit code where work is left
@@ -44,7 +45,6 @@ class Session:
         self.trials = unique_trials(studies)
         trains_nothing = args.report or args.speed
         self.todo = [] if trains_nothing else [trial for trial in self.trials if not self.known.is_done(trial)]
-        self.classes: dict[str, int | None] = {}  # how many each kind of data has, as far as they were looked at
         self.sizes: dict[tuple[str, int], set[int]] = {}  # of images to evaluate a trial's final weights at
         for study in studies:
             for trial in study.trials():
@@ -95,20 +95,18 @@ class Session:
         return places
 
     def check(self) -> None:
-        """Raises UserError where data or models of what is to be trained are not what the studies say: before the first
-        run starts, not in each of them. Notes the numbers of classes."""
-        for arm in {trial.arm.data: trial.arm for trial in self.todo if trial.arm.data in self.data}.values():
-            self.classes[arm.data] = count_classes(arm, self.data[arm.data])
+        """Raises UserError where models or data of what is to be trained are not what the studies say: before the first
+        run starts, not in each of them."""
         wanted = {trial.arm.key for trial in self.todo}
         for study in self.studies:
             for arm in study.arms:
                 if arm.key in wanted:
                     self.check_model(study, arm)
+        for arm in {trial.arm.data: trial.arm for trial in self.todo if trial.arm.data in self.data}.values():
+            check_data(arm, self.data[arm.data])
 
     def check_model(self, study: Study, arm: Arm) -> None:
-        classes = self.classes.get(arm.data)
-        self.known.count_parameters(arm, classes)
-        model = build(arm, classes or getattr(arm.config, "num_classes", None))
+        model = build(arm)
         patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
         for size in study.sizes(arm) if arm.data else ():
             if size < max(patch):
@@ -219,8 +217,8 @@ class Session:
         print(f"wrote {path}, {path.with_suffix('.md')}, {path.with_suffix('.png')}", file=sys.stderr)
 
 
-def count_classes(arm: Arm, place: str) -> int | None:
-    """How many classes the data of an arm have. Raises UserError where they are not what the file of studies says."""
+def check_data(arm: Arm, place: str) -> None:
+    """Raises UserError where the data of an arm are not what the file of studies says."""
     cfg: Any = arm.config
     if place == DIGITS:
         make_digits(place := str(Path("data", DIGITS)))
@@ -230,7 +228,6 @@ def count_classes(arm: Arm, place: str) -> int | None:
         found = len(train.class_names or []) or train.num_classes or cfg.num_classes
         if cfg.num_classes not in (None, found):
             raise DataError(f"num_classes={cfg.num_classes}, but {place} has {found} classes")
-        return found
     except DataError as error:
         facts = {key: getattr(cfg, key) for key in ("train_samples", "val_samples", "num_classes")}
         said = ", ".join(f"{key}={value}" for key, value in facts.items() if value is not None)

@@ -545,13 +545,18 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "nowhere").exists()
 
 
-def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def draw_photos(folder):
+    """Two images of each of two classes, to train on and to evaluate on."""
     for split in "train", "val":
         for name in "cat", "dog":
-            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            (folder / split / name).mkdir(parents=True)
             for i in range(2):
-                Image.new("RGB", (8, 8)).save(tmp_path / "photos" / split / name / f"{i}.png")
+                Image.new("RGB", (8, 8)).save(folder / split / name / f"{i}.png")
+
+
+def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    draw_photos(tmp_path / "photos")
     for facts, found in [
         (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "4 images", "of which the studies"]),
         (dict(train_samples=4, val_samples=3, num_classes=2), ["val_samples=3"]),
@@ -609,7 +614,7 @@ def test_the_shipped_studies_are_sound_and_share_what_they_can():
         assert ("longhorn", 0) in {(trial.arm.variant, trial.seed) for trial in shared}
     assert trials["resolution"].keys() <= trials["mixers"].keys()
     for arm in {arm.speed_key: arm for one in studies.values() for arm in one.arms if arm.data}.values():
-        assert build(arm, arm.config.num_classes).num_classes == arm.config.num_classes
+        assert build(arm).num_classes == arm.config.num_classes
     recipe = {arm.variant: arm for arm in studies["recipe"].arms}
     for arm in recipe.values():
         batch = arm.config.batch_size * arm.config.grad_accum
@@ -632,11 +637,10 @@ def test_twelve_lines_make_a_study_as_the_help_shows(tmp_path, monkeypatch, caps
     (tmp_path / "mine.yaml").write_text(example)
     study = read_studies(tmp_path / "mine.yaml")["mine"]
     assert len(study.trials()) == 6 and study.arms[0].config.num_classes is None
-    write_digits(tmp_path / "photos", "train", 96)
-    write_digits(tmp_path / "photos", "val", 37)
+    draw_photos(tmp_path / "photos")
     monkeypatch.chdir(tmp_path)
     words = ["mine", "--file", "mine.yaml", "--device", "cpu"]
-    lab.main([*words, "--data", "photos", "--dry-run"])  # which counts the classes, and builds the models
+    lab.main([*words, "--data", "photos", "--dry-run"])  # which opens the data and builds the models
     assert "6 of 6 runs to do" in capsys.readouterr().out
 
 

@@ -293,8 +293,7 @@ def test_variants_are_the_studies_own_mixers_and_a_grid_makes_settings():
     assert len({arm.key for arm in arms}) == 4 and len({arm.speed_key for arm in arms}) == 2
     studies = read_studies()
     mixers, recalled = (
-        {arm.variant: build(arm, 10).blocks[0].mixer for arm in studies[name].arms}
-        for name in ("mixers", "recall-small")
+        {arm.variant: build(arm).blocks[0].mixer for arm in studies[name].arms} for name in ("mixers", "recall-small")
     )
     for name, mixer in recalled.items():
         assert type(mixer) is type(mixers[name]) and getattr(mixer, "rule", 0) == getattr(mixers[name], "rule", 0)

@@ -307,7 +307,7 @@ def test_every_command_is_a_module_to_run(command, monkeypatch, capsys):
     """`python -m vision_longhorn.COMMAND`, and with it `accelerate launch -m`."""
     monkeypatch.setattr(sys, "argv", [command, "--no-such-option"])
     with pytest.raises(SystemExit) as exit:
-        runpy.run_module(f"vision_longhorn.{COMMANDS[command][0]}", run_name="__main__")
+        runpy.run_module(f"vision_longhorn.{command}", run_name="__main__")
     said = capsys.readouterr().err
     assert exit.value.code == 1 and said.count("\n") == 1 and "--help lists all" in said
 

@@ -20,7 +20,7 @@ from vision_longhorn.command_line import commands
 from vision_longhorn.command_line.parser import run_cli
 
 MODULES = {
-    **{word: f"vision_longhorn.{module}" for word, (module, *_) in commands.COMMANDS.items()},
+    **{word: f"vision_longhorn.{word}" for word in commands.COMMANDS},
     "lab": "lab.__main__",
 }
 TOOLS = tuple(MODULES)

@@ -5,6 +5,7 @@ import codecs
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
         if type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error):
             why = re.sub(r"^\[\S*\] ", "", one_line(error)).split(". ")[0]
             message = f"error: another process has ended, killed if it does not say why, or is out of reach: {why}"
+            time.sleep(5)  # a launcher ends this process meanwhile, so that only the one that failed speaks
     if message:
         print(message, file=sys.stderr, flush=True)
     if several:

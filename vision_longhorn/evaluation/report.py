@@ -1,4 +1,4 @@
-"""What an evaluation says beside its totals: every sample's prediction, accuracy by class, the confusion matrix."""
+"""Tables and a picture of an evaluation: every sample's prediction, accuracy by class, the confusion matrix."""
 
 import os
 from collections.abc import Sequence
@@ -11,8 +11,8 @@ from accelerate.utils import gather_object
 from matplotlib.colors import PowerNorm
 
 from vision_longhorn.class_names import ClassMap
-from vision_longhorn.files import csv_file, written_aside
-from vision_longhorn.plots import new_figure
+from vision_longhorn.files import csv_file
+from vision_longhorn.plots import new_figure, save_png
 
 SHOWN = 1000  # cells of the drawn matrix at most, by side
 
@@ -21,10 +21,13 @@ class Predictions:
     """Predictions of all samples, gathered from all processes. `add` is an `on_batch` of `evaluate`.
 
     Classes are numbered as in the data. A sample whose scores are not all numbers has the prediction -1.
+
+    Args:
+        num_classes: The model's.
+        class_map: As in `evaluate`.
     """
 
     def __init__(self, num_classes: int, class_map: ClassMap | None = None) -> None:
-        """`num_classes` of the model's; `class_map`: that of `evaluate`, or None."""
         self.classes = np.arange(num_classes) if class_map is None else np.array(class_map.classes)
         self.batches: list[tuple[Any, ...]] = []
 
@@ -38,16 +41,13 @@ class Predictions:
     ) -> None:
         order = logits.argsort(dim=1, descending=True, stable=True)[:, :5]  # (B, 5)
         scores = logits.softmax(1).gather(1, order)
-        broken = logits.isnan().any(1)
-        order[broken] = -1
-        places = places or [("", "")] * len(targets)
-        self.batches.append(
-            (places, targets.cpu().numpy(), rank.cpu().numpy(), order.cpu().numpy(), scores.cpu().numpy())
-        )
+        order[logits.isnan().any(1)] = -1
+        arrays = (value.cpu().numpy() for value in (targets, rank, order, scores))
+        self.batches.append((places or [("", "")] * len(targets), *arrays))
 
-    def gather(self) -> "Predictions":
-        """Takes together what all processes have; every one of them has to call it. Samples are sorted by shard and
-        key, so that the number of processes does not show."""
+    def gather(self) -> None:
+        """Collects the predictions of all processes; each has to call it. Samples are sorted by shard and key, so that
+        the number of processes does not show."""
         parts = [part for part in gather_object(self.batches) if len(part[1])]
         places = [place for part in parts for place in part[0]]
         order = sorted(range(len(places)), key=places.__getitem__)
@@ -55,7 +55,6 @@ class Predictions:
         targets, self.rank, top, self.scores = (np.concatenate([part[i] for part in parts])[order] for i in range(1, 5))
         self.targets = self.classes[targets]
         self.top = np.where(top < 0, -1, self.classes[top])  # (samples, 5)
-        return self
 
     def write_predictions(
         self, path: str | os.PathLike[str], class_names: Sequence[str] | None, names: Sequence[str]
@@ -63,9 +62,9 @@ class Predictions:
         """Writes a CSV, a row for each sample.
 
         Args:
-            path: the file.
-            class_names: the data's class names by index, or None.
-            names: names for people, by index.
+            path: The file.
+            class_names: The data's class names by index, or None.
+            names: Names for people, by index.
         """
 
         def words(i: int) -> list[Any]:
@@ -76,29 +75,13 @@ class Predictions:
                 "shard", "key", "target", "target_class", "target_name", "predicted", "predicted_class",
                 "predicted_name", "probability", "hit", "top5", "top5_names", "top5_probabilities",
             ])  # fmt: skip
-            rows = zip(
-                self.places,
-                self.targets.tolist(),
-                self.rank.tolist(),
-                self.top.tolist(),
-                self.scores.tolist(),
-                strict=True,
-            )
-            for (shard, key), target, rank, top, scores in rows:
+            columns = (values.tolist() for values in (self.targets, self.rank, self.top, self.scores))
+            for place, target, rank, top, scores in zip(self.places, *columns, strict=True):
                 five = [i for i in top if i >= 0]
-                writer.writerow(
-                    [
-                        shard,
-                        key,
-                        *words(target),
-                        *words(top[0]),
-                        f"{scores[0]:.6f}",
-                        int(rank == 0),
-                        " ".join(map(str, five)),
-                        "; ".join(names[i] for i in five),
-                        " ".join(f"{score:.6f}" for score in scores),
-                    ]
-                )
+                hit, shown = int(rank == 0), [f"{score:.6f}" for score in scores]
+                five_names = "; ".join(names[i] for i in five)
+                row = [*place, *words(target), *words(top[0]), shown[0], hit, " ".join(map(str, five)), five_names]
+                writer.writerow([*row, " ".join(shown)])
 
     def write_report(
         self, folder: str | os.PathLike[str], class_names: Sequence[str] | None, names: Sequence[str]
@@ -106,8 +89,8 @@ class Predictions:
         """Writes classes.csv, confusion.csv (rows: true classes, columns: predicted ones) and confusion.png.
 
         Args:
-            folder: where to, made if it is missing.
-            class_names, names: as in `write_predictions`.
+            folder: Made if it is missing.
+            class_names, names: As in `write_predictions`.
         """
         folder = Path(folder)
         k = len(self.classes)
@@ -139,13 +122,13 @@ def draw_confusion(
 ) -> None:
     """Draws a confusion matrix into a PNG, each row as shares of its class's samples.
 
-    Up to 40 classes are named, and up to 20 have their counts written in; of more than 1,000, neighbouring ones share
+    Up to 40 classes are named, and up to 20 have their counts written in. Of more than 1,000 classes, neighbours share
     a cell.
 
     Args:
-        path: the file.
-        targets, predicted: int arrays (samples,), places in `names`.
-        names: name of each class.
+        path: The file.
+        targets, predicted: int arrays (samples,), indices into `names`.
+        names: Name of each class.
     """
     k = len(names)
     side = min(k, SHOWN)
@@ -155,33 +138,18 @@ def draw_confusion(
     inches = 4.5 + 0.3 * min(k, 20)
     figure = new_figure(inches + 1, inches)
     axes = figure.subplots()
-    # In a linear scale rare confusions, which is most of them among many classes, would be as white as none.
-    drawn = axes.imshow(
-        shares, cmap="Blues", norm=PowerNorm(0.4, 0, 1), interpolation="nearest", extent=(-0.5, k - 0.5, k - 0.5, -0.5)
-    )
-    figure.colorbar(
-        drawn,
-        ax=axes,
-        label="share of the class's samples",
-        fraction=0.046,
-        format="%g",
-        ticks=(0, 0.01, 0.05, 0.1, 0.2, 0.5, 1),
-    )
+    # A linear scale would draw rare confusions, most of them among many classes, as white as none.
+    extent = (-0.5, k - 0.5, k - 0.5, -0.5)
+    drawn = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.4, 0, 1), interpolation="nearest", extent=extent)
+    ticks = (0, 0.01, 0.05, 0.1, 0.2, 0.5, 1)
+    figure.colorbar(drawn, ax=axes, label="share of the class's samples", fraction=0.046, format="%g", ticks=ticks)
     axes.set(xlabel="predicted", ylabel="true class")
     if k <= 40:
         short = [name if len(name) <= 24 else f"{name[:23]}\N{HORIZONTAL ELLIPSIS}" for name in names]
         axes.set_xticks(range(k), short, rotation=90, fontsize=8)
         axes.set_yticks(range(k), short, fontsize=8)
     if k <= 20:
+        centred: Any = dict(ha="center", va="center", fontsize=7)
         for i, j in zip(*matrix.nonzero(), strict=True):
-            axes.text(
-                j,
-                i,
-                matrix[i, j],
-                ha="center",
-                va="center",
-                fontsize=7,
-                color="white" if shares[i, j] > 0.3 else "black",
-            )
-    with written_aside(path) as aside:
-        figure.savefig(aside, format="png", dpi=max(100, 2 * side / inches))
+            axes.text(j, i, matrix[i, j], color="white" if shares[i, j] > 0.3 else "black", **centred)
+    save_png(figure, path, dpi=max(100, 2 * side / inches), tool="eval")
