@@ -133,7 +133,8 @@ def _expect(field: str, value: Any, kind: Any) -> None:
 
 
 def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:
-    """The model of an arm, on the CPU, with as many classes as its settings say by default. Raises UserError where there is no such model, or it refuses its arguments."""
+    """The model of an arm, on the CPU; default: with as many classes as its settings say. Raises UserError where there
+    is no such model, or it refuses its arguments."""
     cfg = arm.config
     try:
         if isinstance(cfg, RecallConfig):
