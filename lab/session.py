@@ -18,7 +18,7 @@ from vision_longhorn.data import DataError, open_shards
 from vision_longhorn.data.loader import cores
 from vision_longhorn.data.sharding import make_digits
 from vision_longhorn.demo import DIGITS
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import write_text
 from vision_longhorn.lock import FolderLock
 from vision_longhorn.outputs import check_output
@@ -223,8 +223,10 @@ def check_data(arm: Arm, place: str) -> None:
     if place == DIGITS:
         make_digits(place := str(Path("data", DIGITS)))
     try:
-        train = open_shards(place, cfg.train_split, cfg.train_samples)
-        open_shards(place, cfg.val_split, cfg.val_samples, train=train)
+        with spelled(num_samples="train_samples"):
+            train = open_shards(place, cfg.train_split, cfg.train_samples)
+        with spelled(num_samples="val_samples"):
+            open_shards(place, cfg.val_split, cfg.val_samples, train=train)
         found = len(train.class_names or []) or train.num_classes or cfg.num_classes
         if cfg.num_classes not in (None, found):
             raise DataError(f"num_classes={cfg.num_classes}, but {place} has {found} classes")

@@ -21,7 +21,7 @@ from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.data.operations import AFFINE, KINDS
 from vision_longhorn.data.transforms import mend_posterize, train_transform
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import Config
+from vision_longhorn.training.config import Config, read_config_file
 
 MEAN, STD, FILL = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), (128, 102, 76)
 CPU = torch.device("cpu")
@@ -563,7 +563,7 @@ def test_decoding_to_tensors_refuses_the_same_files():
 
 
 def test_the_policy_for_cifar_is_that_of_its_paper_in_both_halves():
-    cfg = Config(auto_augment="cifar10")
+    cfg = Config(**{**read_config_file("cifar10"), "auto_augment": "cifar10"})
     settings = dict(input_size=(3, 32, 32), interpolation="bicubic", mean=cfg.mean, std=cfg.std)
     transform = train_transform(settings, cfg.values())
     policy = next(step for step in transform.transforms if isinstance(step, AutoAugment)).policy

@@ -558,7 +558,7 @@ def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     draw_photos(tmp_path / "photos")
     for facts, found in [
-        (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "4 images", "of which the studies"]),
+        (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "holds 4", "of which the studies"]),
         (dict(train_samples=4, val_samples=3, num_classes=2), ["val_samples=3"]),
         (dict(train_samples=4, val_samples=4, num_classes=3), ["num_classes=3", "has 2 classes"]),
         (dict(train_samples=4, val_samples=4, num_classes=1), ["num_classes=1", "has 2 classes"]),
