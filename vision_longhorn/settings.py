@@ -97,11 +97,9 @@ def option(
         lengths: For a list, the numbers of items that it may have.
         group: Heading in --help for this field and those that follow.
     """
+    metadata = dict(doc=doc, allowed=allowed, role=role, also=also, lengths=lengths, group=group)
     factory = {"default_factory": default.copy} if isinstance(default, (dict, list)) else {"default": default}
-    return dataclasses.field(
-        **factory,
-        metadata={"doc": doc, "allowed": allowed, "role": role, "also": also, "lengths": lengths, "group": group},
-    )
+    return dataclasses.field(**factory, metadata=metadata)
 
 
 class Settings:
