@@ -6,7 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +206,8 @@ class Session:
         default = self.default_name()
         out = Path(args.out or default)
         if not args.out:
-            others = (default.with_stem(f"{default.stem}-{number}") for number in count(2))
-            out = next(name for name in (default, *others) if is_free(name, about))
+            numbered = (default.with_stem(f"{default.stem}-{number}") for number in count(2))
+            out = next(name for name in chain([default], numbered) if is_free(name, about))
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_text(out, json.dumps(result, indent=2) + "\n")
