@@ -38,7 +38,8 @@ import torch
 from common import RESULTS, describe, environment, print_environment, table
 from torch import Tensor
 from vision_longhorn.kernels import Scan, ops
-from vision_longhorn.kernels.rules import NAMES, get_rule
+from vision_longhorn.kernels.dispatch import get_backend
+from vision_longhorn.kernels.rules import NAMES, get_rule, rule_of
 
 from vision_longhorn import kernels
 from vision_longhorn.command_line.parser import Parser, run_cli
@@ -48,6 +49,8 @@ if kernels.HAS_TRITON:
     import triton
     import triton.language as tl
     from vision_longhorn.kernels.backends.triton import tuning
+
+    TRITON = get_backend("triton")
 
 RULES = NAMES
 DECAYS = [name for name in NAMES if get_rule(name).kind == "decay"]  # whose time can be cut into segments
@@ -217,27 +220,27 @@ def time_scan(
         scan = make_scan(inputs, rule, directions)._replace(regime=regime)
         if scalar:
             scan = scan._replace(step=scan.step[..., :1].contiguous(), bias=scan.bias[..., :1].contiguous())
-        saved = ops.forward(scan, True, "triton")[2]
+        saved = ops.forward(scan, True, TRITON)[2]
         plans = {name: plan._asdict() for name, plan in kernels.scan_plan(scan, "triton").items()}
     except Exception as error:  # as in `attempt`
         return [failed(base | {"pass": "all"}, error)]
     dy, empty = torch.randn_like(scan.z), saved.new_empty(0)
     runs = {
-        "forward": lambda: ops.forward(scan, False, "triton"),
-        "forward, saves": lambda: ops.forward(scan, True, "triton"),
-        "backward": lambda: ops.backward(scan, dy, None, saved, "triton"),
-        "backward, nothing saved": lambda: ops.backward(scan, dy, None, empty, "triton"),
+        "forward": lambda: ops.forward(scan, False, TRITON),
+        "forward, saves": lambda: ops.forward(scan, True, TRITON),
+        "backward": lambda: ops.backward(scan, dy, None, saved, TRITON),
+        "backward, nothing saved": lambda: ops.backward(scan, dy, None, empty, TRITON),
     }
     read, written = sum(t.nbytes for t in scan.tensors().values()), scan.z.nbytes
     rows = []
     for name in passes:
         direction = name.split(",")[0]
-        fma, exp = scan.law.operations[direction]
+        fma, exp = rule_of(scan).operations[direction]
         bytes_moved = read + written if direction == "forward" else 2 * read + written
         if name in ("forward, saves", "backward"):
             bytes_moved += saved.nbytes
         if name == "backward, nothing saved":
-            again = scan.law.operations["forward"]
+            again = rule_of(scan).operations["forward"]
             fma, exp = fma + again[0] - READ_OUT, exp + again[1]
         # On tensor cores there is no arithmetic of a walk.
         steps = 0 if plans[direction]["regime"] == "chunked" else directions * B * L * D * N
@@ -337,16 +340,16 @@ def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
         parallel = shape[0] == 1
         for rule in DECAYS if parallel else RULES:
             scan = make_scan(make_inputs(shape, 16, rule, torch.bfloat16, device), rule)
-            saved, dy = ops.forward(scan, True, "triton")[2], torch.randn_like(scan.z)
+            saved, dy = ops.forward(scan, True, TRITON)[2], torch.randn_like(scan.z)
             runs = {
-                "forward": lambda: ops.forward(scan, False, "triton"),
-                "backward": lambda: ops.backward(scan, dy, None, saved, "triton"),
+                "forward": lambda: ops.forward(scan, False, TRITON),
+                "backward": lambda: ops.backward(scan, dy, None, saved, TRITON),
             }
             runs |= {"summary": runs["forward"], "adjoint": runs["backward"]} if parallel else {}
             for kernel, run in runs.items():
                 with forced(kernel, None) as taken:
                     run()
-                for choice in tuning._choices(kernel, scan):
+                for choice in tuning.choices(kernel, scan):
                     row = dict(
                         zip("BLD", shape),
                         rule=rule,
@@ -370,8 +373,8 @@ def once(rule: str) -> None:
     """A forward pass that saves and a backward pass, at the first of the shapes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scan = make_scan(make_inputs(IMAGES, 16, rule, torch.bfloat16, device), rule)
-    y, _, saved = ops.forward(scan, True, "triton")
-    ops.backward(scan, torch.randn_like(y), None, saved, "triton")
+    y, _, saved = ops.forward(scan, True, TRITON)
+    ops.backward(scan, torch.randn_like(y), None, saved, TRITON)
 
 
 def first_use(rule: str) -> list[dict]:
@@ -384,8 +387,8 @@ def first_use(rule: str) -> list[dict]:
         dy = torch.randn_like(scan.z)
         torch.cuda.synchronize()
         start = time.perf_counter()
-        saved = ops.forward(scan, True, "triton")[2]
-        ops.backward(scan, dy, None, saved, "triton")
+        saved = ops.forward(scan, True, TRITON)[2]
+        ops.backward(scan, dy, None, saved, TRITON)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         compiled = sum(path.suffix in (".cubin", ".hsaco") for path in cache.rglob("*"))
@@ -398,11 +401,10 @@ def first_use_rows(quick: bool) -> list[dict]:
     rows = []
     for rule in RULES[:1] if quick else RULES:
         with tempfile.TemporaryDirectory() as folder:
-            caches = dict(TRITON_CACHE_DIR=f"{folder}/triton", VISION_LONGHORN_CACHE=f"{folder}/tuning")
             try:
                 run = subprocess.run(
                     [sys.executable, __file__, "--first-use", rule],
-                    env=os.environ | caches,
+                    env=os.environ | {"TRITON_CACHE_DIR": folder},
                     text=True,
                     capture_output=True,
                     timeout=300,

@@ -161,23 +161,22 @@ def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
 
 
 def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
-    from vision_longhorn.kernels.backends.triton import padding as triton_padding
+    from vision_longhorn.kernels.backends.triton import projections
 
     x_proj, dt_proj = _tensor(2, 12 + 2 * 16, CHANNELS), _tensor(2, CHANNELS, 12)
-    padded = triton_padding.forward(x_proj, dt_proj, 16, dtype)
-    triton_padding.backward(*padded, x_proj, dt_proj)
+    padded = projections.pad(x_proj, dt_proj, 16, dtype)
+    projections.unpad(*padded, x_proj, dt_proj)
 
 
 def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
-    from vision_longhorn.kernels.backends.triton import dt_proj as triton_dt_proj
-    from vision_longhorn.kernels.backends.triton import x_proj as triton_x_proj
+    from vision_longhorn.kernels.backends.triton import projections
 
     D, R, M = (768, 24, 56) if variant == "small" else (384, 16, 48)
     x, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
     x_proj = _tensor(2, M, D, dtype=dtype)
     if dtype != torch.float32:  # which torch multiplies
-        triton_dt_proj.backward(x, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
-        triton_x_proj.backward(dlow, x, x_proj, torch.empty_like(x))
+        projections.dt_proj_backward(x, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
+        projections.x_proj_backward(dlow, x, x_proj, torch.empty_like(x))
 
 
 # What launches a family of kernels, and in which variants.
@@ -224,15 +223,12 @@ def stand_in(target: GPUTarget, launch: Callable) -> None:
     """For the rest of this process the package takes itself to be on a GPU of this kind, and calls
     `launch(compile, kernel, options)` in place of every launch; `compile()` returns what Triton compiled."""
     from vision_longhorn.kernels.backends.triton import lanes, tuning
-    from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
-    choices, run = tuning._choices, JITFunction.run
+    choices, run = tuning.choices, JITFunction.run
     triton.runtime.driver.set_active(_Driver(target))
     lanes.target_of = lambda device: target
     # What is launched must not depend on how the shapes here would fill the GPU.
-    tuning._choices = lambda kernel, scan: choices(kernel, scan)[:1]
-    # One after the other, or the seconds would be those of all kernels together.
-    triton_scan._launch_all = lambda device, calls: [call.launch() for call in calls]
+    tuning.choices = lambda kernel, scan: choices(kernel, scan)[:1]
 
     def launched(self: JITFunction, *args, grid, warmup: bool, **options):
         launch(lambda: run(self, *args, grid=grid, warmup=True, **options), self.fn.__name__, options)

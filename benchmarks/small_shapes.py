@@ -11,7 +11,7 @@ from unittest import mock
 
 import bench_scan  # first, since it lets a checkout do without installation
 import torch
-from vision_longhorn.kernels.backends.triton import chunks, dt_proj, x_proj
+from vision_longhorn.kernels.backends.triton import chunks, projections
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn.models.mixers import BidirectionalMixer
@@ -59,13 +59,10 @@ def mixers(rules: list[str]) -> None:
             assert all(value.grad.isfinite().all() for value in (x, *mixer.parameters()))
             print("mixer", (B, L, dim), arguments, "ran")
     # As of a long batch, of which a program has several tiles.
-    with (
-        mock.patch.object(x_proj, "multiprocessors", no_multiprocessors),
-        mock.patch.object(dt_proj, "multiprocessors", no_multiprocessors),
-    ):
+    with mock.patch.object(projections, "multiprocessors", no_multiprocessors):
         low, dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 56, 256, 256))
-        x_proj.backward(dlow, x, torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)
-        dt_proj.backward(x, low, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
+        projections.x_proj_backward(dlow, x, torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)
+        projections.dt_proj_backward(x, low, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
         torch.cuda.synchronize()
         assert dx.isfinite().all() and dlow.isfinite().all()
         print("projections ran")

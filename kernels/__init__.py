@@ -1,7 +1,6 @@
-"""Scans of state-space models for vision, in either or both directions; `rules` holds what distinguishes them.
-
-One contract, three implementations: `reference` (a plain loop), `backends.torch` (vectorised, for the CPU) and
-`backends.triton` (for the GPU). `docs/scan.md` has the mathematics.
+"""Scans of state-space models for vision, in either or both directions. `rules` says what they compute, `contract` what
+they are given; `reference` is a plain loop, `backends` has a vectorised one for CPUs and Triton kernels for GPUs.
+`docs/scan.md` has the mathematics.
 """
 
 from typing import Optional
@@ -14,7 +13,8 @@ from . import (
     mixing,  # noqa: F401  (registers operators, as ops does)
     reference,
 )
-from .contract import BACKENDS, Scan, check, check_option
+from .checks import check
+from .contract import BACKENDS, Scan, check_option
 from .dispatch import HAS_TRITON, choose_backend
 from .ops import scan_plan
 from .reference import longhorn_step, selective_step
@@ -67,10 +67,9 @@ def longhorn_scan(
         direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
         combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
         return_final_state: also return the state after the last token scanned.
-        save_states: keep for the backward pass what it starts from, instead of finding it again there: the state of
-            every 8th token, D N / 2 bytes a token and direction, or with Triton's exact rule what each token wrote and
-            some states, D (4 + N / 16) bytes, in chunks D (2 + N / 64). By default it is kept when a gradient will be
-            wanted.
+        save_states: keep what the backward pass starts from, instead of finding it again there: the state of every
+            8th token, D N / 2 bytes a token and direction, or with Triton's exact rule what each token wrote and some
+            states, D (4 + N / 16) bytes, in chunks D (2 + N / 64). By default, if an input requires a gradient.
         backend: "auto", "torch", "triton", or "reference" for the plain loop under autograd. "auto" is triton on a GPU
             and torch elsewhere.
         regime: how Triton goes through time: "sequential", a walk for each block of channels; "parallel", in segments
@@ -86,10 +85,11 @@ def longhorn_scan(
         ValueError: a shape, dtype, device or option is not as above.
         RuntimeError: a backend was forced that cannot run on this device.
     """
-    if rule not in ("diagonal", "exact"):
-        raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
-    tensors = (x, beta, k, q, None, z, D, beta_bias, initial_state)
-    return _run(tensors, (rule, direction, combine, True, False), return_final_state, save_states, backend, regime)
+    reference.check_longhorn(rule)
+    return recurrent_scan(
+        x, beta, k, q, z, D, beta_bias, initial_state, rule=rule, direction=direction, combine=combine,
+        return_final_state=return_final_state, save_states=save_states, backend=backend, regime=regime,
+    )  # fmt: skip
 
 
 def selective_scan(
@@ -135,9 +135,11 @@ def selective_scan(
     Raises:
         ValueError, RuntimeError: as `longhorn_scan`.
     """
-    tensors = (x, dt, B, C, A, z, D, dt_bias, initial_state)
-    options = ("mamba", direction, combine, dt_softplus, A_per_token)
-    return _run(tensors, options, return_final_state, save_states, backend, regime)
+    return recurrent_scan(
+        x, dt, B, C, z, D, dt_bias, initial_state, rule="mamba", A=A, softplus=dt_softplus, A_per_token=A_per_token,
+        direction=direction, combine=combine, return_final_state=return_final_state, save_states=save_states,
+        backend=backend, regime=regime,
+    )  # fmt: skip
 
 
 def recurrent_scan(
@@ -152,6 +154,7 @@ def recurrent_scan(
     *,
     rule: str,
     A: Optional[Tensor] = None,
+    softplus: bool = True,
     A_per_token: bool = False,
     direction: str = "forward",
     combine: str = "none",
@@ -163,11 +166,12 @@ def recurrent_scan(
     """The scan of any rule in `rules.NAMES`, by one signature; each rule's file has its formula.
 
     Args:
-        step: logits of what the rule takes for its step size or decay: (B, L, D) or (B, L, 1), or (B, L, N) where the
-            rule wants one for each state.
-        bias: added to `step` in float32, of the size of its last axis.
-        rule: its name.
-        A: where the rule takes one (Mamba's), as in `selective_scan`.
+        step: logits of the rule's step size or decay: (B, L, D) or (B, L, 1), or (B, L, N) where the rule has one for
+            each state.
+        bias: added to `step` in float32, as long as its last axis.
+        rule: the rule's name.
+        A: as in `selective_scan`, for rules that take it (Mamba's).
+        softplus: for Mamba's rule, whether the step size is softplus(step + bias).
         x, k, q, z, D, initial_state, direction, combine, return_final_state, save_states, backend, regime: as in
             `longhorn_scan`.
         A_per_token: whether A depends on the token.
@@ -179,27 +183,16 @@ def recurrent_scan(
         ValueError, RuntimeError: as `longhorn_scan`.
     """
     tensors = (x, step, k, q, A, z, D, bias, initial_state)
-    options = (rule, direction, combine, True, A_per_token)
-    return _run(tensors, options, return_final_state, save_states, backend, regime)
-
-
-def _run(
-    tensors: tuple[Optional[Tensor], ...],
-    options: tuple[str, str, str, bool, bool],
-    return_final_state: bool,
-    save_states: Optional[bool],
-    backend: str,
-    regime: str,
-) -> Tensor | tuple[Tensor, Tensor]:
+    options = (rule, direction, combine, softplus, A_per_token)
     check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
-        scan = Scan._make((*tensors, *options, regime, None))
+        scan = Scan(*tensors, *options, regime)
         check(scan)
         y, final_state = reference.scan(scan)
-        return (y, final_state) if return_final_state else y
-    if save_states is None:
-        save_states = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    y, final_state, _ = torch.ops.vision_longhorn.scan(
-        *tensors, *options, return_final_state, save_states, backend, regime
-    )
+    else:
+        if save_states is None:
+            save_states = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        y, final_state, _ = torch.ops.vision_longhorn.scan(
+            *tensors, *options, return_final_state, save_states, backend, regime
+        )
     return (y, final_state) if return_final_state else y

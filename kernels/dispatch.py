@@ -1,19 +1,18 @@
 """Which backend runs: chosen by the device of the inputs, or forced."""
 
-from importlib import import_module
-from types import ModuleType
+from functools import cache
 
 import torch
 from torch.autograd import forward_ad
 
+from .backends import Backend
 from .contract import BACKENDS, check_option
 from .rules.base import HAS_TRITON
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The implementation that `backend` means on `device`: "torch" or "triton".
-
-    "auto" takes triton on a GPU where it is installed and torch everywhere else.
+    """The backend, "torch" or "triton", that `backend` means on `device`. "auto" is triton on a GPU where Triton is
+    installed, and torch everywhere else.
 
     Raises:
         ValueError: `backend` is not known.
@@ -28,7 +27,9 @@ def choose_backend(backend: str, device: torch.device) -> str:
                 "backend='triton' was asked for and triton is not installed; "
                 "use backend='auto' or install a build of torch that brings triton"
             )
-        if device.type != "cuda" and not load_backend("triton", "lanes").INTERPRETED:
+        from .backends.triton.lanes import INTERPRETED  # Triton is optional
+
+        if device.type != "cuda" and not INTERPRETED:
             raise RuntimeError(
                 f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
                 "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU"
@@ -36,17 +37,21 @@ def choose_backend(backend: str, device: torch.device) -> str:
     return backend
 
 
+@cache
+def get_backend(name: str) -> Backend:
+    """The backend called "torch" or "triton"."""
+    if name == "torch":
+        return Backend()
+    from .backends.triton.backend import TritonBackend  # Triton is optional, and slow to import
+
+    return TritonBackend()
+
+
 def refuse_forward_mode() -> None:
-    """Raises NotImplementedError within forward-mode differentiation, whose tangents would be lost without a word: an
-    operator sees the values alone."""
+    """Raise NotImplementedError within forward-mode differentiation: an operator sees values alone and would silently
+    lose their tangents."""
     if getattr(forward_ad, "_current_level", -1) >= 0:
         raise NotImplementedError(
             "the scans have no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
             "backward(), torch.autograd.grad or torch.autograd.functional, and call models without tangents outside"
         )
-
-
-def load_backend(name: str, part: str) -> ModuleType:
-    """The module "scan", "conv", "norm", "padding", "x_proj" or "dt_proj" of the backend "torch" or "triton", imported
-    when it is first asked for. Each has `forward` and `backward`."""
-    return import_module(f".backends.{name}.{part}", __package__)

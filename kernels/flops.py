@@ -1,9 +1,9 @@
-"""Tells counters of floating-point operations what the operators cost: torch's, and by `fvcore_handles` others.
+"""Counts of floating-point operations, for torch's counter and, by `fvcore_handles`, for others.
 
 Only products that are summed count, as in torch's own formulas: each multiply-add as two operations, and twice that in
-the backward pass, where both factors get a gradient. Norms, gates, activations, step sizes and decays are free, and so
-is what a backward pass finds again. A token costs three multiply-adds for each state of each channel, whatever the
-rule: what it does to the old state, what it writes, and the read-out.
+the backward pass, where both factors get a gradient. Norms, gates, activations, step sizes and decays count nothing,
+nor does what a backward pass finds again. Whatever the rule, a token costs three multiply-adds for each state of each
+channel: the change of the old state, what is written, and the read-out.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,41 +13,43 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import mixing, ops  # noqa: F401  (whose operators these are)
+from .contract import Scan
+from .mixing import FIELDS, Mix
+from .operators import schema
+from .ops import FIELDS as SCAN_FIELDS
 
 __all__ = ["fvcore_handles"]
 
-Shape = Sequence[int]
-OF_A_STATE = 3
-BACKWARD = 2
+_OF_A_STATE = 3
 
 
-def scan_macs(x: Shape, step: Shape, k: Shape, *rest: Any) -> int:
-    """Multiply-adds of a scan, from the shapes of the operator's tensors and its options, in their order."""
-    direction = rest[7]  # after six tensors and the rule
-    B, L, D = x[-3:]
-    return OF_A_STATE * (2 if direction == "both" else 1) * B * L * D * k[-1]
+def _scan_macs(*values: Any) -> int:
+    """Multiply-adds of a scan, from the operator's arguments with shapes in the place of tensors."""
+    scan: Any = Scan(*values[: len(SCAN_FIELDS)])
+    B, L, D = scan.x[-3:]
+    return _OF_A_STATE * len(scan.reversed) * B * L * D * scan.k[-1]
 
 
-def mix_macs(
-    xz: Shape, conv_weight: Shape, conv_bias: Shape, x_proj: Shape, dt_proj: Shape, dt_bias: Shape, A_log: Shape | None,
-    D: Shape, norm_weight: Shape | None, *options: Any,
-) -> int:  # fmt: skip
+def _mix_macs(*values: Any) -> int:
     """Multiply-adds of a mixing: the convolution, the products with x_proj and dt_proj, and the scans."""
-    S, channels, _ = conv_weight
-    rank = dt_proj[-1]
-    per_token_A = A_log is not None and len(A_log) == 2
-    states = (x_proj[1] - rank) // (3 if per_token_A else 2)
-    directions = S if norm_weight is None else 2
-    of_token = prod(conv_weight) + prod(x_proj) + prod(dt_proj) + OF_A_STATE * directions * channels * states
-    return prod(xz[:-1]) * of_token
+    mix: Any = Mix(*values[: len(FIELDS)])
+    S, channels, _ = mix.conv_weight
+    per_token_A = mix.A_log is not None and len(mix.A_log) == 2
+    states = (mix.x_proj[1] - mix.dt_proj[-1]) // (3 if per_token_A else 2)
+    directions = S if mix.norm_weight is None else 2
+    of_token = (
+        prod(mix.conv_weight) + prod(mix.x_proj) + prod(mix.dt_proj) + _OF_A_STATE * directions * channels * states
+    )
+    return prod(mix.xz[:-1]) * of_token
 
 
-MACS: dict[str, Callable[..., int]] = {"scan": scan_macs, "mix": mix_macs}
+_MACS: dict[str, Callable[..., int]] = {"scan": _scan_macs, "mix": _mix_macs}
 
 
-def _register(name: str, macs: Callable[..., int], saved: int) -> None:
-    """torch's formulas of an operator and of the one of its gradients, which takes `saved` tensors more, first."""
+def _register(name: str, macs: Callable[..., int]) -> None:
+    """Tell torch the cost of an operator and of its backward operator, which takes other tensors first."""
+    first = schema(name).arguments[0].name
+    before = [argument.name for argument in schema(f"{name}_backward").arguments].index(first)
 
     @register_flop_formula(getattr(torch.ops.vision_longhorn, name))
     def _(*shapes: Any, **_: Any) -> int:
@@ -55,15 +57,15 @@ def _register(name: str, macs: Callable[..., int], saved: int) -> None:
 
     @register_flop_formula(getattr(torch.ops.vision_longhorn, f"{name}_backward"))
     def _(*shapes: Any, **_: Any) -> int:
-        return BACKWARD * 2 * macs(*shapes[saved:])
+        return 2 * 2 * macs(*shapes[before:])
 
 
-_register("scan", scan_macs, saved=3)
-_register("mix", mix_macs, saved=4)
+for _name in _MACS:
+    _register(_name, _MACS[_name])
 
 
 def _plain(value: Any) -> Any:
-    """A tensor's shape, or an option: of an argument itself, or of the value that stands for it in a traced graph."""
+    """An option, or a tensor's shape; also where a value of a traced graph stands for it."""
     if isinstance(value, torch.Tensor):
         return value.shape
     if isinstance(value, torch._C.Value):
@@ -78,4 +80,4 @@ def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]
     def handle(macs: Callable[..., int]) -> Callable[[Sequence[Any], Sequence[Any]], int]:
         return lambda inputs, outputs: macs(*map(_plain, inputs))
 
-    return {f"vision_longhorn::{name}": handle(macs) for name, macs in MACS.items()}
+    return {f"vision_longhorn::{name}": handle(macs) for name, macs in _MACS.items()}

@@ -1,28 +1,31 @@
-"""All that stands between the two projections of a bidirectional block, as one operator: short convolution, step sizes,
-keys and queries, the scan in both directions, gate and mean (or norms).
+"""All that stands between the two projections of a block, as one operator: short convolution, step sizes, keys and
+queries, the scan in one or both directions, gate and mean (or norms).
 
-As one operator, because of what is kept for the backward pass: its input xz, the step sizes at their low rank with keys
-and queries, and, where norms follow the scan, what they are given. The convolution and the step sizes cost less to find
-again than to keep, and so, unless `save_states`, do the states of the scan. Where those are kept that weigh several
-times as much as the convolved x and the step sizes, these are, too. What a compiler could still fuse across the
-operator's border is nothing: both neighbours are matrix products.
+It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
+keys and queries, and, where norms follow the scan, their input. The convolution and the step sizes cost less to find
+again than to keep, and so, unless `save_states`, do the states of the scan. Kept states weigh several times as much as
+the convolved x and the step sizes; then these are kept, too. Compilers lose nothing: matrix products stand before and
+after.
 """
 
-from typing import Any, NamedTuple, Optional, cast
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .contract import Scan, ceil_div, check
-from .dispatch import choose_backend, load_backend, refuse_forward_mode
+from .backends import Backend
+from .checks import check
+from .contract import Scan, ceil_div, wide
+from .dispatch import choose_backend, get_backend, refuse_forward_mode
+from .operators import arguments, define, define_gradients
 from .rules import get_rule
 
 
 class Mix(NamedTuple):
-    """Inputs of one mixing. With S = 2 each direction has its own set of parameters and the gated outputs are averaged.
-    With S = 1 both share one, and `norm_weight` says how their outputs meet (see `backends.torch.norm`); without it
-    there is one direction alone, the forward one unless `reversed`."""
+    """Inputs of one mixing. With S = 2 each direction has its own parameters, and the gated outputs are averaged. With
+    S = 1 and `norm_weight` both directions share them, and the outputs meet as in `backends.torch.norm`. With S = 1
+    alone there is one direction, the forward one unless `reversed`."""
 
     # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
@@ -48,8 +51,8 @@ class Mix(NamedTuple):
         return 2 if self.shared else len(self.conv_weight)
 
     def kept_shape(self, save_states: bool) -> tuple[int, ...]:
-        """Of what is kept beside the states where those are of every chunk ("decay"): the convolved x, and the step
-        sizes where they are as many. With norms, what they are given takes its place."""
+        """The shape of what is kept beside the states, where each chunk keeps one ("decay"): the convolved x, and the
+        step sizes if each channel has its own. With norms, their input is kept instead."""
         if not save_states or get_rule(self.rule).kind != "decay" or self.shared:
             return (0,)
         S, D, _ = self.conv_weight.shape
@@ -66,17 +69,13 @@ class Mix(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of the low-rank step size as it is laid out: R, rounded up so that matrix products may load whole vectors.
-        The columns between are zeros."""
+        """Columns of the low-rank step size: R, rounded up with columns of zeros so that matrix products load whole
+        vectors."""
         return ceil_div(self.rank, 8) * 8
 
     @property
     def low_width(self) -> int:
         return self.width + self.x_proj.shape[1] - self.rank
-
-    def projections(self, backend: str) -> tuple[Tensor, Tensor]:
-        """x_proj and dt_proj as they are multiplied with: (S, low_width, D) and (S, D, 1 or N, width)."""
-        return load_backend(backend, "padding").forward(self.x_proj, self.dt_proj, self.width, self.xz.dtype)
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
         """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width); or step at
@@ -99,11 +98,15 @@ class Mix(NamedTuple):
             step_proj=step_proj)  # fmt: skip
 
 
+TENSORS = Mix._fields[:9]
+FIELDS = Mix._fields[:11]  # in whose order programs call the operator
+
+
 def prepare(mix: Mix) -> Mix:
-    """`mix` as the implementations take it: shapes checked, and contiguous what they read so.
+    """`mix` as the backends take it: with shapes checked, and contiguous where they need that.
 
     Raises:
-        ValueError: naming the tensor, its shape and what would be right. (The scan checks what it is given itself.)
+        ValueError: naming the tensor, its shape and what would be right. (`check` looks at the inputs of the scan.)
     """
     S, D = (1 if mix.shared else min(2, len(mix.conv_weight))), mix.D.shape[-1]
     R, steps, x_rows = mix.rank, mix.dt_proj.shape[1], mix.x_proj.shape[1]
@@ -132,26 +135,24 @@ def prepare(mix: Mix) -> Mix:
     )
 
 
-# A token forgets all long before, and an infinite A, which float32 has from 89 on, gets a gradient of zero times that.
+# At this rate a token forgets everything. From 89 on A would be infinite in float32, and its gradient not a number.
 _MAX_LOG_RATE = 60.0
-
-
-def _wide(value: Tensor) -> torch.dtype:
-    return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tensor]:
     """A, in float32 or float64: (S, D, N) from A_log alone, (S, B, L, N) with each token's part `a`."""
-    if A_log is None or a is None:
-        return None if A_log is None else -torch.exp(A_log.to(_wide(A_log)))
-    return -torch.exp((A_log.to(_wide(a))[:, None, None] + a).clamp(max=_MAX_LOG_RATE))
+    if A_log is None:
+        return None
+    if a is None:
+        return -torch.exp(A_log.to(wide(A_log)))
+    return -torch.exp((A_log.to(wide(a))[:, None, None] + a).clamp(max=_MAX_LOG_RATE))
 
 
 def token_facts(
     x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """What the scan reads of the convolved x (S, B, L, D), written out in the dtype of x: the logits with their bias
-    (S, B, L, D, 1 or N), the keys (S, B, L, N), and A as the rule has it. Parameters as in `Mix`."""
+    """The logits with their bias (S, B, L, D, 1 or N), the keys (S, B, L, N) and A, in the dtype of the convolved x
+    (S, B, L, D). Parameters as in `Mix`."""
     R = dt_proj.shape[2]
     low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
@@ -164,174 +165,120 @@ def _rows(value: Tensor) -> Tensor:
     return value.flatten(1, 2)
 
 
-def _step_sizes(low: Tensor, dt_proj: Tensor, backend: str, out: Optional[Tensor] = None) -> Tensor:
-    """(S, B, L, D, 1 or N), from `Mix.projections`."""
-    S, B, L, _ = low.shape
-    out = low.new_empty(S, B, L, dt_proj.shape[1]) if out is None else out
-    load_backend(backend, "dt_proj").forward(_rows(low), dt_proj, _rows(out))
-    return out
-
-
-def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: str, place: Optional[Tensor] = None) -> Scan:
-    """The scan over x, which finds the step sizes itself if it can; else they are found here, in `place`, if given."""
-    # Asked where asking costs nothing: rates would be found twice, and no rule that has them can.
-    if place is None and mix.A_log is None and dt_proj.shape[1] == x.shape[-1] > 1:
+def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, out: Optional[Tensor] = None) -> Scan:
+    """The scan over x: with step sizes at low rank if the backend takes them so, else found here, in `out` if given."""
+    # Rules with A cannot use low-rank logits; test that first, or the decay rates are computed twice.
+    if out is None and mix.A_log is None and dt_proj.shape[1] == x.shape[-1] > 1:
         scan = mix.scan(x, low[..., : mix.width], low, dt_proj)
-        if ops.takes_projection(scan, backend):
+        if backend.takes_projection(scan):
             return scan
-    return mix.scan(x, _step_sizes(low, dt_proj, backend, place), low)
+    step = low.new_empty(*low.shape[:3], dt_proj.shape[1]) if out is None else out
+    backend.dt_proj(_rows(low), dt_proj, _rows(step))
+    return mix.scan(x, step, low)
 
 
-def forward(mix: Mix, save_states: bool, backend: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
-    (2, B, L, D) if norms follow, or the convolved x and the step sizes (1 or 2, S, B, L, D), or nothing)."""
+def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
+    (2, B, L, D) if norms follow, or the convolved x and the step sizes (1 or 2, S, B, L, D), or nothing."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
     kept = x.new_empty(mix.kept_shape(save_states))
     places = list(kept) if kept.ndim == 5 else []
-    x = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
-    x_proj, dt_proj = mix.projections(backend)
-    low = load_backend(backend, "x_proj").forward(_rows(x), x_proj).view(len(x), B, L, mix.low_width)
+    x = backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
+    x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
+    low = backend.x_proj(_rows(x), x_proj).view(len(x), B, L, mix.low_width)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
-    if not mix.shared:
+    if mix.norm_weight is None:
         return y, low, saved, kept
-    return load_backend(backend, "norm").forward(y, z, mix.norm_weight, mix.eps), low, saved, y
+    return backend.norm_forward(y, z, mix.norm_weight, mix.eps), low, saved, y
 
 
-def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, backend: str) -> dict[str, Tensor]:
+def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, backend: Backend) -> dict[str, Tensor]:
     """The gradient of each tensor of `mix`, from that of y and what `forward` left."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     dxz = mix.xz.new_empty(mix.xz.shape)
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
-    x_proj, dt_proj = mix.projections(backend)
+    x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
     convolved, step = (*kept, None, None)[:2] if kept.numel() and not mix.shared else (None, None)
     if convolved is None:
-        convolved = load_backend(backend, "conv").forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
+        convolved = backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
     scan = _scan(mix, convolved, low, dt_proj, backend) if step is None else mix.scan(convolved, step, low)
-    scan_rates = scan.A if scan.A is None or len(mix.conv_weight) == 2 else scan.A.unsqueeze(0)
-    if mix.shared:
-        dy, grads["norm_weight"] = load_backend(backend, "norm").backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
+    if mix.norm_weight is not None:
+        dy, grads["norm_weight"] = backend.norm_backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
     # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
-    dlow = low.new_empty(low.shape)  # contiguous, as what is written into it takes it
+    dlow = low.new_empty(low.shape)  # contiguous, as the backend takes it
     dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
-    # What serves both directions gets the sum of two gradients, and those lie elsewhere.
+    # Values that serve both directions get the sum of two gradients, which the backend cannot write in place.
     in_place = None if mix.shared else (dk, dq)
     found = ops.backward(scan, dy, None, saved, backend, dz, in_place)
-
-    def stacked(name: str) -> Tensor:
-        return found[name].unsqueeze(0) if len(mix.conv_weight) == 1 else found[name]
+    if len(mix.conv_weight) == 1:
+        found = {name: value.unsqueeze(0) for name, value in found.items()}
 
     if in_place is None:
-        dk.copy_(stacked("k"))
-        dq.copy_(stacked("q"))
+        dk.copy_(found["k"])
+        dq.copy_(found["q"])
     if mix.A_per_token:
-        assert scan_rates is not None
-        da = stacked("A") * scan_rates  # d exp(A_log + a) is the rate itself
+        assert scan.A is not None
+        da = found["A"] * scan.A  # d exp(A_log + a) is the rate itself
         of_A[0].copy_(da)
         grads["A_log"] = da.sum((1, 2))
+    elif mix.A_log is not None:
+        grads["A_log"] = found["A"] * (-torch.exp(mix.A_log.to(wide(x))))
     # The first writes its columns of dlow, the second, which wants all of them, adds to dconvolved.
-    ddt_proj = load_backend(backend, "dt_proj").backward(_rows(stacked("step")), _rows(low), dt_proj, _rows(dlow))
-    dconvolved = _rows(stacked("x"))
-    dx_proj = load_backend(backend, "x_proj").backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
-    grads["x_proj"], grads["dt_proj"] = load_backend(backend, "padding").backward(
-        dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)  # fmt: skip
-    grads["conv_weight"], grads["conv_bias"] = load_backend(backend, "conv").backward(
+    ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
+    dconvolved = _rows(found["x"])
+    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
+    grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
+    grads["conv_weight"], grads["conv_bias"] = backend.conv_backward(
         dconvolved.view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
     )
-    grads["D"], grads["dt_bias"] = stacked("D"), stacked("bias")
-    if mix.A_log is not None and not mix.A_per_token:
-        grads["A_log"] = stacked("A") * (-torch.exp(mix.A_log.to(_wide(x))))
-    return grads
+    return grads | {"D": found["D"], "dt_bias": found["bias"]}
 
 
-TENSORS = 9  # of the fields of `Mix`, the first
+# The operator. Its arguments are FIELDS, save_states, backend and reversed, which older exported programs do not give.
 
 
-@torch.library.custom_op("vision_longhorn::mix", mutates_args=())
-def mix(
-    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor,
-    A_log: Optional[Tensor], D: Tensor, norm_weight: Optional[Tensor], rule: str, eps: float, save_states: bool,
-    backend: str, reversed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`forward` as an operator; its tensors and options are the fields of `Mix`. The first output is y, (B, L, D) in
-    the dtype of xz; the others are for the backward pass, and no gradient flows through them. (Programs that were
-    exported before there was `reversed` call it without: new options come last, and have a default.)"""
+def _mix(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`forward`. The first result is y, (B, L, D) in the dtype of xz; the others are for the backward pass."""
     refuse_forward_mode()
-    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
-    with torch.autocast(xz.device.type, enabled=False):  # xz has the dtype that is meant
-        return forward(values, save_states, choose_backend(backend, xz.device))
+    fields, (save_states, backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
+    mix = Mix(*fields, *reversed)
+    with torch.autocast(mix.xz.device.type, enabled=False):  # xz has the dtype that is meant
+        return forward(mix, save_states, get_backend(choose_backend(backend, mix.xz.device)))
 
 
-@mix.register_fake
-def _(
-    xz: Tensor, conv_weight: Tensor, conv_bias: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor,
-    A_log: Optional[Tensor], D: Tensor, norm_weight: Optional[Tensor], rule: str, eps: float, save_states: bool,
-    backend: str, reversed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    values = prepare(
-        Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
-    )
-    S, d_inner, _ = conv_weight.shape
-    B, L, _ = xz.shape
-    low = xz.new_empty(S, B, L, values.low_width)
-    scan = values.scan(xz.new_empty(S, B, L, d_inner), xz.new_empty(S, B, L, dt_proj.shape[1]), low)
+def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fields, (save_states, backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
+    mix = prepare(Mix(*fields, *reversed))
+    empty = mix.xz.new_empty
+    (S, D, _), (B, L, _) = mix.conv_weight.shape, mix.xz.shape
+    low = empty(S, B, L, mix.low_width)
+    scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
-    saved = ops.saved_shape(scan, backend) if save_states else (0,)
-    return (
-        xz.new_empty(B, L, d_inner),
-        low,
-        xz.new_empty(saved, dtype=scan.accumulator),
-        xz.new_empty((2, B, L, d_inner) if values.shared else values.kept_shape(save_states)),
-    )
+    saved = ops.backend_of(scan, backend).saved_shape(scan) if save_states else (0,)
+    kept = (2, B, L, D) if mix.shared else mix.kept_shape(save_states)
+    return empty(B, L, D), low, empty(saved, dtype=scan.accumulator), empty(kept)
 
 
-@torch.library.custom_op("vision_longhorn::mix_backward", mutates_args=())
-def mix_backward(
-    dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
-    x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
-    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str, reversed: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradient of each tensor of `Mix`, empty where the tensor is absent."""
-    values = Mix(xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight, rule, eps, reversed)
-    with torch.autocast(xz.device.type, enabled=False):
-        grads = backward(values, dy.contiguous(), low, saved, kept, choose_backend(backend, xz.device))
-    found = (
-        xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
-        for name, value in zip(Mix._fields, values[:9])
-    )
-    return cast(Any, tuple(found))
-
-
-@mix_backward.register_fake
-def _(
-    dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, xz: Tensor, conv_weight: Tensor, conv_bias: Tensor,
-    x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], D: Tensor,
-    norm_weight: Optional[Tensor], rule: str, eps: float, backend: str, reversed: bool = False,
-) -> tuple[Tensor, ...]:  # fmt: skip
+def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values: Any) -> tuple[Tensor, ...]:
+    """The gradient of each of TENSORS, empty where the tensor is absent."""
+    fields, (backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
+    mix = Mix(*fields, *reversed)
+    backend = get_backend(choose_backend(backend, mix.xz.device))
+    with torch.autocast(mix.xz.device.type, enabled=False):
+        grads = backward(mix, dy.contiguous(), low, saved, kept, backend)
     return tuple(
-        xz.new_empty(0) if value is None else value.new_empty(value.shape)
-        for value in (xz, conv_weight, conv_bias, x_proj, dt_proj, dt_bias, A_log, D, norm_weight)
+        mix.xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
+        for name, value in zip(TENSORS, values)
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    tensors, (rule, eps, _, backend, reversed) = inputs[:TENSORS], inputs[TENSORS:]
-    ctx.save_for_backward(*output[1:], *tensors)
-    ctx.options = rule, eps, backend, reversed
-    ctx.set_materialize_grads(False)
-
-
-def _autograd(ctx: Any, dy: Optional[Tensor], *_: Any) -> tuple[Optional[Tensor], ...]:
-    if dy is None:
-        return (None,) * (TENSORS + 5)
-    low, saved, kept, *tensors = ctx.saved_tensors
-    grads = torch.ops.vision_longhorn.mix_backward(dy, low, saved, kept, *tensors, *ctx.options)
-    return (*(None if tensor is None else grad for tensor, grad in zip(tensors, grads)), *(None,) * 5)
-
-
-mix.register_autograd(_autograd, setup_context=_setup_context)
+_ARGUMENTS = arguments(Mix, FIELDS)
+_operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, bool reversed=False", 4, _mix, _mix_shapes)
+define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
+                 f"{_ARGUMENTS}, str backend, bool reversed=False", 1, len(TENSORS), _mix_backward)  # fmt: skip

@@ -1,19 +1,23 @@
 """The scans as the papers write them: one token after the other, in plain torch, differentiable by autograd.
 
-This is what the other implementations are measured against. It is slow and meant to be read beside
-Liu et al., "Longhorn: State Space Models are Amortized Online Learners" (arXiv 2407.14207) and
-Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces" (arXiv 2312.00752). The formula of each
-rule is its `update` in `rules/`; here is what all have around it.
+The backends are tested against this loop. Each rule's formula is its `update` in `rules/`. The papers are Liu et al.,
+"Longhorn: State Space Models are Amortized Online Learners" (arXiv 2407.14207), and Gu and Dao, "Mamba: Linear-Time
+Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from .contract import Scan, stack
-from .rules import get_rule
+from .rules import get_rule, rule_of
 from .rules.base import read_out
+
+
+def check_longhorn(rule: str) -> None:
+    if rule not in ("diagonal", "exact"):
+        raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
 
 
 def longhorn_step(
@@ -37,7 +41,7 @@ def longhorn_step(
     exactly (`rule="exact"`) or with k k^T replaced by its diagonal (`rule="diagonal"`, what the paper trains).
 
     Args:
-        state: (B, D, N), what the tokens so far have left; zeros before the first.
+        state: (B, D, N), the state after the tokens so far; zeros before the first.
         x: (B, D) values.
         beta: (B, D), or (B, 1) for one step size for all channels; logits, the sigmoid is taken here.
         k: (B, N) keys.
@@ -53,10 +57,7 @@ def longhorn_step(
     Raises:
         ValueError: `rule` is neither "diagonal" nor "exact".
     """
-    if rule not in ("diagonal", "exact"):
-        raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
-    if rule not in ("diagonal", "exact"):
-        raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
+    check_longhorn(rule)
     beta = beta if beta_bias is None else beta + beta_bias
     state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
     return read_out(state, x, q, z, D), state
@@ -104,25 +105,22 @@ def scan(scan: Scan) -> tuple[Tensor, Tensor]:
         shape `scan.state_shape`.
     """
     G, B, L, D, N = scan.sizes
-
-    def each_direction(value: Optional[Tensor], ndim: int) -> list:
-        if value is None:
-            return [None] * G
-        return list(stack(scan, value, ndim).to(scan.accumulator).unbind(0))
-
+    rule = rule_of(scan)
+    axes = {"A": 3 if scan.A_per_token else 2, "D": 1, "bias": 1}  # without the direction axis; others have 3
+    tensors: dict[str, Any] = {
+        name: stack(scan, value, axes.get(name, 3)).to(scan.accumulator) for name, value in scan.tensors().items()
+    }
     ys, states = [], []
-    for backward, x, step, k, q, A, z, skip, bias, state in zip(
-        scan.reversed, each_direction(scan.x, 3), each_direction(scan.step, 3), each_direction(scan.k, 3),
-        each_direction(scan.q, 3), each_direction(scan.A, 3 if scan.A_per_token else 2), each_direction(scan.z, 3),
-        each_direction(scan.D, 1), each_direction(scan.bias, 1), each_direction(scan.initial_state, 3),
-    ):  # fmt: skip
-        state = x.new_zeros(B, D, N) if state is None else state
-        outputs = [x] * L
+    for g, backward in enumerate(scan.reversed):
+        d: Any = scan._replace(**{name: value[g] for name, value in tensors.items()})
+        state = d.x.new_zeros(B, D, N) if d.initial_state is None else d.initial_state
+        outputs = [d.x] * L
         for t in reversed(range(L)) if backward else range(L):
-            A_t = A[:, t].unsqueeze(1) if scan.A_per_token else A
-            logit = step[:, t] if bias is None else step[:, t] + bias
-            state = scan.law.update(state, x[:, t], logit, k[:, t], A_t, scan.softplus)
-            outputs[t] = read_out(state, x[:, t], q[:, t], None if z is None else z[:, t], skip)
+            x, logit, k, q = d.x[:, t], d.step[:, t], d.k[:, t], d.q[:, t]
+            logit = logit if d.bias is None else logit + d.bias
+            A = d.A[:, t].unsqueeze(1) if scan.A_per_token else d.A
+            state = rule.update(state, x, logit, k, A, scan.softplus)
+            outputs[t] = read_out(state, x, q, None if d.z is None else d.z[:, t], d.D)
         ys.append(torch.stack(outputs, 1))  # (B, L, D)
         states.append(state)
 

@@ -10,6 +10,7 @@ import torch
 from plain_model import plain_mixer
 from scan_cases import call, make_inputs, relative_rms
 from vision_longhorn.kernels import mixing, ops
+from vision_longhorn.kernels.dispatch import get_backend
 
 from vision_longhorn import kernels
 from vision_longhorn.models.mixers import BidirectionalMixer
@@ -20,6 +21,8 @@ if kernels.HAS_TRITON:
     import triton
     import triton.language as tl
     from vision_longhorn.kernels.backends.triton import chunks, fragments
+
+    TRITON = get_backend("triton")
 
     @triton.jit
     def probe_kernel(out_ptr, index_ptr):
@@ -167,12 +170,12 @@ def test_the_gradient_of_z_in_a_place_that_is_given(device, offset, full, monkey
     gpu_is_full(monkeypatch, full)
     inputs = {name: value.to(device) for name, value in inputs_of(2, 9, 32, 8, direction="both").items()}
     scan = scan_of(inputs, direction="both", combine="mean", regime="chunked")
-    y, _, saved = ops.forward(scan, True, "triton")
+    y, _, saved = ops.forward(scan, True, TRITON)
     dy = inputs_of(*y.shape, 8, seed=1)["x"].to(device)
-    expected = ops.backward(scan, dy, None, saved, "triton")["z"]
+    expected = ops.backward(scan, dy, None, saved, TRITON)["z"]
     place = torch.full((*y.shape[:2], 2 * 32 + offset), 7.0, dtype=torch.bfloat16, device=device)
     dz = place[..., offset : offset + 32]
-    assert "z" not in ops.backward(scan, dy, None, saved, "triton", dz)
+    assert "z" not in ops.backward(scan, dy, None, saved, TRITON, dz)
     assert relative_rms(dz, expected) <= 5e-3
     assert place[..., :offset].eq(7).all() and place[..., offset + 32 :].eq(7).all()
 
@@ -209,12 +212,12 @@ def test_logits_made_from_their_low_rank(device, B, L, D, N, R, direction, combi
     step, k, q = low.split([R, N, N], -1)
     inputs = {name: value.to(device) for name, value in inputs.items()} | dict(step=step, k=k, q=q)
     scan = scan_of(inputs, direction=direction, combine=combine, step_proj=proj.to(device))
-    kernels.contract.check(scan)
-    assert ops.takes_projection(scan, "triton") and not ops.takes_projection(scan, "torch")
+    kernels.check(scan)
+    assert TRITON.takes_projection(scan) and not get_backend("torch").takes_projection(scan)
     found = []
     for save_states in (True, False):
-        y, _, saved = ops.forward(scan, save_states, "triton")
-        found.append(ops.backward(scan, dy, None, saved, "triton") | {"y": y})
+        y, _, saved = ops.forward(scan, save_states, TRITON)
+        found.append(ops.backward(scan, dy, None, saved, TRITON) | {"y": y})
     assert equal(*found)
     for name, right in expected.items():
         value = found[0][name].cpu()
@@ -258,7 +261,7 @@ def test_logits_at_low_rank_are_refused_where_nothing_takes_them(device):
     for backend, options in (("torch", {}), ("triton", dict(rule="diagonal"))):
         scan = scan_of(inputs, step_proj=proj)._replace(**options)
         with pytest.raises(ValueError, match="give them whole"):
-            ops.forward(scan, False, backend)
+            ops.forward(scan, False, get_backend(backend))
 
 
 def test_a_loss_of_the_final_state_alone(device):

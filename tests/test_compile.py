@@ -123,6 +123,6 @@ def test_what_a_gpu_is_given(monkeypatch, target, ptx, matrix, warp):
     monkeypatch.setattr(lanes, "target_of", lambda device: target)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         x, k = torch.zeros(1, 5, 64, dtype=dtype), torch.zeros(1, 5, 16, dtype=dtype)
-        launch = triton_scan._Launch(Scan(x, x, k, k, None, None, None, None, None, "exact"))
+        launch = triton_scan._Walk(Scan(x, x, k, k, None, None, None, None, None, "exact"))
         assert launch.args["PTX"] == ptx and launch.lanes == warp
         assert launch.matrix == (matrix and dtype != torch.float32)

@@ -7,7 +7,8 @@ import torch
 from plain_model import plain_mixer
 from scan_cases import relative_rms
 from vision_longhorn.kernels import mixing
-from vision_longhorn.kernels.dispatch import load_backend
+from vision_longhorn.kernels.backends.torch import projections as torch_projections
+from vision_longhorn.kernels.dispatch import get_backend
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn import kernels
@@ -97,15 +98,15 @@ def test_mixer_at_awkward_sizes(backend, options, shape):
 @pytest.mark.parametrize("S,R,n,D,steps", [(2, 12, 32, 40, 40), (1, 5, 6, 7, 1), (2, 8, 8, 600, 4)])
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 def test_padding_puts_zeros_after_the_rank_and_takes_them_out(backend, S, R, n, D, steps, dtype):
-    padding, width = load_backend(backend, "padding"), -(-R // 8) * 8
+    backend, width = get_backend(backend), -(-R // 8) * 8
     x_proj, dt_proj = torch.randn(S, R + n, D), torch.randn(S, steps, R)
-    wide_x, wide_dt = padding.forward(x_proj, dt_proj, width, dtype)
+    wide_x, wide_dt = backend.pad(x_proj, dt_proj, width, dtype)
     gap = torch.zeros(S, width - R, D)
     assert torch.equal(wide_x, torch.cat([x_proj[:, :R], gap, x_proj[:, R:]], 1).to(dtype))
     assert torch.equal(wide_dt, torch.nn.functional.pad(dt_proj, [0, width - R]).to(dtype))
     # Gradients of what was put in count for nothing, whatever they are.
     wide_x[:, R:width] = wide_dt[..., R:] = float("nan")
-    back = padding.backward(wide_x, wide_dt, x_proj, dt_proj)
+    back = backend.unpad(wide_x, wide_dt, x_proj, dt_proj)
     assert all(torch.equal(found, value.to(dtype).float()) for found, value in zip(back, (x_proj, dt_proj)))
 
 
@@ -122,8 +123,8 @@ def check_x_proj(backend, S, T, D, M, dtype, device):
     found = []
     for _ in range(2):
         place = dx.clone()
-        grad = load_backend(backend, "x_proj").backward(dlow, x, x_proj, place)
-        found.append((load_backend(backend, "x_proj").forward(x, x_proj), grad, place))
+        grad = get_backend(backend).x_proj_backward(dlow, x, x_proj, place)
+        found.append((get_backend(backend).x_proj(x, x_proj), grad, place))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
     if has_projection_kernels(backend, device) and dtype != torch.float32 and D % 128 == 0 and M <= 64:
@@ -155,9 +156,9 @@ def check_dt_proj(backend, S, T, D, R, M, dtype, device):
     found = []
     for _ in range(2):
         dlow = before.clone()
-        grad = load_backend(backend, "dt_proj").backward(dstep, low, dt_proj, dlow)
+        grad = get_backend(backend).dt_proj_backward(dstep, low, dt_proj, dlow)
         assert torch.equal(dlow[..., R:], before[..., R:])
-        found.append((load_backend(backend, "dt_proj").forward(low, dt_proj), grad, dlow[..., :R]))
+        found.append((get_backend(backend).dt_proj(low, dt_proj), grad, dlow[..., :R]))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
     if (
@@ -200,7 +201,7 @@ def test_mixer_in_bfloat16(backend, wiring, dim, options, monkeypatch):
     if backend == "triton":
         tolerance = 4e-2
         for part in ("x_proj", "dt_proj") if dim == 64 else ():  # what the kernels leave to torch
-            monkeypatch.setattr(load_backend("torch", part), "backward", None)
+            monkeypatch.setattr(torch_projections, f"{part}_backward", None)
     check(mixer, torch.randn(2, 19, dim, dtype=torch.bfloat16, requires_grad=True), tolerance)
 
 
@@ -263,7 +264,7 @@ def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("index,name", list(enumerate(mixing.Mix._fields[: mixing.TENSORS])))
+@pytest.mark.parametrize("index,name", list(enumerate(mixing.TENSORS)))
 def test_wrong_shapes_are_named(backend, index, name):
     layout = LAYOUTS[2] if name == "norm_weight" else LAYOUTS[0]
     inputs = [*operator_inputs(UPDATES[2], layout, False)[:-1], backend]

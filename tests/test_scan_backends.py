@@ -17,6 +17,7 @@ from scan_cases import (
     relative_rms,
 )
 from vision_longhorn.kernels import Scan, ops
+from vision_longhorn.kernels.dispatch import get_backend
 
 from vision_longhorn import kernels
 
@@ -142,7 +143,8 @@ def test_what_is_kept_has_the_shape_that_compilers_are_told(backend, rule, L, N)
     inputs = make_inputs(rule, 2, L, 3, N, direction="both")
     A = inputs.get("A")
     scan = Scan(*(inputs[name] for name in ("x", "step", "k", "q")), A, None, None, inputs["bias"], None, rule, "both")
-    assert ops.forward(scan, True, backend)[2].shape == ops.saved_shape(scan, backend)
+    backend = get_backend(backend)
+    assert ops.forward(scan, True, backend)[2].shape == backend.saved_shape(scan)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -228,11 +230,11 @@ def test_every_choice_of_launch_is_right(kernel, rule, monkeypatch):
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
     from vision_longhorn.kernels.backends.triton import tuning
 
-    for choice in tuning._HOPPER[kernel, rule]:
+    for choice in tuning.TABLE[kernel, rule]:
         monkeypatch.setattr(
             triton_scan,
             "choose",
-            lambda which, scan, *_: choice if which == kernel else tuning.first_choice(which, scan),
+            lambda which, scan, _: choice if which == kernel else tuning.first_choice(which, scan),
         )
         check(rule, "triton", 1, 11, 40, 4)
 
@@ -315,49 +317,6 @@ def test_the_plan_follows_the_sizes_and_can_be_forced():
         assert min(segments(rule, 1024, 196, regime="parallel")) > 1
     for rule in set(NAMES) - set(DECAYS):
         assert segments(rule, 1, 4096) == (1, 1)
-
-
-@needs_triton
-def test_timings_choose_once_and_are_kept(tmp_path, monkeypatch):
-    """On a GPU that the table does not know: the fastest choice is found once, and again from the file."""
-    from vision_longhorn.kernels.backends.triton import tuning
-
-    monkeypatch.setenv("VISION_LONGHORN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "some GPU")
-    monkeypatch.setattr(tuning, "_known", None)
-    choices = tuning._HOPPER["backward", "exact"]
-    scans = [
-        kernels.Scan(*(torch.empty(B, L, n) for n in (8, 8, 4, 4)), None, None, None, None, None, "exact")
-        for B, L in ((2, 5), (3, 9))
-    ]
-    timed = []
-
-    def milliseconds(run, choice):
-        timed.append(choice)
-        return 1.0 if choice == choices[1] else 2.0
-
-    monkeypatch.setattr(tuning, "_time", milliseconds)
-    assert [tuning._timed("backward", scan, choices, None) for scan in scans] == [choices[1]] * 2
-    assert timed == list(choices)
-    monkeypatch.setattr(tuning, "_known", None)  # another process
-    assert tuning._timed("backward", scans[0], choices, None) == choices[1] and timed == list(choices)
-
-
-@needs_triton
-def test_nothing_is_timed_where_bits_must_repeat(monkeypatch):
-    from vision_longhorn.kernels.backends.triton import tuning
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.delenv("VISION_LONGHORN_TUNE", raising=False)
-    assert tuning._may_time(known=False) and not tuning._may_time(known=True)
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert not tuning._may_time(known=False)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    monkeypatch.setenv("VISION_LONGHORN_TUNE", "0")
-    assert not tuning._may_time(known=False)
 
 
 @pytest.mark.gpu

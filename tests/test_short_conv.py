@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scan_cases import relative_rms
-from vision_longhorn.kernels.dispatch import load_backend
+from vision_longhorn.kernels.dispatch import get_backend
 
 from vision_longhorn import kernels
 
@@ -77,9 +77,9 @@ def run(backend, x, weight, bias, dy, dtype, *, weights=torch.float32, shift=0, 
     _, x = half(x, dtype, shift)
     whole, dx = half(torch.full_like(x, float("nan")), dtype, shift)
     weight, bias = weight.to(weights), bias.to(weights)
-    short_conv = load_backend(backend, "conv")
-    y = short_conv.forward(x, weight, bias, reversed)
-    dweight, dbias = short_conv.backward(dy.to(dtype), x, weight, bias, dx, reversed)
+    backend = get_backend(backend)
+    y = backend.conv_forward(x, weight, bias, reversed)
+    dweight, dbias = backend.conv_backward(dy.to(dtype), x, weight, bias, dx, reversed)
     assert y.is_contiguous() and y.dtype == dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     assert dweight.dtype == dbias.dtype == wide and dweight.is_contiguous() and dbias.is_contiguous()
@@ -156,9 +156,9 @@ def test_strides_in_any_order(backend, B):
     turned = x.float().transpose(0, 1).contiguous().transpose(0, 1)
     dx = torch.empty_like(turned)
     assert B == 0 or not dx.is_contiguous()
-    short_conv = load_backend(backend, "conv")
-    y = short_conv.forward(turned, weight.float(), bias.float())
-    dweight, dbias = short_conv.backward(dy.float(), turned, weight.float(), bias.float(), dx)
+    backend = get_backend(backend)
+    y = backend.conv_forward(turned, weight.float(), bias.float())
+    dweight, dbias = backend.conv_backward(dy.float(), turned, weight.float(), bias.float(), dx)
     compare({"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}, x, weight, bias, dy, torch.float32)
 
 

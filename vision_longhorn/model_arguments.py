@@ -48,16 +48,17 @@ def check_values(kwargs: Mapping[str, Any]) -> None:
         if value is None:
             continue
         items = value if isinstance(value, (list, tuple)) else [value]
-        if key in SIZES and not (all(_is_in(COUNT, item) for item in items) and (items != value or len(items) == 2)):
+        if key in SIZES and not (all(is_in(COUNT, item) for item in items) and (items != value or len(items) == 2)):
             raise UserError(f"{key} is {value!r}: give {COUNT}, or two of them, [height, width]")
         allowed = NUMBERS.get(key)
-        if allowed and not all(isinstance(item, (list, tuple)) or _is_in(allowed, item) for item in items):
+        if allowed and not all(isinstance(item, (list, tuple)) or is_in(allowed, item) for item in items):
             raise UserError(f"{key} is {value!r}: give {allowed}")
         if key in FLAGS and value not in (True, False):
             raise UserError(f"{key} is {value!r}: give true or false")
 
 
-def _is_in(allowed: Range, value: Any) -> bool:
+def is_in(allowed: Range, value: Any) -> bool:
+    """Whether any value, such as one from JSON, is a number in a range."""
     kind = Integral if allowed.kind is int else Real
     if isinstance(value, bool) or not isinstance(value, kind):
         return False

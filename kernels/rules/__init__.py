@@ -7,6 +7,7 @@ gates, sums, dispatch, autograd) asks the rule. docs/scan.md has the mathematics
 from functools import cache
 from importlib import import_module
 
+from ..contract import Scan
 from .base import Rule
 
 # Name: file. A file is imported, and with it Triton where there is one, when its rule is first asked for.
@@ -14,7 +15,7 @@ _FILES = {"diagonal": "longhorn", "exact": "longhorn", "mamba": "mamba", "delta"
           "diagonal_unit": "longhorn"}  # fmt: skip
 NAMES = tuple(_FILES)
 
-__all__ = ["NAMES", "Rule", "get_rule"]
+__all__ = ["NAMES", "Rule", "get_rule", "rule_of"]
 
 
 @cache
@@ -27,3 +28,8 @@ def get_rule(name: str) -> Rule:
     if name not in _FILES:
         raise ValueError(f"rule={name!r} is not known; choose one of {', '.join(map(repr, NAMES))}")
     return next(rule for rule in import_module(f".{_FILES[name]}", __name__).RULES if rule.name == name)
+
+
+def rule_of(scan: Scan) -> Rule:
+    """The rule by which `scan` is computed: not always the one it names, see `Rule.for_states`."""
+    return get_rule(scan.rule).for_states(scan.k.shape[-1])

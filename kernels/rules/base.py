@@ -1,14 +1,13 @@
 """What an update rule is, and what the rules share."""
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Optional
+from typing import Any, ClassVar, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..contract import Scan
+from ..contract import Scan
 
 HAS_TRITON = find_spec("triton") is not None
 
@@ -118,30 +117,30 @@ class Rule:
 
     # A change of variables, before the scan and (for gradients) after it
 
-    def prepare(self, scan: "Scan") -> "Scan":
+    def prepare(self, scan: Scan) -> Scan:
         """`scan` with other variables in which it is walked."""
         return scan
 
-    def restore(self, scan: "Scan", prepared: "Scan", grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    def restore(self, scan: Scan, prepared: Scan, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         """From the gradients of the tensors of `prepared`, those of `scan`, by field, in their shapes and dtypes."""
         return grads
 
     # In torch, for all tokens of a span at once. `d` holds the inputs, time first (`backends.torch.scan`).
 
-    def sizes(self, scan: "Scan", d: Any) -> Sizes:
+    def sizes(self, scan: Scan, d: Any) -> Sizes:
         """From the logits, bias included."""
         raise NotImplementedError
 
-    def through_sizes(self, scan: "Scan", d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Optional[Tensor]:
+    def through_sizes(self, scan: Scan, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Optional[Tensor]:
         """The gradient of the logits (T, b, D) from that of eps; what reaches k through eps is added to `dk`."""
         raise NotImplementedError
 
-    def decays(self, scan: "Scan", d: Any, s: Sizes, out: Tensor) -> Tensor:
+    def decays(self, scan: Scan, d: Any, s: Sizes, out: Tensor) -> Tensor:
         """a of shape (T, b, N, D), in `out`; "decay" only."""
         raise NotImplementedError
 
     def through_decays(
-        self, scan: "Scan", d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
+        self, scan: Scan, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
     ) -> Optional[Tensor]:
         """Adds to `deps` and `dk` what reaches them through a, and returns the gradient of A, if the rule takes it:
         (T, b, N) of a token's, (b, N, D) else. `flow`, the gradient of a, and `a` may be overwritten."""
@@ -182,10 +181,10 @@ class Rule:
 class UnitKeys(Rule):
     """A rule whose keys are made one long, k^ = k / ||k||, before it is walked; zero keys stay zero."""
 
-    def prepare(self, scan: "Scan") -> "Scan":
+    def prepare(self, scan: Scan) -> Scan:
         return scan._replace(k=unit(scan.k.to(scan.accumulator)))
 
-    def restore(self, scan: "Scan", prepared: "Scan", grads: dict[str, Tensor]) -> dict[str, Tensor]:
+    def restore(self, scan: Scan, prepared: Scan, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         dk = grads["k"]
         across = dk - prepared.k * (prepared.k * dk).sum(-1, keepdim=True)
         return grads | {"k": (across * inverse_norm(scan.k.to(scan.accumulator))).to(scan.k.dtype)}

@@ -34,7 +34,7 @@ from vision_longhorn.errors import UserError, bad_input, one_line, spelled
 from vision_longhorn.models.create import TimmModel, create_model
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
+from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
 from vision_longhorn.training.runlog import check_tracker
@@ -266,6 +266,20 @@ def _try_out(name: str, options: dict[str, Any], device: torch.device) -> None:
             raise UserError(
                 f"it makes no update of plain gradients ({one_line(error)}); give another, such as adamw or lamb"
             ) from error
+
+
+def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+    """Loads moments and step counts of a checkpoint; the settings stay those of `cfg`, which may have changed."""
+    if checkpoint["config"]["opt"] != cfg.opt:
+        raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
+    saved = checkpoint["optimizer"]
+    # Some of timm's optimisers count their steps among the settings; a new one has no count yet.
+    groups = [
+        {**group, **own, "params": group["params"]}
+        for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
+    ]
+    with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
+        load_optimizer_state(model, optimizer, {"state": saved["state"], "param_groups": groups})
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:

@@ -1,1 +1,1 @@
-"""The torch backend: what runs on a CPU, and wherever Triton is absent. Its docstrings are the contract of both."""
+"""The torch backend: for CPUs, and wherever Triton is absent. Its docstrings are the contract of both backends."""

@@ -1,14 +1,13 @@
-"""Where two scans meet in the "shared" wiring: RMS norm of each, weighted sum, gate; forward and backward.
+"""Where two scans meet in the "shared" wiring: an RMS norm of each, their weighted sum, and the gate.
 
-    n[g] = o[g] / sqrt(mean_d o[g]^2 + eps),    y = (n[0] weight[0] + n[1] weight[1]) silu(z)
-
-Written out, it takes a pass over memory for each of its steps; a compiler fuses it but then cannot see past the scan
-beside it. Neither function knows autograd.
+n[g] = o[g] / sqrt(mean_d o[g]^2 + eps),    y = (n[0] weight[0] + n[1] weight[1]) silu(z)
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ...contract import wide
 
 
 def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -22,9 +21,9 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         y: (B, L, D), contiguous, dtype of z; computed in float32 (float64 if o is).
     """
-    o, wide = _widened(o)
+    o = o.to(wide(o))
     n = o * _scale(o, eps)
-    return ((n * weight.to(wide)[:, None, None]).sum(0) * F.silu(z.to(wide))).to(z.dtype)
+    return ((n * weight.to(o.dtype)[:, None, None]).sum(0) * F.silu(z.to(o.dtype))).to(z.dtype)
 
 
 def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
@@ -33,28 +32,22 @@ def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: T
     Args:
         dy: (B, L, D), dtype of z, its last axis contiguous; the gradient of y.
         o, z, weight, eps: as given to `forward`.
-        dz: (B, L, D), dtype of z, a view whose last axis is contiguous; what it held is overwritten.
+        dz: (B, L, D), dtype of z, its last axis contiguous.
 
     Returns:
-        (gradient of o (2, B, L, D), dtype of o; gradient of weight (2, D), float32 (float64)), the same bits in every
-        run.
+        The gradients of o, (2, B, L, D) in its dtype, and of weight, (2, D) in float32 (float64).
     """
-    wide_o, wide = _widened(o)
-    weight, dy, z = weight.to(wide), dy.to(wide), z.to(wide)
-    scale = _scale(wide_o, eps)
-    n = wide_o * scale
+    dtype, o = o.dtype, o.to(wide(o))
+    weight, dy, z = weight.to(o.dtype), dy.to(o.dtype), z.to(o.dtype)
+    scale = _scale(o, eps)
+    n = o * scale
     sigmoid = torch.sigmoid(z)
     silu = z * sigmoid
     dz.copy_(dy * (n * weight[:, None, None]).sum(0) * (sigmoid + silu * (1 - sigmoid)))
     dsum = dy * silu
     dn = dsum * weight[:, None, None]
     do = scale * (dn - n * (dn * n).mean(-1, keepdim=True))
-    return do.to(o.dtype), (dsum * n).sum((1, 2))
-
-
-def _widened(o: Tensor) -> tuple[Tensor, torch.dtype]:
-    wide = torch.float64 if o.dtype == torch.float64 else torch.float32
-    return o.to(wide), wide
+    return do.to(dtype), (dsum * n).sum((1, 2))
 
 
 def _scale(o: Tensor, eps: float) -> Tensor:

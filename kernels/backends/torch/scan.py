@@ -1,15 +1,14 @@
-"""The scans in vectorised torch with their own backward pass: what runs on a CPU, and wherever triton is absent.
+"""The scans in vectorised torch with their own backward pass.
 
-The recurrence has to walk through time, but little else does. All directions are scanned together, as one batch; where
-it is large it is cut into blocks, and time into spans of whole chunks of `CHUNK` tokens. Within a span the loop over
-tokens does only
+Only the recurrence walks through time. All directions are scanned together, as one batch; a large batch is cut into
+blocks, and time into spans of whole chunks of `CHUNK` tokens. Within a span the loop over tokens does only
 
     "decay":  S_t = a_t * S_{t-1} + k_t w_t^T,  w_t = eps_t x_t
     "error":  S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
 
-(one call for each token, or three, by the rule's `kind`), and everything that needs no order, the decays, what is
-written, the read-out and all gradients but the adjoint of the state, is done for the span at once. The forward pass
-saves the state at the start of each chunk; the backward pass rebuilds each span from the one at its start.
+in one or three calls a token, by the rule's `kind`. The decays, what is written, the read-out and all gradients but the
+adjoint of the state are found for the whole span at once. The forward pass saves the state at the start of each chunk;
+the backward pass rebuilds each span from its start.
 
 Layout: time first, (L, sequences, ...), the state (sequences, N, D). docs/scan.md derives the gradients.
 """
@@ -23,20 +22,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, stack, unstack
+from ...rules import rule_of
 from ...rules.base import Sizes, over_channels, over_states
 
 CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
 
-# States of one block and span, in elements. Smaller pieces spend their time on calls, and at the demo's size all of it
-# fits in one.
+# The most numbers that the states of one block and span have. Smaller pieces would spend their time on calls; at the
+# demo's size one piece holds everything.
 BLOCK_ELEMENTS = 1 << 21
 
 
 class _Inputs(NamedTuple):
-    """What is scanned, time first and in the order it is scanned, in the accumulator's dtype.
-
-    The R sequences of the batch axis are the batch of each direction, one direction after the other.
-    """
+    """The tensors of a scan, time first and in the order of the scan, in the dtype of sums. The R sequences are the
+    batch of the first direction, then that of the second."""
 
     # fmt: off
     x: Tensor               # (L, R, D)
@@ -51,7 +49,7 @@ class _Inputs(NamedTuple):
 
 
 class _Walk(NamedTuple):
-    """What `_advance` finds on its way through T tokens of b sequences."""
+    """A walk through T tokens of b sequences."""
 
     # fmt: off
     states: Tensor          # (T + 1, b, N, D): before the first token, and after each
@@ -62,7 +60,7 @@ class _Walk(NamedTuple):
 
 
 def _time_first(scan: Scan, value: Tensor) -> Tensor:
-    """([2,] B, L, C) in the order of the tokens to (L, R, C) in scanning order."""
+    """([2,] B, L, C) in the order of the tokens to (L, R, C) in the order of the scan."""
     parts = stack(scan, value, 3)
     G, B, L, C = parts.shape
     out = value.new_empty(L, G, B, C, dtype=scan.accumulator)
@@ -73,7 +71,7 @@ def _time_first(scan: Scan, value: Tensor) -> Tensor:
 
 
 def _batch_first(scan: Scan, value: Tensor) -> Tensor:
-    """The way back: (L, R, C) to (G, B, L, C)."""
+    """The inverse of `_time_first`: (L, R, C) to (G, B, L, C)."""
     parts = value.unflatten(1, scan.sizes[:2]).unbind(1)
     return torch.stack(
         [(part.flip(0) if backward else part).transpose(0, 1) for part, backward in zip(parts, scan.reversed)]
@@ -90,24 +88,24 @@ def _inputs(scan: Scan) -> _Inputs:
         return value.unsqueeze(1).expand(G, B, *value.shape[1:]).flatten(0, 1)
 
     step = None if scan.step is None else _time_first(scan, scan.step)
-    if step is not None and scan.bias is not None:
-        step.unflatten(1, (G, B)).add_(each(scan.bias, 1).unsqueeze(1))
-    if scan.A is None or scan.A_per_token:
-        A = None if scan.A is None else _time_first(scan, scan.A)
-    else:
-        A = each_sequence(each(scan.A, 2).transpose(1, 2))
+    if step is not None:
+        if scan.bias is not None:
+            step.unflatten(1, (G, B)).add_(each(scan.bias, 1).unsqueeze(1))
+        step = step.expand(L, G * B, D)
+    A = scan.A
+    if A is not None:
+        A = _time_first(scan, A) if scan.A_per_token else each_sequence(each(A, 2).transpose(1, 2))
     if scan.initial_state is None:
         state = scan.x.new_zeros(G * B, N, D, dtype=scan.accumulator)
     else:
         state = each(scan.initial_state, 3).transpose(2, 3).flatten(0, 1)
-    return _Inputs(_time_first(scan, scan.x), None if step is None else step.expand(L, G * B, D),
-                   _time_first(scan, scan.k),
-                   _time_first(scan, scan.q), A, None if scan.z is None else _time_first(scan, scan.z),
-                   None if scan.D is None else each_sequence(each(scan.D, 1)), state)  # fmt: skip
+    x, k, q = (_time_first(scan, value) for value in (scan.x, scan.k, scan.q))
+    z = None if scan.z is None else _time_first(scan, scan.z)
+    return _Inputs(x, step, k, q, A, z, None if scan.D is None else each_sequence(each(scan.D, 1)), state)
 
 
 def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
-    """Blocks of the sequences, and spans of time, each of whole chunks."""
+    """Blocks of sequences, and spans of time made of whole chunks."""
     L, R, D = d.x.shape
     room = max(1, BLOCK_ELEMENTS // (CHUNK * D * d.k.shape[-1]))  # chunks of one sequence
     span = CHUNK * max(1, room // max(1, R))
@@ -124,36 +122,32 @@ def _cut(scan: Scan, d: _Inputs, s: Sizes, b: slice, t: slice) -> tuple[_Inputs,
         return None if value is None else value[t, b]
 
     A = cut(d.A) if scan.A_per_token or d.A is None else d.A[b]
-    return (
-        _Inputs(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), None if d.D is None else d.D[b], d.state[b]),
-        Sizes(*map(cut, s)),
-    )
+    D = None if d.D is None else d.D[b]
+    return _Inputs(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), D, d.state[b]), Sizes(*map(cut, s))
 
 
 _kept = threading.local()
 
 
 def _workspace(d: _Inputs, b: slice, spans: list[slice], fields: int) -> Tensor:
-    """Room for `fields` tensors of a state for each token of a span and one more: (fields, T + 1, b, N, D).
+    """Uninitialised memory for `fields` tensors of T + 1 states, T the tokens of a span: (fields, T + 1, b, N, D).
 
-    One piece for all spans, and for all calls of a thread as long as it is no larger than the cuts make it: memory that
-    the allocator returns to the system costs a page fault for each of its pages when it is next written, at the demo's
-    size as much as the arithmetic.
+    All calls of a thread share it while it is no larger than the cuts make it: memory that the allocator returns to
+    the system costs page faults when it is next written, at the demo's size as much time as the arithmetic.
     """
     shape = fields, spans[0].stop + 1, *d.state[b].shape
     size = math.prod(shape)
     if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or size > 4 * BLOCK_ELEMENTS:
         return d.x.new_empty(shape)
     if getattr(_kept, "room", None) is None or _kept.room.numel() < size:
-        # It outlives the call, so nothing that is set for this one may decide what it is: neither a default dtype or
-        # device, nor inference mode, whose tensors cannot be written outside.
+        # It outlives the call, so the call's default dtype and device and its inference mode must not reach it.
         with torch.inference_mode(False):
             _kept.room = torch.empty(size, dtype=torch.float32, device="cpu")
     return _kept.room[:size].view(shape)
 
 
 def _rows(value: Tensor) -> tuple[Tensor, ...]:
-    """(T, b, C) to (b, 1, C) for each token, all in one call."""
+    """(T, b, C) to (b, 1, C) for each token."""
     return value.unsqueeze(2).unbind(0)
 
 
@@ -163,12 +157,12 @@ def _columns(value: Tensor) -> tuple[Tensor, ...]:
 
 
 def _advance(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, work: Tensor) -> _Walk:
-    """Walk from `state` through the times of `d`; the states and the decays lie in the first two fields of `work`."""
-    T = d.x.shape[0]
+    """Walk from `state` through the times of `d`. The first two fields of `work` hold the states and the decays."""
+    T, rule = d.x.shape[0], rule_of(scan)
     states = work[0, : T + 1]
     states[0] = state
     rows = states.unbind(0)
-    if scan.law.kind == "error":
+    if rule.kind == "error":
         errors = d.x.clone(memory_format=torch.contiguous_format)
         writes = torch.empty_like(errors)
         for before, after, error, write, eps, key, key_column in zip(
@@ -178,7 +172,7 @@ def _advance(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, work: Tensor) -> _
             torch.mul(eps, error, out=write)
             torch.addcmul(before, key_column, write, out=after)
         return _Walk(states, errors, writes, None)
-    a = scan.law.decays(scan, d, s, work[1, :T])
+    a = rule.decays(scan, d, s, work[1, :T])
     writes = s.eps * d.x
     torch.mul(d.k.unsqueeze(3), writes.unsqueeze(2), out=states[1:])
     for before, after, decay in zip(rows, rows[1:], a.unbind(0)):
@@ -192,37 +186,31 @@ def _read_out(d: _Inputs, states: Tensor) -> Tensor:
     return y if d.D is None else y.addcmul_(d.D, d.x)
 
 
-def takes_projection(scan: Scan) -> bool:
-    """Whether logits may be given at low rank (`Scan.step_proj`)."""
-    return False
-
-
 def saved_shape(scan: Scan) -> tuple[int, ...]:
-    """Of the states that `forward` saves."""
+    """The shape of the states that `forward` saves."""
     G, B, L, D, N = scan.sizes
     return G, ceil_div(L, CHUNK), B, N, D
 
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the scan.
-
+    """
     Returns:
-        y (`scan.output_shape`) in the dtype of x, the final state (`scan.state_shape`) in the accumulator's dtype, and
-        the states at the starts of the chunks, (directions, chunks, B, N, D), empty unless `save_states`.
+        y (`scan.output_shape`) in the dtype of x, the final state (`scan.state_shape`) in the dtype of sums, and the
+        states at the starts of the chunks, (directions, chunks, B, N, D), empty unless `save_states`.
     """
     G, B, L, D, N = scan.sizes
     d = _inputs(scan)
-    s = scan.law.sizes(scan, d)
+    s = rule_of(scan).sizes(scan, d)
     blocks, spans = _cuts(d)
     out, final = torch.empty_like(d.x), torch.empty_like(d.state)
-    saved = d.x.new_empty(-(-L // CHUNK) if save_states else 0, G * B, N, D)
+    saved = d.x.new_empty(ceil_div(L, CHUNK) if save_states else 0, G * B, N, D)
     for b in blocks:
         state, work = d.state[b], _workspace(d, b, spans, 2)
         for t in spans:
             part, sizes = _cut(scan, d, s, b, t)
             states = _advance(scan, part, sizes, state, work).states
             if save_states:
-                saved[t.start // CHUNK : -(-t.stop // CHUNK), b] = states[:-1:CHUNK]
+                saved[t.start // CHUNK : ceil_div(t.stop, CHUNK), b] = states[:-1:CHUNK]
             y = _read_out(part, states[1:])
             out[t, b] = y if part.z is None else y.mul_(F.silu(part.z))
             state = states[-1]
@@ -238,15 +226,19 @@ def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
     dkq: Optional[Pair] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """A gradient for each tensor of `scan`, given those of y and of the final state and what `forward` saved; that of z
-    is written to `dz` instead, if given: (B, L, D), for a gate that both directions share. Those of k and q are written
-    to `dkq` instead, if given, in dtypes of theirs: (G, B, L, N), where each direction has its own, side by side in
-    rows of one tensor."""
+    """The gradient of each tensor of `scan` by field, from those of y and of the final state and from what `forward`
+    saved.
+
+    Args:
+        dz: (B, L, D), for a gate that the directions share; if given, the gradient of z is written there instead.
+        dkq: two of (G, B, L, N), for k and q of which each direction has its own, side by side in the rows of one
+            tensor; if given, their gradients are written there instead.
+    """
     G, B, L, D, N = scan.sizes
     if not saved.numel():
         saved = forward(scan, True)[2]
     d = _inputs(scan)
-    s = scan.law.sizes(scan, d)
+    s = rule_of(scan).sizes(scan, d)
     blocks, spans = _cuts(d)
     starts = saved[:, [t.start // CHUNK for t in spans]].transpose(0, 1).flatten(1, 2)  # (spans, R, N, D)
     dy = torch.zeros_like(d.x) if dy is None else _time_first(scan, dy).mul_(scan.output_scale)
@@ -288,8 +280,9 @@ def backward(
 
 def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, adjoint: Tensor,
                    work: Tensor, grads: dict[str, Tensor], b: slice, t: slice) -> Tensor:  # fmt: skip
-    """Rebuild the span from the state at its start, write its gradients into `grads`, and return the adjoint of that
-    state. `adjoint` is that of the state at its end, from all later tokens."""
+    """Rebuild a span from the state at its start, write its gradients into `grads`, and return the adjoint of that
+    state, from that of the state at its end."""
+    rule = rule_of(scan)
     walk, targets, writes, a = _advance(scan, d, s, state, work)
     before, states = walk[:-1], walk[1:]  # (T, b, N, D)
     if d.z is not None:
@@ -299,7 +292,7 @@ def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, 
     if d.D is not None:
         grads["D"][b] += (dy * d.x).sum(0)
 
-    adjoints = work[2, : len(states)]  # of S_t, the read-out at t included
+    adjoints = work[2, : len(states)]  # the gradients of S_t, its read-out included
     rows = adjoints.unbind(0)
     if a is not None:
         torch.mul(d.q.unsqueeze(3), dy.unsqueeze(2), out=adjoints)
@@ -327,13 +320,13 @@ def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, 
     if a is None:
         dk -= over_channels(before, dx)
     else:
-        dA = scan.law.through_decays(scan, d, s, a, adjoints.mul_(before), dx, deps, dk)
+        dA = rule.through_decays(scan, d, s, a, adjoints.mul_(before), dx, deps, dk)
         if dA is not None and scan.A_per_token:
             grads["A"][t, b] = dA
         elif dA is not None:
             grads["A"][b] += dA
     grads["x"][t, b] = dx if d.D is None else torch.addcmul(dx, d.D, dy)
-    dstep = scan.law.through_sizes(scan, d, s, deps, dk)
+    dstep = rule.through_sizes(scan, d, s, deps, dk)
     if dstep is not None:
         grads["step"][t, b] = dstep
     grads["k"][t, b] = dk

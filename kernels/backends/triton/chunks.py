@@ -1,30 +1,29 @@
-"""The exact rule in chunks on tensor cores: when it can run so, and what the kernels of `chunk_kernels` are launched
-with."""
+"""The exact rule in chunks on tensor cores: when it can run so, and with what `chunk_kernels` are launched."""
 
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
 from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack
+from ...rules import rule_of
 from . import chunk_kernels as kernels
 from . import fragments
 from .finish import sum_blocks, sum_sequences
 from .lanes import takes_ptx
+from .launch import Launch, pointer, run, strides
 from .tuning import multiprocessors
-
-if TYPE_CHECKING:
-    from .scan import _Launch
 
 CHUNK = 8
 # Chunks from one kept state to the next: the backward pass goes back from those by differences.
 ANCHOR = 32
 STATES = (8, 16, 32)
-# Of logits that are made here, with so many states at most: with more the projection leaves no room to load ahead.
+# The ranks of logits that the kernels can make, and the most states then: more leave no room to load ahead.
 _RANKS, _RANK_STATES = (8, 16, 24), 16
 _SHARED = 48 << 10  # bytes that a program may reserve
 
@@ -39,7 +38,7 @@ class Shape(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of a program."""
+        """The channels of a program."""
         return 16 * self.pairs * self.warps
 
 
@@ -73,7 +72,7 @@ def obstacle(scan: Scan) -> Optional[str]:
         return f"rule={scan.rule!r} has no chunked form here"
     if N not in STATES:
         return f"d_state is {N}; it must be one of {', '.join(map(str, STATES))}"
-    names = scan.law.names
+    names = rule_of(scan).names
     for name in ("x", "step", "step_proj", "k", "q", "z"):
         value = getattr(scan, name)
         if value is not None and value.dtype != torch.bfloat16:
@@ -86,8 +85,8 @@ def obstacle(scan: Scan) -> Optional[str]:
 
 
 def _too_wide(value: Tensor) -> bool:
-    """Whether the tokens of a sequence span 2**31 numbers or more, in `value` or in a contiguous copy, which it is read
-    from unless its channels lie side by side."""
+    """Whether the tokens of a sequence span 2**31 numbers or more, in `value` or, unless its channels lie side by side,
+    in the contiguous copy that is read."""
     width = value.shape[-1]
     stride = value.stride(-2) if value.stride(-1) == 1 or width == 1 else width
     return value.shape[-2] * max(stride, width) >= 2**31
@@ -95,7 +94,7 @@ def _too_wide(value: Tensor) -> bool:
 
 @cache
 def _trouble(device: torch.device) -> Optional[str]:
-    """Why this Triton cannot compile what the kernels are made of; None if it can. Says so once."""
+    """Why this Triton cannot compile the kernels' instructions, with one warning; None if it can."""
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             kernels._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
@@ -110,7 +109,7 @@ def chosen(scan: Scan) -> bool:
     """Whether `scan` runs in chunks.
 
     Raises:
-        ValueError: it is asked to and cannot.
+        ValueError: it has to, by its regime, and cannot.
     """
     if scan.regime not in ("auto", "chunked"):
         return False
@@ -121,41 +120,38 @@ def chosen(scan: Scan) -> bool:
 
 
 def takes_projection(scan: Scan) -> bool:
-    """Whether the kernels make the logits of `scan`, whose `step` is at low rank, as they read it."""
+    """Whether the kernels make the logits of `scan` while they read its `step` at low rank."""
     rank = 0 if scan.step_proj is None else scan.step_proj.shape[-1]
     return rank in _RANKS and scan.sizes[4] <= _RANK_STATES and chosen(scan)
 
 
 def saved_shape(scan: Scan) -> tuple[int, ...]:
-    """Of what the backward pass starts from, in float32: w of every token in bfloat16, and some states."""
+    """The shape of what the backward pass starts from: w of every token in bfloat16, and some states, as float32."""
     G, B, L, D, N = scan.sizes
     chunks = ceil_div(L, CHUNK)
     return (G * B * (chunks * 8 * ceil_div(D, 2) + ceil_div(chunks, ANCHOR) * D * N),)
 
 
+def _aligned(values: Sequence[Tensor], size: int) -> bool:
+    """Whether one load can take `size` 16-bit numbers of a row."""
+    return all(v.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in v.stride()[:-1]) for v in values)
+
+
 def _word(values: list[Tensor], whole: bool) -> int:
     """How many channels one load takes; `whole`: no lane has channels beyond the last."""
-
-    def aligned(size: int) -> bool:
-        return all(v.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in v.stride()[:-1]) for v in values)
-
-    if whole and aligned(4):
+    if whole and _aligned(values, 4):
         return 4
-    return 2 if values[0].shape[-1] % 2 == 0 and aligned(2) else 1
+    return 2 if values[0].shape[-1] % 2 == 0 and _aligned(values, 2) else 1
 
 
 def _share(numbers: int, *values: Tensor) -> int:
-    """How many of the `numbers` of a row that are a lane's one load takes."""
-
-    def aligned(size: int) -> bool:
-        return all(v.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in v.stride()[:-1]) for v in values)
-
-    return next((size for size in (4, 2) if numbers % size == 0 and aligned(size)), 1)
+    """How many of a lane's `numbers` of a row one load takes."""
+    return next((size for size in (4, 2) if numbers % size == 0 and _aligned(values, size)), 1)
 
 
 def _in_turn(scan: Scan, shape: Shape) -> bool:
-    """Whether the directions take turns, so that the second can add to what the first left, and not a pass of its own:
-    where one alone keeps all schedulers busy."""
+    """Whether the directions take turns, where one alone keeps all schedulers busy: the second adds to the results of
+    the first, which saves a pass that does."""
     _, B, _, D, _ = scan.sizes
     warps = B * ceil_div(D, shape.channels) * shape.warps
     return _combined(scan) and warps >= 8 * multiprocessors(scan.x.device)
@@ -167,10 +163,16 @@ def _combined(scan: Scan) -> bool:
 
 
 def _common(
-    launch: "_Launch", shape: Shape, channels: int, *others: Tensor, extra: int = 0, exchange: int = 0
+    launch: Launch, shape: Shape, channels: int, *others: Tensor, extra: int = 0, exchange: int = 0
 ) -> dict[str, Any]:
-    """Of both kernels: a program takes `channels` channels of a sequence, `others` are read and written as x is, tokens
-    are read of `extra` tensors beside x, logits and z, and `exchange` bytes of shared memory are for other use."""
+    """The arguments that both kernels take.
+
+    Args:
+        channels: of one sequence, that a program takes.
+        others: tensors that are read or written as x is.
+        extra: how many tensors' tokens are read beside those of x, logits and z.
+        exchange: bytes of shared memory that are for other use.
+    """
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     step = launch.args["step_ptr"]
@@ -186,9 +188,8 @@ def _common(
     if rank and (proj.stride()[1:] != (rank, 1) or proj.data_ptr() % 4 or proj.stride(0) % 2):
         proj = proj.contiguous()
     aligned = launch.aligned and all(s % 16 == 0 for v in others for s in v.stride()[:-1])
-    args = launch.args | dict(
-        step_ptr=step, **dict(zip(("step_g", "step_b", "step_l", "step_d"), step.stride())), SCALAR=scalar,
-        proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8, RANKS=ranks,
+    args = launch.args | pointer("step", step, "gbld") | dict(
+        SCALAR=scalar, proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8, RANKS=ranks,
         blocks=ceil_div(D, channels), unscale=1 / scan.output_scale, ALIGNED=aligned, MEET=False, IN_TURN=False,
         OTHER=False, direction=0, NP=N // 8, CP=shape.pairs, NW=shape.warps, STATES=states, ANCHOR=ANCHOR,
         WORD=_word(rows, shape.pairs % 2 == 0 and D % channels == 0), num_warps=shape.warps, num_stages=1,
@@ -210,24 +211,17 @@ def _common(
     return args
 
 
-def _run(kernel: Any, grid: tuple[int, int], args: dict[str, Any]) -> None:
-    options = {name: args[name] for name in ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg") if name in args}
-    kernel[grid](**{name: args[name] for name in kernel.arg_names}, **options)
-
-
-def _parts(launch: "_Launch", saved: Tensor) -> dict[str, Tensor]:
+def _parts(launch: Launch, saved: Tensor) -> dict[str, Tensor]:
     G, B, L, D, N = launch.sizes
     return dict(written_ptr=saved, anchor_ptr=saved[G * B * ceil_div(L, CHUNK) * 8 * ceil_div(D, 2) :])
 
 
-def forward(
-    launch: "_Launch", save: bool, output: bool, shape: Optional[Shape] = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """y (G, B, L, D), or (B, L, D) where the directions are combined already, the final state (G, B, D, N) and what is
+def forward(launch: Launch, save: bool, output: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """y (G, B, L, D), or (B, L, D) if the directions are combined already, the final state (G, B, D, N) and what is
     kept."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
-    shape = shape or choose("forward", scan)
+    shape = choose("forward", scan)
     # Of few programs each has the longer way where they meet.
     meet = output and _combined(scan) and shape.warps > 1
     y = scan.x.new_empty((B, L, D) if meet else (G, B, L, D) if output else (0,))
@@ -237,25 +231,26 @@ def forward(
     channels = shape.channels // 2 if meet else shape.channels
     args = _common(launch, shape, channels) | dict(
         y_ptr=y, final_ptr=final, **_parts(launch, saved), start_ptr=final if start is None else start,
-        HAS_START=start is not None, OUTPUT=output, SAVE=save, MEET=meet, **_state_strides("start", start))  # fmt: skip
+        HAS_START=start is not None, **strides("start", start, "gbdn"), OUTPUT=output, SAVE=save,
+        MEET=meet)  # fmt: skip
     with torch.cuda.device_of(scan.x):
-        _run(kernels._forward_kernel, (args["blocks"] * B, 1 if meet else G), args)
+        run(kernels._forward_kernel, (args["blocks"] * B, 1 if meet else G), args)
     return y, final, saved
 
 
 def backward(
-    launch: "_Launch", dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dz: Optional[Tensor],
-    dkq: Optional[Pair] = None, shape: Optional[Shape] = None,
+    launch: Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dz: Optional[Tensor],
+    dkq: Optional[Pair] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The gradients by field, with a direction axis, float32 where a sum over directions or channels may follow. That
-    of z lacks the axis where both directions are in it already, and is `dz` itself if that can be written to. Those of
-    k and q are `dkq`, if given."""
+    of z has no such axis if it is summed already, and is `dz` itself if the kernel can write there. Those of k and q
+    are `dkq`, if given."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
-    shape = shape or choose("backward", scan)
+    shape = choose("backward", scan)
     blocks = ceil_div(D, shape.channels)
     if _too_wide(dy):
-        dy = dy.contiguous()  # of a cat, say; the others were looked at before the forward pass
+        dy = dy.contiguous()  # the other tensors were looked at before the forward pass
     in_turn = scan.z is not None and _in_turn(scan, shape)
     in_place = in_turn or (scan.z is not None and G == 1)
     if not in_place:
@@ -275,17 +270,17 @@ def backward(
     dD, dbias, dinitial = numbers(G, B, D), numbers(G, B, D), numbers(G, B, D, N)
     sums = numbers(blocks, G, B, L, 2 * N)
     args |= dict(
-        dy_ptr=dy, **dict(zip(("dy_g", "dy_b", "dy_l"), dy.stride())), **_parts(launch, saved), dstep_ptr=dstep,
+        **pointer("dy", dy, "gbl"), **_parts(launch, saved), dstep_ptr=dstep,
         dz_ptr=dz, **dict(zip(("dz_g", "dz_b", "dz_l"), (0, *dz.stride()) if in_place else dz.stride())),
         adjoint_ptr=saved if adjoint is None else adjoint, HAS_ADJOINT=adjoint is not None,
-        HAS_INITIAL=scan.initial_state is not None, **_state_strides("adjoint", adjoint), dx_ptr=dx, dD_ptr=dD,
+        HAS_INITIAL=scan.initial_state is not None, **strides("adjoint", adjoint, "gbdn"), dx_ptr=dx, dD_ptr=dD,
         dbias_ptr=dbias, dinitial_ptr=dinitial, sums_ptr=sums)  # fmt: skip
     if in_turn:
         args["IN_TURN"] = True
         for direction in range(2):
-            _run(kernels._backward_kernel, (blocks * B, 1), args | dict(OTHER=direction > 0, direction=direction))
+            run(kernels._backward_kernel, (blocks * B, 1), args | dict(OTHER=direction > 0, direction=direction))
     else:
-        _run(kernels._backward_kernel, (blocks * B, G), args)
+        run(kernels._backward_kernel, (blocks * B, G), args)
 
     dk, dq = sum_blocks(sums, scan.k, scan.q, dkq=dkq)
     skip, bias = sum_sequences(dD, dbias)
@@ -293,8 +288,3 @@ def backward(
         dstep = dstep.sum(0).unsqueeze(-1)
     grads = dict(x=dx, step=dstep, k=dk, q=dq, z=dz, D=skip, bias=bias, initial_state=dinitial)
     return {name: value for name, value in grads.items() if getattr(scan, name) is not None}
-
-
-def _state_strides(name: str, value: Optional[Tensor]) -> dict[str, int]:
-    strides = (0,) * 4 if value is None else value.stride()
-    return {f"{name}_{axis}": stride for axis, stride in zip("gbdn", strides)}

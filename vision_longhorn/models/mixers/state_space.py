@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
 from vision_longhorn.kernels.contract import check_option
-from vision_longhorn.kernels.dispatch import load_backend
+from vision_longhorn.kernels.dispatch import get_backend
 from vision_longhorn.kernels.mixing import token_facts
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
@@ -155,9 +155,8 @@ class BidirectionalMixer(nn.Module):
         xz = self.in_proj(h)
         with torch.autocast(h.device.type, enabled=False):
             x = xz.chunk(2, -1)[0].to(wide)
-            conv = load_backend("torch", "conv")
             weight, bias = self.conv_weight.contiguous(), self.conv_bias.contiguous()
-            x = conv.forward(x, weight, bias, self.reversed)  # (S, B, L, D)
+            x = get_backend("torch").conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
             step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
             found = get_rule(self.rule).maps(step, k, A)
         return torch.stack(found).expand(2, 2, -1, -1).transpose(1, 2)

@@ -1,0 +1,26 @@
+"""The Triton backend as an object. Only `dispatch.get_backend` imports it: Triton is optional."""
+
+from ...contract import REGIMES
+from .. import Backend
+from . import chunks, conv, norm, projections, scan
+
+
+class TritonBackend(Backend):
+    """What runs on a GPU and in Triton's interpreter. The two projections' forward passes are torch's."""
+
+    name = "triton"
+    regimes = REGIMES
+
+    scan_forward = staticmethod(scan.forward)
+    scan_backward = staticmethod(scan.backward)
+    saved_shape = staticmethod(scan.saved_shape)
+    takes_projection = staticmethod(chunks.takes_projection)
+    plan = staticmethod(scan.plan)
+    conv_forward = staticmethod(conv.forward)
+    conv_backward = staticmethod(conv.backward)
+    norm_forward = staticmethod(norm.forward)
+    norm_backward = staticmethod(norm.backward)
+    pad = staticmethod(projections.pad)
+    unpad = staticmethod(projections.unpad)
+    x_proj_backward = staticmethod(projections.x_proj_backward)
+    dt_proj_backward = staticmethod(projections.dt_proj_backward)

@@ -1,0 +1,61 @@
+"""What the kernels of the scans are launched with, whether they walk (`scan`) or go in chunks (`chunks`)."""
+
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+
+from ...contract import Scan, stack
+
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+
+
+class Launch:
+    """A scan, and the arguments that all of its kernels take: tensors with a direction axis, strides, options."""
+
+    def __init__(self, scan: Scan):
+        if scan.x.dtype == torch.float64:
+            raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
+        self.scan = scan
+        G, B, L, D, N = self.sizes = scan.sizes
+        x, k, q = (rows(scan, value, 3) for value in (scan.x, scan.k, scan.q))
+        z, skip = (None if value is None else rows(scan, value, ndim) for value, ndim in ((scan.z, 3), (scan.D, 1)))
+        step = x if scan.step is None else stack(scan, scan.step, 3)
+        if scan.step_proj is None:
+            step = step.expand(G, B, L, D)
+        bias = None if scan.bias is None else stack(scan, scan.bias, 1).expand(G, D)
+        absent = scan.x
+        self.args: dict[str, Any] = dict(
+            **pointer("x", x, "gbl"), **pointer("step", step, "gbld"), **pointer("k", k, "gbl"),
+            **pointer("q", q, "gbl"), **pointer("z", z, "gbl", absent), **pointer("D", skip, "g", absent),
+            **pointer("bias", bias, "gd", absent), L=L, B=B, D=D, N=N, HAS_Z=z is not None, HAS_D=skip is not None,
+            HAS_BIAS=bias is not None, FIRST_REVERSED=int(scan.direction == "backward"))  # fmt: skip
+        read = [x, *(() if scan.step_proj is not None else (step,)), *(() if z is None else (z,))]
+        self.aligned = D % 16 == 0 and all(map(aligned, read))
+
+
+def rows(scan: Scan, value: Tensor, ndim: int) -> Tensor:
+    """`stack`, with the numbers of the last axis side by side."""
+    value = stack(scan, value, ndim)
+    return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
+
+
+def strides(name: str, value: Optional[Tensor], axes: str) -> dict[str, int]:
+    """The strides of a tensor as arguments of a kernel; zeros where there is none."""
+    return {f"{name}_{axis}": 0 if value is None else value.stride(i) for i, axis in enumerate(axes)}
+
+
+def pointer(name: str, value: Optional[Tensor], axes: str, absent: Optional[Tensor] = None) -> dict[str, Any]:
+    """A tensor and its strides as arguments of a kernel; `absent` is given for one that is not there, and not read."""
+    return {f"{name}_ptr": absent if value is None else value, **strides(name, value, axes)}
+
+
+def aligned(value: Tensor) -> bool:
+    """Whether every row of channels starts at a multiple of 16 bytes (and 16 numbers, as the kernels are told)."""
+    return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[:-1])
+
+
+def run(kernel: Any, grid: tuple[int, int], args: dict[str, Any]) -> None:
+    """Launch `kernel` with what it takes of `args`, and with the options of Triton's that are there."""
+    names = (*kernel.arg_names, *(name for name in _OPTIONS if name in args))
+    kernel[grid](**{name: args[name] for name in names})

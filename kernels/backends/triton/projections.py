@@ -1,0 +1,189 @@
+"""`backends.torch.projections` on a GPU. The backward passes are bound by bytes, so each makes both of its products in
+one pass over the tokens.
+
+A program goes through some tiles of tokens with a block of channels, whose sums for the projection stay in registers
+until the end. All sums are in a fixed order. These two kernels are for Hopper: they would run on other GPUs, but nobody
+has timed them beside torch's products there.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...contract import ceil_div, power_of_2
+from ..torch import projections as plain
+from .finish import sum_blocks, sum_sequences
+from .lanes import kernel, on_hopper, operand
+from .tuning import multiprocessors
+
+# Tokens and channels of a tile, and how many tiles are on their way: a program fills most of the shared memory.
+_X_TILE, _STAGES = (64, 128), 3
+_DT_TILES = (64, 256), (128, 128)  # the first that fits
+_WIDEST = 64  # numbers of a token that registers hold sums for
+_PAD_BLOCK = 1024
+
+
+@triton.jit
+def _move(plain_ptr, wide_ptr, i, size, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
+          BACK: tl.constexpr):  # fmt: skip
+    """Numbers i of the wide tensor (.., ROWS, INNER) from or (BACK) to the plain one, which has no rows R to WIDTH."""
+    GAP: tl.constexpr = WIDTH - R
+    row = i // INNER % ROWS
+    after = row >= WIDTH
+    plain = plain_ptr + i - (i // (ROWS * INNER) * GAP + tl.where(after, GAP, 0)) * INNER
+    ok = i < size
+    both = ok & (after | (row < R))
+    if BACK:
+        value = tl.load(wide_ptr + i, mask=both, other=0).to(tl.float32)
+        tl.store(plain, value.to(plain_ptr.dtype.element_ty), mask=both)
+    else:
+        value = tl.load(plain, mask=both, other=0).to(tl.float32)
+        tl.store(wide_ptr + i, value.to(wide_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _pad_kernel(
+    x_ptr, dt_ptr, wide_x_ptr, wide_dt_ptr, x_size, dt_size, x_blocks,
+    ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both matrices, since each is so small that a launch is what it costs."""
+    block = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    if block < x_blocks:
+        _move(x_ptr, wide_x_ptr, block * BLOCK + i, x_size, ROWS, D, R, WIDTH, BACK)
+    else:
+        _move(dt_ptr, wide_dt_ptr, (block - x_blocks) * BLOCK + i, dt_size, WIDTH, 1, R, WIDTH, BACK)
+
+
+def _pad(x_proj: Tensor, dt_proj: Tensor, wide_x: Tensor, wide_dt: Tensor, back: bool) -> None:
+    _, rows, D = wide_x.shape
+    blocks = ceil_div(wide_x.numel(), _PAD_BLOCK)
+    with torch.cuda.device_of(wide_x):
+        _pad_kernel[(blocks + ceil_div(wide_dt.numel(), _PAD_BLOCK),)](
+            x_proj, dt_proj, wide_x, wide_dt, wide_x.numel(), wide_dt.numel(), blocks, ROWS=rows, D=D,
+            R=dt_proj.shape[2], WIDTH=wide_dt.shape[2], BACK=back, BLOCK=_PAD_BLOCK, num_warps=4)  # fmt: skip
+
+
+def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """As `backends.torch.projections.pad`."""
+    (S, rows, D), R = x_proj.shape, dt_proj.shape[2]
+    if width == R and x_proj.dtype == dt_proj.dtype == dtype:
+        return x_proj, dt_proj
+    wide_x = x_proj.new_empty(S, width - R + rows, D, dtype=dtype)
+    wide_dt = dt_proj.new_empty(S, dt_proj.shape[1], width, dtype=dtype)
+    _pad(x_proj, dt_proj, wide_x, wide_dt, False)
+    return wide_x, wide_dt
+
+
+def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
+    """As `backends.torch.projections.unpad`."""
+    if wide_dt.shape == dt_proj.shape and wide_x.dtype == x_proj.dtype and wide_dt.dtype == dt_proj.dtype:
+        return wide_x, wide_dt
+    dx_proj, ddt_proj = x_proj.new_empty(x_proj.shape), dt_proj.new_empty(dt_proj.shape)
+    _pad(dx_proj, ddt_proj, wide_x, wide_dt, True)
+    return dx_proj, ddt_proj
+
+
+@kernel(["tokens", "parts"], [])
+def _x_proj_backward_kernel(
+    dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
+    D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. MB is M or more; sums is
+    (S, parts, M, D)."""
+    part = tl.program_id(0)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
+    s = tl.program_id(2).to(tl.int64)
+    m = tl.arange(0, MB)
+    proj = operand(tl.load(proj_ptr + (s * M + m[:, None]) * D + d, mask=m[:, None] < M, other=0))  # (MB, BD)
+    sums = tl.zeros([BD, MB], tl.float32)
+    for tile in tl.range(part, (tokens + BT - 1) // BT, parts, num_stages=STAGES):
+        token = tile * BT + tl.arange(0, BT)[:, None]
+        there = token < tokens
+        row = s * tokens + token  # (BT, 1), int64
+        dlow = operand(tl.load(dlow_ptr + row * M + m[None, :], mask=there & (m[None, :] < M), other=0))  # (BT, MB)
+        x = operand(tl.load(x_ptr + row * D + d, mask=there, other=0))  # (BT, BD)
+        sums = tl.dot(tl.trans(x), dlow, sums)
+        dx = tl.load(dx_ptr + row * D + d, mask=there, other=0).to(tl.float32)
+        dx = tl.dot(dlow, proj, dx)
+        tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=there)
+    at = sums_ptr + ((s * parts + part) * M + m[:, None]) * D + d
+    tl.store(at, tl.trans(sums), mask=m[:, None] < M)
+
+
+def _takes(tokens: Tensor, *others: Tensor) -> bool:
+    """Whether a kernel is for these: 16-bit numbers in whole blocks of channels, contiguous, on Hopper."""
+    fits = tokens.dtype.itemsize == 2 and tokens.shape[2] % 128 == 0
+    return on_hopper(tokens.device) and fits and all(value.is_contiguous() for value in (tokens, *others))
+
+
+def _parts(tokens: Tensor, tile: int, blocks: int) -> int:
+    """Into how many parts the tokens of a set are cut: one program on each multiprocessor, and at least one part, which
+    writes zeros where there is no token."""
+    S, T, _ = tokens.shape
+    return max(1, min(ceil_div(T, tile), multiprocessors(tokens.device) // (S * blocks)))
+
+
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
+    """As `backends.torch.projections.x_proj_backward`; the gradient of the projection may be float32."""
+    (S, T, D), M = x.shape, dlow.shape[2]
+    if M > _WIDEST or not _takes(x, dlow, dx):
+        return plain.x_proj_backward(dlow, x, projection, dx)
+    tokens, channels = _X_TILE
+    blocks = D // channels
+    parts = _parts(x, tokens, blocks)
+    sums = x.new_empty(S, parts, M * D, dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        _x_proj_backward_kernel[(parts, blocks, S)](
+            dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
+            BT=tokens, STAGES=_STAGES, num_warps=8)  # fmt: skip
+    return sum_sequences(sums)[0].view(S, M, D)
+
+
+@kernel(["tokens", "parts"], [])
+def _dt_proj_backward_kernel(
+    dstep_ptr, low_ptr, proj_ptr, partial_ptr, sums_ptr, tokens, parts,
+    D: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, STRIDE: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. What they add to the low rank is
+    summed over the blocks of channels afterwards. RB is R or more, STRIDE how far the tokens of low are apart. partial
+    is (blocks, S, T, R), sums (S, parts, D, R)."""
+    part = tl.program_id(0)
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    s = tl.program_id(2).to(tl.int64)
+    sets = tl.num_programs(2)
+    r = tl.arange(0, RB)[None, :]
+    proj = operand(tl.load(proj_ptr + (s * D + d[:, None]) * R + r, mask=r < R, other=0))  # (BD, RB)
+    sums = tl.zeros([BD, RB], tl.float32)
+    for tile in tl.range(part, (tokens + BT - 1) // BT, parts, num_stages=STAGES):
+        token = tile * BT + tl.arange(0, BT)[:, None]
+        there = token < tokens
+        row = s * tokens + token  # (BT, 1), int64
+        low = operand(tl.load(low_ptr + row * STRIDE + r, mask=there & (r < R), other=0))  # (BT, RB)
+        dstep = operand(tl.load(dstep_ptr + row * D + d[None, :], mask=there, other=0))  # (BT, BD)
+        partial = tl.dot(dstep, proj)
+        at = partial_ptr + (tl.program_id(1) * sets * tokens.to(tl.int64) + row) * R + r
+        tl.store(at, partial, mask=there & (r < R))
+        sums = tl.dot(tl.trans(dstep), low, sums)
+    tl.store(sums_ptr + ((s * parts + part) * D + d[:, None]) * R + r, sums, mask=r < R)
+
+
+def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
+    """As `backends.torch.projections.dt_proj_backward`; the gradient of the projection may be float32."""
+    (S, T, D), R = dstep.shape, projection.shape[2]
+    if not T or not 0 < R <= _WIDEST or R % 2 or not _takes(dstep, low, dlow):
+        return plain.dt_proj_backward(dstep, low, projection, dlow)
+    tokens, channels = next(tile for tile in _DT_TILES if D % tile[1] == 0)
+    blocks = D // channels
+    parts = _parts(dstep, tokens, blocks)
+    partial = dstep.new_empty(blocks, S, 1, T, R, dtype=torch.float32)
+    sums = dstep.new_empty(S, parts, D * R, dtype=torch.float32)
+    with torch.cuda.device_of(dstep):
+        _dt_proj_backward_kernel[(parts, blocks, S)](
+            dstep, low, projection.contiguous(), partial, sums, T, parts, D=D, R=R, RB=max(16, power_of_2(R)),
+            STRIDE=low.shape[2], BD=channels, BT=tokens, STAGES=_STAGES, num_warps=8)  # fmt: skip
+    left, right = dlow[:, None, :, :R].chunk(2, -1)  # sum_blocks writes two tensors: the halves of the columns
+    sum_blocks(partial, left, right, dkq=(left, right))
+    return sum_sequences(sums)[0].view(S, D, R)

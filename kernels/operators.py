@@ -1,0 +1,72 @@
+"""How `scan` and `mix` become operators of torch that differentiate.
+
+An operator's arguments are the fields of a NamedTuple. Exported programs name them, so a new one comes last and has a
+default.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, Optional, get_type_hints
+
+import torch
+from torch import Tensor
+
+_TYPES = {Tensor: "Tensor", Optional[Tensor]: "Tensor?", str: "str", bool: "bool", float: "float"}
+
+
+def arguments(inputs: type, names: Sequence[str]) -> str:
+    """Fields of the NamedTuple `inputs`, as a schema spells them."""
+    hints = get_type_hints(inputs)
+    return ", ".join(f"{_TYPES[hints[name]]} {name}" for name in names)
+
+
+def schema(name: str) -> Any:
+    """The schema of the operator `vision_longhorn::NAME`."""
+    return getattr(torch.ops.vision_longhorn, name).default._schema
+
+
+def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """The operator `vision_longhorn::NAME`, whose results are tensors. `fake` makes uninitialised ones of the same
+    shapes. Both functions get the arguments in order; one at the end may be missing if it has its default."""
+    results = ", ".join(["Tensor"] * outputs)
+    operator = torch.library.custom_op(
+        f"vision_longhorn::{name}", run, mutates_args=(), schema=f"({arguments}) -> ({results})"
+    )
+    operator.register_fake(fake)
+    return operator
+
+
+def define_gradients(
+    name: str, operator: Any, arguments: str, differentiable: int, tensors: int, run: Callable[..., Any]
+) -> None:
+    """The operator NAME_backward, and with it the derivative of `operator`, whose first arguments are `tensors` tensors
+    and of whose results the first `differentiable` have a gradient.
+
+    `run` returns the gradient of each tensor, empty where the tensor is absent. Its arguments begin with the gradients
+    of the results and the results that have none.
+    """
+    names = [argument.name for argument in schema(name).arguments]
+    outputs = len(schema(name).returns)
+
+    def fake(*values: Any) -> tuple[Tensor, ...]:
+        given = values[outputs : outputs + tensors]
+        return tuple(given[0].new_empty(0) if value is None else value.new_empty(value.shape) for value in given)
+
+    backward = define(f"{name}_backward", arguments, tensors, run, fake)
+    taken = {argument.name for argument in schema(f"{name}_backward").arguments}
+    options = itemgetter(*(i for i, name in enumerate(names) if i >= tensors and name in taken))
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*output[differentiable:], *inputs[:tensors])
+        ctx.options = options(inputs)
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
+        found: list[Optional[Tensor]] = [None] * len(names)
+        if any(grad is not None for grad in grads[:differentiable]):
+            saved = ctx.saved_tensors
+            results = backward(*grads[:differentiable], *saved, *ctx.options)
+            found[:tensors] = [None if value is None else grad for value, grad in zip(saved[-tensors:], results)]
+        return tuple(found)
+
+    operator.register_autograd(differentiate, setup_context=setup_context)
