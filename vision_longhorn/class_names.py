@@ -102,11 +102,10 @@ def match_classes(
     """Finds out whether a model's classes are those of the data, in the same order.
 
     Args:
-        names: the model's class names by index, None if unknown.
-        num_classes: the model's number of classes.
-        data_names, data_classes: the same of the data, each None if unknown.
-        by_name: where they differ, pair those of one name.
-        model, data: what to call the two in messages.
+        names, num_classes: The model's class names by index, None if unknown, and their number.
+        data_names, data_classes: The same of the data, each None if unknown.
+        by_name: Where they differ, pair those of one name.
+        model, data: What to call the two in messages.
 
     Returns:
         (ClassMap, or None where index i is the same class in both; note: what could not be compared, "" if nothing).
@@ -140,17 +139,12 @@ def match_classes(
             "gives data their names"
         )
     if data_classes not in (None, num_classes):
-<<<<<<< HEAD
         raise UserError(
             f"{model} has {num_classes} classes, {data} has {data_classes}: give data of the model's classes; "
             "--map-classes could pair them by name, which `python -m vision_longhorn.shards index DIR --classes FILE` "
             "gives to data"
         )
-    compared = (
-=======
-        raise UserError(f"{model} has {num_classes} classes, {data} has {data_classes}: {remedy}")
     number = (
->>>>>>> main
         "labels are taken as the model's" if data_classes is None else f"only their number was compared, {num_classes}"
     )
     return None, f"{text}, {number}"
