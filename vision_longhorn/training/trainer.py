@@ -52,8 +52,8 @@ class Trainer:
 
     Args:
         cfg: The `Config`.
-        name: What the run's folder is called by default, with the time after it.
-        held: Closes what the run holds open, and lets others have its folder.
+        name: The default name of the run's folder, to which the time is added.
+        held: Closes the run's files and frees its folder for others when it is closed.
 
     Attributes:
         model, ema: The model, and its averaged weights if it has any. `net` is the model as it trains, wrapped.
@@ -92,13 +92,13 @@ class Trainer:
         # Optimiser and schedule
         self.global_batch = cfg.batch_size * accelerator.num_processes * cfg.grad_accum
         self.updates_per_epoch = self.loaders.updates_per_epoch
-        self.peak_lr = setup.peak_rate(cfg, self.global_batch, resuming, self.say)
+        self.peak_lr = setup.peak_rate(cfg, self.global_batch, accelerator, resuming)
         self.optimizer = setup.build_optimizer(cfg, self.model, self.peak_lr)
         self.scheduler = setup.build_scheduler(cfg, self.optimizer, self.peak_lr, self.updates_per_epoch)
         if self.ema:
-            setup.choose_ema_warmup(cfg, self.ema, cfg.epochs * self.updates_per_epoch, self.say)
+            setup.choose_ema_warmup(cfg, self.ema, cfg.epochs * self.updates_per_epoch, accelerator)
 
-        # Signals, and what is read of each update. In a file, a bar's many lines would run into the others.
+        # Signals, and the reading of each update. In a file, a bar's many lines would run into the others.
         shows_bar = accelerator.is_main_process and sys.stderr.isatty()
         self.signals = StopSignals(run_dir)
         self.monitor = UpdateMonitor(
@@ -140,7 +140,7 @@ class Trainer:
                 self.open_folder()
                 if self.history:
                     self.folder.write_history(self.history)
-                if not self.folder.run.best.exists():  # the run has gone back behind it, say
+                if not self.folder.run.best.exists():  # the run may have gone back behind its best epoch
                     self.best = -1.0
             while self.epoch < cfg.epochs:
                 batches, end = self.open_epoch(), (self.epoch + 1) * self.updates_per_epoch
@@ -161,7 +161,7 @@ class Trainer:
         self.finish()
 
     def open_epoch(self) -> Iterator[Any]:
-        """The batches that are left of this epoch, on the device."""
+        """The rest of this epoch's batches, on the device."""
         done = self.updates - self.epoch * self.updates_per_epoch
         self.loaders.train.set_epoch(self.epoch, start_batch=done * self.cfg.grad_accum)
         left = islice(self.loaders.train, (self.updates_per_epoch - done) * self.cfg.grad_accum)
@@ -211,7 +211,7 @@ class Trainer:
         """Notes that an epoch is finished.
 
         Args:
-            facts: What the history says of it beside its evaluation.
+            facts: The part of its history beside its evaluation.
             results: Of its evaluation, {} if it had none.
 
         Returns:
@@ -226,7 +226,7 @@ class Trainer:
         return is_best
 
     def stop(self) -> NoReturn:
-        """Ends the process by the code that a shell gives to one ended by the signal that came."""
+        """Ends the process with the exit code that a shell gives for the signal."""
         number = self.monitor.stop
         name = signal.Signals(number).name
         self.say(f"Stopped by {name} after update {self.updates}, --resume {self.folder.path} goes on.")
@@ -239,7 +239,7 @@ class Trainer:
         self.monitor.log = self.folder.log
 
     def end_loaders(self) -> None:
-        """Ends the loaders' processes with the run, not when Python gets round to freeing it."""
+        """Ends the loaders' processes with the run; Python may free it much later."""
         del self.loaders
 
     # ------------------------------------------------------------------------------------------------ checkpoints
@@ -316,7 +316,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------- what the run says
 
     def facts(self) -> dict[str, Any]:
-        """What the run's bits depend on beside its config."""
+        """The circumstances that the run's bits depend on, beside its config."""
         cpu = self.device.type == "cpu"
         return {
             "processes": self.accelerator.num_processes,
@@ -331,31 +331,27 @@ class Trainer:
         }
 
     def epoch_facts(self) -> dict[str, Any]:
-        """What the history says of an epoch beside its evaluation."""
+        """The part of an epoch's history beside its evaluation."""
         skipped = torch.tensor(self.loaders.train.num_skipped, device=self.device)
         return {**self.monitor.last, "skipped_samples": self.accelerator.reduce(skipped).item()}
 
     def describe(self) -> None:
         """Says what is going to happen."""
-        cfg, mixed = self.cfg, self.accelerator.mixed_precision
+        cfg, data, mixed = self.cfg, self.data, self.accelerator.mixed_precision
         size = "x".join(map(str, self.settings["input_size"]))
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        self.say(f"model   {cfg.model}, {count:,} parameters, input {size}, {self.data.num_classes} classes")
-        self.say(
-            f"data    {self.data.place}: {self.data.train.num_samples:,} samples to train on, "
-            f"{self.data.val.num_samples:,} to evaluate"
-        )
-        if self.data.train.hint:
-            self.say(f"        {self.data.train.hint}")
-        for left_out in dict.fromkeys((self.data.train.left_out, self.data.val.left_out)):
-            if left_out:
-                self.say(f"        left out {left_out}")
-        if cfg.keep_in_memory:
-            self.say(f"        kept in the memory of each process: {self.loaders.kept_bytes / 1e6:,.1f} MB")
+        left_out = dict.fromkeys(f"left out {one}" for one in (data.train.left_out, data.val.left_out) if one)
+        kept = f"kept in the memory of each process: {self.loaders.kept_bytes / 1e6:,.1f} MB"
+        beside = [*([data.train.hint] if data.train.hint else []), *left_out, *([kept] if cfg.keep_in_memory else [])]
+        self.say(f"model   {cfg.model}, {count:,} parameters, input {size}, {data.num_classes} classes")
+        counts = f"{data.train.num_samples:,} samples to train on, {data.val.num_samples:,} to evaluate"
+        self.say(f"data    {data.place}: {counts}")
+        for line in beside:
+            self.say(f"        {line}")
         self.say(
             f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in "
-            f"{'fp32' if mixed == 'no' else mixed}, {cfg.epochs} epochs of {self.updates_per_epoch} "
-            f"updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}"
+            f"{'fp32' if mixed == 'no' else mixed}, {cfg.epochs} epochs of {self.updates_per_epoch} updates of "
+            f"{self.global_batch} samples, peak lr {self.peak_lr:.2e}"
         )
         self.say(f"folder  {self.folder.path}")
 
@@ -373,15 +369,13 @@ class Trainer:
         self.folder.log.add_results(results, self.updates)
 
     def finish(self) -> None:
-        """Draws the curves, and says what came of the run: its last epoch is always evaluated."""
-        run, best, last = self.folder.run, self.best, self.history[-1]
-        results = {tag: last[tag] for tag in self.evaluated}
+        """Draws the curves, and says what came of the run."""
+        run, last = self.folder.run, self.history[-1]
         if self.folder.log:
-            self.folder.log.finish(self.cfg, best)
+            self.folder.log.finish(self.cfg, self.best)
             plot_runs([run.path], run.curves_file)
-        for tag, result in results.items():
-            self.say(
-                f"{'raw weights' if tag == 'val' else 'EMA weights'}  {describe(result)} of {self.data.val.num_samples}"
-            )
-        self.say(f"best epoch   top-1 {best:.2f} %, saved as {run.best}")
+        for tag in self.evaluated:  # the last epoch always has an evaluation
+            weights = "raw weights" if tag == "val" else "EMA weights"
+            self.say(f"{weights}  {describe(last[tag])} of {self.data.val.num_samples}")
+        self.say(f"best epoch   top-1 {self.best:.2f} %, saved as {run.best}")
         self.say(f"curves       {run.curves_file}, or live: tensorboard --logdir {run.path.parent}")
