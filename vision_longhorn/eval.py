@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{args.run} and --checkpoint {args.checkpoint} both say what to evaluate: give one of them")
     args.run = args.run or args.checkpoint
     args.model_kwargs = parse_pairs(args.model_kwargs)
-    check_names(args.model_kwargs, {"pretrained": "--pretrained"})
+    check_names(args.model_kwargs, {"pretrained": "--pretrained", "num_classes": "--num-classes"})
     if bool(args.run) == args.pretrained or args.pretrained and not args.model:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
     if args.pretrained and args.num_classes:
