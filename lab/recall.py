@@ -77,7 +77,7 @@ class RecallRun:
         plain = cfg.precision == "auto" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
         self.accelerator = make_accelerator(device, "fp32" if plain else cfg.precision)
         self.device, on_gpu = self.accelerator.device, self.accelerator.device.type == "cuda"
-        self.folder = RunFolder(path, cfg, last.exists(), self.accelerator, held)
+        self.folder = RunFolder(path, cfg, self.accelerator, held)
         set_seed(cfg.seed)
         self.model = build_model(cfg).to(self.device)
         optimizer = create_optimizer_v2(self.model, "adamw", lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
@@ -92,7 +92,7 @@ class RecallRun:
         self.updates_per_epoch, self.history = cfg.train_samples // cfg.batch_size, list[dict[str, Any]]()
         self.index = torch.zeros(cfg.batch_size, dtype=torch.int64, device=self.device)  # of this update's samples
         self.skipped = 0
-        if last.exists():
+        if self.folder.checkpoint:
             checkpoint = load_checkpoint(last)
             load_weights(self.model, checkpoint, str(last))
             if "optimizer" in checkpoint:
