@@ -165,12 +165,8 @@ def _resume(
         return None
     if not journal.entries:
         journal.add(plan)
-    paths = {note["shard"]: Path(out, note["shard"]) for note in journal.entries[1:]}
-    return {
-        note["shard"]: note
-        for note in journal.entries[1:]
-        if paths[note["shard"]].exists() and paths[note["shard"]].stat().st_size == note["bytes"]
-    }
+    found = ((note, Path(out, note["shard"])) for note in journal.entries[1:])
+    return {note["shard"]: note for note, path in found if path.exists() and path.stat().st_size == note["bytes"]}
 
 
 def _shuffled(
@@ -290,13 +286,12 @@ def make_digits(out_dir: Path | str) -> Path | str:
         make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
         make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
         names = sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0])
-        pairs = [(os.path.join(aside, name), os.path.join(out_dir, name)) for name in names]
+        pairs = [(Path(aside, name), Path(out_dir, name)) for name in names]
         for made, there in pairs if index is None else ():
             if os.path.lexists(there) and not filecmp.cmp(made, there, shallow=False):
-                name = os.path.basename(there)
-                raise DataError(f"{out_dir} holds another {name} than the digits'; name another folder")
+                raise DataError(f"{out_dir} holds another {there.name} than the digits'; name another folder")
         for made, there in pairs:
-            os.replace(made, there)
+            made.replace(there)
     return out_dir
 
 
