@@ -49,8 +49,8 @@ def make_shards(
 ) -> list[str]:
     """Write samples into shards in an order shuffled over all classes, and the index when all are done.
 
-    It may be stopped at any time and run again: finished shards are kept. Every image is decoded once and stored with
-    its bytes untouched, unless it is above `max_side`. Every shard is read back and compared before it gets its name.
+    It may be stopped and run again: finished shards are kept. Every image is decoded once and stored untouched, unless
+    it is above `max_side`. Every shard is read back and compared before it gets its name.
 
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
@@ -61,8 +61,7 @@ def make_shards(
         seed: of the order.
         on_bad: "stop" or "skip" at an image that cannot be decoded.
         source: word for the index about where the samples come from.
-        threads: readers and decoders, one per core by default.
-        progress: show a bar.
+        threads, progress: readers and decoders, one per core by default; show a bar.
         max_side: store images whose longer side is above it smaller, with that side, as JPEG of quality 95; at least 1.
 
     Returns:
@@ -74,8 +73,7 @@ def make_shards(
     plan = _plan(split, samples, class_names, seed, shard_size, max_side, threads)
     os.makedirs(out, exist_ok=True)
     journal = Journal(os.path.join(out, f".{split}.journal"))
-    done = _resume(out, split, plan, class_names, journal)
-    if done is None:
+    if (done := _resume(out, split, plan, class_names, journal)) is None:
         return read_index(out)["splits"][split]["skipped"]  # type: ignore[index]  # which `_resume` has read
     shards = _shuffled(split, samples, seed, shard_size)
     with (
