@@ -24,7 +24,6 @@ class Mamba(Rule):
     names = {"step": "dt", "k": "B", "q": "C", "bias": "dt_bias"}
     # As the diagonal rule's, but that the decay is dt A and its exp.
     operations = {"forward": (4, 1), "backward": (12, 1)}
-    onnx_step = "op.Exp(dt * A) * S + u * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         assert A is not None
@@ -57,10 +56,6 @@ class Mamba(Rule):
 
     def triton(self) -> Functions:
         return _MAMBA
-
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        dt = op.Softplus(step) if softplus else step
-        return {"dt": dt, "u": op.Mul(dt, x)}, {"A": A}
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         assert A is not None
