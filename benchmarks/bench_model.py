@@ -7,9 +7,9 @@
     python benchmarks/bench_model.py --official ../Vim    # hustvl's ViM beside the others
 
 Any name of timm will do. Images are random, float32 and on the device; labels are random. On a GPU the forward pass
-and the loss run under bf16 autocast, on a CPU in float32. A training step is forward, cross entropy, backward, AdamW,
-without drop path; an inference step is a forward pass in eval mode. Modes are "eager", "compiled" (torch.compile) and
-"graphs" (torch.compile with mode="reduce-overhead").
+runs under bf16 autocast, on a CPU in float32. A training step is the trainer's: forward, cross entropy, backward, norm
+of the gradient, AdamW, without drop path; an inference step is a forward pass in eval mode. Modes are "eager",
+"compiled" (torch.compile) and "graphs" (torch.compile with mode="reduce-overhead").
 
 Each measurement warms up, then times three blocks of steps and takes their median. Memory is the peak of what PyTorch
 had allocated in these blocks, model, optimizer and images included; with "graphs" it is what PyTorch had reserved,
@@ -39,8 +39,10 @@ from torch import Tensor, nn
 
 import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError
 from vision_longhorn.settings import parse_pairs
+from vision_longhorn.training.step import TrainStep
 
 MODELS = [
     name.format(size)
@@ -102,7 +104,7 @@ def build(model: Model, resolution: int, device: str) -> nn.Module:
     return timm.create_model(model.name, **dict(img_size=resolution, drop_path_rate=0.0) | model.args).to(device)
 
 
-def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolution: int) -> Callable[[], None]:
+def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolution: int) -> Callable[[], object]:
     """A function that runs one step on random data, on the device of the model."""
     device = next(model.parameters()).device
     images = torch.randn(batch, 3, resolution, resolution, device=device)
@@ -111,34 +113,22 @@ def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolutio
     model.train(training)
     run = model if options is None else torch.compile(model, **options)
 
-    def forward() -> Tensor:
+    accelerator = make_accelerator(device.type)
+
+    def forward(images: Tensor) -> Tensor:
         if mode == "graphs":
             torch.compiler.cudagraph_mark_step_begin()
-        return run(images)
-
-    def autocast() -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+        with accelerator.autocast():
+            return run(images)
 
     if not training:
-
-        def infer() -> None:
-            with torch.inference_mode(), autocast():
-                forward()
-
-        return infer
+        return torch.inference_mode()(lambda: forward(images))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-
-    def train() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        with autocast():
-            loss = F.cross_entropy(forward(), labels)
-        loss.backward()
-        optimizer.step()
-
-    return train
+    step = TrainStep(accelerator, model, forward, lambda scores, of: F.cross_entropy(scores.float(), of), optimizer)
+    return lambda: step([(images, labels)])
 
 
-def clock(step: Callable[[], None], steps: int) -> float:
+def clock(step: Callable[[], object], steps: int) -> float:
     """Seconds that `steps` steps take."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
@@ -155,7 +145,7 @@ def clock(step: Callable[[], None], steps: int) -> float:
     return events[0].elapsed_time(events[1]) / 1e3
 
 
-def measure(step: Callable[[], None], mode: str, batch: int, steps: int, seconds: float) -> dict:
+def measure(step: Callable[[], object], mode: str, batch: int, steps: int, seconds: float) -> dict:
     """Speed and memory of `step`, over at least `steps` steps and about `seconds` seconds."""
     gpu = torch.cuda.is_available()
     first = clock(step, 1)

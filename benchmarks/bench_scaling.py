@@ -3,10 +3,9 @@
     python benchmarks/bench_scaling.py                                   # 1, 2, 4, ... up to all GPUs
     python benchmarks/bench_scaling.py --processes 1 4 --model vlonghorn_base --batch 64
 
-Each process has its own GPU and batch, images lie in its memory, and the step is that of train_imagenet.py without its
-data: forward and loss under bf16 autocast, backward with DistributedDataParallel's averaging as accelerate sets it up,
-AdamW; with --fsdp several processes shard as there. All start together, and the slowest one's time counts. Without a
-GPU it runs on the CPU, in float32.
+Each process has its own GPU and batch, images lie in its memory, and the step is the trainer's, with AdamW and without
+augmentation and averaged weights; with --fsdp several processes shard as there. All start together, and the slowest
+one's time counts. Without a GPU it runs on the CPU, in float32.
 """
 
 import argparse
@@ -16,51 +15,53 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
 import torch.nn.functional as F
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 
 # First, since it lets a checkout do without installation.
 from common import RESULTS, ROOT, environment, print_environment, table
 
-import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.command_line.parser import Parser, run_cli
-from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
+from vision_longhorn.training import setup
+from vision_longhorn.training.config import Config
+from vision_longhorn.training.step import TrainStep
+
+CLASSES = 1000
 
 
 def work(args: argparse.Namespace) -> None:
     """One process of several; the first one prints what was measured."""
-    hook = DDPCommunicationHookType.BF16 if args.compress_gradients else DDPCommunicationHookType.NO
-    ddp = DistributedDataParallelKwargs(gradient_as_bucket_view=True, static_graph=True, comm_hook=hook)
-    accelerator = make_accelerator(kwargs_handlers=[ddp])
+    size = (3, args.resolution, args.resolution)
+    plain: dict[str, Any] = dict(mixup=0, cutmix=0, ema_decay=0, lr=1e-4)
+    cfg = Config(
+        model=args.model,
+        model_kwargs={"img_size": args.resolution},
+        batch_size=args.batch,
+        compile=args.compile,
+        compress_gradients=args.compress_gradients,
+        fsdp=args.fsdp,
+        **plain,
+    )
+    accelerator = setup.start_processes(cfg, Path())
     device, gpu = accelerator.device, accelerator.device.type == "cuda"
-    torch.manual_seed(accelerator.process_index)
-    model = timm.create_model(args.model, img_size=args.resolution).to(device)
-    if args.fsdp and accelerator.num_processes > 1:
-        shard(accelerator, model, compress_gradients=args.compress_gradients)
-        net = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-    else:
-        net = accelerator.prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=gpu)
-    if args.compile:
-        compile_blocks(model) if is_sharded(model) else model.compile()
-    images = torch.randn(args.batch, 3, args.resolution, args.resolution, device=device)
-    labels = torch.randint(model.num_classes, (args.batch,), device=device)
+    model, _ = setup.build_model(cfg, CLASSES, accelerator, resuming=False)
+    setup.share_out(cfg, [model], accelerator)
+    optimizer = setup.build_optimizer(cfg, model, cfg.lr)
+    net = setup.wrap(cfg, model, optimizer, size, accelerator).train()
+    step = TrainStep(accelerator, model, net, F.cross_entropy, optimizer)
+    images = torch.randn(args.batch, *size, device=device)
+    labels = torch.randint(CLASSES, (args.batch,), device=device)
 
     def run(steps: int) -> float:
         """Milliseconds of a step, of the slowest process."""
         accelerator.wait_for_everyone()
         start = time.perf_counter()
         for _ in range(steps):
-            optimizer.zero_grad()
-            with accelerator.autocast():
-                loss = F.cross_entropy(net(images), labels)
-            accelerator.backward(loss)
-            optimizer.step()
+            step([(images, labels)])
         if gpu:
             torch.cuda.synchronize()
         seconds = torch.tensor([time.perf_counter() - start], device=device)

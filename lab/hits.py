@@ -25,8 +25,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="[cuda if there is one]")
     parser.add_argument("--workers", type=Range(0, kind=int), default=1, help="loader processes [1]")
     args = parser.parse_args(argv)
-    from lab.runs import HITS, read_json
+    from lab.runs import HITS
     from vision_longhorn.devices import make_accelerator
+    from vision_longhorn.runs import read_json
 
     accelerator = make_accelerator(args.device)
     for word in args.runs:

@@ -1,6 +1,5 @@
 """What a study's runs leave on disk: whether they are finished, and what came of them."""
 
-import contextlib
 import json
 import time
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 from lab.plan import Run
 from vision_longhorn.files import write_text
 from vision_longhorn.runs import Run as RunFiles
+from vision_longhorn.runs import read_json
 
 BESIDE, FAILED, HITS, OUTPUT = "study.json", "failed.json", "hits.json", "output.log"  # beside the trainer's own files
 
@@ -19,12 +19,6 @@ def folder_of(out: Path, run: Run) -> Path:
     """Folder of a run in the folder `out` of studies: the one that another study has made for it, or its own."""
     made = sorted(out.glob(f"runs/*-s{run.seed}-{run.arm.key}"))
     return made[0] if made else out / "runs" / run.name
-
-
-def read_json(path: Path) -> Any:
-    """What a JSON file holds; None where there is none, or it is none."""
-    with contextlib.suppress(OSError, ValueError):
-        return json.loads(path.read_text(encoding="utf-8"))
 
 
 def history_of(folder: Path) -> list[dict[str, Any]]:

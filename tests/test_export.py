@@ -140,7 +140,7 @@ for images, expected in cases:
 def test_package_runs_in_another_process_that_imports_us(tmp_path):
     model, file = build(wiring="alternate"), tmp_path / "model.pt2"  # calls the operator with and without an option
     to_package(model, file)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.pt2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt2", "model.pt2.sha256"]
     cases = [torch.randn(batch, 3, 32, 32) for batch in (1, 5)]
     with torch.no_grad():
         torch.save([(images, model(images)) for images in cases], tmp_path / "cases.pt")

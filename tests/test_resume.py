@@ -46,9 +46,9 @@ from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import trainer, updates
-from vision_longhorn.training.folder import go_back
-from vision_longhorn.training.setup import SoftTargetCrossEntropy
-from vision_longhorn.training.state import RunState, load_optimizer
+from vision_longhorn.training.config import Config
+from vision_longhorn.training.folder import set_aside
+from vision_longhorn.training.setup import SoftTargetCrossEntropy, load_optimizer
 from vision_longhorn.training.step import step_if_finite
 from vision_longhorn.training.updates import UpdateMonitor
 
@@ -576,7 +576,7 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch,
         monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
     save_epochs(tmp_path, top1)
     before = {name: load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")}
-    aside = go_back(runs.Run(tmp_path), tmp_path / start, left[-1])
+    aside = set_aside(runs.Run(tmp_path), tmp_path / start, left[-1])
     assert updates_in(tmp_path) == left and aside == tmp_path / "before-1"
     assert updates_in(aside) == list(range(left[-1] + 1, 2 * len(top1) + 1))
     assert load_checkpoint(tmp_path / "last.pt")["updates"] == left[-1]
@@ -590,20 +590,20 @@ def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch,
     assert (aside / "best.pt").exists() == gone
     if gone:
         assert load_checkpoint(aside / "best.pt")["updates"] == before["best.pt"]
-    assert go_back(runs.Run(tmp_path), tmp_path / "last.pt", left[-1]) is None
+    assert set_aside(runs.Run(tmp_path), tmp_path / "last.pt", left[-1]) is None
 
 
 def test_no_lesser_checkpoint_is_called_the_best_where_that_is_gone(tmp_path):
     save_epochs(tmp_path, [1.0, 2.0, 3.0])
     (tmp_path / "update-0000004.pt").unlink()
-    go_back(runs.Run(tmp_path), tmp_path / "update-0000005.pt", 5)
+    set_aside(runs.Run(tmp_path), tmp_path / "update-0000005.pt", 5)
     assert not (tmp_path / "best.pt").exists() and load_checkpoint(tmp_path / "before-1/best.pt")["updates"] == 6
 
 
 def test_on_other_processes_the_best_stays_and_no_new_checkpoint_is_taken_for_an_old_one(tmp_path):
     """Half as many updates in an epoch: the numbers of those to come lie below those that are there."""
     save_epochs(tmp_path, [1.0, 3.0, 2.0], per_epoch=4)
-    go_back(runs.Run(tmp_path), tmp_path / "last.pt", 6)  # of 12
+    set_aside(runs.Run(tmp_path), tmp_path / "last.pt", 6)  # of 12
     assert load_checkpoint(tmp_path / "best.pt")["updates"] == 8 and updates_in(tmp_path) == [
         1,
         2,
@@ -788,25 +788,31 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
     model.load_state_dict(saved["model"])
     second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
     settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1)
-    load_optimizer(model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}}, settings)
+    load_optimizer(settings, model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}})
     step(second, inputs[4])
     assert torch.equal(model.weight, wanted)
 
 
 def test_the_best_epoch_is_known_after_a_stop():
     def new():
-        model = torch.nn.Linear(2, 2)
-        monitor = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-        return RunState(model, None, torch.optim.SGD(model.parameters(), lr=0.1), None, monitor, updates_per_epoch=4)
+        made = object.__new__(trainer.Trainer)
+        made.cfg, made.ema, made.model = Config(opt="sgd", resume="last.pt"), None, torch.nn.Linear(2, 2)
+        made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
+        made.accelerator = SimpleNamespace(scaler=None)
+        made.monitor = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
+        made.data = SimpleNamespace(num_classes=2, names=dict)
+        made.facts = lambda: {"updates_per_epoch": 4}
+        made.updates_per_epoch, made.epoch, made.updates = 4, 0, 0
+        made.best, made.history, made.started = -1.0, [], "now"
+        return made
 
     def ends(state, *top1):
         return state.end_epoch({}, {"val": {"top1": top1[0]}} if top1 else {})
 
     state = new()
     assert ends(state, 50.0) and not ends(state, 50.0) and not ends(state)  # as good is no better
-    saved = {**state.state_dict(), "facts": {"updates_per_epoch": 4}, "config": {"opt": "sgd"}}
     other = new()
-    other.load_state_dict(saved, SimpleNamespace(resume="last.pt", opt="sgd", weight_decay=0.0))
+    other.load_state_dict(state.state_dict())
     assert (other.epoch, other.best, len(other.history)) == (3, 50.0, 3)
     assert not ends(other, 49.0) and ends(other, 51.0)
 

@@ -1,12 +1,9 @@
 """Checkpoints: weights in files, and what else a run saves with them.
 
 A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "num_classes",
-"state_dict", "state_dict_ema" (where weights are averaged), "optimizer", "epoch" and "updates" (finished ones),
-"watch" (state of the curves), "best_metric" (top-1), "history" (results by epoch), "config" (the run's settings),
-"facts" (what else a run's bits depend on), "scaler" (of the loss in fp16, else None), "class_names" and "display_names"
-(the classes as the data calls them and as people do, in the order of their numbers; None where the data does not say).
-The names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes the file as it is, with its averaged
-weights.
+"state_dict", "state_dict_ema" (where weights are averaged), "class_names" and "display_names" (by index; None where the
+data have none), "config" (the run's settings), "facts" (what else its bits depend on), and `Trainer`'s own state. The
+names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes the file as it is, with its averaged weights.
 """
 
 import argparse

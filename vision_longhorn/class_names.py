@@ -25,27 +25,26 @@ def model_names(model: Any, name: str, pretrained: bool = True) -> Names:
     """Names of the classes of a timm model: those that came with its weights, or ImageNet's.
 
     Args:
-        model: the model.
-        name: what it was made by: a name in timm's registry, "hf-hub:..." or "local-dir:...".
-        pretrained: whether it has pretrained weights; without them its classes have no meaning.
+        model: The model.
+        name: Its name in timm's registry, "hf-hub:..." or "local-dir:...".
+        pretrained: Whether it has pretrained weights; without them its classes have no meaning.
     """
     cfg = model.pretrained_cfg
     if not pretrained or cfg.get("num_classes") != model.num_classes:  # then the classifier is new
         return None, None
     names = cfg.get("label_names")
-    if isinstance(names, dict):  # of index to name, as JSON has it
+    if isinstance(names, dict):  # by index, which JSON makes a text
         names = [names.get(str(i), names.get(i)) for i in range(model.num_classes)]
     if names and None not in names:
         texts = cfg.get("label_descriptions") or {}
         return list(names), [texts.get(label, label) for label in names] if texts else None
-    # Only of timm's own models the number of classes tells the data.
+    # The number of classes tells the data only for timm's own models.
     return (imagenet_names(model.num_classes) if ":" not in name or "hf-hub:timm/" in name else None), None
 
 
 def imagenet_names(num_classes: int) -> list[str] | None:
-    """Synsets of ImageNet's classes by index (1,000, or one of the larger sets that timm knows); None for no such
-    number of classes."""
-    from timm.data import ImageNetInfo, infer_imagenet_subset
+    """Synsets by index of ImageNet's classes, or of a larger set's with so many classes; None where there is none."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset  # takes seconds, for which --help need not wait
 
     subset = infer_imagenet_subset({"num_classes": num_classes})
     names = subset and ImageNetInfo(subset).label_names()
@@ -55,17 +54,18 @@ def imagenet_names(num_classes: int) -> list[str] | None:
 def readable_names(
     class_names: Sequence[str] | None, display_names: Sequence[str] | None = None, num_classes: int | None = None
 ) -> list[str]:
-    """Names of classes for people: `display_names` if there are any, for ImageNet's synsets the first of their words
-    (with the synset where two have the same one, as both cranes), else the names.
+    """Names of classes for people.
+
+    They are `display_names` if there are any, else `class_names`, with ImageNet's synsets as the first of their words
+    (and the synset, where two share a word, as both cranes do).
 
     Args:
-        class_names: names by index.
-        display_names: names for people by index.
-        num_classes: how many names to return, at least; those that are missing are "class 7" and so on.
+        class_names, display_names: Names by index.
+        num_classes: How many names to return, at least; those that are missing are "class 7" and so on.
     """
     names = list(display_names or class_names or [])
     if not display_names and any(map(_SYNSET.fullmatch, names)):
-        from timm.data import ImageNetInfo
+        from timm.data import ImageNetInfo  # as above
 
         table = ImageNetInfo()
         words = []
@@ -81,17 +81,12 @@ def readable_names(
 
 
 def difference(names: Sequence[str], others: Sequence[str], here: str, there: str) -> str:
-    """The first class that has other names in the places `here` and `there`, in words; "" where all are the same."""
-    pairs = enumerate(zip_longest(names, others))
-    return next(
-        (
-            f"class {i} is {'none' if own is None else repr(own)} in {here} and "
-            f"{'none' if other is None else repr(other)} in {there}"
-            for i, (own, other) in pairs
-            if own != other
-        ),
-        "",
-    )
+    """The first class with other names in the places `here` and `there`, in words; "" where all are the same."""
+    for i, pair in enumerate(zip_longest(names, others)):
+        if pair[0] != pair[1]:
+            own, other = ("none" if name is None else repr(name) for name in pair)
+            return f"class {i} is {own} in {here} and {other} in {there}"
+    return ""
 
 
 def match_classes(
@@ -105,21 +100,20 @@ def match_classes(
     data: str,
     remedy: str = "",
 ) -> tuple[ClassMap | None, str]:
-    """Find out whether a model's classes are those of the data, in the same order.
+    """Finds out whether a model's classes are those of the data, in the same order.
 
     Args:
-        names: the model's class names by index, None if unknown.
-        num_classes: the model's number of classes.
-        data_names, data_classes: the same of the data, each None if unknown.
-        by_name: where they differ, pair those of one name.
-        model, data: what to call the two in messages.
-        remedy: what to do where the names are unknown and the numbers differ.
+        names, num_classes: The model's class names by index, None if unknown, and their number.
+        data_names, data_classes: The same of the data, each None if unknown.
+        by_name: Where they differ, pair those of one name.
+        model, data: What to call the two in messages.
+        remedy: What to do where the names are unknown and the numbers differ.
 
     Returns:
         (ClassMap, or None where index i is the same class in both; note: what could not be compared, "" if nothing).
 
     Raises:
-        UserError: if they differ and `by_name` is not set, or there is nothing to pair.
+        UserError: Where they differ and `by_name` is not set, or there is nothing to pair.
     """
     if names and data_names:
         if list(names) == list(data_names):
@@ -133,24 +127,22 @@ def match_classes(
         if not by_name:
             raise UserError(f"{differ}: --map-classes evaluates the {len(shared)} classes that both have, by name")
         for whose, known in ((model, names), (data, data_names)):
-            twice = next((name for name in known if name in shared and known.count(name) > 1), None)
-            if twice is not None:
-                raise UserError(f"{whose} has two classes {twice!r}: --map-classes needs names that differ")
+            if twice := [name for name in known if name in shared and known.count(name) > 1]:
+                raise UserError(f"{whose} has two classes {twice[0]!r}: --map-classes needs names that differ")
         classes = [i for i, name in enumerate(data_names) if name in shared]
-        column = {name: i for i, name in enumerate(names)}
-        place = {i: n for n, i in enumerate(classes)}
-        return ClassMap(
-            [column[data_names[i]] for i in classes], classes, [place.get(i, -1) for i in range(len(data_names))]
-        ), ""
+        column, place = {name: i for i, name in enumerate(names)}, {i: n for n, i in enumerate(classes)}
+        targets = [place.get(i, -1) for i in range(len(data_names))]
+        return ClassMap([column[data_names[i]] for i in classes], classes, targets), ""
     unknown = [whose for whose, known in ((model, names), (data, data_names)) if not known]
+    text = f"the class names of {' and '.join(unknown)} are unknown"
     if by_name:
         raise UserError(
-            f"the class names of {' and '.join(unknown)} are unknown, and --map-classes goes by them: "
-            "`python -m vision_longhorn.shards index DIR --classes FILE` gives data their names"
+            f"{text}, and --map-classes goes by them: `python -m vision_longhorn.shards index DIR --classes FILE` "
+            "gives data their names"
         )
     if data_classes not in (None, num_classes):
         raise UserError(f"{model} has {num_classes} classes, {data} has {data_classes}: {remedy}")
-    compared = (
+    number = (
         "labels are taken as the model's" if data_classes is None else f"only their number was compared, {num_classes}"
     )
-    return None, f"the class names of {' and '.join(unknown)} are unknown, {compared}"
+    return None, f"{text}, {number}"

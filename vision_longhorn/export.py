@@ -14,13 +14,12 @@ import copy
 import importlib.util
 import os
 import re
-import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_whole, is_as_hashed, written_aside
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_output
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 MAX_BATCH = 1 << 16  # torch 2.7 wants a bound where tensors are sliced
-MAX_ERROR = 1e-2  # of an export that counts as right; all that were measured lie below 1e-5
+MAX_ERROR = 1e-2  # an export that differs by more is not kept; all that were measured lie below 1e-5
 
 
 def _backbone(model: nn.Module) -> VisionLonghorn:
@@ -50,10 +49,10 @@ def _backbone(model: nn.Module) -> VisionLonghorn:
 
 
 def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int = 3) -> Tensor:
-    """Noise that `model` takes as images: (batch, in_chans, H, W) on its device and in its dtype.
+    """Make noise that `model` takes as images: (batch, in_chans, H, W) on its device and in its dtype.
 
-    H and W are those that the model is built for, or, for a model of any image size, one patch and `rows` and `columns`
-    strides more.
+    H and W are those that the model is built for. For a model of any image size, they are those of a patch and `rows`
+    and `columns` strides more.
     """
     import torch
 
@@ -70,8 +69,7 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int
 
 
 def export_program(model: nn.Module, batch: int | None = None) -> torch.export.ExportedProgram:
-    """`torch.export` of a model for any number of images, or just `batch`, and, with `dynamic_img_size=True`, of any
-    size.
+    """Export a model by `torch.export`, for any number of images or for `batch`; of any size if it takes any.
 
     Args:
         model: a `VisionLonghorn` in evaluation mode, or a module around one whose one input are its images, such as
@@ -96,41 +94,45 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
 
 
 def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
-    """Compile a model ahead of time with AOTInductor, for the device that it is on.
+    """Compile a model ahead of time with AOTInductor, for the device that it is on. The file's hash stands beside it.
 
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
-    have imported `vision_longhorn`: the scan is an operator of this package, and of its code only the call is compiled.
+    have imported `vision_longhorn`: the scan is an operator of this package, and the file holds only the call of it.
 
     Args:
         model, batch: as `export_program` takes them.
         path: the .pt2 file to write.
 
     Raises:
-        UserError: as `export_program`, another ending, or there is no C++ compiler.
+        UserError: as `export_program`; `path` ends otherwise, or there is no C++ compiler.
     """
-    import torch
-
     if Path(path).suffix != ".pt2":
         raise UserError(f"{path} is no name of a package: let it end in .pt2")
+    with written_aside(path, ending=".pt2", hashed=True) as aside:
+        _write_package(model, aside, batch)
+
+
+def _write_package(model: nn.Module, path: Path, batch: int | None) -> None:
+    import torch
+
     try:
-        with torch.no_grad(), written_aside(path, ending=".pt2") as aside:
-            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(aside))
-    except RuntimeError as error:  # torch wraps its own in one of its own
+        with torch.no_grad():
+            torch._inductor.aoti_compile_and_package(export_program(model, batch), package_path=str(path))
+    except RuntimeError as error:  # torch wraps the compiler's error in one of its own
         if not re.search("InvalidCxxCompiler|CppCompileError", f"{type(error)} {error}"):
             raise
         raise UserError(
-            f"a .pt2 is compiled with {os.environ.get('CXX', 'g++')}, which does not work here: "
-            "install a C++ compiler and Python's headers, or name a compiler by the environment variable "
-            "CXX"
+            f"a .pt2 is compiled with {os.environ.get('CXX', 'g++')}, which does not work here: install a C++ compiler "
+            "and Python's headers, or name a compiler by the environment variable CXX"
         ) from error
 
 
 def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
-    """Write a model as an ONNX file of standard operators, computing in float32; its scans are `Scan` nodes. The file's
-    hash stands beside it.
+    """Write a model as an ONNX file of standard operators, in float32, and the file's hash beside it.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
-    `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass.
+    `dynamic_img_size=True` height and width, are left open. Scans are `Scan` nodes. Nothing is written that ONNX's
+    checker does not pass.
 
     Args:
         model, batch: as `export_program` takes them; the model on any device and in any dtype. It is not changed.
@@ -144,21 +146,17 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
 
 
 def _write_onnx(model: nn.Module, path: Path, batch: int | None) -> None:
-    try:
-        import onnx
-
-        from vision_longhorn.onnx_ops import OPSET, TRANSLATIONS
-    except ModuleNotFoundError as error:
-        raise _missing(error.name) from error
+    _require("onnx", "onnxscript")
+    import onnx
     import torch
 
     from vision_longhorn.models.mixers import BidirectionalMixer
+    from vision_longhorn.onnx_ops import OPSET, TRANSLATIONS
 
-    translations: dict[Any, Any] = {**TRANSLATIONS}
     model = copy.deepcopy(model).float().cpu()
     for module in model.modules():
         if isinstance(module, BidirectionalMixer):
-            module.scan_backend = "auto"  # a Triton kernel that is asked for would refuse the CPU
+            module.scan_backend = "auto"  # "triton" would refuse the CPU
     program = export_program(model, batch)
     names = {} if batch else {0: "batch"}
     if _backbone(model).dynamic_img_size:
@@ -167,7 +165,7 @@ def _write_onnx(model: nn.Module, path: Path, batch: int | None) -> None:
     written: Any = torch.onnx.export(
         program,
         dynamo=True,
-        custom_translation_table=translations,
+        custom_translation_table=dict[Any, Any](TRANSLATIONS),
         opset_version=OPSET,
         verbose=False,
         input_names=["images"],
@@ -175,30 +173,29 @@ def _write_onnx(model: nn.Module, path: Path, batch: int | None) -> None:
         dynamic_shapes=(names,),
     )
     for node in written.model.graph.all_nodes():
-        node.metadata_props.clear()  # where in whose files each node came from
+        node.metadata_props.clear()  # the places in source files that each node came from
     written.save(path, external_data=False)
     onnx.checker.check_model(str(path), full_check=True)
 
 
-def _missing(package: str | None) -> UserError:
-    return UserError(
-        f"ONNX needs the Python package {package}, which is not installed: pip install 'vision-longhorn[onnx]'"
-    )
+def _require(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"ONNX needs the Python package {package}, which is not installed: pip install 'vision-longhorn[onnx]'"
+            )
 
 
 def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
-    """A function from images (a tensor) to the outputs (a list of tensors) of an ONNX file, run by onnxruntime on the
-    CPU.
+    """Load an ONNX file into onnxruntime on the CPU: a function from images to the list of outputs.
 
     Raises:
         UserError: onnxruntime is not installed, or the file is not the one whose hash stands beside it.
     """
     check_whole(path)
-    try:
-        from onnxruntime import InferenceSession
-    except ModuleNotFoundError as error:
-        raise _missing(error.name) from error
+    _require("onnxruntime")
     import torch
+    from onnxruntime import InferenceSession
 
     session = InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
@@ -206,9 +203,9 @@ def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
 
 
 def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Sequence[int] = (1, 3)) -> float:
-    """How far the outputs of `run` lie from those of `model` on noise: the largest difference over the largest value.
+    """Compare the outputs of `run` and of `model` on noise: the largest difference over the largest value.
 
-    Tried are `batches` of images, of another size each where the model takes any size.
+    Each of `batches` is a number of images; where the model takes any image size, each has another one.
     """
     import torch
 
@@ -219,11 +216,34 @@ def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Seque
             wanted, found = model(images), run(images)
         wanted, found = ([value] if isinstance(value, torch.Tensor) else value for value in (wanted, found))
         errors += [(a - b).abs().max() / a.abs().max() for a, b in zip(wanted, found, strict=True)]
-    return torch.stack(errors).max().item()  # not a number where one of them is none
+    return torch.stack(errors).max().item()  # not a number if one of them is none
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line of this module."""
+    args = _parse(argv)
+    if args.kind == "folder":
+        from vision_longhorn.hub import main as hub
+
+        hub([args.model, args.target] + (["--license", args.license] if args.license is not None else []))
+        return
+    model, trained = _load(args, args.is_run, dict(dynamic_img_size=True) if args.img_size == "any" else {})
+    if args.img_size not in (None, "any"):
+        _set_size(model, args.img_size, args.model)
+    try:
+        model.eval().to(args.device or "cpu")
+    except (AssertionError, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+    difference = _write_compared(model, args)
+    size = Path(args.target).stat().st_size / 1e6
+    print(
+        f"wrote {args.target}, {size:.1f} MB{'' if trained else ', random weights'}; its outputs differ from the "
+        f"model's by {difference:.1e} of the largest value"
+    )
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, checked, with `kind`, what to write, and `is_run`, whether the model is no name of timm."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
     parser.add_argument(
@@ -243,64 +263,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="with a name: arguments of the model")
     parser.add_argument("--license", metavar="ID", help="with a folder: as `python -m vision_longhorn.hub` takes it")
     args = parser.parse_args(argv)
-    kind = _kind(args.target)
-    given = Path(args.model)
-    is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
-    _check_options(args, kind, is_run)
-    size = _img_size(args.img_size)
-    if kind == "folder":
-        from vision_longhorn.hub import main as hub
-
-        hub([args.model, args.target] + (["--license", args.license] if args.license is not None else []))
-        return
-    if kind == ".onnx":
-        for package in ("onnx", "onnxscript", "onnxruntime"):
-            if importlib.util.find_spec(package) is None:
-                raise _missing(package)
-    check_output("target", args.target, (kind,), _is_own, [args.model])
-    folder = Path(args.target).parent
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise UserError(f"{args.target} cannot be written: {folder} is no folder that you may write to")
-
-    import torch
-
-    model, trained = _load(args, is_run, dict(dynamic_img_size=True) if size == "any" else {})
-    if size not in (None, "any"):
-        backbone: Any = _backbone(model)
-        smallest = backbone.patch_embed.patch_size
-        if size[0] < smallest[0] or size[1] < smallest[1]:
-            raise UserError(
-                f"--img-size is {size[0]} x {size[1]}, and a patch of {args.model} {smallest[0]} x "
-                f"{smallest[1]}: give at least that"
-            )
-        backbone.set_input_size(img_size=size)
-        backbone.dynamic_img_size = False
-    try:
-        model.eval().to(args.device or "cpu")
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
-    try:
-        with written_aside(args.target, ending=kind, hashed=kind == ".onnx") as aside:  # until it has been compared
-            if kind == ".onnx":
-                _write_onnx(model, aside, args.batch)
-                run = load_onnx(aside)
-            else:
-                to_package(model, aside, args.batch)
-                run = torch._inductor.aoti_load_package(str(aside))
-            difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
-            if not difference < MAX_ERROR:
-                raise UserError(
-                    f"{args.target} was not written: the outputs of the exported model differ from the "
-                    f"model's by {difference:.1e} of the largest value; please report that, with the "
-                    "command"
-                )
-    except OSError as error:
-        raise UserError(f"{args.target} cannot be written ({error.strerror or one_line(error)})") from error
-    size = Path(args.target).stat().st_size / 1e6
-    print(
-        f"wrote {args.target}, {size:.1f} MB{'' if trained else ', random weights'}; its outputs differ from the "
-        f"model's by {difference:.1e} of the largest value"
-    )
+    given, target = Path(args.model), Path(args.target)
+    args.kind = _kind(args.target)
+    args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
+    _check_options(args)
+    args.img_size = _img_size(args.img_size)
+    if args.kind != "folder":
+        if args.kind == ".onnx":
+            _require("onnx", "onnxscript", "onnxruntime")
+        check_output("target", target, (args.kind,), is_as_hashed, [given])
+        if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
+            raise UserError(f"{target} cannot be written: {target.parent} is no folder that you may write to")
+    return args
 
 
 def _kind(target: str) -> str:
@@ -313,34 +287,23 @@ def _kind(target: str) -> str:
     return suffix
 
 
-def _is_own(path: Path) -> bool:
-    """Whether a file is an earlier export: an ONNX file by its hash, a package by the operators that it calls."""
-    if path.suffix == ".onnx":
-        return is_as_hashed(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            notes = [name for name in archive.namelist() if name.endswith(".json")]
-            return any(b"vision_longhorn" in archive.read(name) for name in notes)
-    except (OSError, zipfile.BadZipFile):
-        return False
-
-
-def _check_options(args: argparse.Namespace, kind: str, is_run: bool) -> None:
-    """Raises UserError for an option that would change nothing."""
-    shape = ("img_size", "batch", "device", "pretrained", "model_kwargs")
-    idle = {
-        "a folder holds the run's model as it is": shape if kind == "folder" else (),
-        "an ONNX file is for no device": ("device",) if kind == ".onnx" else (),
-        "only a folder has a card to name it on": ("license",) if kind != "folder" else (),
-        f"the model and its weights are those of {args.model}": ("pretrained", "model_kwargs") if is_run else (),
-    }
-    for reason, names in idle.items():
-        for name in names:
-            if getattr(args, name) not in (None, False):
-                raise UserError(
-                    f"--{name.replace('_', '-')} with {args.model} and {args.target}: {reason}, leave it out"
-                )
-    if kind == "folder" and (not is_run or timm_source(args.model)):
+def _check_options(args: argparse.Namespace) -> None:
+    """Raise UserError for an option that would change nothing, and for a folder that is to be made of no run."""
+    idle: list[tuple[bool, str, str]] = [
+        (
+            args.kind == "folder",
+            "img-size batch device pretrained model-kwargs",
+            "a folder holds the run's model as it is",
+        ),
+        (args.kind == ".onnx", "device", "an ONNX file is for no device"),
+        (args.kind != "folder", "license", "only a folder has a card to name it on"),
+        (args.is_run, "pretrained model-kwargs", f"the model and its weights are those of {args.model}"),
+    ]
+    for applies, options, why in idle:
+        for option in options.split() if applies else ():
+            if getattr(args, option.replace("-", "_")) not in (None, False):
+                raise UserError(f"--{option} with {args.model} and {args.target}: {why}, leave it out")
+    if args.kind == "folder" and (not args.is_run or timm_source(args.model)):
         raise UserError(
             f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
             "run's folder or checkpoint, or a file name that ends in .onnx or .pt2"
@@ -348,7 +311,7 @@ def _check_options(args: argparse.Namespace, kind: str, is_run: bool) -> None:
 
 
 def _img_size(words: list[str] | None) -> Any:
-    """What follows --img-size: (height, width), "any" or None."""
+    """The words after --img-size as (height, width), "any" or None."""
     if words is None or words == ["any"]:
         return words and "any"
     if len(words) > 2 or not all(re.fullmatch("0*[1-9][0-9]{0,5}", word) for word in words):
@@ -363,11 +326,45 @@ def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tupl
 
     if is_run:
         return load_model(args.model, **extra).model, True
-    pretrained = args.pretrained or ":" in args.model  # the sources of timm are weights
+    pretrained = args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights
     kwargs = parse_pairs(args.model_kwargs or [])
     check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
-    kwargs |= extra
-    return create_model(args.model, pretrained=pretrained, **kwargs), pretrained
+    return create_model(args.model, pretrained=pretrained, **(kwargs | extra)), pretrained
+
+
+def _set_size(model: nn.Module, size: tuple[int, int], name: str) -> None:
+    """Build a model for images of one size, (height, width)."""
+    backbone: Any = _backbone(model)
+    patch = backbone.patch_embed.patch_size
+    if size[0] < patch[0] or size[1] < patch[1]:
+        raise UserError(
+            f"--img-size is {size[0]} x {size[1]}, and a patch of {name} {patch[0]} x {patch[1]}: give at least that"
+        )
+    backbone.set_input_size(img_size=size)
+    backbone.dynamic_img_size = False
+
+
+def _write_compared(model: nn.Module, args: argparse.Namespace) -> float:
+    """Write the file, which gets its name when its outputs agree with the model's; return `largest_error`."""
+    import torch
+
+    try:
+        with written_aside(args.target, ending=args.kind, hashed=True) as aside:
+            if args.kind == ".onnx":
+                _write_onnx(model, aside, args.batch)
+                run = load_onnx(aside)
+            else:
+                _write_package(model, aside, args.batch)
+                run = torch._inductor.aoti_load_package(str(aside))
+            difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
+            if not difference < MAX_ERROR:
+                raise UserError(
+                    f"{args.target} was not written: the outputs of the exported model differ from the model's by "
+                    f"{difference:.1e} of the largest value; please report that, with the command"
+                )
+    except OSError as error:
+        raise UserError(f"{args.target} cannot be written ({reason(error)})") from error
+    return difference
 
 
 if __name__ == "__main__":

@@ -19,28 +19,28 @@ from vision_longhorn.errors import UserError, one_line
 def written_aside(
     path: str | os.PathLike[str], ending: str = "", lasting: bool = False, hashed: bool = False
 ) -> Iterator[Path]:
-    """The path of a file or folder beside `path`, for the caller to make.
+    """Gives the path of a file or folder beside `path`, for the caller to make; in the end it is renamed to `path`.
 
-    It is renamed to `path` in the end, and removed where writing fails. Folders above it that are missing are made.
+    Where writing fails, it is removed. Folders above it that are missing are made.
 
     Args:
-        path: What it is called when it is whole. A folder takes the place of none but an empty one.
-        ending: What its name has to end in until then.
+        path: The path of what is whole. A folder replaces only an empty one.
+        ending: The end of its name until then.
         lasting: Bring the file and its name to the disk, so that they outlive a power cut.
-        hashed: Write the file's hash beside it, by which `check_whole` knows it.
+        hashed: Write the file's hash beside it, for `check_whole`.
 
     Raises:
         OSError: Where it cannot be written. What stood at `path` still does.
     """
     aside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp{ending}")
     aside.parent.mkdir(parents=True, exist_ok=True)
-    _remove(aside)  # of a process of this number that was killed
+    _remove(aside)  # left by a process of the same number that was killed
     try:
         yield aside
         if lasting:
             _sync(aside, os.O_RDWR)
         if hashed:
-            hash_file(path).unlink(missing_ok=True)  # first: a hash must never stand beside another file than its own
+            hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
         os.replace(aside, path)
         if hashed:
             write_hash(path)
@@ -54,13 +54,13 @@ def written_aside(
 
 
 def _name(error: OSError, path: str | os.PathLike[str], aside: Path | None = None) -> None:
-    """Lets an error tell the file `path`, where the system gave no name, as on a full disk, or that of `aside`."""
+    """Names the file `path` in an error that names `aside` or, as on a full disk, no file."""
     if error.errno is not None and error.filename in (None, str(aside)):
         error.filename = os.fspath(path)
 
 
 def append(path: str | os.PathLike[str], data: bytes) -> None:
-    """Adds `data` to the end of a file. Raises OSError, which names it, where that fails."""
+    """Adds `data` to the end of a file. Raises an OSError that names the file where that fails."""
     try:
         with open(path, "ab") as file:
             file.write(data)
@@ -99,7 +99,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def hash_file(path: str | os.PathLike[str]) -> Path:
-    """Where the hash of a file stands, as `sha256sum` writes and checks it."""
+    """The path of a file's hash, as `sha256sum` writes and checks it."""
     return Path(f"{os.fspath(path)}.sha256")
 
 
@@ -117,15 +117,15 @@ def _sha256(path: str | os.PathLike[str]) -> str:
 
 
 def is_as_hashed(path: Path) -> bool:
-    """Whether a file is the one whose hash stands beside it."""
+    """Whether a file has a hash beside it that is its own."""
     return hash_file(path).is_file() and _sha256(path) in hash_file(path).read_text(errors="replace").lower().split()
 
 
 def check_whole(path: str | os.PathLike[str]) -> None:
-    """Compares a file with the hash beside it, or the members of a zip file with their CRC, where it has them.
+    """Compares a file with the hash beside it or, if that is missing, the members of a zip file with their CRC.
 
-    torch writes the CRC and does not look at it when it reads. A zip file in which every CRC is 0 was written without
-    (`torch.serialization.set_crc32_options`), and nothing can be said of it, as of files of any other kind.
+    torch writes the CRC, but does not compare it when it reads. If every CRC is 0, the zip file was written without
+    (`torch.serialization.set_crc32_options`). Then nothing tells whether it is whole, as for files of other kinds.
 
     Raises:
         UserError: Where the file is not as it was written.
@@ -148,15 +148,15 @@ def check_whole(path: str | os.PathLike[str]) -> None:
                         while file.read(1 << 20):
                             pass
     except (EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error) as error:
-        # All but BadZipFile are of a damaged directory, by which a member is compressed or encrypted
+        # A damaged directory may call a member compressed or encrypted, which raises all types but BadZipFile.
         raise UserError(f"{path} is damaged ({one_line(error)})") from error
 
 
 @contextlib.contextmanager
 def text_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """A text file to write to, UTF-8, that gets its name `path` when it is whole."""
+    """Opens a text file, UTF-8, that gets its name `path` when it is whole."""
     with written_aside(path) as aside:
-        # Names of files need not be UTF-8.
+        # Text may have names of files in it, which need not be UTF-8.
         with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
             yield file
 
@@ -169,6 +169,6 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 @contextlib.contextmanager
 def csv_file(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """A csv.writer whose file gets its name `path` when it is whole."""
+    """Opens a csv.writer whose file gets its name `path` when it is whole."""
     with text_file(path) as file:
         yield csv.writer(file, lineterminator="\n")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.class_names import readable_names
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.errors import UserError, one_line, reason
 from vision_longhorn.files import write_hash, written_aside
 from vision_longhorn.loading import checkpoint_names, load_run
 from vision_longhorn.outputs import check_new_folder
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 
 __all__ = ["load_run", "main", "model_card", "save_run_for_hub"]
 
+USAGE = """`import vision_longhorn` makes timm know the architecture.
+
+```python
+import timm, torch, vision_longhorn
+from PIL import Image
+
+model = timm.create_model("{source}", pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
+with torch.no_grad():
+    scores = model(transform(Image.open("image.png").convert("RGB"))[None])   # (1, {num_classes})
+```"""
 CITATIONS = [
     """@inproceedings{liu2025longhorn,
   title={Longhorn: State Space Models are Amortized Online Learners},
@@ -48,7 +59,7 @@ CITATIONS = [
 
 
 def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What is known of a model, as `push_to_hf_hub` takes it in `model_card`.
+    """Describe a model, in the form in which `push_to_hf_hub` takes its `model_card`.
 
     Args:
         model: a model of timm; the licence is that of its `pretrained_cfg`, and "unknown" where there is none.
@@ -61,9 +72,8 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
     cfg = model.pretrained_cfg
     ours = isinstance(model, VisionLonghorn)
     details = {
-        "Architecture": f"{cfg['architecture']}, a bidirectional state-space model over image patches"
-        if ours
-        else cfg["architecture"],
+        "Architecture": cfg["architecture"]
+        + (", a bidirectional state-space model over image patches" if ours else ""),
         "Parameters": f"{sum(value.numel() for value in model.parameters()):,}",
         "Image size": " x ".join(map(str, cfg["input_size"][1:])),
         "Classes": model.num_classes,
@@ -71,20 +81,7 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
     if ours:
         details["Mixer"] = f"{describe_mixer(model.blocks[0].mixer)}, {len(model.blocks)} blocks"
     if checkpoint is not None:
-        values = checkpoint["config"]
-        details["Training data"] = _public(values["data"])
-        details["Training"] = (
-            f"{checkpoint['epoch']} of {values['epochs']} epochs, {values['opt']}, seed {values['seed']}"
-        )
-        weights = "val_ema" if "state_dict_ema" in checkpoint else "val"
-        last = checkpoint["history"][-1] if checkpoint["history"] else {}  # a run's first epoch may not be finished
-        result = last.get(weights)
-        if result:
-            details["Top-1"] = (
-                f"{result['top1']:.2f} % of {result['count']:,} images, split "
-                f"{values['val_split']!r} of {_public(values['val_data'] or values['data'])}, "
-                f"after epoch {last['epoch']}"
-            )
+        details |= _training_details(checkpoint)
     if checkpoint is None or model.num_classes != 1000:
         details["ImageNet-1k top-1"] = "not yet run"
     return {
@@ -92,23 +89,29 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
         "tags": ["image-classification", "timm", "vision-longhorn", "state-space-model"],
         "description": "An image classifier of the Python package `vision-longhorn`.",
         "details": details,
-        "usage": f"""`import vision_longhorn` makes timm know the architecture.
-
-```python
-import timm, torch, vision_longhorn
-from PIL import Image
-
-model = timm.create_model("{source}", pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
-with torch.no_grad():
-    scores = model(transform(Image.open("image.png").convert("RGB"))[None])   # (1, {model.num_classes})
-```""",
+        "usage": USAGE.format(source=source, num_classes=model.num_classes),
         "citation": CITATIONS if ours else [],
     }
 
 
+def _training_details(checkpoint: dict[str, Any]) -> dict[str, str]:
+    values = checkpoint["config"]
+    details = {
+        "Training data": _public(values["data"]),
+        "Training": f"{checkpoint['epoch']} of {values['epochs']} epochs, {values['opt']}, seed {values['seed']}",
+    }
+    last = checkpoint["history"][-1] if checkpoint["history"] else {}  # a run's first epoch may not be finished
+    if result := last.get("val_ema" if "state_dict_ema" in checkpoint else "val"):
+        place = _public(values["val_data"] or values["data"])
+        details["Top-1"] = (
+            f"{result['top1']:.2f} % of {result['count']:,} images, split {values['val_split']!r} of {place}, "
+            f"after epoch {last['epoch']}"
+        )
+    return details
+
+
 def _public(place: str | None) -> str:
-    """What a card may say of where data lie: a URL without what may be secret in it, else the last name of a path."""
+    """A place of data without what may be secret: of a URL neither user nor query, of a path the last name."""
     if place is None:
         return "unknown"
     if place[:5].lower() == "pipe:":
@@ -120,18 +123,20 @@ def _public(place: str | None) -> str:
 
 
 def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Names of a run's classes as timm's config.json has them: those of the data, and for each what people say."""
+    """Class names for timm's config.json: those of the data, and beside them those for people where they differ."""
     names, shown = (
         known if known and len(known) == checkpoint["num_classes"] else None for known in checkpoint_names(checkpoint)
     )
     if not names:
         return dict(label_names=shown) if shown else {}
     words = readable_names(names, shown)
-    return dict(label_names=names, **dict(label_descriptions=dict(zip(names, words))) if words != names else {})
+    if words == names:
+        return dict(label_names=names)
+    return dict(label_names=names, label_descriptions=dict(zip(names, words)))
 
 
 def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
-    """A training run as a new folder in the hub's layout: model.safetensors and its hash, config.json, README.md.
+    """Write a training run as a folder in the hub's layout: model.safetensors and its hash, config.json, README.md.
 
     Args:
         path: as `load_run` takes it.
@@ -139,7 +144,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
         license: the hub's identifier of the weights' licence, such as "mit"; None if they have none.
 
     Raises:
-        UserError: as `load_run`; `folder` is there already, or cannot be written. Then no part of it is left.
+        UserError: as `load_run`; `folder` is there already, or cannot be written, and no part of it is left.
     """
     from safetensors import SafetensorError
 
@@ -151,15 +156,14 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
             aside.mkdir()
             _write(aside, model, checkpoint, f"local-dir:{folder.name}", license)
             write_hash(aside / "model.safetensors")
-    except (OSError, SafetensorError) as error:  # the second of a full disk, for one
+    except (OSError, SafetensorError) as error:  # the second on a full disk, for one
         raise UserError(
-            f"{folder} cannot be written ({getattr(error, 'strerror', None) or one_line(error)}): name a "
-            "folder where you may write, with room for it"
+            f"{folder} cannot be written ({reason(error)}): name a folder where you may write, with room for it"
         ) from error
 
 
 def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: str, license: str | None) -> None:
-    """A run's weights, configuration and card into `folder`; `source` is what will load them."""
+    """Write a run's weights, configuration and card into `folder`; `source` is what will load them."""
     from timm.models import save_for_hf
     from timm.models._hub import generate_readme
 
@@ -171,26 +175,39 @@ def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: s
         model_args=checkpoint["config"]["model_kwargs"],
         safe_serialization=True,
     )
-    # timm names the number of classes beside the model's arguments and among them. transformers hands on both.
+    # timm writes the number of classes beside the model's arguments and among them, and transformers hands on both.
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config["model_args"].pop("num_classes", None)
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    # safetensors lets nobody but the owner read what it writes.
+    # safetensors lets only the owner read what it writes.
     shutil.copymode(file, folder / "model.safetensors")
     name = re.split("[:/]", source)[-1]
     card = generate_readme(model_card(model, source, checkpoint), name)
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
-def _push(folder: Path, name: str, private: bool) -> str:
-    """Uploads a folder as the model `name` of the hub, whose own card, if it has one, stays; returns the address."""
+def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
+    """Upload a run as the model `name` of the hub, and return the address. A card that is there already stays."""
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        raise UserError(f"{name} is no name on the hub: with --push give USER/MODEL")
     from huggingface_hub import HfApi
 
-    api = HfApi(library_name="vision-longhorn")
-    repo = api.create_repo(name, private=private, exist_ok=True).repo_id
-    kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
-    return str(api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model"))
+    model, checkpoint = load_run(path)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            _write(Path(folder), model, checkpoint, f"hf-hub:{name}", license)
+            api = HfApi(library_name="vision-longhorn")
+            repo = api.create_repo(name, private=private, exist_ok=True).repo_id
+            kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
+            return str(
+                api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model")
+            )
+    except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
+        raise UserError(
+            f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth whoami` tells whether "
+            "you are logged in"
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -211,26 +228,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"--license is {args.license!r}: give an identifier of the hub, in small letters, such as mit, "
             "cc-by-4.0 or other"
         )
-    if not args.push:
-        if args.private:
-            raise UserError(f"--private without --push: {args.target} would be a folder; give both, or neither")
-        save_run_for_hub(args.checkpoint, args.target, args.license)
-        print(f"wrote {args.target}")
+    if args.push:
+        print(f"pushed: {_push_run(args.checkpoint, args.target, args.license, args.private)}")
         return
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", args.target):
-        raise UserError(f"{args.target} is no name on the hub: with --push give USER/MODEL")
-
-    model, checkpoint = load_run(args.checkpoint)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            _write(Path(folder), model, checkpoint, f"hf-hub:{args.target}", args.license)
-            address = _push(Path(folder), args.target, args.private)
-    except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
-        raise UserError(
-            f"{args.target} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth "
-            "whoami` tells whether you are logged in"
-        ) from error
-    print(f"pushed: {address}")
+    if args.private:
+        raise UserError(f"--private without --push: {args.target} would be a folder; give both, or neither")
+    save_run_for_hub(args.checkpoint, args.target, args.license)
+    print(f"wrote {args.target}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What of `--model-kwargs` is refused before a model is made of it: values that no model takes, and names of others."""
+"""Checks of a model's keyword arguments before it is built: their names and their values."""
 
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -9,7 +9,7 @@ from vision_longhorn.settings import Range
 
 COUNT = Range(1, kind=int)
 RATE = Range(0, below=1)
-# Arguments of the models here that those of timm share or do not have. One for each stage of a model may be a list.
+# The numbers that models here and in timm take. A list has one for each stage of a model.
 NUMBERS = {
     **dict.fromkeys(("depth", "embed_dim", "num_heads", "in_chans", "d_state", "d_conv", "dt_rank"), COUNT),
     **dict.fromkeys(("drop_rate", "pos_drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"), RATE),
@@ -18,7 +18,7 @@ NUMBERS = {
 }
 SIZES = ("img_size", "patch_size", "patch_stride")
 FLAGS = ("dynamic_img_size", "dynamic_img_pad", "residual_in_fp32", "save_states", "A_per_token")
-# What a command says of a model by itself, and where
+# Arguments with a place of their own in configs and commands, and that place
 ELSEWHERE = {
     "num_classes": "num_classes",
     "device": "device",
@@ -31,11 +31,11 @@ ELSEWHERE = {
 
 
 def check_names(kwargs: Mapping[str, Any], options: Mapping[str, str]) -> None:
-    """Raises UserError for an argument that a command gives to the model by itself.
+    """Raises UserError for an argument with a place of its own.
 
     Args:
         kwargs: Arguments of a model.
-        options: What to give instead of each, where it is not as in ELSEWHERE; "": it may be given.
+        options: Places that differ from those in ELSEWHERE; "" allows the argument.
     """
     for key in kwargs:
         if instead := {**ELSEWHERE, **options}.get(key):
@@ -43,21 +43,22 @@ def check_names(kwargs: Mapping[str, Any], options: Mapping[str, str]) -> None:
 
 
 def check_values(kwargs: Mapping[str, Any]) -> None:
-    """Raises UserError for a number, size or switch that is none; other arguments are left to the model."""
+    """Raises UserError for a wrong number, size or switch; other arguments are left to the model."""
     for key, value in kwargs.items():
         if value is None:
             continue
         items = value if isinstance(value, (list, tuple)) else [value]
-        if key in SIZES and not (all(_is_in(COUNT, item) for item in items) and (items != value or len(items) == 2)):
+        if key in SIZES and not (all(is_in(COUNT, item) for item in items) and (items != value or len(items) == 2)):
             raise UserError(f"{key} is {value!r}: give {COUNT}, or two of them, [height, width]")
         allowed = NUMBERS.get(key)
-        if allowed and not all(isinstance(item, (list, tuple)) or _is_in(allowed, item) for item in items):
+        if allowed and not all(isinstance(item, (list, tuple)) or is_in(allowed, item) for item in items):
             raise UserError(f"{key} is {value!r}: give {allowed}")
         if key in FLAGS and value not in (True, False):
             raise UserError(f"{key} is {value!r}: give true or false")
 
 
-def _is_in(allowed: Range, value: Any) -> bool:
+def is_in(allowed: Range, value: Any) -> bool:
+    """Whether any value, such as one from JSON, is a number in a range."""
     kind = Integral if allowed.kind is int else Real
     if isinstance(value, bool) or not isinstance(value, kind):
         return False

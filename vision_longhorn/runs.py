@@ -27,17 +27,11 @@ class Run:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.last, self.best = self.path / "last.pt", self.path / "best.pt"
-        self.texts = tuple(
-            self.path / name for name in ("config.yaml", "env.json", "metrics.json", "summary.csv", "bad_steps.json")
-        )
-        (
-            self.config_file,
-            self.environment_file,
-            self.history_file,
-            self.summary_file,
-            self.bad_steps_file,
-        ) = self.texts
-        self.curves_file = self.path / "curves.png"
+        self.config_file, self.environment_file = self.path / "config.yaml", self.path / "env.json"
+        self.history_file, self.summary_file = self.path / "metrics.json", self.path / "summary.csv"
+        self.bad_steps_file, self.curves_file = self.path / "bad_steps.json", self.path / "curves.png"
+        results = self.history_file, self.summary_file, self.bad_steps_file
+        self.texts = self.config_file, self.environment_file, *results
 
     def checkpoints(self) -> dict[int, Path]:
         """The checkpoints update-NUMBER.pt by their number, the earliest first."""
@@ -50,11 +44,11 @@ class Run:
 
     def history(self) -> list[dict[str, Any]]:
         """The results of the finished epochs, a dict each."""
-        return _read_json(self.history_file) or []
+        return read_json(self.history_file) or []
 
     def environment(self) -> dict[str, Any]:
         """What the run's bits depended on beside its settings."""
-        return _read_json(self.environment_file) or {}
+        return read_json(self.environment_file) or {}
 
     def has_begun(self) -> bool:
         """Whether a run has written here."""
@@ -127,7 +121,7 @@ class Run:
             writer.writerows([row.get(column) for column in columns] for row in rows)
 
 
-def _read_json(file: Path) -> Any:
+def read_json(file: Path) -> Any:
     """The content of a JSON file; None where there is none, or it is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))

@@ -167,8 +167,9 @@ class VisionLonghorn(nn.Module):
         self.grad_checkpointing = False
         self._set_pool(global_pool)
 
+        pads = dict(strict_img_size=not dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
         self.patch_embed = StridedPatchEmbed(
-            img_size, patch_size, patch_stride, in_chans, embed_dim, not dynamic_img_size, dynamic_img_pad, **dd
+            img_size, patch_size, patch_stride, in_chans=in_chans, embed_dim=embed_dim, **pads, **dd
         )
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if self.num_prefix_tokens else None
@@ -201,12 +202,10 @@ class VisionLonghorn(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise as ViM does; the blocks' own modules only if `needs_reset` (they do so when built)."""
+        """Initialise as ViM does; blocks and norm, which have done so when they were built, only if `needs_reset`."""
         if needs_reset:
-            mixers = {block.mixer for block in self.blocks}
-            for module in self.modules():
-                if module in mixers or isinstance(module, (nn.RMSNorm, GridConv)):
-                    reset_mixer(module)
+            for part in (*self.blocks, self.norm):
+                reset_mixer(part)
         lecun_normal_(self.patch_embed.proj.weight)
         nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
         trunc_normal_(self.pos_embed, std=0.02)

@@ -1,9 +1,7 @@
 """Models by their name in timm, with one-line errors."""
 
 import json
-import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -13,7 +11,8 @@ from timm.data import create_transform, resolve_data_config
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.files import check_whole
-from vision_longhorn.model_arguments import check_values
+from vision_longhorn.model_arguments import check_values, is_in
+from vision_longhorn.settings import COUNT, POSITIVE, Range
 
 TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, such as pretrained_cfg and num_classes
 
@@ -62,8 +61,20 @@ def mismatch(error: BaseException) -> str:
     return "; ".join(parts) or one_line(error)
 
 
+# What may stand in a model folder's config.json: the types of texts and tables, the ranges of numbers
+_TYPES: dict[str, Any] = dict(
+    architecture=str, interpolation=str, crop_mode=str, label_names=(list, dict), label_descriptions=dict
+)
+_RANGES = {
+    "num_classes": Range(0, kind=int),
+    **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), COUNT),
+    **dict.fromkeys(("crop_pct", "test_crop_pct", "std"), POSITIVE),
+    "mean": Range(),
+}
+
+
 def check_model_folder(folder: Path) -> None:
-    """Checks what timm does not in a folder in the hub's layout: its weights, and the types in its config.json.
+    """Checks what timm does not in a folder in the hub's layout: its weights, and the values in its config.json.
 
     Raises:
         UserError: Where one of them is missing or damaged.
@@ -71,15 +82,11 @@ def check_model_folder(folder: Path) -> None:
     file = folder / "config.json"
     try:
         config = json.loads(file.read_bytes())
-        arguments, settings = config.get("model_args", {}), config.get("pretrained_cfg", config)
-        classes = config.get("num_classes", settings.get("num_classes"))
-        found = {key: settings[key] for key in _SETTINGS.keys() & settings.keys()}
-        found |= {"num_classes": classes, "label_names": config.get("label_names")}
-        wrong = {key: value for key, value in found.items() if value is not None and not _SETTINGS[key](value)}
-        if not isinstance(config.get("architecture"), str):
-            wrong["architecture"] = config.get("architecture")
-        if arguments.get("num_classes", classes) != classes:
-            wrong["model_args.num_classes"] = arguments["num_classes"]
+        found = {**config.get("pretrained_cfg", {}), **config}
+        wrong = {key: found.get(key) for key in (*_TYPES, *_RANGES) if not _fits(key, found.get(key))}
+        classes = found.get("num_classes")
+        if (other := config.get("model_args", {}).get("num_classes", classes)) != classes:
+            wrong["model_args.num_classes"] = other
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}): give a folder in the hub's layout") from error
     except (AttributeError, TypeError, ValueError) as error:  # no JSON, or a list where a dict should be
@@ -91,32 +98,16 @@ def check_model_folder(folder: Path) -> None:
             check_whole(weights)
 
 
+def _fits(key: str, value: Any) -> bool:
+    if value is None:
+        return key != "architecture"
+    if key in _TYPES:
+        return isinstance(value, _TYPES[key]) and (not isinstance(value, list) or are_names(value))
+    items = value if isinstance(value, list) else [value]
+    has_length = len(items) == 3 if key.endswith("input_size") else len(items) > 0
+    return has_length and all(is_in(_RANGES[key], item) for item in items)
+
+
 def are_names(value: Any) -> bool:
     """Whether a value is a list of texts."""
     return isinstance(value, list) and all(isinstance(one, str) for one in value)
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(type(one) is int and one > 0 for one in value)
-
-
-def _are_numbers(value: Any) -> bool:
-    """Whether a value is a number or a list of numbers, all of them finite."""
-    numbers = value if isinstance(value, list) else [value]
-    return numbers != [] and all(type(one) in (int, float) and -math.inf < one < math.inf for one in numbers)
-
-
-def _are_positive(value: Any) -> bool:
-    return _are_numbers(value) and min(value if isinstance(value, list) else [value]) > 0
-
-
-# What may stand in a model folder's config.json
-_SETTINGS: dict[str, Callable[[Any], bool]] = {
-    "num_classes": lambda value: type(value) is int and value >= 0,
-    "label_names": lambda value: isinstance(value, dict) or are_names(value),
-    "label_descriptions": lambda value: isinstance(value, dict),
-    **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), _is_size),
-    **dict.fromkeys(("crop_pct", "test_crop_pct", "std"), _are_positive),
-    "mean": _are_numbers,
-    **dict.fromkeys(("interpolation", "crop_mode"), lambda value: isinstance(value, str)),
-}

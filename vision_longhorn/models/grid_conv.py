@@ -12,9 +12,9 @@ from vision_longhorn.models.tokens import join_class, split_class
 class GridConv(nn.Module):
     """x + a depthwise convolution of its patches over their grid, padded with zeros; the class token stays as it is.
 
-    Gives every patch its neighbours above and below, which a scan by rows meets a row later, and its distance to the
+    Every patch sees its neighbours above and below, which a scan by rows meets a row later, and its distance to the
     border: the conditional position encoding of CPVT (arXiv 2102.10882, section 3), before every mixer. Both terms are
-    one convolution, whose middle weight has the digits that its dtype has around 1.
+    one convolution, so the middle weight is rounded as numbers around 1 are.
 
     Args:
         dim: width C of the tokens.
@@ -22,7 +22,7 @@ class GridConv(nn.Module):
         class_token: its place among the tokens.
 
     Raises:
-        ValueError: The size is no odd whole number.
+        ValueError: `size` is no odd whole number.
     """
 
     def __init__(self, dim: int, size: int, class_token: str, device: Any = None, dtype: Any = None):
@@ -35,7 +35,7 @@ class GridConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in 1 / size, as torch has convolutions; no bias."""
+        """Uniform in ±1 / size, as torch initialises convolutions; bias 0."""
         bound = 1 / self.weight.shape[-1]
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.bias)
@@ -46,7 +46,7 @@ class GridConv(nn.Module):
         B, count, C = patches.shape
         pad = self.weight.shape[-1] // 2
         grid = patches.reshape(B, rows, count // rows, C).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
-        # x itself comes in by the weight: a term of its own would be another pass over memory.
+        # x itself is added through the weight: a term of its own would be another pass over memory.
         weight = self.weight + F.pad(torch.ones_like(self.weight[..., :1, :1]), [pad] * 4)
         grid = F.conv2d(grid, weight, self.bias, padding=pad, groups=C)
         patches = grid.permute(0, 2, 3, 1).reshape(B, count, C)

@@ -5,7 +5,7 @@ from typing import Any, Optional, cast
 
 import torch
 import torch.nn.functional as F
-from timm.layers import PatchEmbed, register_notrace_function, resample_patch_embed, to_2tuple
+from timm.layers import PatchEmbed, get_device_dtype, register_notrace_function, resample_patch_embed, to_2tuple
 from torch import Tensor, nn
 
 __all__ = ["PatchProjection", "StridedPatchEmbed", "patch_grid"]
@@ -61,9 +61,7 @@ class StridedPatchEmbed(PatchEmbed):
         img_size: height and width of the images, or one number for both.
         patch_size: height and width of a patch, or one number for both.
         patch_stride: from one patch to the next along (height, width), or one number for both; `patch_size` if None.
-        in_chans, embed_dim: channels of the images, width of the tokens.
-        strict_img_size: take images of `img_size` only.
-        dynamic_img_pad: pad images at the bottom and right until patches cover them.
+        kwargs: other arguments of timm's: in_chans, embed_dim, strict_img_size, dynamic_img_pad, device, dtype.
 
     Raises:
         ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size.
@@ -74,26 +72,11 @@ class StridedPatchEmbed(PatchEmbed):
         img_size: int | tuple[int, int] = 224,
         patch_size: int | tuple[int, int] = 16,
         patch_stride: Optional[int | tuple[int, int]] = None,
-        in_chans: int = 3,
-        embed_dim: int = 192,
-        strict_img_size: bool = True,
-        dynamic_img_pad: bool = False,
-        device: Any = None,
-        dtype: Any = None,
+        **kwargs: Any,
     ):
-        super().__init__(
-            img_size=None,
-            patch_size=cast(Any, patch_size),
-            in_chans=in_chans,
-            embed_dim=embed_dim,
-            output_fmt="NHWC",
-            strict_img_size=strict_img_size,
-            dynamic_img_pad=dynamic_img_pad,
-            device=device,
-            dtype=dtype,
-        )
+        super().__init__(None, cast(Any, patch_size), output_fmt="NHWC", **kwargs)
         self._set_sizes(img_size, patch_size, patch_stride)
-        self.proj = self._make_projection(in_chans, embed_dim, device, dtype)
+        self.proj = self._make_projection()
 
     def _set_sizes(self, img_size: Any, patch_size: Any, patch_stride: Any) -> None:
         patch, stride = to_2tuple(patch_size), to_2tuple(patch_size if patch_stride is None else patch_stride)
@@ -110,9 +93,11 @@ class StridedPatchEmbed(PatchEmbed):
         self.grid_size = patch_grid(img_size, patch, stride)
         self.num_patches = self.grid_size[0] * self.grid_size[1]
 
-    def _make_projection(self, in_chans: int, embed_dim: int, device: Any, dtype: Any) -> nn.Conv2d:
+    def _make_projection(self) -> nn.Conv2d:
+        """A new projection in the place of the one that is there."""
         kind = PatchProjection if self.patch_stride == self.patch_size else nn.Conv2d
-        return kind(in_chans, embed_dim, self.patch_size, self.patch_stride, device=device, dtype=dtype)
+        old = self.proj
+        return kind(old.in_channels, old.out_channels, self.patch_size, self.patch_stride, **get_device_dtype(old))
 
     def set_input_size(
         self,
@@ -137,8 +122,7 @@ class StridedPatchEmbed(PatchEmbed):
             patch_stride,
         )
         if (self.patch_size, self.patch_stride) != before:
-            old = self.proj
-            new = self._make_projection(old.in_channels, old.out_channels, old.weight.device, old.weight.dtype)
+            old, new = self.proj, self._make_projection()
             weight = resample_patch_embed(old.weight.detach(), list(self.patch_size))
             new.load_state_dict({**old.state_dict(), "weight": weight})
             for own, value in zip(new.parameters(), old.parameters()):

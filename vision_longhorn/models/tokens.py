@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def class_index(class_token: str, num_patches: int) -> int:
-    """Where the class token stands among the tokens; the patches from there on stand one further."""
+    """Index of the class token among the tokens; the patches from there on stand one further."""
     if class_token == "middle":
         return num_patches // 2
     return 0 if class_token == "first" else num_patches
@@ -30,8 +30,10 @@ def join_class(token: Optional[Tensor], patches: Tensor, class_token: str) -> Te
 
 
 def turn_patches(x: Tensor, rows: int, class_token: str) -> Tensor:
-    """Tokens (B, L, C) whose patches stand in `rows` rows, one after the other, with the columns one after the other:
-    its own inverse if the number of columns is given then. The class token stays where it is."""
+    """Reorder tokens (B, L, C) whose patches stand row by row, in `rows` rows, to stand column by column.
+
+    Called with the number of columns, it is its own inverse. The class token stays where it is.
+    """
     token, patches = split_class(x, class_token)
     B, count, C = patches.shape
     patches = patches.reshape(B, rows, count // rows, C).transpose(1, 2).reshape(B, count, C)

@@ -1,4 +1,4 @@
-"""Averaged weights (EMA): timm's, which are found once and not by name at every update."""
+"""Averaged weights (EMA): timm's, whose tensors are looked up once and not at every update."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ from vision_longhorn.training.fsdp import is_sharded
 class Ema(ModelEmaV3):
     """timm's `ModelEmaV3` of a model on the same device, to the same bits.
 
-    timm makes two state dicts at each update, which for a small model the GPU has to wait for. Here model and average
-    have to keep their memory from the first update on, as they do where weights are loaded into them (not with
-    `assign=True`, nor where they are cast). Shards, whose memory is FSDP's own affair, are looked up.
+    timm makes two state dicts at each update, for which the GPU has to wait if the model is small. This class keeps the
+    tensors of the first update, so model and average must not be cast or loaded with `assign=True` afterwards. Shards
+    are looked up each time, as FSDP may move them.
     """
 
     _found: tuple[list[torch.Tensor], list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]] | None = None
@@ -26,7 +26,7 @@ class Ema(ModelEmaV3):
         """
         Args:
             model: The model, always the same one.
-            decay: Of the average; 1 leaves it as it is.
+            decay: Share of the average that stays.
         """
         if is_sharded(model):
             super().apply_update_(model, decay)

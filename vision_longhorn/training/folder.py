@@ -29,10 +29,6 @@ class RunFolder:
         accelerator: Tells which process this is.
         held: Closes the curves, and frees the folder for others, when it is closed.
 
-    Attributes:
-        run: The `Run`.
-        log: `RunLog` of the run, from `open` on; None on all processes but one.
-
     Raises:
         UserError: Where the folder holds another run, or another process writes to it.
     """
@@ -43,7 +39,7 @@ class RunFolder:
         self.run, self.path = Run(path), path
         self.cfg, self.resuming, self.accelerator, self.held = cfg, resuming, accelerator, held
         self.lock: FolderLock | None = None
-        self.log: RunLog | None = None
+        self.log: RunLog | None = None  # from `open` on, in the first process
         str(path).encode()  # raises for a name that is not UTF-8; TensorBoard would once the folder has been made
         self.run.check_free(goes_on=bool(cfg.resume))
         accelerator.wait_for_everyone()  # all have looked before the first one writes
@@ -63,8 +59,7 @@ class RunFolder:
         Args:
             facts: What the run's bits depend on beside its config.
             started: When it first started.
-            updates: How many it has made. A run that goes on hides what the curves show beyond them, and sets the
-                checkpoints beyond them aside.
+            updates: How many it has made. Earlier curves and checkpoints beyond them are hidden or set aside.
         """
         if self.log or not self.accelerator.is_main_process:
             return
@@ -72,10 +67,11 @@ class RunFolder:
         self._lock()
         self.run.check_free(goes_on=bool(self.cfg.resume))  # a run may have begun and ended since the first look
         self.run.clear()
-        if self.resuming and (aside := go_back(self.run, Path(str(self.cfg.resume)), updates)):
-            self.accelerator.print(f"Note: what this run has gone back behind is in {aside} now.")
-        if not self.resuming and (aside := set_aside(self.run)):
-            self.accelerator.print(f"Note: what a run without a checkpoint left in {self.path} is in {aside} now.")
+        what, checkpoint = f"a run without a checkpoint left in {self.path}", None
+        if self.resuming:
+            what, checkpoint = "this run has gone back behind", Path(str(self.cfg.resume))
+        if aside := set_aside(self.run, checkpoint, updates):
+            self.accelerator.print(f"Note: what {what} is in {aside} now.")
         # The environment comes first: it tells a run's folder from one in which somebody keeps a config.yaml.
         write_text(self.run.environment_file, json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
         write_text(self.run.config_file, yaml.safe_dump(self.cfg.values(), sort_keys=False))
@@ -97,43 +93,31 @@ class RunFolder:
             self.run.write_history(history)
 
 
-def set_aside(run: Run) -> Path | None:
-    """Moves all that a run without a checkpoint has written into a new folder within.
-
-    Returns:
-        That folder, None where there was nothing.
-    """
-    if not run.has_begun():
-        return None
-    aside = _new_folder(run)
-    for file in *run.texts, run.curves_file, run.last, run.best, *run.checkpoints().values(), *run.event_files():
-        if file.exists():
-            file.rename(aside / file.name)
-    return aside
-
-
-def go_back(run: Run, checkpoint: Path, updates: int) -> Path | None:
-    """Moves checkpoints beyond the one that a run goes on with, and the files about them, into a new folder within.
+def set_aside(run: Run, checkpoint: Path | None = None, updates: int = 0) -> Path | None:
+    """Moves all that a run has written beyond a checkpoint into a new folder within, which can be resumed like the run.
 
     Then last.pt is that checkpoint, and best.pt the best of those up to it, if that is still there.
 
     Args:
         run: The run.
-        checkpoint: The file that it goes on with, in its folder.
+        checkpoint: The file in its folder that it goes on with; None: it starts anew.
         updates: How many it has made by then. On another number of processes, an epoch has another number of them.
 
     Returns:
-        The new folder, which can be resumed like the run's; None where nothing was beyond.
+        The new folder; None where nothing is beyond.
     """
-    made, files = _epochs_made(checkpoint), run.checkpoints()
+    made, files = _epochs_made(checkpoint) if checkpoint else -1, run.checkpoints()
     up_to = [file for file in files.values() if _epochs_made(file) <= made]
     beyond = [file for number, file in files.items() if number > updates or file not in up_to]
-    if not run.last.exists():
+    if checkpoint and not run.last.exists():
         second_name(checkpoint, run.last)
     names = [name for name in (run.last, run.best) if name.exists() and _epochs_made(name) > made]
-    if not (beyond or names):
+    if not (beyond or names or not checkpoint and run.has_begun()):
         return None
-    aside = _new_folder(run)
+    number = 1
+    while (aside := run.path / f"before-{number}").exists():
+        number += 1
+    aside.mkdir()
     for file in run.config_file, run.environment_file:
         if file.exists():
             shutil.copyfile(file, aside / file.name)
@@ -144,23 +128,16 @@ def go_back(run: Run, checkpoint: Path, updates: int) -> Path | None:
             second_name(held, name)
         else:
             name.unlink()
-    for file in *beyond, run.history_file, run.summary_file, run.curves_file:
+    curves = run.event_files() if not checkpoint else []  # else the new ones hide those beyond
+    for file in *beyond, run.history_file, run.summary_file, run.bad_steps_file, run.curves_file, *curves:
         if file.exists():
             file.replace(aside / file.name)
     return aside
 
 
-def _new_folder(run: Run) -> Path:
-    number = 1
-    while (aside := run.path / f"before-{number}").exists():
-        number += 1
-    aside.mkdir()
-    return aside
-
-
-def _best_of(checkpoint: Path, files: list[Path]) -> Path | None:
+def _best_of(checkpoint: Path | None, files: list[Path]) -> Path | None:
     """The one of `files` with the best weights up to a checkpoint of their run."""
-    best = _facts(checkpoint).get("best_metric")
+    best = _facts(checkpoint).get("best_metric") if checkpoint else None
     for state, file in ((_facts(file), file) for file in files):
         # Within an epoch, the history ends with the accuracy of the epoch before.
         if state["updates"] == state["epoch"] * state["facts"]["updates_per_epoch"]:

@@ -1,4 +1,4 @@
-"""A model's weights shared out over the processes by torch's FSDP2, and put together again in checkpoints."""
+"""Weights shared out over the processes by torch's FSDP2, and put together again for checkpoints."""
 
 from typing import Any
 
@@ -16,21 +16,21 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from vision_longhorn.errors import UserError
 
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # on the first process; on the others nothing
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the first process gets all, the others nothing
 
 
 def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = False) -> None:
-    """Shares out the parameters of models over all processes, in place: each block by itself, then what is left.
+    """Shares out models' parameters over all processes, in place: each block by itself, then the rest.
 
-    An optimiser made afterwards has its state shared out, too. Every process has to hold the same weights before.
+    An optimiser that is made afterwards shares out its state, too. All processes have to hold the same weights before.
 
     Args:
         accelerator: Gives device and number of processes.
-        *models: Models of timm, not wrapped, with their stack of blocks in `blocks`.
+        *models: timm's models, not wrapped, with a stack of `blocks`.
         compress_gradients: Sum the gradients over the processes in bfloat16.
 
     Raises:
-        UserError: Where a model has no `blocks`, or buffers, or gradients are to be compressed on the CPU.
+        UserError: A model has no `blocks` or has buffers, or a CPU is to compress gradients.
     """
     cpu = accelerator.device.type == "cpu"
     if cpu and compress_gradients:
@@ -41,7 +41,7 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
                 "fsdp takes models with a stack of `blocks` and without buffers, and "
                 f"{type(model).__name__} is none: leave fsdp out"
             )
-    # Torch leaves averages of float32 to gloo, which in 2.7 sums. Those of float64 it divides by itself.
+    # In torch 2.7 gloo sums where it should average float32. Torch divides sums of float64 by itself.
     dtype = torch.float64 if cpu else torch.bfloat16 if compress_gradients else None
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
@@ -51,31 +51,31 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
 
 
 def compile_blocks(model: Any) -> None:
-    """`torch.compile` for a sharded model, in place: block by block, since between them torch gathers weights."""
-    config = torch._dynamo.config  # each rate of drop path is another program for it, and after 8 it would give up
+    """Compiles a sharded model in place, block by block, since torch gathers weights between them."""
+    config = torch._dynamo.config  # each rate of drop path is a program of its own, and it would give up after 8
     config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has been at `model`."""
+    """Whether `shard` has shared out the model."""
     return isinstance(model, FSDPModule)
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """Names and whole tensors of a model, sharded or not. All processes take part, the first one gets them."""
+    """The whole state dict of a model, sharded or not. All processes take part, the first one gets it."""
     return get_model_state_dict(model, options=WHOLE)
 
 
 def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """`optimizer.state_dict()` as it is without shards. All processes take part, the first one gets it."""
-    if not is_sharded(model) or not optimizer.state:  # torch would fill an empty one by a step of its own
+    if not is_sharded(model) or not optimizer.state:  # torch would fill an empty state by a step of its own
         return optimizer.state_dict()
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=WHOLE)
     if not state:
         return state
-    # torch goes by the parameters' names here, optimisers count them.
+    # Here torch names the parameters; optimisers number them.
     names = [name for group in state["param_groups"] for name in group["params"]]
     number = {name: i for i, name in enumerate(names)}
     return {
@@ -87,7 +87,7 @@ def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads what `whole_optimizer_state` gave, or an unsharded optimiser, on every process."""
+    """Loads the state of an unsharded optimiser, or from `whole_optimizer_state`, on every process."""
     if not is_sharded(model) or not state["state"]:
         optimizer.load_state_dict(state)
         return
@@ -99,4 +99,4 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
     }
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
     for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        own.update({**group, "params": own["params"]})  # torch makes lists of what were tuples
+        own.update({**group, "params": own["params"]})  # torch makes lists of tuples

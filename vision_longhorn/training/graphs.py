@@ -15,34 +15,34 @@ from vision_longhorn.errors import UserError, one_line
 def capture(
     accelerator: Accelerator, model: nn.Module, images: torch.Tensor, passes: int, compiled: bool = False
 ) -> None:
-    """Lets `model` replay its training passes, to the same bits; in eval mode it runs as before.
+    """Lets `model` replay its training passes as CUDA graphs, to the same bits. In eval mode it runs as before.
 
-    What it decides or draws on the host in a pass is decided here, once for all passes.
+    Whatever it decides or draws on the host, it decides here, once for all passes.
 
     Args:
-        accelerator: Says the precision.
-        model: Changed in place. From now on its parameters keep their memory, and its training batches their shape.
-        images: Of that shape (B, 3, H, W), on the GPU; their values do not matter.
-        passes: Backward passes of an update.
-        compiled: Whether what is captured is compiled before; then the bits are those of the compiled model.
+        accelerator: Gives the precision.
+        model: Changed in place. Afterwards its parameters have to keep their memory, and its batches their shape.
+        images: (B, 3, H, W) on the GPU, a batch of that shape; its values do not matter.
+        passes: Backward passes in an update.
+        compiled: Compile the model first; the bits are then those of the compiled model.
 
     Raises:
-        UserError: Where the model does what torch cannot capture, such as waiting for the GPU.
-        torch.OutOfMemoryError: Where the graphs do not fit.
+        UserError: The model does something that torch cannot capture, such as waiting for the GPU.
+        torch.OutOfMemoryError: The graphs do not fit.
     """
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # not in older torch
-        # Gradients do come, from now on, from the capture's stream, and torch waits for it.
+        # Gradients will come from the capture's stream, for which torch waits.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     model.train()
     forward = model.forward
     if compiled:
         model.forward = torch.compile(forward)
-    # Within a graph no cast of a weight may outlive its pass, as autocast's cache would have it.
+    # Without a cache, as no cast of a weight may outlive its pass in a graph
     precision = accelerator.autocast(autocast_handler=AutocastKwargs(cache_enabled=False))
     try:
         with unchanged_buffers(model), precision:
             apart = passes == 1 and gradients_are_apart(model, images)
-            gc.collect()  # what is left of that pass, if anything, would bring its stream into the capture
+            gc.collect()  # remains of that pass would bring its stream into the capture
             torch.cuda.make_graphed_callables(model, (images,), allow_unused_input=True)
     except torch.OutOfMemoryError:
         raise
@@ -52,11 +52,11 @@ def capture(
             what, remedy = "compile, cuda_graphs: this model cannot be compiled and captured", "leave one of them out"
         raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
     replay = model.forward
-    # Compiled, an evaluation's first and last batch would be compiled for anew.
+    # Not compiled in eval mode, where the first and the last batch would each be compiled for.
     model.forward = lambda images: (replay if model.training else forward)(images)
     if not apart:
-        # Gradients would become the parameters' own where they are, to be scaled once for each parameter that shares
-        # them, and written over by the next pass.
+        # Copy each gradient. As the parameters' own, shared memory would be clipped once for each parameter, and
+        # the next pass would write over it.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(torch.clone)
@@ -72,7 +72,7 @@ def gradients_are_apart(model: nn.Module, images: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def unchanged_buffers(net: nn.Module) -> Iterator[None]:
-    """Passes in here leave no trace in the buffers, such as those of batch norms."""
+    """Puts the buffers, such as those of batch norms, back to their values of before."""
     before = [buffer.clone() for buffer in net.buffers()]
     try:
         yield

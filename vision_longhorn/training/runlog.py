@@ -116,6 +116,5 @@ def keep_order(run: Run) -> None:
 def settings_of(cfg: Settings) -> dict[str, bool | int | float | str]:
     """The run's settings as words and numbers; other values become text."""
     values = cfg.values()
-    flat = {key: value for key, value in values.items() if key != "model_kwargs"}
-    flat.update({f"model_kwargs.{key}": value for key, value in values["model_kwargs"].items()})
-    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in flat.items()}
+    values |= {f"model_kwargs.{key}": value for key, value in values.pop("model_kwargs").items()}
+    return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in values.items()}

@@ -1,7 +1,6 @@
-"""What a run is made of, each part from the `Config`: accelerator, data, model, loaders, loss, optimiser, schedule."""
+"""The parts of a run, made from its `Config`: processes, data, model, loaders, loss, optimiser, schedule."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,44 +33,36 @@ from vision_longhorn.errors import UserError, bad_input, one_line, spelled
 from vision_longhorn.models.create import TimmModel, create_model
 from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.fsdp import compile_blocks, is_sharded, shard
+from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
 from vision_longhorn.training.runlog import check_tracker
 
-# Optimisers that can skip an update on the device, with whole tensors and with shards
+# Optimisers that can skip an update on the device, of whole tensors and of shards
 FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
 # Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
-SCALE = 2.0**10  # of the loss in fp16 at the start: torch's 2**16 would cost the first updates
-
-Say = Callable[[str], None]
+SCALE = 2.0**10  # what the loss is scaled by at first in fp16; torch's 2**16 would cost the first updates
 
 
 def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
-    """The accelerator, for device, precision, and what the processes have in common."""
+    """Joins the processes of the run, on its device and in its precision."""
     if cfg.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS wants to be told before its first use
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
     torch.use_deterministic_algorithms(cfg.deterministic)
     check_tracker(cfg.track)
-    hook = DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO
-    return make_accelerator(
-        cfg.device,
-        cfg.precision,
-        cfg.grad_accum,
-        log_with=cfg.track,
-        project_dir=str(run_dir),
-        kwargs_handlers=[
-            GradScalerKwargs(init_scale=SCALE),
-            DistributedDataParallelKwargs(
-                gradient_as_bucket_view=True, comm_hook=hook, static_graph=cfg.grad_accum == 1
-            ),  # torch has no static graph with accumulation
-        ],
+    ddp = DistributedDataParallelKwargs(
+        gradient_as_bucket_view=True,
+        comm_hook=DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO,
+        static_graph=cfg.grad_accum == 1,  # torch has none with accumulation
     )
+    options = dict(log_with=cfg.track, project_dir=str(run_dir))
+    handlers = [GradScalerKwargs(init_scale=SCALE), ddp]
+    return make_accelerator(cfg.device, cfg.precision, cfg.grad_accum, kwargs_handlers=handlers, **options)
 
 
 class Data(NamedTuple):
-    """The splits of a run. An epoch is as many samples as the training split holds, in whole updates."""
+    """The splits of a run. An epoch has as many samples as the training split, in whole updates."""
 
     place: str
     train: ShardSet
@@ -79,11 +70,9 @@ class Data(NamedTuple):
     num_classes: int
 
     def names(self) -> dict[str, list[str] | None]:
-        """Names of classes, each kind if there is one for each class of the model."""
-        return {
-            kind: list(names) if names and len(names) == self.num_classes else None
-            for kind, names in (("class_names", self.train.class_names), ("display_names", self.train.display_names))
-        }
+        """The "class_names" and "display_names", each None unless every class of the model has one."""
+        found = {"class_names": self.train.class_names, "display_names": self.train.display_names}
+        return {key: list(names) if names and len(names) == self.num_classes else None for key, names in found.items()}
 
 
 def open_data(cfg: Config, accelerator: Accelerator) -> Data:
@@ -97,39 +86,33 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
             "The data are scikit-learn's handwritten digits, which are built in: --data DIR names others."
         )
     place = locate_data(cfg.data, accelerator)
+    options = cfg.num_classes, cfg.allow_pipe
     with spelled(num_samples="train_samples"):
-        train = open_shards(place, cfg.train_split, cfg.train_samples, cfg.num_classes, cfg.allow_pipe)
+        train = open_shards(place, cfg.train_split, cfg.train_samples, *options)
     if not cfg.val_data and not os.path.isdir(place):
         raise UserError(f"data is {place!r}, which names training shards only: give --val-data, or a folder of both")
     with spelled(num_samples="val_samples"):
-        val = open_shards(
-            cfg.val_data or place, cfg.val_split, cfg.val_samples, cfg.num_classes, cfg.allow_pipe, train=train
-        )
-    check_classes(train.class_names, val.class_names)
+        val = open_shards(cfg.val_data or place, cfg.val_split, cfg.val_samples, *options, train=train)
+    check_classes(train.class_names, val.class_names, "the training data", "that for evaluation")
     num_classes = cfg.num_classes or train.num_classes
     if num_classes is None:
         raise UserError(f"the shards in {place} do not say how many classes they have: give --num-classes")
     return Data(place, train, val, num_classes)
 
 
-def check_classes(
-    train: list[str] | None,
-    val: list[str] | None,
-    of_train: str = "the training data",
-    of_val: str = "that for evaluation",
-) -> None:
-    """Raises UserError where both splits say what their classes are called, and not the same."""
-    if train and val and (wrong := difference(train, val, of_train, of_val)):
+def check_classes(names: list[str] | None, others: list[str] | None, here: str, there: str) -> None:
+    """Raises UserError where the places `here` and `there` both name their classes, and differ."""
+    if names and others and (wrong := difference(names, others, here, there)):
         raise UserError(f"{wrong}: give data with the same classes")
 
 
 def build_model(
     cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool, class_names: list[str] | None = None
 ) -> tuple[TimmModel, Ema | None]:
-    """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy of it.
+    """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy.
 
     Args:
-        class_names: Those of the data, if they are known, by which a classifier of `cfg.init` stays or starts anew.
+        class_names: The data's, if they are known. They decide whether the classifier of `cfg.init` stays.
     """
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
@@ -140,19 +123,17 @@ def build_model(
         else:
             model = create_model(cfg.model, **kwargs)
     except UserError as error:
-        for key in cfg.model_kwargs:
-            # A config's are for its own model, which is one of ours.
-            if f"unexpected keyword argument '{key}'" in str(error) and not is_model_in_modules(
-                cfg.model, ["vlonghorn"]
-            ):
-                raise UserError(f"{error}; `--model-kwargs {key}=none` leaves it out") from error
+        # A config's arguments are for its own model, and --model may name one that lacks them.
+        unknown = [key for key in cfg.model_kwargs if f"unexpected keyword argument '{key}'" in str(error)]
+        if unknown and not is_model_in_modules(cfg.model, ["vlonghorn"]):
+            raise UserError(f"{error}; `--model-kwargs {unknown[0]}=none` leaves it out") from error
         raise
     model.to(accelerator.device)
     return model, Ema(model, decay=cfg.ema_decay) if cfg.ema_decay else None
 
 
 def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) -> None:
-    """Shares out the models over the processes, where the config asks for that."""
+    """Shares out the models' weights over the processes, with `cfg.fsdp`."""
     if not cfg.fsdp:
         return
     if accelerator.num_processes == 1:
@@ -164,8 +145,7 @@ def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) ->
 
 
 class Loaders(NamedTuple):
-    """Batches of this process. `finish` is what of the augmentation happens on the GPU, else None; `kept_bytes`, what
-    is kept in memory."""
+    """Batches of this process; `finish` is the part of the augmentation on the GPU, `kept_bytes` is kept in memory."""
 
     train: Any
     val: Any
@@ -175,10 +155,10 @@ class Loaders(NamedTuple):
 
 
 def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator: Accelerator) -> Loaders:
-    """Repeated augmentation happens in the training stream; what follows the crop, on the GPU.
+    """The loaders of both splits. On a GPU the augmentation that follows the crop happens there.
 
     Args:
-        settings: Of the images, as `input_settings` gives them.
+        settings: The images' settings from `input_settings`.
     """
     if cfg.workers is None:
         cfg.workers = default_workers()
@@ -189,14 +169,9 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
             transform, finish = split_transform(transform)
         except UserError as error:
             accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
-    share = dict(
-        batch_size=cfg.batch_size,
-        num_workers=cfg.workers,
-        rank=accelerator.process_index,
-        world_size=accelerator.num_processes,
-        num_classes=data.num_classes,
-        pin_memory=on_gpu,
-    )
+    rank, world_size = accelerator.process_index, accelerator.num_processes
+    share = dict(batch_size=cfg.batch_size, num_workers=cfg.workers, rank=rank, world_size=world_size)
+    share.update(num_classes=data.num_classes, pin_memory=on_gpu)
     splits = [data.train, data.val]
     if cfg.keep_in_memory:
         splits = [keep_in_memory(split, cfg.workers) for split in splits]
@@ -213,22 +188,22 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
     updates_per_epoch = len(train) // cfg.grad_accum
     if updates_per_epoch == 0:
         raise UserError(
-            f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give "
-            "a smaller grad_accum or batch_size"
+            f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give a smaller "
+            "grad_accum or batch_size"
         )
     kept_bytes = sum(one.nbytes for split in splits for one in split.kept or [] if one)
     return Loaders(train, val, finish, updates_per_epoch, kept_bytes)
 
 
 def build_loss(cfg: Config, num_classes: int) -> tuple[Mixup | None, nn.Module]:
-    """What mixes a batch, if anything does, and the loss."""
+    """Mixup and CutMix, if the run has them, and the loss for their targets."""
     if not (cfg.mixup or cfg.cutmix):
         return None, LabelSmoothingCrossEntropy(cfg.smoothing)
     mixup = Mixup(cfg.mixup, cfg.cutmix, prob=cfg.mixup_prob, label_smoothing=cfg.smoothing, num_classes=num_classes)
     return mixup, SoftTargetCrossEntropy()
 
 
-def peak_rate(cfg: Config, global_batch: int, resuming: bool, say: Say) -> float:
+def peak_rate(cfg: Config, global_batch: int, accelerator: Accelerator, resuming: bool) -> float:
     """The learning rate at the end of the warm-up, for updates of `global_batch` samples."""
     peak = cfg.lr * global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
     if cfg.min_lr > peak:
@@ -238,7 +213,7 @@ def peak_rate(cfg: Config, global_batch: int, resuming: bool, say: Say) -> float
         )
         if not resuming:
             raise UserError(text)
-        say(f"Note: {text}.")
+        accelerator.print(f"Note: {text}.")
     return peak
 
 
@@ -254,8 +229,7 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
 
 
 def _try_out(name: str, options: dict[str, Any], device: torch.device) -> None:
-    """Raises what an optimiser raises at an update of plain gradients, before a run has anything to lose. Some want
-    more, second derivatives for one."""
+    """Makes an update of a small layer. Some optimisers want more than gradients, and raise only there."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         layer = nn.Linear(2, 2, device=device)
         optimizer = create_optimizer_v2(layer, name, **options)
@@ -268,15 +242,30 @@ def _try_out(name: str, options: dict[str, Any], device: torch.device) -> None:
             ) from error
 
 
+def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+    """Loads moments and step counts of a checkpoint; the settings stay those of `cfg`, which may have changed."""
+    if checkpoint["config"]["opt"] != cfg.opt:
+        raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
+    saved = checkpoint["optimizer"]
+    # Some of timm's optimisers count their steps among the settings; a new one has no count yet.
+    groups = [
+        {**group, **own, "params": group["params"]}
+        for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
+    ]
+    with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
+        load_optimizer_state(model, optimizer, {"state": saved["state"], "param_groups": groups})
+
+
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:
     """A linear warm-up, then a whole cosine, by updates."""
-    epochs: dict[str, Any] = dict(  # fractions of them, too, which timm's types do not know of
-        num_epochs=max(cfg.epochs - cfg.warmup_epochs, 1 / updates_per_epoch), warmup_epochs=cfg.warmup_epochs
-    )
+    # timm takes fractions of epochs, which its types deny.
+    after: Any = max(cfg.epochs - cfg.warmup_epochs, 1 / updates_per_epoch)
+    warmup: Any = cfg.warmup_epochs
     scheduler, _ = create_scheduler_v2(
         optimizer,
         "cosine",
-        **epochs,
+        num_epochs=after,
+        warmup_epochs=warmup,
         warmup_prefix=True,
         warmup_lr=min(cfg.warmup_lr, peak_lr),
         min_lr=cfg.min_lr,
@@ -286,60 +275,47 @@ def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: floa
     return scheduler
 
 
-def choose_ema_warmup(cfg: Config, ema: Ema, updates: int, say: Say) -> None:
-    """Lets the decay grow from 0 where the run's updates are too few for the average to leave the first weights."""
+def choose_ema_warmup(cfg: Config, ema: Ema, updates: int, accelerator: Accelerator) -> None:
+    """Lets the decay grow from 0 where the average of so many updates would not leave the first weights."""
     start_left = cfg.ema_decay**updates
+    if start_left > 0.05 and not cfg.ema_warmup:
+        does = (
+            "so its decay grows from 0 (ema_warmup)"
+            if cfg.ema_warmup is None
+            else f"so {start_left:.0%} of the averaged weights, by which best.pt goes, will be those at the start: "
+            f"give --ema-warmup, or --ema-decay {max(0.0, 1 - 20 / updates):.4g}"
+        )
+        accelerator.print(
+            f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this run "
+            f"has {updates:,}, {does}."
+        )
     if cfg.ema_warmup is None:
         cfg.ema_warmup = start_left > 0.05
-        if cfg.ema_warmup:
-            say(
-                f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this "
-                f"run has {updates:,}, so its decay grows from 0 (ema_warmup)."
-            )
-    elif not cfg.ema_warmup and start_left > 0.05:
-        say(
-            f"Note: {start_left:.0%} of the averaged weights will be those at the start, after {updates:,} updates "
-            f"with an EMA of decay {cfg.ema_decay}: give --ema-warmup, or --ema-decay "
-            f"{max(0.0, 1 - 20 / updates):.4g}; best.pt goes by these weights."
-        )
     ema.use_warmup = cfg.ema_warmup
 
 
-def wrap(
-    cfg: Config,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    input_size: tuple[int, ...],
-    accelerator: Accelerator,
-) -> nn.Module:
-    """The network that trains: `model`, wrapped where there are several processes, compiled and captured where cfg says
-    so.
+Size = tuple[int, ...]  # of an image, (3, H, W)
 
-    Args:
-        input_size: Of an image, (3, H, W).
-    """
+
+def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: Size, accelerator: Accelerator) -> Any:
+    """The network that trains: the model under autocast, for several processes, compiled, captured, as cfg says."""
     # Optimiser, scheduler and loaders stay out of prepare(): it would step the scheduler once per process, and feed
-    # every process from the first one's stream. A sharded model sums over the processes by itself, and gets no more
-    # than autocast.
-    sharded = is_sharded(model)
-    speed_up(cfg, model, input_size, accelerator)
-    net = (
-        accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
-        if sharded
-        else accelerator.prepare(model)
-    )
-    if accelerator.num_processes > 1 and not sharded:
-        settle_buckets(accelerator, net, optimizer, torch.zeros(cfg.batch_size, *input_size, device=accelerator.device))
+    # every process from the first one's stream.
+    speed_up(cfg, model, size, accelerator)
+    if is_sharded(model):  # it sums over the processes by itself, and needs autocast only
+        return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+    net = accelerator.prepare(model)
+    if accelerator.num_processes > 1:
+        settle_buckets(accelerator, net, optimizer, torch.zeros(cfg.batch_size, *size, device=accelerator.device))
     return net
 
 
-def speed_up(cfg: Config, model: nn.Module, input_size: tuple[int, ...], accelerator: Accelerator) -> None:
+def speed_up(cfg: Config, model: nn.Module, size: Size, accelerator: Accelerator) -> None:
     """Compiles the model, captures its passes as CUDA graphs, or both, as cfg says."""
     if cfg.cuda_graphs and cfg.fsdp:
         accelerator.print("Note: fsdp runs without cuda_graphs.")
-    captures = cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda"
-    if captures:
-        images = torch.zeros(cfg.batch_size, *input_size, device=accelerator.device)
+    if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
+        images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
         capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
     elif cfg.compile:
         compile_blocks(model) if is_sharded(model) else model.compile()
@@ -348,12 +324,10 @@ def speed_up(cfg: Config, model: nn.Module, input_size: tuple[int, ...], acceler
 def settle_buckets(
     accelerator: Accelerator, net: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor
 ) -> None:
-    """Two forward and backward passes that change nothing, for DistributedDataParallel.
+    """Makes two passes that change nothing, so that DistributedDataParallel orders its buckets before the first update.
 
-    It sorts the gradients into its buckets anew after its first pass, or with a static graph after the second, by the
-    order in which they came. The order in which a gradient is summed over the processes depends on its place in there,
-    so without these passes a resumed run's first updates would differ, in the last bit, from those of a run that never
-    stopped.
+    It orders them by the gradients of its first pass, with a static graph of its second, and the order decides how a
+    gradient is summed over the processes: without this a resumed run's first updates would differ in the last bit.
     """
     with unchanged_buffers(net):
         for _ in range(2):

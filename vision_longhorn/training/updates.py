@@ -1,4 +1,4 @@
-"""The updates of a training run: those that are not finite are skipped, all are read late, and make the curves."""
+"""What is read of each update of a run: loss, gradient norm and signals, for the curves and the decision to stop."""
 
 import collections
 import json
@@ -20,28 +20,28 @@ from vision_longhorn.runs import Run
 from vision_longhorn.signals import SIGNALS, StopSignals
 from vision_longhorn.training.runlog import RunLog
 
-QUIET = 30  # seconds without a line, where no bar shows how far it is
+QUIET = 30  # seconds between two lines about how far a run without a bar is
 
 
 class UpdateMonitor:
-    """Follows the updates of a run on the host, each when the next one has been queued, so the device never waits.
+    """Reads each update when the next one has been queued, so the device never waits for the host.
 
-    All processes read the same values at the same update, and so take the same decisions.
+    All processes read the same values of the same update, and so decide alike.
 
     Args:
         accelerator: Gives device, rank, number of processes, and the sum over them.
         signals: `StopSignals` of this process.
-        run_dir: Folder of the run, for evidence.
+        run_dir: Folder of the run, for evidence of updates that were not finite.
         images: Samples in an update, over all processes.
         updates_per_epoch: Updates in an epoch; the last one always gets an entry in the curves.
         log_interval: Updates between two entries in the curves.
         max_bad_steps: So many skipped updates in a row, or all of an epoch's, are an error.
-        say: Takes a line about how far it is, now and then, where no bar shows it; None: nothing is said.
+        say: Prints a line now and then about how far the run is; None where a bar shows it.
 
     Attributes:
-        log: `RunLog` of the run; None on all processes but one, and there until the run has a folder.
+        log: `RunLog` of the run, on the first process once the run has a folder; else None.
         stop: A signal that one of the processes has received, or 0.
-        last: Dict with the latest entry's "train_loss", "lr" and "images_per_s".
+        last: The latest entry's "train_loss", "lr" and "images_per_s".
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class UpdateMonitor:
         self.start_clock()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, so that its curves go on as well. `read_all` comes first."""
+        """The part of the curves that is still to be written. Call `read_all` first."""
         return {
             "loss_sum": self._loss_sum,
             "losses": self._losses,
@@ -82,16 +82,19 @@ class UpdateMonitor:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_sum, self._losses, self._skipped = state["loss_sum"], state["losses"], state["skipped"]
-        # Which samples these had is not kept.
+        # A checkpoint does not keep their samples.
         self._bad, self.last = [{**bad, "before_resuming": True} for bad in state["bad"]], dict(state["last"])
 
     def start_clock(self) -> None:
-        """Leaves the time since the last update out of the speed."""
+        """Begins to measure the speed now."""
         self._since, self._updates, self._waited = self._now(), 0, 0.0
 
     def next_batch(self, batches: Iterator[tuple[Any, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and targets of the next batch of (images, targets, places). The places are kept for the update that is
-        being made, and the time is noted for which the device had to wait."""
+        """Images and targets of the next batch. Notes its samples' places, and for how long the device had to wait.
+
+        Args:
+            batches: Of (images, targets, places).
+        """
         begin = self._now()
         batch = next(batches, None)
         if batch is None:
@@ -105,23 +108,23 @@ class UpdateMonitor:
         return images, targets
 
     def update(self, number: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Notes update `number` (from 1) and reads the one before.
+        """Notes an update, and reads the one before.
 
         Args:
-            number: Updates so far.
+            number: Updates so far, from 1.
             loss: This process's mean loss, () on the device.
             grad_norm: Norm of the gradient averaged over the processes, () on the device; not finite where the update
                 was skipped.
             lr: Learning rate.
 
         Raises:
-            UserError: Where too many updates in a row were skipped. The evidence is in bad_steps.json.
+            UserError: Too many updates in a row were skipped; bad_steps.json tells which.
         """
         rank, world_size = self.accelerator.process_index, self.accelerator.num_processes
         facts = torch.zeros(world_size + len(SIGNALS), device=self.accelerator.device)
         facts[rank] = loss
         if self.signals.received:
-            facts[world_size + SIGNALS.index(self.signals.received)].fill_(1)  # without waiting, unlike an assignment
+            facts[world_size + SIGNALS.index(self.signals.received)].fill_(1)  # an assignment would wait for the device
         facts = torch.cat([self.accelerator.reduce(facts, "sum"), grad_norm.reshape(1)])
         facts = facts.to("cpu", non_blocking=True)
         self._queue.append((number, lr, facts, self._waits, self._places, self._now()))
@@ -183,7 +186,7 @@ class UpdateMonitor:
         self._since, self._updates, self._waited = end, 0, 0.0
 
     def _memory(self) -> dict[str, float]:
-        """GiB: the host's for this process and its loader's workers, the device's peak since the last entry."""
+        """GiB on the host of this process and its loader's workers, and the device's peak since the last entry."""
         host = 0
         for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
             try:
@@ -208,7 +211,7 @@ class UpdateMonitor:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
                 write_text(file, json.dumps(evidence, indent=2) + "\n")
 
-        write()  # before the others are asked, as one of them may be gone
+        write()  # without samples first, as a process that is asked for them may be gone
         evidence["samples_unknown"] = self._name_samples()
         write()
         loss = sum(last["losses"]) / len(last["losses"])
@@ -219,18 +222,14 @@ class UpdateMonitor:
         )
 
     def _name_samples(self) -> dict[int, str]:
-        """Adds the samples of its batches, for each process, to every bad update.
-
-        Returns:
-            Dict of process number to why they are unknown.
-        """
+        """Adds every process's samples to each bad update. Returns, by process, why they are unknown."""
         named = {
             number: [place({"__url__": shard, "__key__": key}) for shard, key in places]
             for number, places in self._bad_places.items()
         }
         try:
             parts = gather_object([named])
-        except Exception as error:  # whatever it is, the run has something else to say
+        except Exception as error:  # whatever it is, the bad updates are the news
             parts, unknown = [{}] * self.accelerator.num_processes, f"{type(error).__name__}: {one_line(error)}"
         else:
             unknown = ""
@@ -239,7 +238,7 @@ class UpdateMonitor:
         return {rank: unknown for rank in range(len(parts)) if unknown}
 
     def _now(self) -> Any:
-        """Time on the device's own line, which the host need not wait for; on a CPU that of the host."""
+        """The time on the device, as an event that the host need not wait for; on a CPU in seconds."""
         if self.accelerator.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

@@ -1,11 +1,10 @@
-"""What stands in a block where a transformer has attention: any module from (B, L, dim) to (B, L, dim), by name or as
-it is.
+"""Mixers: modules from (B, L, dim) to (B, L, dim) that stand in a block where a transformer has attention.
 
 A mixer is a class or function that is called with the width of the tokens, and with those of these keyword arguments
 that it takes: `residual_layers` (blocks whose outputs add up), `eps` (of norms), `device`, `dtype` and `index` (of its
-block, from 0). Whatever else it takes are its options. Beside `forward`, what it makes may have
+block, from 0). Whatever else it takes are its options. Beside `forward`, the module may have
 
-- `reset_parameters()`; without it, that of its parts is called,
+- `reset_parameters()`; without it, its parts are asked for theirs,
 - `NO_WEIGHT_DECAY`, names of parameters that no optimiser should decay,
 - `describe()`, a few words for a model card,
 - `forgetting_and_write(h)`, if it keeps a state that `vision_longhorn.maps` can show.
@@ -29,11 +28,11 @@ MIXERS: dict[str, Callable[..., nn.Module]] = {
     "mamba": mamba,
     "attention": GatedAttention,
 }
-GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # what every mixer may take
+GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # arguments that every mixer may take
 
 
 def find_mixer(mixer: Mixer) -> Callable[..., nn.Module]:
-    """What makes the mixer: that of this name, or `mixer` itself.
+    """The class or function of a mixer, by its name or as it is.
 
     Raises:
         ValueError: there is no such mixer.
@@ -58,16 +57,12 @@ def _parameters(mixer: Mixer) -> tuple[list[str], bool]:
 
 
 def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str] = ()) -> None:
-    """Raises where a mixer does not take these options.
+    """Raise TypeError if a mixer does not take these options.
 
     Args:
-        mixer: Its name, or what makes it.
-        options: Names of arguments.
-        models_own: Those that the model itself takes, which one of them may have been meant for.
-
-    Raises:
-        ValueError: there is no such mixer.
-        TypeError: it has no such option, or is a module already.
+        mixer: name, class or function.
+        options: names of arguments.
+        models_own: arguments of the model itself, one of which may have been meant.
     """
     taken, takes_any = _parameters(mixer)
     unknown = None if takes_any else next((option for option in options if option not in taken), None)
@@ -83,12 +78,12 @@ def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str
 
 
 def create_mixer(mixer: Mixer, dim: int, **options: Any) -> nn.Module:
-    """The mixer of a block.
+    """Make the mixer of a block.
 
     Args:
-        mixer: Its name, or what makes it.
-        dim: Width of the tokens.
-        **options: What every mixer is given, and the options of this one.
+        mixer: name, class or function.
+        dim: width of the tokens.
+        **options: what every mixer is given, and the options of this one.
 
     Raises:
         ValueError: there is none of this name, or an option has a value that it does not know.
@@ -108,7 +103,7 @@ def create_mixer(mixer: Mixer, dim: int, **options: Any) -> nn.Module:
 
 
 def reset_mixer(mixer: Any) -> None:
-    """Initialises a mixer anew, in place.
+    """Initialise a mixer, or a block with one, anew and in place.
 
     Raises:
         TypeError: it has parameters, and no `reset_parameters`.

@@ -1,4 +1,4 @@
-"""Softmax attention in the place of a scan: what a state-space block is compared with, at its size."""
+"""Softmax attention in the place of a scan, with as many parameters, to compare state-space blocks with."""
 
 import math
 from typing import Any, Optional
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 def _inner_width(dim: int, heads: int) -> int:
-    """Width of queries, keys, values and gate, in whole heads of a multiple of 8, with which the mixer has about as
-    many parameters as `BidirectionalMixer` with its default arguments."""
+    """Width of queries, keys, values and gate with which the mixer has about as many parameters as
+    `BidirectionalMixer` with its default arguments. Each head has a multiple of 8."""
     inner, rank, d_state, taps = 2 * dim, math.ceil(dim / 16), 16, 4
     ours = 3 * dim * inner + 2 * inner * (taps + rank + 2 * d_state + rank + 3)
     return heads * max(1, round(ours / (5 * dim * heads * 8))) * 8
@@ -19,7 +19,7 @@ class GatedAttention(nn.Module):
     """Multi-head attention (arXiv 1706.03762) by torch's `scaled_dot_product_attention`, its output gated by silu(z)
     as a scan's is: (B, L, dim) to (B, L, dim).
 
-    It has no position of its own: the model's position embedding is all that tells tokens apart.
+    It has no positions of its own: only the model's position embedding tells tokens apart.
 
     Args:
         dim: width of the tokens.

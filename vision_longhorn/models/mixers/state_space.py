@@ -5,6 +5,7 @@ backward scan are those of Vision Mamba (arXiv 2401.09417) and of the Longhorn a
 """
 
 import math
+from functools import wraps
 from typing import Any, Optional
 
 import torch
@@ -49,10 +50,10 @@ class BidirectionalMixer(nn.Module):
             the exponent is cut off at 60, where a token forgets everything.
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
-        save_states: in training, keep the states that the scan's backward pass starts from instead of finding them
-            again: faster, at d_inner N / 2 bytes a token and direction for each block (on a GPU the exact rule
+        save_states: in training, keep the states that the scan's backward pass starts from, instead of computing them
+            again: faster, at d_inner N / 2 bytes a token and direction for each block (the exact rule on a GPU
             d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)).
-        index: of the block, from 0; what the "alternate" wiring goes by.
+        index: number of the block, from 0; in the "alternate" wiring it decides the direction.
 
     Raises:
         ValueError: an option is not known, or the rule cannot have it.
@@ -115,7 +116,7 @@ class BidirectionalMixer(nn.Module):
         self.out_proj = nn.Linear(d_inner, dim, bias=False, **dd)
         self.reset_parameters()
 
-    # Not matrices: their decay would pull decay rates, skips and offsets towards values with no meaning.
+    # These are no matrices: weight decay would pull decay rates, skips and offsets towards values with no meaning.
     NO_WEIGHT_DECAY = ("conv_bias", "dt_bias", "A_log", "D", "norm_weight")
 
     @torch.no_grad()
@@ -149,8 +150,11 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y)
 
     def forgetting_and_write(self, h: Tensor) -> Tensor:
-        """(2, B, 2, L): forgetting and write strength of the tokens h (B, L, dim) by direction, as
-        `vision_longhorn.maps` defines them; of a single scan, both directions are the same."""
+        """Forgetting and write strength of tokens (B, L, dim), as `vision_longhorn.maps` defines them.
+
+        Returns:
+            (2, B, 2, L), the last 2 for the directions, which are the same where there is a single scan.
+        """
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         xz = self.in_proj(h)
         with torch.autocast(h.device.type, enabled=False):
@@ -171,18 +175,13 @@ class BidirectionalMixer(nn.Module):
         return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}"
 
 
-def mamba(dim: int, d_state: int = 16, d_conv: int = 4, expand: int = 2, dt_rank: Optional[int] = None,
-          rule: str = "mamba", wiring: str = "vim", beta: str = "vector", A_per_token: bool = False,
-          residual_layers: int = 1, eps: float = 1e-5, save_states: bool = False, device: Any = None,
-          dtype: Any = None, index: int = 0) -> BidirectionalMixer:  # fmt: skip
+@wraps(BidirectionalMixer, assigned=(), updated=())  # the signature, by which a model knows the options
+def mamba(dim: int, rule: str = "mamba", **options: Any) -> BidirectionalMixer:
     """`BidirectionalMixer` with Mamba's rule.
 
     Raises:
         ValueError: another rule is asked for.
     """
-    if rule not in ("mamba", "diagonal"):  # the latter is what older configs give
+    if rule not in ("mamba", "diagonal"):  # older configs give the second
         raise ValueError(f"rule={rule!r} belongs to Longhorn; with mixer='mamba' leave it out")
-    return BidirectionalMixer(
-        dim, d_state, d_conv, expand, dt_rank, "mamba", wiring, beta, A_per_token, residual_layers, eps, save_states,
-        device, dtype, index,
-    )  # fmt: skip
+    return BidirectionalMixer(dim, rule="mamba", **options)
