@@ -20,7 +20,6 @@ image of its part, and of decoding JPEGs there.
 
 import dataclasses
 import functools
-import io
 import json
 import multiprocessing
 import os
@@ -212,43 +211,6 @@ def stage(name: str, work: Callable, items: list) -> dict:
     return dict(stage=name, ms=min(once() for _ in range(5)))
 
 
-def reduced(data: bytes, box: tuple, gap: float) -> Image.Image:
-    """A crop of a picture that is decoded at a scale of 1/2, 1/4, 1/8 where the crop stays `gap` times the size."""
-    image, (top, left, height, width) = Image.open(io.BytesIO(data)), box
-    full = image.size
-    allowed = min(width, height) / SIZE / gap
-    if allowed >= 2:
-        image.draft("RGB", tuple(int(side / allowed) for side in full))
-    x, y = image.width / full[0], image.height / full[1]
-    image = image if image.mode == "RGB" else image.convert("RGB")
-    return image.resize(
-        (SIZE, SIZE), Image.Resampling.BICUBIC, (left * x, top * y, (left + width) * x, (top + height) * y)
-    )
-
-
-def reduced_effect(files: list[bytes], gap: float) -> dict:
-    """What decoding at a reduced scale does to the pixels of the crops that it touches."""
-    random.seed(0)
-    differences, deviations, touched, draws = [], [], 0, 0
-    for data in files * 10:
-        size = Image.open(io.BytesIO(data)).size
-        box = RandomResizedCropAndInterpolation.get_params(Image.new("1", size), (0.08, 1.0), (3 / 4, 4 / 3))
-        draws += 1
-        if min(box[2:]) / SIZE / gap < 2:
-            continue
-        touched += 1
-        one, other = (np.asarray(reduced(data, box, g), np.float32) for g in (1e9, gap))
-        differences.append(np.abs(one - other).mean())
-        deviations.append(other.std() / one.std())
-    return dict(
-        gap=gap,
-        crops=draws,
-        touched=touched / draws,
-        difference=float(np.mean(differences)) if touched else None,
-        deviation=float(np.mean(deviations)) if touched else None,
-    )
-
-
 def crop_difference(files: list[bytes]) -> dict:
     """What resampling uint8 tensors in the place of PIL's pictures does to the pixels of the same crops, of 255."""
     random.seed(0)
@@ -268,8 +230,8 @@ def crop_difference(files: list[bytes]) -> dict:
     )
 
 
-def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
-    """CPU time of the parts, and what decoding at a reduced scale would change."""
+def measure_stages(files: list[bytes]) -> list[dict]:
+    """CPU time of the parts."""
     transform = create_transform(SIZE, is_training=True, **RECIPE)
     crop, flip, policy, to_tensor, normalise, erase = transform.transforms
     crops, _ = split_transform(transform)
@@ -280,13 +242,6 @@ def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
         top, left, height, width = crop.get_params(image, crop.scale, crop.ratio)
         image = image[None, :, top : top + height, left : left + width]
         return F.interpolate(image, crop.size, mode="bicubic", antialias=True)
-
-    def crop_reduced(gap: float) -> Callable[[bytes], Image.Image]:
-        def work(data: bytes) -> Image.Image:
-            size = Image.open(io.BytesIO(data)).size
-            return reduced(data, crop.get_params(Image.new("1", size), crop.scale, crop.ratio), gap)
-
-        return work
 
     def read(path: str) -> int:
         return sum(1 for _ in read_shard(path))
@@ -306,20 +261,16 @@ def measure_stages(files: list[bytes]) -> tuple[list[dict], list[dict]]:
         ]
     for row in reading:
         row["ms"] /= len(files)
-    rows = [
+    return [
         *reading,
         stage("decode, PIL", decode_image, files),
         stage("decode, torchvision to tensor", decode_tensor, files),
         stage("crop, PIL", crop, pictures * 5),
         stage("crop, uint8 tensor", crop_tensor, [image for image, _ in tensors] * 5),
-        stage("decode and crop, PIL", crop_reduced(1e9), files * 5),
-        stage("the same at reduced scale, gap 1", crop_reduced(1), files * 5),
-        stage("the same at reduced scale, gap 2", crop_reduced(2), files * 5),
         stage("RandAugment, PIL", policy, cropped * 5),
         stage("to tensor, normalise, erase", lambda image: erase(normalise(to_tensor(image))), cropped * 5),
         stage("split: all after decoding", crops, tensors * 5),
     ]
-    return rows, [reduced_effect(files, gap) for gap in (1, 2)]
 
 
 def on_gpu(name: str, work: Callable, images: int) -> dict:
@@ -436,16 +387,8 @@ def main(argv: list[str] | None = None) -> None:
     path = args.out / ("loader.json" if DEVICE.type == "cuda" else "loader_cpu.json")
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, cores[:1])
-    results["stages"], results["reduced"] = measure_stages(files)
+    results["stages"] = measure_stages(files)
     table("one core", results["stages"], stage=("stage", ""), ms=("ms per image", ".3f"))
-    table(
-        "decoding at reduced scale, where a crop stays `gap` times the network's input",
-        results["reduced"],
-        gap=("gap", ".0f"),
-        touched=("crops it touches", ".0%"),
-        difference=("mean difference of 255", ".2f"),
-        deviation=("standard deviation, relative", ".3f"),
-    )
     results["crop"] = crop_difference(files)
     print(
         "\ncrops of uint8 tensors differ from PIL's by {mean:.3f} of 255 on average, by more than 1 in {above_1:.1%} "

@@ -16,7 +16,7 @@ from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
 from torchvision.transforms import RandomCrop
 
 from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
-from vision_longhorn.data.augment import Finish, _Box, _Groups
+from vision_longhorn.data.augment import Finish, _Box, _sent_ahead
 from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.data.operations import AFFINE, KINDS
 from vision_longhorn.data.transforms import mend_posterize, train_transform
@@ -113,13 +113,13 @@ def test_operations_give_what_pil_gives(name):
 def test_transform_is_split_as_it_stands():
     config = Config(auto_augment="rand-m9-mstd0.5-inc1")
     settings = {"input_size": (3, 40, 56), "interpolation": "bicubic", "mean": MEAN, "std": STD}
-    crops, finish = split_transform(train_transform(settings, config))
+    crops, finish = split_transform(train_transform(settings, config.values()))
     image, row = crops((tensor_of(photo()), None))
     assert image.shape == (40, 56, 3) and image.dtype == torch.uint8 and row.shape == (6 + 3 * 2,)
     out = finish((image[None], row[None]), CPU)
     assert out.shape == (1, 3, 40, 56) and out.dtype == torch.float32
     plain = Config(auto_augment=None, color_jitter=None, hflip=0.0, re_prob=0.0, scale=[1.0, 1.0], ratio=[1.4, 1.4])
-    crops, finish = split_transform(train_transform(settings, plain))
+    crops, finish = split_transform(train_transform(settings, plain.values()))
     batch = [value[None] for value in crops((tensor_of(photo(size=(56, 40))), None))]
     kept = batch[0].clone()
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (MEAN, STD))
@@ -174,7 +174,7 @@ def test_same_seed_same_crop_box_and_flip(flips):
 def test_crops_of_padded_images_are_torchvisions_wherever_they_lie(padding):
     """With a margin wider than the image, also beside it."""
     settings = {"input_size": (3, 40, 24), "interpolation": "bicubic", "mean": MEAN, "std": STD}
-    whole = train_transform(settings, Config(crop_padding=padding, hflip=0.0, auto_augment=None, re_prob=0.0))
+    whole = train_transform(settings, Config(crop_padding=padding, hflip=0.0, auto_augment=None, re_prob=0.0).values())
     crops, _ = split_transform(whole)
     crop = next(step for step in whole.transforms if isinstance(step, RandomCrop))
     image = tensor_of(photo(6, (24, 40)))
@@ -189,7 +189,7 @@ def test_crops_of_padded_images_are_torchvisions_wherever_they_lie(padding):
 def test_padded_crops(size):
     plain = Config(crop_padding=4, auto_augment=None, color_jitter=None, re_prob=0.0)
     settings = {"input_size": (3, 40, 40), "interpolation": "bicubic", "mean": MEAN, "std": STD}
-    whole = train_transform(settings, plain)
+    whole = train_transform(settings, plain.values())
     crops, finish = split_transform(whole)
     white = Image.new("RGB", size, (255, 255, 255))
     margins, off = set(), []
@@ -462,34 +462,37 @@ def test_small_batches_are_gathered_without_running_ahead_of_the_loader():
             taken.append(number)
             yield [torch.zeros(100, dtype=torch.uint8), None], number
 
-    groups, seen, sizes, lead = _Groups(loader(), 800), [], [], 0
-    coming = groups.take()
-    while coming:
-        ready, coming = coming, groups.take()
-        sizes.append(len(ready))
-        for _, number in ready:
-            seen.append(number)
-            lead = max(lead, len(taken) - len(seen))
-            before = len(taken)
-            groups.pull()
-            assert len(taken) <= before + 1
-    assert seen == list(range(40)) and sizes == [1, 2, 4, 8, 8, 8, 8, 1]
-    assert lead <= 16, "more than two groups wait"
-    large = _Groups(loader(), 50)
-    assert [len(large.take()) for _ in range(3)] == [1, 1, 1]
+    sent, seen = [], []
+
+    def send(group):
+        assert len(sent) < 2 or set(sent[-2]) <= set(seen), "a group is sent before the last but one is used"
+        sent.append([number for _, number in group])
+        return group
+
+    before = 0
+    for _, number in _sent_ahead(loader(), send, lambda: None, 800):
+        seen.append(number)
+        assert len(taken) - len(seen) <= 16, "more than two groups wait"
+        assert number < 8 or len(taken) <= before + 1, "several batches are taken at once"
+        before = len(taken)
+    assert seen == list(range(40)) and [len(group) for group in sent] == [1, 2, 4, 8, 8, 8, 8, 1]
+    for most, length in (50, 1), (0, 1):
+        sent.clear()
+        assert [number for _, number in _sent_ahead(loader(), send, lambda: None, most)] == list(range(40))
+        assert {len(group) for group in sent} == {length}
 
     def broken():
         yield from loader()
         raise DataError("sample 40 is bad")
 
-    groups, seen = _Groups(broken(), 800), []
-    while group := groups.take():
-        seen += [number for _, number in group]
-    assert seen == list(range(40)), "an error took good batches with it"
+    seen.clear()
+    sent.clear()
     with pytest.raises(DataError, match="sample 40"):
-        groups.raise_error()
-    images = _Groups([(torch.zeros(3), 0)] * 2, 0)
-    assert [len(images.take()) for _ in range(3)] == [1, 1, 0]
+        for _, number in _sent_ahead(broken(), send, lambda: None, 800):
+            seen.append(number)
+    assert seen == list(range(40)), "an error took good batches with it"
+    pictures = [(torch.zeros(3), 0)] * 2
+    assert len(list(_sent_ahead(pictures, lambda group: group, lambda: None, 0))) == 2
 
 
 @pytest.mark.gpu

@@ -341,10 +341,7 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
         assert "error" not in row
         assert row["per_core"] == row["images_per_s"] > 0 and row["per_cpu_second"] > 0 and row["times_timm"] > 0
     assert rows["timm"]["times_timm"] == 1
-    assert len(found["stages"]) == 12 and all(row["ms"] > 0 for row in found["stages"])
-    near, far = found["reduced"]
-    assert (near["gap"], far["gap"], near["crops"]) == (1, 2, 30)
-    assert 0 < near["touched"] < 0.5 and far["touched"] <= near["touched"] and near["difference"] > 0
+    assert len(found["stages"]) == 9 and all(row["ms"] > 0 for row in found["stages"])
     assert found["crop"]["crops"] == 9 and 0 <= found["crop"]["mean"] < 1 and found["crop"]["above_1"] < 0.05
 
 

@@ -390,7 +390,7 @@ def test_a_triton_that_does_not_compile_the_products_walks_with_one_warning(monk
     inputs = inputs_of(1, 9, 5, 8)
     monkeypatch.setattr(chunks, "takes_ptx", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(chunks.kernels, "_probe_kernel", Kernel())
+    monkeypatch.setattr(fragments, "_probe_kernel", Kernel())
     chunks._trouble.cache_clear()
     try:
         with warnings.catch_warnings(record=True) as said:

@@ -61,7 +61,7 @@ def test_command_line_overrides_the_file(tmp_path):
 def test_policies_of_timm_are_taken_as_they_are_and_timm_takes_them(policy):
     config, _ = load_config(["--data", "x", "--auto-augment", policy])
     settings = dict(input_size=(3, 8, 8), interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert len(train_transform(settings, config).transforms) >= 4
+    assert len(train_transform(settings, config.values()).transforms) >= 4
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ FOREIGN_ROOTS = {"timm", "torch", "onnx", "argparse"}
 FOREIGN_NAMES = {
     "deit_tiny_patch16_224",                # timm's, beside ours in a table
     "test_model_load_pretrained",           # a test of timm's
-    "AutoModelForImageClassification", "from_pretrained",  # transformers'
+    "AutoModelForImageClassification", "from_pretrained", "pipeline",  # transformers'
     "target_parameters", "GradCAM", "reshape_transform", "to_map",  # peft's, pytorch-grad-cam's, the reader's
     "MyMixer",                              # the reader's
     "to_empty", "GradScaler",               # torch's
@@ -319,7 +319,7 @@ def faults_of_options(text: str) -> list[str]:
 NOT_RUN = {
     "from vision_longhorn.data import eval_loader": "data, DIR",
     "keep_in_memory(": "data, DIR",
-    "loader.samples_of(": "data, DIR",
+    "loader.set_epoch(3": "data, DIR",
     "split_transform(": "data, and a GPU",
     "load_classifier(": "a run, or the network",
     "model.cuda()": "a GPU",

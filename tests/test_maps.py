@@ -242,8 +242,8 @@ def test_what_the_command_cannot_use_is_named(words, message, run, monkeypatch):
 
 
 def test_the_delta_rule_takes_no_notice_of_a_zero_key():
-    k = torch.tensor([0.0, 2.0]).view(2, 1, 1).expand(2, 3, 4)
-    forgotten, written = get_rule("delta").maps(torch.zeros(2, 3, 8), k, None)
+    k = torch.tensor([0.0, 2.0]).view(1, 2, 1, 1).expand(1, 2, 3, 4)
+    (forgotten,), (written,) = get_rule("delta").maps(torch.zeros(1, 2, 3, 8), k, None)
     assert not forgotten[0].any() and not written[0].any()
     torch.testing.assert_close(forgotten[1], torch.full((3,), 0.5 / 4))
     torch.testing.assert_close(written[1], torch.full((3,), 0.5 / 4))

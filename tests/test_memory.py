@@ -1,15 +1,9 @@
 """Decoded images kept in memory: the same samples, without their files."""
 
 import io
-import os
 import shutil
-import signal
-import subprocess
-import sys
 import tarfile
-import time
 
-import psutil
 import pytest
 import torch
 from test_images import encode, scene, swapped_profile
@@ -28,6 +22,7 @@ from vision_longhorn.data import (
     train_loader,
 )
 from vision_longhorn.data import memory as memory_module
+from vision_longhorn.data.samples import PIXELS
 from vision_longhorn.train import main as train
 
 WHOLE = create_transform(16, is_training=True, scale=(0.3, 1.0), auto_augment="rand-m9-n1", mean=[0.5] * 3, std=[1] * 3)
@@ -116,13 +111,6 @@ def test_bad_samples_count_as_they_do_on_disk(tmp_path, caplog):
     assert str(after.value) == str(before.value)
 
 
-def test_where_a_bad_batch_came_from_is_told_as_before(tmp_path):
-    on_disk = write_set(tmp_path / "set", i12=b"no image")
-    options = {"batch_size": 8, "num_workers": 0, "max_bad_samples": 3}
-    wanted = train_loader(on_disk, None, **options).samples_of(1, range(7))
-    assert train_loader(keep_in_memory(on_disk), None, **options).samples_of(1, range(7)) == wanted
-
-
 def test_a_shard_that_fails_once_is_read_again(tmp_path):
     on_disk = write_set(tmp_path / "set")
     wanted = passes(on_disk, SPLIT)
@@ -161,19 +149,6 @@ def test_what_does_not_fit_is_refused_before_it_fills_the_memory(tmp_path, monke
     assert read == [0]
 
 
-class Dies:
-    """Stands in for decoding that the system ends for the memory it takes."""
-
-    def __call__(self, sample):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_process_that_dies_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory_module, "_pixels", Dies())
-    with pytest.raises(DataError, match="keep_in_memory: a process that decodes images died"):
-        keep_in_memory(write_set(tmp_path / "set"), num_workers=1)
-
-
 def test_shards_may_be_of_any_size(tmp_path, monkeypatch):
     """A large one that comes first is not taken for what all of them are like."""
     lengths = [30, *[1] * 20]
@@ -182,37 +157,6 @@ def test_shards_may_be_of_any_size(tmp_path, monkeypatch):
     memory = memory_module.psutil.virtual_memory()
     monkeypatch.setattr(memory_module.psutil, "virtual_memory", lambda: memory._replace(available=needed))
     assert len(keep_in_memory(on_disk).kept) == 21
-
-
-def test_decoding_ends_with_the_process_that_wants_it(tmp_path):
-    """Killed, it cannot end its own; and what they were about to send, nobody takes."""
-    large = {f"i{number}": encode(scene().resize((300, 300))) for number in range(60)}
-    write_set(tmp_path / "set", **large)
-    script = """
-import sys, time
-from vision_longhorn.data import keep_in_memory, memory, open_shards
-
-def wait():
-    print(*[child.pid for child in memory.psutil.Process().children()], flush=True)
-    time.sleep(100)
-
-memory.psutil.virtual_memory = wait
-keep_in_memory(open_shards(sys.argv[1], num_classes=5), 2)
-"""
-    command = [sys.executable, "-c", script, str(tmp_path / "set")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
-        children = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
-        time.sleep(2)  # both have more to send by now
-        process.kill()
-    assert len(children) >= 2
-
-    def are_alive():
-        return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
-
-    deadline = time.monotonic() + 30
-    while are_alive() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not are_alive()
 
 
 def test_pictures_of_all_sizes_are_not_judged_by_the_first_ones(tmp_path, monkeypatch):
@@ -224,9 +168,8 @@ def test_pictures_of_all_sizes_are_not_judged_by_the_first_ones(tmp_path, monkey
     memory, taken = memory_module.psutil.virtual_memory(), []
     # As much as they need, of which the first ones take a part.
     needed = 16 * 3 * 60**2 + 48 * 3 * 12**2
-    before = memory_module.Kept.nbytes.fget
     monkeypatch.setattr(
-        memory_module.Kept, "nbytes", property(lambda kept: taken.append(before(kept)) or before(kept)), raising=True
+        memory_module, "nbytes", lambda sample: taken.append(sample[PIXELS].nbytes) or sample[PIXELS].nbytes
     )
     monkeypatch.setattr(
         memory_module.psutil, "virtual_memory", lambda: memory._replace(available=needed + 9_000 - sum(taken))

@@ -369,12 +369,12 @@ def test_gpu_segments_give_the_same_bits_20_times(rule):
 
 @pytest.mark.gpu
 def test_gpu_first_use_compiles_nothing_for_another_batch_or_length():
-    from vision_longhorn.kernels.backends.triton import scan_kernels
+    from vision_longhorn.kernels.backends.triton import scan_backward, scan_forward
 
     def compiled():
         return [
             len(cache)
-            for kernel in (scan_kernels._forward_kernel, scan_kernels._backward_kernel)
+            for kernel in (scan_forward._forward_kernel, scan_backward._backward_kernel)
             for cache in (kernel.device_caches[torch.cuda.current_device()][0],)
         ]
 

@@ -226,7 +226,7 @@ def test_interrupted_leaves_no_partial_file(folder, tmp_path, monkeypatch):
 def test_image_that_cannot_be_decoded(folder, tmp_path):
     bad = folder / "class1" / "image.05.JPEG"
     bad.write_bytes(bad.read_bytes()[:300])
-    with pytest.raises(DataError, match=r"class1/image\.05\.JPEG: not a readable image .*--on-bad skip"):
+    with pytest.raises(DataError, match=r"class1/image\.05\.JPEG: not a readable image .*on_bad skip"):
         make(folder, tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.tmp"))
     assert make(folder, tmp_path / "out", on_bad="skip") == ["class1/image.05.JPEG"]
@@ -255,12 +255,6 @@ def test_folder_without_classes_or_images(tmp_path):
     (tmp_path / "src" / "b" / "x.png").write_bytes(picture(1))
     with pytest.raises(DataError, match="class 'a' .* has no images"):
         image_folder(tmp_path / "src")
-
-
-def test_not_enough_space(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(sharding.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with pytest.raises(DataError, match=r"out needs \d+kB more, but has 1\.00kB free"):
-        make(folder, tmp_path / "out")
 
 
 @contextlib.contextmanager
@@ -394,33 +388,13 @@ def test_val_tar_and_ground_truth_must_match(ilsvrc, tmp_path):
         maker.main([*args, str(ilsvrc / "other.txt"), str(tmp_path / "out")])
 
 
-def test_listing_the_train_tar_goes_on_where_it_stopped(ilsvrc, tmp_path):
-    journal = tmp_path / "journal"
-    whole = ilsvrc_train(ilsvrc / "train.tar", tmp_path / "other")
-
-    def stop_after_two(names):
-        yield from names[:2]
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        ilsvrc_train(ilsvrc / "train.tar", journal, stop_after_two)
-    lines = journal.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 3
-    journal.write_bytes(b"".join(lines) + b'{"class": "n000')  # killed while it wrote
-    assert ilsvrc_train(ilsvrc / "train.tar", journal) == whole
-    assert journal.read_bytes().splitlines(keepends=True)[:3] == lines
-    # Notes about another tar are of no use.
-    write_tar(tmp_path / "new.tar", [("n00000003.tar", (ilsvrc / "val.tar").read_bytes())])
-    assert len(ilsvrc_train(tmp_path / "new.tar", journal)[0]) == 12
-
-
 def test_train_tar_that_is_cut_short(ilsvrc, tmp_path):
     data = (ilsvrc / "train.tar").read_bytes()
     (tmp_path / "cut.tar").write_bytes(data[: len(data) * 2 // 3])
     with pytest.raises(DataError, match="damaged or cut short"):
-        ilsvrc_train(tmp_path / "cut.tar", tmp_path / "journal")
+        ilsvrc_train(tmp_path / "cut.tar")
     with pytest.raises(DataError, match="not one tar per class"):
-        ilsvrc_train(ilsvrc / "val.tar", tmp_path / "journal")
+        ilsvrc_train(ilsvrc / "val.tar")
 
 
 def test_two_processes_make_the_digits_at_once_and_they_are_those_of_scikit_learn(tmp_path):
@@ -750,7 +724,7 @@ def test_folders_without_an_index_or_samples(tmp_path):
 def test_names_alone_tell_the_number_of_classes(tmp_path):
     write_tar(tmp_path / "train-0.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
     (tmp_path / "names.txt").write_text("cat\tCat\ndog\tDog\n")
-    with pytest.raises(DataError, match="which class has which index is unknown; give their order by --classes"):
+    with pytest.raises(DataError, match="which class has which index is unknown; give a list of the classes"):
         maker.main(["index", str(tmp_path), "--names", str(tmp_path / "names.txt")])
     for names, message in (("Cat\n", "label 1, but only 1 classes"), ("Cat\nDog\nEmu\n", None)):
         (tmp_path / "names.txt").write_text(names)

@@ -721,7 +721,7 @@ def test_the_shipped_studies_are_sound_and_share_what_they_can():
 def test_the_policy_for_cifar_is_that_of_its_paper_in_both_halves():
     cfg, _ = load_config(["--config", "cifar10", "--data", "DIR", "--auto-augment", "cifar10"])
     settings = dict(input_size=(3, 32, 32), interpolation="bicubic", mean=cfg.mean, std=cfg.std)
-    transform = train_transform(settings, cfg)
+    transform = train_transform(settings, cfg.values())
     policy = next(step for step in transform.transforms if isinstance(step, AutoAugment)).policy
     assert len(policy) == 25 and all(len(pair) == 2 for pair in policy)
     assert [(op.name, op.prob) for op in policy[0]] == [("Invert", 0.1), ("ContrastIncreasing", 0.2)]

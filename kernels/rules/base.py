@@ -24,45 +24,49 @@ class Sizes(NamedTuple):
 class Functions:
     """A rule's Triton functions and flags, handed to the kernels as one constexpr.
 
-    Functions that every rule has; states are tuples of NI tensors (NS, BC), what belongs to a channel is (1, BC):
+    States are tuples of NI tensors (NS, BC), what belongs to a channel is (1, BC); `form` is a `walk.Form`. Every rule
+    has:
 
     - `scaled_bias(bias)`: the bias as `step_size` takes it, found once for all tokens.
-    - `step_size(u, bias, norm, keep, SOFTPLUS, PTX)`: eps and e from the logit u. `norm` is ||k||^2 where the rule
-      `takes_norm`, infinite beyond the end; `keep` is 0 beyond the end, where eps has to be 0.
-    - `advance(S, x, k, A, eps, e, N, NI, NS)`: the new state, and w, what is written along k.
-    - `step_back(now, before, x, w, k, A, eps, e, N, NI, NS, HAS_ADJOINT)`: from the adjoint `now` of the state after
-      the token, its read-out included: the adjoint of the state before, the gradients of x (without the skip), of eps
-      or its log (dlog), of k, and of A (where the walk takes one, else an empty tuple).
-    - `logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS, PTX)`: the gradient of the logit.
+    - `step_size(u, bias, norm, keep, form)`: eps and e from the logit u. `norm` is ||k||^2 where the rule `takes_norm`,
+      infinite beyond the end; `keep` is 0 beyond the end, where eps has to be 0.
+    - `advance(S, x, k, A, eps, e)`: the new state, and w, what is written along k.
+    - `step_back(now, before, x, w, k, A, eps, e, form)`: from the adjoint `now` of the state after the token, its
+      read-out included: the adjoint of the state before, the gradients of x (without the skip), of eps or its log
+      (dlog), of k, and of A (where the walk takes one, else an empty tuple).
+    - `logit_back(dlog, u, bias, eps, e, inside, form)`: the gradient of the logit.
 
-    And if the norm of k enters the step size:
+    A rule whose step size depends on ||k|| and that has more than one state:
 
-    - `through_norm(dlog, eps)`: the factor whose product with k, summed over the channels, belongs to k's gradient too.
-      It is not asked with one state: there `step_back` (in torch `through_decays`) gives k's whole gradient. Half of it
-      where the rule `halves_key_sums`, as of k's gradient.
+    - `through_norm(dlog, eps)`: the factor whose product with k, summed over the channels, belongs to k's gradient too;
+      half of it where the rule `halves_key_sums`. (With one state `step_back` gives k's whole gradient.)
 
-    And if its transition is one number for each state (`kind` "decay"), so that time can be cut:
+    A rule of kind "decay", whose transition is one number for each state, so that time can be cut:
 
-    - `decay(k, A, eps, e, N)`: that number, of one state.
-    - `start_total(NI, NS, BC, A_PER_TOKEN)`, `summarize(S, total, x, k, A, eps, e, N, NI, NS, A_PER_TOKEN)`,
-      `end_total(total, A, NI, A_PER_TOKEN)`: a segment's walk that finds the product of its decays besides.
+    - `decay(k, A, eps, e, LONE)`: that number, of one state; LONE: the channel has no other.
+    - `start_total(form)`, `summarize(S, total, x, k, A, eps, e, form)`, `end_total(total, A, form)`: a segment's walk
+      that finds the product of its decays besides.
     """
 
-    def __init__(self, rule: "Rule", **functions: Any):
+    def __init__(self, rule: type["Rule"], **functions: Any):
         self.name = rule.name
         self.undoes, self.takes_norm, self.takes_A = rule.kind == "error", rule.takes_norm, rule.needs_A
         self.has_step, self.halves_key_sums = rule.step_per == "channel", rule.halves_key_sums
         self._functions = functions
         self.__dict__.update(functions)
 
+    def adapted(self, rule: type["Rule"], **functions: Any) -> "Functions":
+        """Those of another rule, which differ in `functions`."""
+        return Functions(rule, **self._functions | functions)
+
     @property
     def value(self) -> "Functions":
-        """Itself. Triton 3.3 shows of a constexpr its value only, so kernels write `RULE.value.advance`."""
+        """Itself. Triton 3.3 shows only a constexpr's value, so kernels write `RULE.value.advance`."""
         return self
 
     @property
     def cache_key(self) -> str:
-        """What compiled kernels are kept under, on disk: changes with the source of any function."""
+        """The name that compiled kernels have on disk: it changes with the source of any function."""
         return "-".join(function.cache_key for function in self._functions.values())
 
     def __repr__(self) -> str:
@@ -94,6 +98,7 @@ class Rule:
     # (multiply-adds, exponentials) for each state of each channel and step: the arithmetic that any walk through time
     # must do, whatever its instructions.
     operations: ClassVar[dict[str, tuple[int, int]]]
+    kernels: ClassVar[Functions]              # set where triton is installed
     # fmt: on
 
     def for_states(self, N: int) -> "Rule":
@@ -152,18 +157,37 @@ class Rule:
         """Initialises the bias of the logits in place; zeros (a beta near 1/2) unless a rule knows better."""
         bias.zero_()
 
-    # In Triton
-
-    def triton(self) -> Functions:
-        """Its functions for the kernels."""
-        raise NotImplementedError
-
     # In pictures
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
         """(forgetting, write) of each token, as `vision_longhorn.maps` defines them: (S, B, L) from the logits with
         their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
-        raise NotImplementedError
+        found = []
+        for s in range(len(k)):
+            tokens = [step[s].flatten(0, 1), k[s].flatten(0, 1)]
+            if A is not None and A.ndim == 4:
+                tokens.append(A[s].flatten(0, 1).unsqueeze(1))
+            shared = [A[s]] if A is not None and A.ndim == 3 else []
+            pieces = zip(*(value.split(1024) for value in tokens))  # their states are large
+            found.append(torch.cat([self._effect(*piece, *shared) for piece in pieces], 1))
+        forgetting, write = torch.stack(found, 1).unflatten(2, k.shape[1:3])
+        return forgetting, write
+
+    def _effect(self, step: Tensor, k: Tensor, A: Optional[Tensor] = None) -> Tensor:
+        """(2, T): what each of T tokens takes of a state, and how much of its key it adds to an empty one, on average.
+        What a token of kind "error" takes lies along its key."""
+        T, N = k.shape
+        D = 1 if self.step_per == "state" else max(step.shape[1], 1 if A is None else A.shape[-2])
+        key, energy = k.unsqueeze(1), k.square().sum(-1)
+        nothing = k.new_zeros(T, D)
+        probe = (key if self.kind == "error" else torch.ones_like(key)).expand(T, D, N)
+        kept = self.update(probe, nothing, step, k, A, True)
+        added = (self.update(torch.zeros_like(probe), nothing + 1, step, k, A, True) * key).sum(-1).mean(-1) / energy
+        if self.kind == "error":
+            forgotten = (1 - (kept * key).sum(-1).mean(-1) / energy) / N
+        else:
+            forgotten = 1 - kept.mean((1, 2))
+        return torch.stack([forgotten, added]).nan_to_num()
 
 
 class UnitKeys(Rule):

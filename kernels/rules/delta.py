@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import HAS_TRITON, Functions, Sizes, UnitKeys, inverse_norm, unit
+from .base import HAS_TRITON, Sizes, UnitKeys, unit
 
 
 class Delta(UnitKeys):
@@ -31,15 +31,6 @@ class Delta(UnitKeys):
     def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
         return deps * s.eps * torch.sigmoid(-d.step)
 
-    def triton(self) -> Functions:
-        return _DELTA
-
-    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        inverse = inverse_norm(k).squeeze(-1)
-        b = torch.sigmoid(step).mean(-1)
-        # An input of 1 adds b k^, which is b / ||k|| times the key.
-        return b * (inverse > 0) / k.shape[-1], b * inverse
-
 
 RULES = (Delta(),)
 
@@ -48,15 +39,14 @@ if HAS_TRITON:
     import triton.language as tl
 
     from ..backends.triton.lanes import LOG2E, reciprocal
-    from .longhorn import error_advance, error_step_back, logit_back, scaled_bias
+    from .longhorn import Exact
 
     # 2^125 is far inside float32.
     _MAX_EXPONENT = tl.constexpr(125.0)
 
     @triton.jit
-    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def _step_size(u, bias, norm, keep, form):
         e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
-        return reciprocal(1.0 + e, PTX) * keep, e
+        return reciprocal(1.0 + e, form.PTX) * keep, e
 
-    _DELTA = Functions(RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=error_advance,
-                       step_back=error_step_back, logit_back=logit_back)  # fmt: skip
+    Delta.kernels = Exact.kernels.adapted(Delta, step_size=_step_size)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import HAS_TRITON, Functions, Rule, Sizes, over_channels
+from .base import HAS_TRITON, Rule, Sizes, over_channels
 
 TEMPERATURE = 16.0
 
@@ -57,13 +57,6 @@ class GatedLinearAttention(Rule):
     ) -> Tensor:
         return over_channels(flow.mul_(a), s.eps)
 
-    def triton(self) -> Functions:
-        return _GLA
-
-    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        forgetting = -torch.expm1(F.logsigmoid(step) / TEMPERATURE)
-        return forgetting.mean(-1), torch.ones_like(k[..., 0])
-
 
 def _logit(scan: Any) -> Tensor:
     """([2,] B, L, N), its bias added, in the dtype of sums."""
@@ -81,32 +74,29 @@ if HAS_TRITON:
     import triton.language as tl
 
     from ..backends.triton.lanes import dot
-    from .mamba import advance, decay, end_total, scaled_bias, start_total, summarize
+    from .mamba import Mamba, decay
 
     # Mamba's walk with a step size of 1, and of 0 beyond the end.
 
     @triton.jit
-    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def _step_size(u, bias, norm, keep, form):
         return keep, keep
 
     @triton.jit
-    def _step_back(
-        now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, HAS_ADJOINT: tl.constexpr
-    ):
+    def _step_back(now, before, x, w, k, A, eps, e, form):
         dk = ()
         G = ()
         dA = ()
-        for n in tl.static_range(NI):
+        for n in tl.static_range(len(k)):
             dk = dk + (now[n] * w,)
-            G = G + (now[n] * decay(k[n], A[n], eps, e, N),)
+            G = G + (now[n] * decay(k[n], A[n], eps, e, False),)
             dA = dA + (G[n] * before[n] * eps,)
-        return G, eps * dot(now, k, NI, NS), w, dk, dA
+        return G, eps * dot(now, k), w, dk, dA
 
     @triton.jit
-    def _logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def _logit_back(dlog, u, bias, eps, e, inside, form):
         return dlog  # of no use: the logits' gradient is that of A
 
-    _GLA = Functions(
-        RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
-        logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total,
-    )  # fmt: skip
+    GatedLinearAttention.kernels = Mamba.kernels.adapted(
+        GatedLinearAttention, step_size=_step_size, step_back=_step_back, logit_back=_logit_back
+    )

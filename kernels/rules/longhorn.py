@@ -14,7 +14,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import HAS_TRITON, Functions, Rule, Sizes, UnitKeys, inverse_norm, over_channels, over_states, unit
+from .base import HAS_TRITON, Functions, Rule, Sizes, UnitKeys, over_channels, over_states, unit
 
 # exp(87) is the largest power of e, to the integer, that float32 holds; 700 for float64. A step whose logit lies
 # below has beta < 1e-37: it writes nothing that float32 could show.
@@ -41,11 +41,6 @@ class Longhorn(Rule):
             dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
         assert s.e is not None
         return dlog * (s.eps * s.e)
-
-    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        energy = k.square().sum(-1)
-        write = (1 / (1 + torch.exp(-step) + energy[..., None])).mean(-1)
-        return write * energy / k.shape[-1], write
 
 
 class Diagonal(Longhorn):
@@ -79,9 +74,6 @@ class Diagonal(Longhorn):
             flow = flow.mul_(a) + (dx * d.x).unsqueeze(2)
         dk -= 2 * d.k * over_channels(flow, s.eps)
 
-    def triton(self) -> Functions:
-        return _DIAGONAL
-
 
 class Exact(Longhorn):
     name = "exact"
@@ -99,9 +91,6 @@ class Exact(Longhorn):
         error = x - (state * k).sum(-1)
         return state + (eps * error).unsqueeze(-1) * k
 
-    def triton(self) -> Functions:
-        return _EXACT
-
 
 class DiagonalUnit(UnitKeys, Diagonal):
     """The diagonal rule over k / ||k||."""
@@ -113,10 +102,6 @@ class DiagonalUnit(UnitKeys, Diagonal):
 
     def prepare(self, scan: Any) -> Any:
         return super().prepare(scan)._replace(rule=Diagonal.name)
-
-    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        forgetting, write = super().maps(step, unit(k), A)
-        return forgetting, write * inverse_norm(k).squeeze(-1)  # what is added is written along k^
 
 
 RULES = (Diagonal(), Exact(), DiagonalUnit())
@@ -136,10 +121,10 @@ if HAS_TRITON:
         return bias * -LOG2E
 
     @triton.jit
-    def step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def step_size(u, bias, norm, keep, form):
         # Beyond the end `norm` is infinite.
         e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
-        return reciprocal(1.0 + e + norm, PTX), e
+        return reciprocal(1.0 + e + norm, form.PTX), e
 
     @triton.jit
     def lone_decay(k, eps, e):
@@ -149,56 +134,52 @@ if HAS_TRITON:
         return tl.where(a < 0.5, eps * (1.0 + e), a)
 
     @triton.jit
-    def diagonal_decay(k, A, eps, e, N: tl.constexpr):
-        if N == 1:
+    def diagonal_decay(k, A, eps, e, LONE: tl.constexpr):
+        if LONE:
             return lone_decay(k, eps, e)
         else:
             return 1.0 - eps * (k * k)
 
     @triton.jit
-    def diagonal_advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    def diagonal_advance(S, x, k, A, eps, e):
         w = eps * x
         new = ()
-        for i in tl.static_range(NI):
-            if N == 1:
+        for i in tl.static_range(len(k)):
+            if len(k) == 1:
                 new = new + (lone_decay(k[i], eps, e) * S[i] + k[i] * w,)
             else:
                 new = new + (S[i] + k[i] * (w - eps * (k[i] * S[i])),)
         return new, w
 
     @triton.jit
-    def start_total(NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, A_PER_TOKEN: tl.constexpr):
-        return fill(1.0, NI, NS, BC)
+    def start_total(form):
+        return fill(1.0, form.NI, form.NS, form.BC)
 
     @triton.jit
-    def summarize(
-        S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, A_PER_TOKEN: tl.constexpr
-    ):
+    def summarize(S, total, x, k, A, eps, e, form):
         w = eps * x
         new = ()
         new_total = ()
-        for n in tl.static_range(NI):
-            a = diagonal_decay(k[n], 0.0, eps, e, N)
+        for n in tl.static_range(len(k)):
+            a = diagonal_decay(k[n], 0.0, eps, e, len(k) == 1)
             new = new + (a * S[n] + k[n] * w,)
             new_total = new_total + (total[n] * a,)
         return new, new_total
 
     @triton.jit
-    def end_total(total, A, NI: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+    def end_total(total, A, form):
         return total
 
     @triton.jit
-    def logit_back(dlog, u, bias, eps, e, inside, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
+    def logit_back(dlog, u, bias, eps, e, inside, form):
         return dlog * (eps * e)
 
     @triton.jit
-    def diagonal_step_back(
-        now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, HAS_ADJOINT: tl.constexpr
-    ):
+    def diagonal_step_back(now, before, x, w, k, A, eps, e, form):
         # dlog is d loss / d log(eps), here and below.
         dk = ()
         G = ()
-        if N == 1:
+        if len(k) == 1:
             a = lone_decay(k[0], eps, e)
             reads = now[0] * k[0]
             dx = eps * reads
@@ -213,22 +194,22 @@ if HAS_TRITON:
             heads = ()
             # One sum in two orders, by which ptxas spills other registers (an H200): in a walk through all of time the
             # second takes 2 % longer, in segments, which start from an adjoint, the first 3.5 %.
-            if HAS_ADJOINT:
-                for n in tl.static_range(NI):
+            if form.HAS_ADJOINT:
+                for n in tl.static_range(len(k)):
                     heads = heads + (k[n] * (now[n] * eps),)
-                dx = sum_states(heads, NI, NS)
-                for n in tl.static_range(NI):
+                dx = sum_states(heads)
+                for n in tl.static_range(len(k)):
                     dk = dk + ((now[n] * eps) * (0.5 * x - k[n] * before[n]),)
                     G = G + (now[n] - k[n] * heads[n],)
             else:
-                for n in tl.static_range(NI):
+                for n in tl.static_range(len(k)):
                     scaled = now[n] * eps
                     head = k[n] * scaled
                     heads = heads + (head,)
                     dk = dk + (scaled * (0.5 * x - k[n] * before[n]),)
                     G = G + (now[n] - k[n] * head,)
-                dx = sum_states(heads, NI, NS)
-            dlog = dot(dk, k, NI, NS) + (0.5 * x) * dx
+                dx = sum_states(heads)
+            dlog = dot(dk, k) + (0.5 * x) * dx
             return G, dx, dlog, dk, ()
 
     @triton.jit
@@ -236,23 +217,21 @@ if HAS_TRITON:
         return -1.0 * eps * dlog  # half of it, as of dk
 
     @triton.jit
-    def error_advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
-        w = eps * (x - dot(S, k, NI, NS))
+    def error_advance(S, x, k, A, eps, e):
+        w = eps * (x - dot(S, k))
         new = ()
-        for i in tl.static_range(NI):
+        for i in tl.static_range(len(k)):
             new = new + (S[i] + k[i] * w,)
         return new, w
 
     @triton.jit
-    def error_step_back(
-        now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, HAS_ADJOINT: tl.constexpr
-    ):
+    def error_step_back(now, before, x, w, k, A, eps, e, form):
         dk = ()
         G = ()
-        reads = dot(now, k, NI, NS)
+        reads = dot(now, k)
         dx = eps * reads
         dlog = w * reads
-        for n in tl.static_range(NI):
+        for n in tl.static_range(len(k)):
             dk = dk + (w * now[n] - dx * before[n],)
             G = G + (now[n] - k[n] * dx,)
         return G, dx, dlog, dk, ()
@@ -261,10 +240,10 @@ if HAS_TRITON:
     def exact_through_norm(dlog, eps):
         return -2.0 * eps * dlog
 
-    _DIAGONAL = Functions(
-        RULES[0], scaled_bias=scaled_bias, step_size=step_size, advance=diagonal_advance,
+    Diagonal.kernels = Functions(
+        Diagonal, scaled_bias=scaled_bias, step_size=step_size, advance=diagonal_advance,
         step_back=diagonal_step_back, logit_back=logit_back, through_norm=diagonal_through_norm,
         decay=diagonal_decay, start_total=start_total, summarize=summarize, end_total=end_total,
     )  # fmt: skip
-    _EXACT = Functions(RULES[1], scaled_bias=scaled_bias, step_size=step_size, advance=error_advance,
+    Exact.kernels = Functions(Exact, scaled_bias=scaled_bias, step_size=step_size, advance=error_advance,
                        step_back=error_step_back, logit_back=logit_back, through_norm=exact_through_norm)  # fmt: skip

@@ -54,18 +54,6 @@ class Mamba(Rule):
         dt = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
-    def triton(self) -> Functions:
-        return _MAMBA
-
-    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        assert A is not None
-        dt, N = F.softplus(step), k.shape[-1]
-        per_token = A.ndim == 4  # else (S, D, N)
-        forgetting: Any = sum(
-            (-torch.expm1(dt * (A[..., n, None] if per_token else A[:, None, None, :, n]))).mean(-1) for n in range(N)
-        )
-        return forgetting / N, dt.mean(-1)
-
 
 RULES = (Mamba(),)
 
@@ -90,39 +78,37 @@ if HAS_TRITON:
         return tl.maximum(v, 0.0) + tl.where(w == 1.0, u, tl.log(w) * (u / tl.where(w == 1.0, 1.0, w - 1.0)))
 
     @triton.jit
-    def _step_size(u, bias, norm, keep, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-        if SOFTPLUS:
+    def _step_size(u, bias, norm, keep, form):
+        if form.SOFTPLUS:
             eps = _softplus(u.to(tl.float32) + bias) * keep
         else:
             eps = (u.to(tl.float32) + bias) * keep
         return eps, eps
 
     @triton.jit
-    def decay(k, A, eps, e, N: tl.constexpr):
+    def decay(k, A, eps, e, LONE: tl.constexpr):
         return tl.exp2(A * eps)
 
     @triton.jit
-    def advance(S, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
+    def advance(S, x, k, A, eps, e):
         w = eps * x
         new = ()
-        for i in tl.static_range(NI):
+        for i in tl.static_range(len(A)):
             new = new + (tl.exp2(A[i] * eps) * S[i] + k[i] * w,)
         return new, w
 
     # The product of the decays is one exp, of the sum of dt A or, with an A for all tokens, of dt.
 
     @triton.jit
-    def start_total(NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, A_PER_TOKEN: tl.constexpr):
-        return fill(0.0, NI if A_PER_TOKEN else 1, NS if A_PER_TOKEN else 1, BC)
+    def start_total(form):
+        return fill(0.0, form.NI if form.A_PER_TOKEN else 1, form.NS if form.A_PER_TOKEN else 1, form.BC)
 
     @triton.jit
-    def summarize(
-        S, total, x, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, A_PER_TOKEN: tl.constexpr
-    ):
-        S, w = advance(S, x, k, A, eps, e, N, NI, NS)
-        if A_PER_TOKEN:
+    def summarize(S, total, x, k, A, eps, e, form):
+        S, w = advance(S, x, k, A, eps, e)
+        if form.A_PER_TOKEN:
             new = ()
-            for n in tl.static_range(NI):
+            for n in tl.static_range(len(A)):
                 new = new + (total[n] + A[n] * eps,)
             total = new
         else:
@@ -130,40 +116,38 @@ if HAS_TRITON:
         return S, total
 
     @triton.jit
-    def end_total(total, A, NI: tl.constexpr, A_PER_TOKEN: tl.constexpr):
+    def end_total(total, A, form):
         product = ()
-        for n in tl.static_range(NI):
-            if A_PER_TOKEN:
+        for n in tl.static_range(form.NI):
+            if form.A_PER_TOKEN:
                 product = product + (tl.exp2(total[n]),)
             else:
                 product = product + (tl.exp2(total[0] * A[n]),)
         return product
 
     @triton.jit
-    def _step_back(
-        now, before, x, w, k, A, eps, e, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, HAS_ADJOINT: tl.constexpr
-    ):
-        reads = dot(now, k, NI, NS)
+    def _step_back(now, before, x, w, k, A, eps, e, form):
+        reads = dot(now, k)
         dx = eps * reads
         dk = ()
         G = ()
         flows = ()  # d loss / d (dt A)
         dA = ()
-        for n in tl.static_range(NI):
-            a = decay(k[n], A[n], eps, e, N)
+        for n in tl.static_range(len(A)):
+            a = decay(k[n], A[n], eps, e, False)
             dk = dk + (now[n] * w,)
             G = G + (now[n] * a,)
             flows = flows + (G[n] * before[n],)
             dA = dA + (flows[n] * eps,)
-        return G, dx, x * reads + dot(flows, A, NI, NS) * _LN2, dk, dA
+        return G, dx, x * reads + dot(flows, A) * _LN2, dk, dA
 
     @triton.jit
-    def _logit_back(dstep, u, bias, eps, e, inside, SOFTPLUS: tl.constexpr, PTX: tl.constexpr):
-        if SOFTPLUS:
-            dstep = dstep * reciprocal(1.0 + tl.exp2((u.to(tl.float32) + bias) * -LOG2E), PTX)
+    def _logit_back(dstep, u, bias, eps, e, inside, form):
+        if form.SOFTPLUS:
+            dstep = dstep * reciprocal(1.0 + tl.exp2((u.to(tl.float32) + bias) * -LOG2E), form.PTX)
         return tl.where(inside, dstep, 0.0)
 
-    _MAMBA = Functions(
-        RULES[0], scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
+    Mamba.kernels = Functions(
+        Mamba, scaled_bias=scaled_bias, step_size=_step_size, advance=advance, step_back=_step_back,
         logit_back=_logit_back, decay=decay, start_total=start_total, summarize=summarize, end_total=end_total,
     )  # fmt: skip

@@ -2,9 +2,9 @@
 
 from .augment import device_batches, split_transform
 from .images import DataError, decode_image
-from .index import ShardSet, open_shards
 from .loader import default_workers, eval_loader, train_loader
 from .memory import keep_in_memory
+from .places import ShardSet, open_shards
 
 __all__ = [
     "DataError",

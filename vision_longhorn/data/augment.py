@@ -8,6 +8,7 @@ left to right, 2 for top to bottom, 3 for both; then for each operation its numb
 bilinear in the place of bicubic resampling. An operation 0 is none.
 """
 
+import collections
 import copy
 import functools
 import random
@@ -351,77 +352,71 @@ def device_batches(
         for batch in loader:
             yield from send([batch])
         return
-    side, groups = _side_stream(device), _Groups(loader, _WORTHWHILE if finish else 0)
+    side = _side_stream(device)
 
-    def send_next() -> list[tuple[Any, ...]]:
-        group = groups.take()
-        # What the caller has let go may be written over from here on, so its work on that comes first.
+    def send_aside(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        # Memory that the caller has let go may be written over from here on, so its work on that comes first.
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            return send(group) if group else []
+            return send(batches)
 
-    coming = send_next()
-    while coming:
+    def wait() -> None:
         torch.cuda.current_stream(device).wait_stream(side)
-        ready, coming = coming, send_next()
-        while ready:
-            yield ready.pop(0)  # kept here, a group would stay in memory for longer than it is used
-            groups.pull()
-    groups.raise_error()
+
+    yield from _sent_ahead(loader, send_aside, wait, _WORTHWHILE if finish else 0)
 
 
-class _Groups:
-    """Batches that go to the GPU together: as many as give it work for longer than it takes to ask for it.
+def _sent_ahead(
+    loader: Iterable[tuple[Any, ...]],
+    send: Callable[[list[tuple[Any, ...]]], list[tuple[Any, ...]]],
+    wait: Callable[[], None],
+    most: int,
+) -> Iterator[tuple[Any, ...]]:
+    """Yields the batches of a loader, sent in groups. Each group is sent before the first batch of the one before it is
+    used. With each batch used one is taken from the loader, so that its workers stay busy.
 
     Args:
-        loader: Its batches begin with a list whose first tensor holds the images; with `enough` 0 that does not matter.
-        enough: Bytes of images in a group. The first ones are smaller, as they are wanted soon.
+        loader: its batches begin with a list whose first tensor holds the images, unless `most` is 0. An error that
+            ends it is raised once all batches before that are used.
+        send: sends a group.
+        wait: called before the group that was sent last is used.
+        most: bytes of images that make a group, which give the GPU work for longer than it takes to ask for it. The
+            first groups are smaller, as they are wanted soon.
     """
-
-    def __init__(self, loader: Iterable[tuple[Any, ...]], enough: int) -> None:
-        self._batches = iter(loader)
-        self._most, self._enough = enough, 0
-        self._group, self._size, self._ended = list[tuple[Any, ...]](), 0, False
-        self._error: Exception | None = None
-
-    @property
-    def _is_full(self) -> bool:
-        return self._ended or bool(self._group) and self._size >= self._enough
-
-    def pull(self) -> None:
-        """Takes a batch of the next group from the loader, if it lacks one. Called once for each batch that is used, it
-        keeps the loader's workers busy; many batches at once would find them behind."""
-        if self._is_full:
-            return
+    ready, coming = collections.deque[tuple[Any, ...]](), list[tuple[Any, ...]]()
+    group, size, enough = list[tuple[Any, ...]](), 0, 0
+    batches, has_more, error = iter(loader), True, None
+    while has_more:
         try:
-            batch = next(self._batches, None)
-        except Exception as error:  # what came before it is still good
-            batch, self._error = None, error
-        if batch is None:
-            self._ended = True
-            return
-        self._group.append(batch)
-        self._size += batch[0][0].nbytes if self._most else 0
-
-    def take(self) -> list[tuple[Any, ...]]:
-        """The next group, empty at the end."""
-        while not self._is_full:
-            self.pull()
-        group, self._enough = self._group, min(2 * self._size, self._most)
-        self._group, self._size = [], 0
-        return group
-
-    def raise_error(self) -> None:
-        """Raises what ended the loader, once all batches before that are used."""
-        error, self._error = self._error, None  # with its traceback it would keep the loader's workers alive
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error
+            batch = next(batches, None)
+        except Exception as raised:
+            batch, error = None, raised
+        has_more = batch is not None
+        if batch is not None:
+            group.append(batch)
+            size += batch[0][0].nbytes if most else 0
+        if not has_more or size >= enough:
+            while ready:
+                yield ready.popleft()
+            wait()
+            ready.extend(coming)
+            coming = send(group) if group else []
+            group, size, enough = [], 0, min(2 * size, most)
+        if ready:
+            yield ready.popleft()  # kept here, a batch would stay in memory for longer than it is used
+    while ready:
+        yield ready.popleft()
+    wait()
+    while coming:
+        yield coming.pop(0)
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # with its traceback it would keep the loader's workers alive
 
 
 @functools.lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # One for all epochs: memory freed on a stream serves that stream only.
+    # One stream for all epochs, because memory freed on a stream serves that stream only.
     return torch.cuda.Stream(device)

@@ -5,7 +5,7 @@ import dataclasses
 import os
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from .images import EXTENSIONS, DataError
 from .samples import RawSample
-from .walk import BROKEN, FILE, FOLDER, extension, is_image, is_notable, scan, walk
+from .walk import BROKEN, FILE, FOLDER, HIDDEN, extension, is_image, is_notable, scan, shard_stem, walk
 
 SPELLINGS = {
     "train": ("train", "training", "trn"),
@@ -22,11 +22,11 @@ SPELLINGS = {
 }
 _KNOWN = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
 NAMES_FILE = "names.txt"
-_RUN = 16  # files that keep together when a new order is drawn; a worker's buffer mixes many times as many
+_RUN = 16  # files that stay together in every order; a worker's buffer mixes many times as many
 
 
 def known_split(name: str) -> str:
-    """The split that people mean by a name in any case, such as Training or test_set; "" where it is none of them."""
+    """The split that a name in any case means, such as Training or test_set; "" for other names."""
     return _KNOWN.get(re.sub(r"[-_ ]?set$", "", name.lower()), "")
 
 
@@ -36,17 +36,28 @@ def same_split(one: str, other: str) -> bool:
 
 
 def alike(split: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that mean `split`: it alone, where it is there letter by letter."""
+    """The `names` that mean `split`; only itself, if it is among them letter by letter."""
     names = list(names)
     return [split] if split in names else [name for name in names if same_split(name, split)]
+
+
+def beside(folder: str | os.PathLike[str], used: Container[str], most: int = 8) -> list[str]:
+    """What else in a folder may be data: names of folders, images, tar files and broken links that are not `used`."""
+    names = [
+        entry.name
+        for entry, kind in scan(folder)
+        if entry.name not in used
+        and (kind in (FOLDER, BROKEN) or kind != HIDDEN and (is_image(entry.name) or shard_stem(entry.name)))
+    ]
+    return names[:most] + ([f"{len(names) - most} more"] if len(names) > most else [])
 
 
 class Splits(NamedTuple):
     """What `find_splits` has found.
 
     Attributes:
-        paths: path of each split by the name of its folder, empty where the folders are classes themselves.
-        left_out: what else holds images beside these splits, in words.
+        paths: path of each split by the name of its folder; empty if the folders are classes themselves.
+        left_out: names of what else lies beside these splits and may be data.
     """
 
     paths: dict[str, str]
@@ -54,23 +65,23 @@ class Splits(NamedTuple):
 
 
 def find_splits(root: str | os.PathLike[str], split: str = "", class_names: Sequence[str] | None = None) -> Splits:
-    """The splits of a folder ROOT/SPLIT/CLASS/IMAGE, whose names are spelt in one of `SPELLINGS`, or mean `split`.
-    Those of `class_names`, where these are known, may be classes with no others beside them.
+    """Find the splits of a folder ROOT/SPLIT/CLASS/IMAGE: folders spelt as in `SPELLINGS`, or that mean `split`.
+
+    Folders with images right in them, named like splits, are classes if other classes lie beside them, or if all of
+    them are among `class_names`.
 
     Raises:
-        DataError: if there is no such folder, or whether those in it are splits or classes cannot be told.
+        DataError: if there is no such folder, or if its folders may be splits or classes.
     """
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder; check the path")
-    inside = scan(root)
-    folders = {entry.name: entry.path for entry, kind in inside if kind == FOLDER}
+    folders = {entry.name: entry.path for entry, kind in scan(root) if kind == FOLDER}
     named = [name for name in folders if known_split(name) or split and same_split(name, split)]
     if not named:
         return Splits({}, [])
-    paths = {name: folders[name] for name in named if _subfolders(folders[name])}
+    paths = {name: folders[name] for name in named if _holds_folders(folders[name])}
     flat = [name for name in named if name not in paths and _holds_images(folders[name])]
-    others = [name for name in folders if name not in named]
-    classes = [name for name in others if _holds_images(folders[name])]
+    classes = [name for name in folders if name not in named and _holds_images(folders[name])]
     if paths and classes:
         raise DataError(
             f"{root} has both splits ({', '.join(paths)}) and classes ({', '.join(classes[:3])}) in it; "
@@ -82,33 +93,23 @@ def find_splits(root: str | os.PathLike[str], split: str = "", class_names: Sequ
             f"one folder for each class ({os.path.join(root, flat[0], 'CLASS', 'IMAGE.jpg')}), and a class that is "
             "called so needs other classes beside it"
         )
-    if not paths:
-        return Splits({}, [])
-    left_out = [f"{name} (its images lie in no folders of classes)" for name in flat]
-    parted = [name for name in others if any(map(_holds_images, _subfolders(folders[name])))]
-    left_out += parted[:8] + ([f"{len(parted) - 8} more folders"] if len(parted) > 8 else [])
-    left_out += [f"{entry.name} ({kind})" for entry, kind in inside if kind == BROKEN]
-    left_out += [f"{name} (without folders)" for name in named if name not in paths and name not in flat]
-    loose = [entry.name for entry, kind in inside if kind == FILE and is_image(entry.name)]
-    left_out += [f"{loose[0]}{f' and {len(loose) - 1} more images' if len(loose) > 1 else ''}"] if loose else []
-    return Splits(paths, left_out)
+    return Splits(paths, beside(root, paths) if paths else [])
 
 
-def splits_beside(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Path of each split in the folder above, by name, where `folder` is one of them; else none."""
+def splits_above(folder: str) -> dict[str, str]:
+    """Path of each split, by name, in the folder above `folder`, if `folder` is one of them; else none."""
     above, own = os.path.split(os.path.abspath(folder))
-    paths = {}
-    if known_split(own):
-        with contextlib.suppress(DataError):
-            inside = [entry for entry, kind in scan(above) if kind == FOLDER and known_split(entry.name)]
-            paths = {entry.name: entry.path for entry in inside if _subfolders(entry.path)}
-    return paths if own in paths else {}
+    with contextlib.suppress(DataError):
+        inside = [entry for entry, kind in scan(above) if kind == FOLDER and known_split(entry.name)]
+        paths = {entry.name: entry.path for entry in inside if _holds_folders(entry.path)}
+        return paths if own in paths else {}
+    return {}
 
 
-def _subfolders(folder: str) -> list[str]:
-    with contextlib.suppress(DataError):  # it is an error where it is to be read
-        return [entry.path for entry, kind in scan(folder) if kind == FOLDER]
-    return []
+def _holds_folders(folder: str) -> bool:
+    with contextlib.suppress(DataError):  # reading it later is an error
+        return any(kind == FOLDER for _, kind in scan(folder))
+    return False
 
 
 def _holds_images(folder: str) -> bool:
@@ -123,18 +124,17 @@ def list_images(
     """List a folder of one folder per class, as torchvision's ImageFolder does: classes are sorted by name.
 
     Args:
-        folder: where the class folders lie.
-        class_names: the classes by index, where another split has fixed them already; some may be without images.
+        folder: holds the class folders.
+        class_names: the classes by index, if another split has fixed them; some may be without images.
 
     Returns:
-        (file name relative to `folder`, class index) of each, none where there are no images at all; class_names;
-        and what is left out, as `walk` has it
+        (file name relative to `folder`, class index) of each image, none if there are no class folders; class_names;
+        and what is left out, as in `Walk.others`
 
     Raises:
         DataError: if there is no such folder, a class without images, one that is not in `class_names`, or one that
             stands there twice.
     """
-    folder = os.fspath(folder)
     if not os.path.isdir(folder):
         raise DataError(f"{folder} is not a folder; check the path")
     found = walk(folder)
@@ -161,15 +161,15 @@ def list_images(
             f"class {known[min(empty)]!r} of {folder} has no images ({', '.join(EXTENSIONS)}); remove it or fill it"
         )
     loose = [(name, "in no folder of a class") for name in found.images if "/" not in name]
-    # A list of the classes, say, or a note on the data, may lie beside their folders.
+    # Files beside the class folders, such as a list of the classes or a note on the data, are not worth a word.
     return listed, known, loose + [other for other in found.others if is_notable(*other) or "/" in other[0]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """Labelled image files, in runs that serve as shards. Nothing is read before `samples.image_of` wants it.
+    """Labelled image files, in runs that serve as shards. `samples.image_of` reads a file when it is wanted.
 
-    Arrays, and no lists: each worker has its own copy of lists as soon as it goes through them.
+    They are arrays because each worker would soon have its own copy of lists.
 
     Attributes:
         folder: where they lie.
@@ -183,7 +183,7 @@ class ImageFiles:
 
     @classmethod
     def mixed(cls, folder: str, listed: list[tuple[str, int]]) -> "ImageFiles":
-        """Those of `list_images`, in an order that mixes the classes and is always the same."""
+        """The files of `list_images`, in an order that mixes the classes and is always the same."""
         listed = random.Random(0).sample(listed, len(listed))
         names, labels = zip(*listed, strict=True)
         return cls(folder, np.array([os.fsencode(name) for name in names]), np.array(labels, np.int32))
@@ -194,7 +194,7 @@ class ImageFiles:
         return [len(self.names[start : start + _RUN]) for start in range(0, len(self.names), _RUN)]
 
     def samples(self, run: int) -> Iterator[RawSample]:
-        """Yields the samples of one run, as `tars.read_shard` does, but with the Path of the image for its bytes."""
+        """Yields the samples of one run, as `tars.read_shard` does, but with the image's Path for its bytes."""
         for number in range(run * _RUN, min((run + 1) * _RUN, len(self.names))):
             name = os.fsdecode(self.names[number])
             yield {
@@ -220,8 +220,8 @@ def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None =
         DataError: if it cannot be read, or does not name every class.
     """
     lines = read_lines(path)
-    pairs = [[part.strip() for part in line.split("\t", 1)] for line in lines if "\t" in line]
-    if not pairs:
+    names = {line.split("\t", 1)[0].strip(): line.split("\t", 1)[1].strip() for line in lines if "\t" in line}
+    if not names:
         if not lines or class_names is not None and len(lines) != len(class_names):
             wanted = "" if class_names is None else f" for {len(class_names)} classes"
             raise DataError(
@@ -229,17 +229,14 @@ def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None =
                 "class, a tab and its name"
             )
         return lines
-    if len(pairs) < len(lines):
-        without = next(line for line in lines if "\t" not in line)
-        raise DataError(f"{path}: {without!r} has no tab, but other lines have; write a class, a tab and its name")
+    if bare := [line for line in lines if "\t" not in line]:
+        raise DataError(f"{path}: {bare[0]!r} has no tab, but other lines have; write a class, a tab and its name")
     if class_names is None:
         raise DataError(
-            f"{path} names classes, but which class has which index is unknown; give their order "
-            "by --classes, or names alone, one a line in this order"
+            f"{path} names classes, but which class has which index is unknown; give a list of the classes as well, "
+            "or names alone, one a line in this order"
         )
-    names = dict(pairs)
-    missing = [name for name in class_names if name not in names]
-    if missing:
+    if missing := [name for name in class_names if name not in names]:
         raise DataError(
             f"{path} lacks a name for {len(missing)} of {len(class_names)} classes; the first of these is "
             f"{missing[0]!r}"
@@ -248,7 +245,7 @@ def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None =
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:
-    """Lines of a text file (UTF-8) without the space around them, and without empty ones. Raises DataError."""
+    """Lines of a text file (UTF-8), stripped and without empty ones. Raises DataError if it cannot be read."""
     try:
         with open(path, encoding="utf-8-sig") as file:
             return [line.strip() for line in file if line.strip()]

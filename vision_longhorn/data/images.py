@@ -2,6 +2,7 @@
 
 import functools
 import io
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +20,9 @@ except ImportError:  # torchvision is to give this over to torchcodec, which nee
         from torchcodec.decoders import decode_jpeg
     except ImportError:
         decode_jpeg = None
+
+_log = logging.getLogger(__name__)
+_has_warned = False
 
 # Without a list PIL also tries formats that start other programs (EPS runs ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
@@ -39,7 +43,7 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
     ignored), 16-bit gray is scaled to 8 bits, alpha is dropped. The content decides the format, not the file's name.
 
     Args:
-        data: a JPEG, PNG, WebP or PPM file; or, uint8 (H, W, 3), what this made of one before.
+        data: a JPEG, PNG, WebP or PPM file; or its decoded pixels, uint8 (H, W, 3).
 
     Returns:
         PIL image, mode RGB.
@@ -68,13 +72,13 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
 def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
     """`decode_image` as a tensor, to the bit, and faster for ordinary JPEGs.
 
-    Its colours may be left to be corrected, pixel by pixel, so that this can be done to a part of the picture.
+    Its colours may be left uncorrected: the caller corrects only the part of the picture that it uses.
 
     Args:
-        data: a JPEG, PNG, WebP or PPM file; or, uint8 (H, W, 3), what `decode_image` made of one before.
+        data: a JPEG, PNG, WebP or PPM file; or its decoded pixels, uint8 (H, W, 3).
 
     Returns:
-        uint8 tensor (3, H, W); a function from a part of it to the same in sRGB, None where it is so already.
+        uint8 tensor (3, H, W); a function that converts a part of it to sRGB, None if it is sRGB already.
 
     Raises:
         DataError: if the bytes are not such an image, or end too early.
@@ -82,7 +86,7 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
     if isinstance(data, np.ndarray):
         return torch.from_numpy(data).permute(2, 0, 1), None
     try:
-        header = Image.open(io.BytesIO(data), formats=FORMATS)  # which refuses pictures too large to decode
+        header = Image.open(io.BytesIO(data), formats=FORMATS)  # refuses pictures too large to decode
         turned = header.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
         if decode_jpeg and header.format == "JPEG" and header.mode in ("RGB", "L") and not turned:
             profile = header.info.get("icc_profile")
@@ -90,7 +94,7 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
             if header.mode == "RGB" or transform is None:
                 image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
                 return image, functools.partial(_transformed, transform) if transform else None
-    except Exception:  # what is wrong, PIL says better
+    except Exception:  # PIL's own decoder says better what is wrong
         pass
     return _tensor(decode_image(data)), None
 
@@ -104,12 +108,12 @@ def _tensor(image: Image.Image) -> torch.Tensor:
 
 
 def too_dark(data: Any, decoded: Any) -> str:
-    """What to tell of a 16-bit picture that comes out dark or black, as one with the values of 8, 12 or 14 bits does;
-    "" of all others.
+    """A warning about a 16-bit picture that comes out dark or black because its values have 8, 12 or 14 bits; "" for
+    all other pictures.
 
     Args:
         data: the file, or pixels.
-        decoded: what `decode_image` or `decode_tensor` made of it.
+        decoded: result of `decode_image` or `decode_tensor` for it.
     """
     if not isinstance(data, bytes):
         return ""
@@ -123,6 +127,14 @@ def too_dark(data: Any, decoded: Any) -> str:
         return ""
     top = 256 * int(image.max()) + 255
     return f"a 16-bit picture, and dark or black, as its values end at {top} of 65535: scale them to the whole range"
+
+
+def warn_if_dark(data: Any, decoded: Any, name: str) -> None:
+    """Log a warning about the first 16-bit picture of this process that comes out dark (see `too_dark`)."""
+    global _has_warned
+    if not _has_warned and (dark := too_dark(data, decoded)):
+        _has_warned = True
+        _log.warning("%s: %s", name, dark)
 
 
 def check_image(data: bytes) -> None:

@@ -1,33 +1,28 @@
 """Batches for training and evaluation from shards, shared out over processes and workers (see `streams`)."""
 
-import contextlib
-import copy
 import logging
 import math
 import os
 import signal
 import sys
 import threading
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import webdataset as wds
 
 from vision_longhorn.signals import outlive_signals
 
 from .images import DataError
-from .index import ShardSet
+from .places import ShardSet
 from .streams import Batch, EvalStream, Faults, Stream, TrainStream, heavy
 
 _log = logging.getLogger(__name__)
-_warned = False
 
 
 def train_loader(
     shards: ShardSet,
-    transform: Callable[[Any], Any] | None,
+    transform: Callable[[Any], Any],
     *,
     batch_size: int,
     num_workers: int,
@@ -41,37 +36,37 @@ def train_loader(
     max_bad_samples: float = 0,
     keys: bool = False,
 ) -> "Loader":
-    """Endless variety for training: each epoch a new order of shards and samples, fixed by (seed, epoch).
+    """Batches to train on, with a new order of shards and samples in each epoch, fixed by (seed, epoch).
 
-    An epoch has `num_samples // (batch_size * world_size)` batches on each rank. No sample comes twice in it, but for
-    the few that a worker may borrow from the next epoch when its share comes out short. With `repeats`, an epoch takes
-    one part in `repeats` of the samples, the next epoch the next part.
+    An epoch has `num_samples // (batch_size * world_size)` batches on each rank. No sample comes twice in it, except
+    for the few that a worker borrows from the next epoch when its own share comes out short.
 
     Args:
-        shards: what `open_shards` found.
-        transform: from a PIL image (RGB) to a float tensor (3, H, W); one that brings its own `decode` gets what that
-            makes of the file's bytes (of pixels, where `shards` come from `keep_in_memory`), and may give any structure
-            of tensors (see `augment.split_transform`).
+        shards: the result of `open_shards`.
+        transform: from a PIL image (RGB) to a float tensor (3, H, W). One with a method `decode` gets the result of
+            that for the file's bytes (or for pixels, with `keep_in_memory`), and may return any structure of tensors
+            (see `augment.split_transform`).
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
         seed: of the order, and of the transform's random numbers.
-        repeats: views of each image in an epoch (repeated augmentation): it is decoded once and transformed anew for
-            each view, and the views follow each other in the batch (batch augmentation, arXiv 1901.09335).
+        repeats: views of each image in an epoch (batch augmentation, arXiv 1901.09335). The image is decoded once and
+            transformed anew for each view; the views follow each other in the batch. An epoch then has one part in
+            `repeats` of the images, the next epoch the next part.
         shuffle_buffer: undecoded samples that each worker holds to draw from. ImageNet's files take 110 kB each.
         num_classes: labels must be below it; default is that of the shards.
-        pin_memory: as in torch's DataLoader, for all but small tensors of int64 and float64, such as the targets.
-        max_bad_samples: how many samples of an epoch each rank may skip because they cannot be used: a number, or below
-            1 a share of its samples. A batch stays full: the next sample stands in for one that was skipped.
-        keys: give with each batch where its samples lie.
+        pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets.
+        max_bad_samples: samples of an epoch that each rank may skip because they cannot be used: a number, or below 1 a
+            share of its samples. A batch stays full: the next sample takes the place of a skipped one.
+        keys: add to each batch the places of its samples.
 
     Returns:
         Loader: `set_epoch(e)`, `len()`, `skipped`, iterates over (images (B, 3, H, W), targets (B,) int64), with `keys`
-        and a list of B pairs (shard, key).
+        also a list of B pairs (shard, key).
 
     Raises:
-        DataError: if there is not one batch per rank; while iterating, naming shard and sample, if more samples cannot
-            be used than `max_bad_samples`, or if shards without an index turn out to hold fewer than `num_samples`.
+        DataError: if there is not one batch per rank. While iterating: if more samples than `max_bad_samples` cannot be
+            used, naming the last, or if shards without an index hold fewer than `num_samples`.
     """
     if shards.num_samples // (batch_size * world_size) == 0:
         most = shards.num_samples // world_size
@@ -80,22 +75,11 @@ def train_loader(
             + (f" on each of {world_size} processes" if world_size > 1 else "")
             + (f"; lower batch_size to {most} at most" if most else "; start fewer processes")
         )
-    if repeats < 1:
-        raise DataError(f"repeats={repeats}; it must be at least 1")
-    stream = TrainStream(
-        shards,
-        transform,
-        batch_size,
-        rank,
-        world_size,
-        num_classes,
-        keys,
-        seed=seed,
-        repeats=repeats,
-        shuffle_buffer=shuffle_buffer,
-    )
-    if max_bad_samples < 0:
-        raise DataError(f"max_bad_samples={max_bad_samples}; it must be at least 0")
+    for name, value, least in ("repeats", repeats, 1), ("max_bad_samples", max_bad_samples, 0):
+        if value < least:
+            raise DataError(f"{name}={value}; it must be at least {least}")
+    common = shards, transform, batch_size, rank, world_size, num_classes, keys
+    stream = TrainStream(*common, seed=seed, repeats=repeats, shuffle_buffer=shuffle_buffer)
     share = max_bad_samples * shards.num_samples / world_size if max_bad_samples < 1 else max_bad_samples
     stream.faults = Faults(math.ceil(share), "; max_bad_samples says how many of an epoch may be skipped")
     # Workers without a batch change nothing: the samples of every batch are the same without them.
@@ -114,7 +98,7 @@ def eval_loader(
     pin_memory: bool = False,
     keys: bool = False,
 ) -> "Loader":
-    """Every sample exactly once over all ranks and workers, undisturbed by how many there are.
+    """Every sample exactly once over all ranks and workers, however many there are.
 
     Ranks may get different numbers of batches, even none, and the last batch of a worker may be short.
 
@@ -123,8 +107,8 @@ def eval_loader(
             `train_loader`.
 
     Returns:
-        Loader: iterates over (images (B, 3, H, W), targets (B,) int64), with `keys` and a list of B pairs (shard, key);
-        has no `len()`.
+        Loader: iterates over (images (B, 3, H, W), targets (B,) int64), with `keys` also a list of B pairs (shard,
+        key); has no `len()`.
 
     Raises:
         DataError: while iterating, naming shard and sample, if a sample cannot be used.
@@ -135,11 +119,11 @@ def eval_loader(
 
 
 class Loader(wds.WebLoader):
-    """A WebLoader, which accelerate leaves alone, that knows its epoch and raises workers' errors as they were.
+    """Iterates over the batches of one rank. accelerate leaves a WebLoader as it is.
 
     Attributes:
-        skipped: what was skipped in the current or last pass: pairs of a text that names shard and sample, and the
-            number of samples that were lost by it. Each is logged as a warning, too.
+        skipped: the samples skipped in the current or last pass: pairs of a text that names shard and sample, and the
+            number of samples lost by it. Each is logged as a warning, too.
     """
 
     def __init__(self, stream: Stream, num_workers: int, pin_memory: bool, num_batches: int | None = None) -> None:
@@ -152,64 +136,21 @@ class Loader(wds.WebLoader):
             "collate_fn": _as_it_is,  # torch would make tensors of small arrays, see `light`
         }
         if stream.shards.kept is not None and num_workers and sys.platform == "linux":
-            self.options["multiprocessing_context"] = "fork"  # which shares that memory, as no other does
+            self.options["multiprocessing_context"] = "fork"  # the only way to share that memory
         self.stream = stream
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
-        self._has_noted = False
-        self._counts = _Counts(stream.shards)
-        if stream.rank == 0:
-            _look_at_workers(num_workers)
-        self._start()
-
-    def _start(self) -> None:
-        # torch warns of many workers here and at the start of a pass. `_look_at_workers` says it once, and shorter.
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "This DataLoader will create")
-            super().__init__(self.stream, **self.options)
-        self.pipeline[0].check_worker_number_rationality = lambda: None
+        self._counts: dict[int, int] = {}  # samples in each shard without an index, as far as they are known
+        super().__init__(stream, **self.options)
 
     @property
     def num_skipped(self) -> int:
         """Samples that were skipped in the current or last pass, on this rank."""
         return sum(count for _, count in self.skipped)
 
-    def samples_of(self, epoch: int, batches: Iterable[int]) -> dict[int, list[tuple[str, str]]]:
-        """Find out of which samples batches are made, by reading this rank's shards again; no pass is disturbed.
-
-        Which of them were skipped is told by decoding, so the answer is exact as long as the shards read as they did.
-
-        Args:
-            epoch: the batches' epoch.
-            batches: numbers of batches in it, from 0.
-
-        Returns:
-            dict of number -> [(shard, key)] of the batch's views in their order; with `repeats`, those of one sample
-            stand together.
-
-        Raises:
-            DataError: if an epoch has no such batch, or the shards do not give its samples any more.
-        """
-        numbers = list(batches)
-        for number in numbers:
-            if number not in range(len(self)):
-                raise DataError(f"batch {number} is none of an epoch, which has {len(self)}; give 0 to {len(self) - 1}")
-        workers, found = max(self.options["num_workers"], 1), {}
-        for worker in {number % workers for number in numbers}:
-            mine = [number for number in numbers if number % workers == worker]
-            again = copy.copy(self.stream)  # a pass of this process goes on with its own faults
-            again.transform, again.keys = lambda image: 0, True
-            # The run's own budget may have started anew within the epoch. Some end there must be.
-            again.faults = Faults(again.shards.num_samples)
-            again.epoch, again.start = torch.tensor(epoch), torch.tensor(min(mine))
-            # A pass that starts at a batch of this worker's has it for its first one.
-            for number, batch in zip(range(min(mine), max(mine) + 1, workers), again.batches(0, workers), strict=False):
-                found[number] = batch[-1]
-        return {number: found[number] for number in numbers}
-
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """Choose the order of the next pass, which leaves out its first `start_batch` batches; call it before
-        iterating. The batches that follow are the same, to the bit, as in a whole pass."""
+        """Choose the order of the next pass, and leave out its first `start_batch` batches. Call it before iterating.
+        The remaining batches are the same, to the bit, as in a whole pass."""
         self.stream.epoch.fill_(epoch)
         self.stream.start.fill_(start_batch)
 
@@ -219,7 +160,7 @@ class Loader(wds.WebLoader):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        total = Faults(self.stream.faults.limit)  # of all workers; each has an eye on its own as well
+        total = Faults(self.stream.faults.limit)  # of all workers together; each also counts its own
         self.skipped = total.notes
 
         def note(text: str, count: int = 1) -> None:
@@ -227,27 +168,20 @@ class Loader(wds.WebLoader):
             _log.warning("%d skipped, at most %d an epoch: %s", total.count, total.limit, text)
 
         start, taken, last_death = int(self.stream.start), 0, -1
-        dry: set[int] = set()  # workers that could not fill their batches from their share of the epoch
         while True:
             dead = None
             try:
-                for batch, news in super().__iter__():
+                for batch, report in super().__iter__():
                     _raise_here_only()
-                    for text, count in news.skipped:
+                    for text, count in report.notes:
                         note(text, count)
-                    if news.note and not self._has_noted:
-                        self._has_noted = True
-                        _log.warning("%s", news.note)
-                    if news.dry is not None:
-                        dry.add(news.dry)
-                    if self.num_batches is not None:
-                        self._counts.learn(news.counts, all_dry=len(dry) == max(self.options["num_workers"], 1))
+                    self._check_counts(report.counts)
                     if isinstance(batch, DataError):
-                        # A new one: this frame would form a cycle with `batch`, and workers freed by the garbage
-                        # collector hear no call to end and are waited for, five seconds each.
+                        # Raise a new error: this frame would form a cycle with `batch`, and workers that the garbage
+                        # collector frees hear no call to end and are waited for, five seconds each.
                         raise DataError(*batch.args)
                     batch = tuple(map(heavy, batch))
-                    yield (*batch, news.places) if self.stream.keys else batch
+                    yield (*batch, report.places) if self.stream.keys else batch
                     taken += 1
             except (RuntimeError, OSError, EOFError) as error:
                 if not self._means_death(error):
@@ -258,18 +192,28 @@ class Loader(wds.WebLoader):
             text = f"a process that loads data died, perhaps for want of memory ({dead})"
             if taken == last_death:
                 raise DataError(f"{text}; it was started anew and died again; use fewer workers")
-            # All start anew after the last batch that came, and what follows is the same as if none had died.
+            # All workers start anew after the last batch that came; the batches that follow are the same.
             note(text)
             last_death = taken
-            self._start()
+            super().__init__(self.stream, **self.options)
             self.stream.start.fill_(start + taken)
         if last_death >= 0:
             self.stream.start.fill_(start)
 
+    def _check_counts(self, counts: dict[int, int]) -> None:
+        """Raises DataError once this rank has read every shard to its end and found fewer samples than claimed."""
+        self._counts.update(counts)
+        held, claimed = sum(self._counts.values()), self.stream.shards.num_samples
+        if self.num_batches and len(self._counts) == len(self.stream.shards.urls) and held < claimed:
+            raise DataError(
+                f"the shards hold {held or 'no'} samples, but num_samples says {claimed}; "
+                + (f"give {held}" if held else "make or fetch them again")
+            )
+
     def _means_death(self, error: Exception) -> bool:
+        """Whether an error says that a worker is gone. Errors raised by a worker's own code name the worker."""
         if isinstance(error, RuntimeError):
             return str(error).startswith("DataLoader worker")
-        # A batch was on its way, and its sender is gone. What workers raise themselves says so.
         return self.options["num_workers"] > 0 and " in DataLoader worker process " not in str(error)
 
 
@@ -278,8 +222,8 @@ def _as_it_is(batch: Any) -> Any:
 
 
 def _raise_here_only() -> None:
-    """Take back torch's handler of SIGCHLD, which raises for a dead worker wherever the caller is by then. The loader
-    sees to it on its own when it waits for a batch, within five seconds."""
+    """Remove torch's handler of SIGCHLD, which raises for a dead worker wherever the caller is by then. The loader
+    finds out by itself when it waits for a batch, within five seconds."""
     handler = signal.getsignal(signal.SIGCHLD)
     if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
         if threading.current_thread() is threading.main_thread():
@@ -292,65 +236,5 @@ def cores() -> int:
 
 
 def default_workers(most: int = 8) -> int:
-    """Loader processes for each of the processes that a launcher started on this machine: one to a core, `most` at
-    most."""
+    """Number of workers for each process that a launcher started on this machine: one per core, `most` at most."""
     return max(1, min(most, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
-
-
-def _look_at_workers(num_workers: int) -> None:
-    """Warns, once in a process, of more workers than the machine can run."""
-    global _warned
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    # Some more than cores may pay, where they wait for a disk or a server.
-    if num_workers * processes > 2 * cores() and not _warned:
-        _warned = True
-        of_each = f" for each of {processes} processes" if processes > 1 else ""
-        _log.warning(
-            "%d workers%s on %d cores hold each other up: %d would do",
-            num_workers,
-            of_each,
-            cores(),
-            default_workers(num_workers),
-        )
-
-
-class _Counts:
-    """How many samples shards without an index hold, as far as it is known, against the number that was given."""
-
-    def __init__(self, shards: ShardSet) -> None:
-        self.shards = shards
-        self.known: dict[int, int] = {}  # by the number of the shard
-        self.others: dict[int, int] = {}  # those that this rank has not read, counted aside
-        self.counting: threading.Thread | None = None
-
-    def learn(self, counts: dict[int, int], all_dry: bool) -> None:
-        """Takes in the `counts` of shards that were read to their end.
-
-        No worker of this rank could fill its batches (`all_dry`): where in addition the shards that others read would
-        have to be larger than any that was read here, they are counted, once. That goes on beside the training, for
-        which ranks wait for each other, where it takes long.
-
-        Raises:
-            DataError: if all counts are known, and are less than the number that was given.
-        """
-        self.known.update(counts)
-        if self.shards.samples_per_shard:
-            return
-        claimed, missing = self.shards.num_samples, len(self.shards.urls) - len(self.known)
-        if missing and all_dry and not self.counting:
-            if claimed - sum(self.known.values()) > missing * max(self.known.values(), default=0):
-                self.counting = threading.Thread(target=self._count, daemon=True)
-                self.counting.start()
-                self.counting.join(60)
-        self.known.update(self.others)
-        held = sum(self.known.values())
-        if len(self.known) == len(self.shards.urls) and held < claimed:
-            raise DataError(
-                f"the shards hold {held or 'no'} samples, but num_samples says {claimed}; "
-                + (f"give {held}" if held else "make or fetch them again")
-            )
-
-    def _count(self) -> None:
-        others = set(range(len(self.shards.urls))) - set(self.known)
-        with contextlib.suppress(DataError):  # a shard that cannot be read leaves the sum unknown
-            self.others = {shard: sum(1 for _ in self.shards.read(shard)) for shard in others}

@@ -1,7 +1,6 @@
-"""What is in a raw sample: a dict of "__key__", "__url__" and the bytes of each of its files by extension."""
+"""Raw samples: dicts of "__key__", "__url__" and the bytes of each file by its extension."""
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,13 @@ from vision_longhorn.errors import reason
 from .images import EXTENSIONS, DataError
 
 RawSample = dict[str, Any]
-PIXELS = "__pixels__"  # in the place of a file: key of a decoded image, (H, W, 3) uint8
+PIXELS = "__pixels__"  # key of a decoded image, (H, W, 3) uint8, that a sample has instead of the file
+
+
+def nbytes(sample: RawSample) -> int:
+    """Bytes of a sample's pixels and files."""
+    sizes = (getattr(value, "nbytes", len(value)) for value in sample.values() if not isinstance(value, (str, Path)))
+    return sum(sizes)
 
 
 def image_of(sample: RawSample) -> bytes:
@@ -22,14 +27,14 @@ def image_of(sample: RawSample) -> bytes:
     for extension in EXTENSIONS:
         if extension in sample:
             image = sample[extension]
-            # Members of a shard are bytes, whatever they hold: only `ImageFiles` can name a file.
+            # Members of a shard are always bytes; only an `ImageFiles` gives a Path.
             if not isinstance(image, Path):
                 return image
             try:
                 return image.read_bytes()
             except OSError as error:
                 raise DataError(f"{place(sample)} cannot be read ({reason(error)}); mend or remove it") from None
-    raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}){_found_instead(sample, EXTENSIONS)}")
+    raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}){_found_instead(sample)}")
 
 
 def label_of(sample: RawSample, num_classes: int | None = None) -> int:
@@ -40,7 +45,7 @@ def label_of(sample: RawSample, num_classes: int | None = None) -> int:
     """
     text = sample.get("cls")
     if text is None:
-        raise DataError(f"{place(sample)}: no label (cls, with the class index){_found_instead(sample, ('cls',))}")
+        raise DataError(f"{place(sample)}: no label (cls, with the class index){_found_instead(sample)}")
     try:
         label = int(text)
     except ValueError:
@@ -51,27 +56,18 @@ def label_of(sample: RawSample, num_classes: int | None = None) -> int:
     return label
 
 
-def _found_instead(sample: RawSample, wanted: Sequence[str]) -> str:
-    """Which members a sample has where it lacks one that ends in one of `wanted`, and why that may be so."""
-    members = {name: f"{sample['__key__']}.{name}" for name in sample if not name.startswith("__")}
-    shown = ", ".join(map(_shorter, list(members.values())[:5])) + (", ..." if len(members) > 5 else "")
-    remedy = "the members of a sample have one name and follow each other in the tar, as `tar --sort=name` puts them"
-    for name, member in members.items():
-        more, _, ending = name.rpartition(".")
-        if ending in wanted:
-            key = os.path.basename(sample["__key__"])
-            better = f"{key}.{ending} or {key}_{more.replace('.', '_')}.{ending}"
-            remedy = f"the ending of a member begins at its first dot: rename {_shorter(member)} to {_shorter(better)}"
-            break
-    return f", only {shown}; {remedy}"
-
-
-def _shorter(name: str) -> str:
-    return name if len(name) <= 60 else f"...{name[-57:]}"
+def _found_instead(sample: RawSample) -> str:
+    """What a sample holds that lacks its image or label, for a message."""
+    members = [f"{sample['__key__']}.{name}" for name in sample if not name.startswith("__")]
+    shown = [name if len(name) <= 60 else f"...{name[-57:]}" for name in members[:5]] + ["..."] * (len(members) > 5)
+    return (
+        f", only {', '.join(shown)}; the members of a sample have one name up to its first dot and follow each other "
+        "in the tar, as `tar --sort=name` puts them"
+    )
 
 
 def place(sample: RawSample) -> str:
-    """Where a sample lies, for messages: its "__url__" and "__key__" are enough."""
+    """Where a sample lies, for messages; only "__url__" and "__key__" are used."""
     if os.path.isdir(sample["__url__"]):  # an image folder
         return f"image {os.path.join(sample['__url__'], sample['__key__'])}"
     return f"shard {sample['__url__']}, sample {sample['__key__']}"

@@ -1,20 +1,19 @@
 """Making, checking and indexing shards."""
 
 import concurrent.futures
+import dataclasses
 import filecmp
 import functools
 import hashlib
 import io
 import json
-import logging
 import os
 import random
 import re
 import shlex
-import shutil
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +21,16 @@ import webdataset as wds
 from PIL import Image
 from tqdm import tqdm
 
-from vision_longhorn.errors import reason
-from vision_longhorn.files import left_aside, written_aside
+from vision_longhorn.errors import one_line, reason
+from vision_longhorn.files import append, left_aside, written_aside
 
 from . import sources
 from .folders import read_names
-from .images import DataError, check_image, decode_image, too_dark
-from .index import INDEX_NAMES, check_names, find_shards, read_index, write_index
+from .images import DataError, check_image, decode_image, warn_if_dark
+from .index import INDEX_NAMES, read_index, write_index
+from .places import find_shards
 from .samples import RawSample, image_of, label_of, place
 from .tars import read_shard
-
-_log = logging.getLogger(__name__)
 
 
 def make_shards(
@@ -51,9 +49,8 @@ def make_shards(
 ) -> list[str]:
     """Write samples into shards in an order shuffled over all classes, and the index when all are done.
 
-    It may be stopped at any time and run again: shards that are done are kept. Every image is decoded once and stored
-    with its bytes untouched, but for those above `max_side`; every shard is read back and compared before it gets its
-    name.
+    It may be stopped at any time and run again: finished shards are kept. Every image is decoded once and stored with
+    its bytes untouched, unless it is above `max_side`. Every shard is read back and compared before it gets its name.
 
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
@@ -74,52 +71,198 @@ def make_shards(
     Raises:
         DataError: if an image cannot be used, or the shards there were begun with other arguments.
     """
-    if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
-        raise DataError(f"split {split!r} must be one word of small letters and digits, like train or val")
-    if shard_size < 1 or not samples:
-        raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
-    if max_side is not None and max_side < 1:
-        raise DataError(f"max_side={max_side}; it must be at least 1, some hundreds for training")
-    if threads is not None and threads < 1:
-        raise DataError(f"threads={threads}; it must be at least 1")
-    files = _fingerprint(samples, class_names)
-    plan = {"samples": len(samples), "files": files, "seed": seed, "shard_size": shard_size}
-    if max_side is not None:
-        plan["max_side"] = max_side
+    plan = _plan(split, samples, class_names, seed, shard_size, max_side, threads)
     os.makedirs(out, exist_ok=True)
-    journal = sources.Journal(os.path.join(out, f".{split}.journal"))
+    journal = Journal(os.path.join(out, f".{split}.journal"))
     done = _resume(out, split, plan, class_names, journal)
-    if isinstance(done, list):
-        return done
-
-    order = list(range(len(samples)))
-    random.Random(seed).shuffle(order)
-    count = -(-len(samples) // shard_size)
-    edges = [len(samples) * i // count for i in range(count + 1)]
-    names = [f"{split}-{i:06d}.tar" for i in range(count)]
-    notes: list[str] = []
-    todo = [range(edges[n], edges[n + 1]) for n, name in enumerate(names) if name not in done]
-    _check_space(out, [samples[order[position]] for positions in todo for position in positions])
+    if done is None:
+        return read_index(out)["splits"][split]["skipped"]  # type: ignore[index]  # which `_resume` has read
+    shards = _shuffled(split, samples, seed, shard_size)
     with (
         concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count()) as pool,
         tqdm(total=len(samples), unit="img", desc=split, disable=not progress) as bar,
     ):
-        for number, name in enumerate(names):
-            positions = range(edges[number], edges[number + 1])
-            if name not in done:
-                chosen = [(position, samples[order[position]]) for position in positions]
-                done[name] = _write_shard(
-                    os.path.join(out, name), chosen, class_names, on_bad, max_side, pool, bar, notes
-                )
-                journal.add(done[name])
+        writer = _Writer(class_names, on_bad, max_side, pool, bar)
+        for name, part in shards.items():
+            if name in done:
+                bar.update(len(part))
             else:
-                bar.update(len(positions))
-    _tell(notes)
-    skipped = [image for name in names for image in done[name]["skipped"]]
+                done[name] = writer.write(os.path.join(out, name), part)
+                journal.add(done[name])
+    skipped = [image for name in shards for image in done[name]["skipped"]]
     facts = {"source": source, "made_with": plan, "skipped": skipped}
-    write_index(out, {split: (names, [done[name]["samples"] for name in names], facts)}, class_names)
+    write_index(out, {split: (list(shards), [done[name]["samples"] for name in shards], facts)}, class_names)
     journal.remove()
     return skipped
+
+
+def _plan(
+    split: str,
+    samples: Sequence[sources.Sample],
+    class_names: list[str],
+    seed: int,
+    shard_size: int,
+    max_side: int | None,
+    threads: int | None,
+) -> dict[str, Any]:
+    """What the bytes of the shards depend on. Raises DataError for arguments that cannot be."""
+    if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
+        raise DataError(f"split {split!r} must be one word of small letters and digits, like train or val")
+    if shard_size < 1 or not samples:
+        raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
+    for name, value in ("max_side", max_side), ("threads", threads):
+        if value is not None and value < 1:
+            raise DataError(f"{name}={value}; it must be at least 1")
+    digest = hashlib.sha256(json.dumps(class_names).encode())
+    for sample in samples:
+        digest.update(f"{sample.name}\0{sample.label}\0{sample.size}\n".encode("utf-8", "surrogateescape"))
+    plan = {"samples": len(samples), "files": digest.hexdigest()[:16], "seed": seed, "shard_size": shard_size}
+    return plan if max_side is None else {**plan, "max_side": max_side}
+
+
+class Journal:
+    """Notes of what is done, one JSON object a line, so that a run that was stopped can go on."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        text = self.path.read_bytes() if self.path.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]
+        if whole != text:  # stopped in the middle of a line
+            with written_aside(path) as aside:
+                aside.write_bytes(whole)
+        try:
+            self.entries: list[dict[str, Any]] = [dict(json.loads(line)) for line in whole.splitlines()]
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{path} is damaged ({one_line(error)}); remove it, and its shards are made anew") from None
+
+    def add(self, entry: Any) -> None:
+        append(self.path, json.dumps(entry).encode() + b"\n")
+        self.entries.append(entry)
+
+    def remove(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+def _resume(
+    out: str | os.PathLike[str], split: str, plan: dict[str, Any], class_names: list[str], journal: Journal
+) -> dict[str, dict[str, Any]] | None:
+    """Journal entries of the finished shards, by name; None if the whole split is finished."""
+    index = read_index(out) or {"splits": {}}
+    if index["splits"] and index.get("class_names") not in (None, class_names):
+        raise DataError(f"{out} holds splits with other classes; name another folder")
+    entry = index["splits"].get(split)
+    begun = journal.entries[0] if journal.entries else entry.get("made_with") if entry else None
+    if begun is None and (entry or split in find_shards(out)):
+        raise DataError(f"{out} holds {split} shards that were made by other means; name another folder")
+    if begun is not None and begun != plan:
+        changed = [key for key in {**begun, **plan} if begun.get(key) != plan.get(key)]
+        words = ", ".join(f"{key} {begun.get(key)} (now {plan.get(key)})" for key in changed)
+        raise DataError(f"{out} has {split} shards made with {words}; use the old values, or name another folder")
+    for partial in left_aside(Path(out, f"{split}-*.tar")):
+        partial.unlink()
+    if entry and all(os.path.exists(os.path.join(out, name)) for name in entry["filenames"]):
+        journal.remove()
+        return None
+    if not journal.entries:
+        journal.add(plan)
+    paths = {note["shard"]: Path(out, note["shard"]) for note in journal.entries[1:]}
+    return {
+        note["shard"]: note
+        for note in journal.entries[1:]
+        if paths[note["shard"]].exists() and paths[note["shard"]].stat().st_size == note["bytes"]
+    }
+
+
+def _shuffled(
+    split: str, samples: Sequence[sources.Sample], seed: int, shard_size: int
+) -> dict[str, list[tuple[int, sources.Sample]]]:
+    """(position in the shuffled order, sample) of the samples of each shard, by its name."""
+    order = list(range(len(samples)))
+    random.Random(seed).shuffle(order)
+    count = -(-len(samples) // shard_size)
+    edges = [len(samples) * i // count for i in range(count + 1)]
+    return {
+        f"{split}-{i:06d}.tar": [(position, samples[order[position]]) for position in range(edges[i], edges[i + 1])]
+        for i in range(count)
+    }
+
+
+@dataclasses.dataclass
+class _Writer:
+    class_names: list[str]
+    on_bad: str
+    max_side: int | None
+    pool: concurrent.futures.Executor
+    bar: tqdm
+
+    def write(self, path: str, samples: Sequence[tuple[int, sources.Sample]]) -> dict[str, Any]:
+        """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
+        skipped: list[str] = []
+        written: dict[str, tuple[int, bytes]] = {}
+        futures = [self.pool.submit(stored_form, sample, self.max_side) for _, sample in samples]
+        try:
+            with written_aside(path) as aside:
+                # Without owners and times the same samples make the same bytes.
+                anonymous = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
+                with open(aside, "wb") as file, wds.TarWriter(file, encoder=False, **anonymous) as tar:
+                    for (position, sample), future in zip(samples, futures, strict=True):
+                        self.bar.update()
+                        try:
+                            data, extension, resized_from = future.result()
+                        except DataError as error:
+                            if self.on_bad != "skip":
+                                remedy = "leave such files out with on_bad skip, or mend it and start anew"
+                                raise DataError(f"{error}; {remedy}") from None
+                            skipped.append(sample.name)
+                            continue
+                        about = {
+                            "filename": sample.name,
+                            "label": sample.label,
+                            "class_name": self.class_names[sample.label],
+                            **({"resized_from": resized_from} if resized_from else {}),
+                        }
+                        key, label = _key(position, sample.name), str(sample.label).encode()
+                        tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
+                        written[key] = (zlib.crc32(data), label)
+                back = {s["__key__"]: (zlib.crc32(image_of(s)), s["cls"]) for s in read_shard(str(aside))}
+                if back != written:
+                    raise DataError(f"{path} did not come back from the disk as it was written; check the disk")
+                size = os.path.getsize(aside)
+        finally:
+            for future in futures:
+                future.cancel()
+        return {"shard": os.path.basename(path), "samples": len(written), "bytes": size, "skipped": skipped}
+
+
+def _key(position: int, name: str) -> str:
+    """Key of a sample. The position makes it unique; a reader takes all after the first dot for the extension."""
+    stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(name))[0])[:64]
+    return f"{position:07d}_{stem}"
+
+
+def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str, list[int] | None]:
+    """Read and decode an image, and encode it anew if a side is above `max_side`.
+
+    Returns:
+        bytes to store, the extension by which readers find them, and [width, height] of the original if it is smaller
+        now
+
+    Raises:
+        DataError: if the image cannot be read or decoded.
+    """
+    data = sample.read()
+    try:
+        image = decode_image(data)
+    except DataError as error:
+        raise DataError(f"{sample.name}: {error}") from None
+    warn_if_dark(data, image, sample.name)
+    extension = os.path.splitext(sample.name)[1][1:].lower()
+    if max_side is None or max(image.size) <= max_side:
+        return data, "jpg" if extension == "jpeg" else extension, None
+    smaller = [max(1, round(side * max_side / max(image.size))) for side in image.size]
+    file = io.BytesIO()
+    image.resize(smaller, Image.Resampling.LANCZOS).save(file, "JPEG", quality=95)
+    return file.getvalue(), "jpg", list(image.size)
 
 
 def make_digits(out_dir: Path | str) -> Path | str:
@@ -142,160 +285,19 @@ def make_digits(out_dir: Path | str) -> Path | str:
             return out_dir
     splits, class_names = sources.digits()
     os.makedirs(out_dir, exist_ok=True)
-    # Everyone makes the same bytes in a place of his own and moves them over, so it does not matter who is first.
+    # Each process makes the same bytes in a folder of its own and moves them over, so any of them may be first.
     with tempfile.TemporaryDirectory(dir=out_dir, prefix=".making-") as aside:
         make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
         make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
         names = sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0])
-        for name in names:
-            there = os.path.join(out_dir, name)
-            if (
-                index is None
-                and os.path.lexists(there)
-                and not filecmp.cmp(os.path.join(aside, name), there, shallow=False)
-            ):
+        pairs = [(os.path.join(aside, name), os.path.join(out_dir, name)) for name in names]
+        for made, there in pairs if index is None else ():
+            if os.path.lexists(there) and not filecmp.cmp(made, there, shallow=False):
+                name = os.path.basename(there)
                 raise DataError(f"{out_dir} holds another {name} than the digits'; name another folder")
-        for name in names:
-            os.replace(os.path.join(aside, name), os.path.join(out_dir, name))
+        for made, there in pairs:
+            os.replace(made, there)
     return out_dir
-
-
-def _resume(
-    out: str | os.PathLike[str], split: str, plan: dict[str, Any], class_names: list[str], journal: sources.Journal
-) -> dict[str, dict[str, Any]] | list[str]:
-    """Journal entries of the shards that are done, by name; where the whole split is, names of what was skipped."""
-    index = read_index(out) or {"splits": {}}
-    if index["splits"] and index.get("class_names") not in (None, class_names):
-        raise DataError(f"{out} holds splits with other classes; name another folder")
-    entry = index["splits"].get(split)
-    begun = journal.entries[0] if journal.entries else entry.get("made_with") if entry else None
-    if begun is None and (entry or split in find_shards(out)):
-        raise DataError(f"{out} holds {split} shards that were made by other means; name another folder")
-    if begun is not None and begun != plan:
-        changed = ", ".join(
-            f"{key} {begun.get(key)} (now {plan.get(key)})"
-            for key in {**begun, **plan}
-            if begun.get(key) != plan.get(key)
-        )
-        raise DataError(f"{out} has {split} shards made with {changed}; use the old values, or name another folder")
-    for partial in left_aside(Path(out, f"{split}-*.tar")):
-        partial.unlink()
-    if entry and all(os.path.exists(os.path.join(out, name)) for name in entry["filenames"]):
-        journal.remove()
-        return entry["skipped"]
-    if not journal.entries:
-        journal.add(plan)
-    done: dict[str, dict[str, Any]] = {}
-    for note in journal.entries[1:]:
-        path = os.path.join(out, note["shard"])
-        if os.path.exists(path) and os.path.getsize(path) == note["bytes"]:
-            done[note["shard"]] = note
-    return done
-
-
-def _fingerprint(samples: Sequence[sources.Sample], class_names: list[str]) -> str:
-    digest = hashlib.sha256(json.dumps(class_names).encode())
-    for sample in samples:
-        digest.update(f"{sample.name}\0{sample.label}\0{sample.size}\n".encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()[:16]
-
-
-def _check_space(out: str | os.PathLike[str], samples: Sequence[sources.Sample]) -> None:
-    needed = sum(sample.size + 4096 for sample in samples)  # tar headers and padding of three members
-    free = shutil.disk_usage(out).free
-    if needed > free:
-        needed, free = (tqdm.format_sizeof(amount, "B") for amount in (needed, free))
-        raise DataError(f"{out} needs {needed} more, but has {free} free; make room")
-
-
-def _write_shard(
-    path: str,
-    samples: Sequence[tuple[int, sources.Sample]],
-    class_names: list[str],
-    on_bad: str,
-    max_side: int | None,
-    pool: concurrent.futures.Executor,
-    bar: tqdm,
-    notes: list[str],
-) -> dict[str, Any]:
-    """Write one shard from (position in the shuffled order, sample) pairs; returns its entry for the journal."""
-    skipped: list[str] = []
-    written: dict[str, tuple[int, bytes]] = {}
-    futures = [pool.submit(stored_form, sample, max_side, notes) for _, sample in samples]
-    try:
-        with written_aside(path) as aside:
-            # Without owners and times the same samples make the same bytes.
-            anonymous = {"mtime": 0, "user": "", "group": "", "mode": 0o644}
-            with open(aside, "wb") as file, wds.TarWriter(file, encoder=False, **anonymous) as tar:
-                for (position, sample), future in zip(samples, futures, strict=True):
-                    try:
-                        data, extension, resized_from = future.result()
-                    except DataError as error:
-                        if on_bad != "skip":
-                            remedy = "leave such files out with --on-bad skip, or mend it and start anew"
-                            raise DataError(f"{error}; {remedy}") from None
-                        skipped.append(sample.name)
-                        bar.update()
-                        continue
-                    key = _key(position, sample.name)
-                    label = str(sample.label).encode()
-                    about: dict[str, Any] = {
-                        "filename": sample.name,
-                        "label": sample.label,
-                        "class_name": class_names[sample.label],
-                    }
-                    if resized_from:
-                        about["resized_from"] = resized_from
-                    tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
-                    written[key] = (zlib.crc32(data), label)
-                    bar.update()
-            back = {s["__key__"]: (zlib.crc32(image_of(s)), s["cls"]) for s in read_shard(str(aside))}
-            if back != written:
-                raise DataError(f"{path} did not come back from the disk as it was written; check the disk")
-            entry = {"shard": os.path.basename(path), "samples": len(written), "bytes": os.path.getsize(aside)}
-    finally:
-        for future in futures:
-            future.cancel()
-    return {**entry, "skipped": skipped}
-
-
-def _tell(notes: list[str]) -> None:
-    """Tells the first of the lines about images that are used."""
-    if notes:
-        _log.warning("%s%s", min(notes), f" ({len(notes)} such pictures)" if len(notes) > 1 else "")
-
-
-def stored_form(
-    sample: sources.Sample, max_side: int | None, notes: list[str] | None = None
-) -> tuple[bytes, str, list[int] | None]:
-    """Bytes to store, the extension by which readers find them, and [width, height] of an image that is now smaller.
-
-    A line about an image that comes out dark is added to `notes`.
-
-    Raises:
-        DataError: if the image cannot be read or decoded.
-    """
-    data = sample.read()
-    try:
-        image = decode_image(data)
-    except DataError as error:
-        raise DataError(f"{sample.name}: {error}") from None
-    if notes is not None and (dark := too_dark(data, image)):
-        notes.append(f"{sample.name}: {dark}")
-    extension = os.path.splitext(sample.name)[1][1:].lower()
-    if max_side is None or max(image.size) <= max_side:
-        return data, "jpg" if extension == "jpeg" else extension, None
-    smaller = [max(1, round(side * max_side / max(image.size))) for side in image.size]
-    file = io.BytesIO()
-    image.resize(smaller, Image.Resampling.LANCZOS).save(file, "JPEG", quality=95)
-    return file.getvalue(), "jpg", list(image.size)
-
-
-def _key(position: int, name: str) -> str:
-    """Key that is unique in the split."""
-    # A reader takes everything after the first dot for the extension.
-    stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(name))[0])[:64]
-    return f"{position:07d}_{stem}"
 
 
 def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool = True) -> list[str]:
@@ -303,14 +305,14 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
 
     Args:
         directory: folder of shards with an index.
-        full: decode every image, instead of its header only.
+        full: decode every image, not only its header.
         progress: show a bar.
 
     Returns:
         what is wrong, a line each
 
     Raises:
-        DataError: if there is no such folder or no index, or the index is none.
+        DataError: if there is no such folder or no index, or the index cannot be understood.
     """
     index = read_index(directory)
     if index is None:
@@ -319,9 +321,9 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
         command = f"python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}"
         raise DataError(f"{directory} has no index; `{command}` writes it")
     problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
-    check = decode_image if full else check_image
-    notes: list[str] = []
-    look = functools.partial(_problems, num_classes=index.get("num_classes"), check=check, notes=notes)
+    look = functools.partial(
+        _problem, num_classes=index.get("num_classes"), check=decode_image if full else check_image
+    )
     shards = [
         (os.path.join(directory, name), length)
         for entry in index["splits"].values()
@@ -334,28 +336,27 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
             except DataError as error:
                 problems.append(str(error))
                 continue
-            problems += [problem for of_one in found for problem in of_one]
+            problems += filter(None, found)
             if len(found) != expected:
                 problems.append(f"shard {path} has {len(found)} samples, the index says {expected}")
-    _tell(notes)
     return problems
 
 
-def _problems(sample: RawSample, num_classes: int | None, check: Any, notes: list[str]) -> list[str]:
+def _problem(sample: RawSample, num_classes: int | None, check: Callable[[bytes], Any]) -> str:
+    """What is wrong with a sample, or ""."""
     try:
         label = label_of(sample, num_classes)
         data = image_of(sample)
     except DataError as error:
-        return [str(error)]
+        return str(error)
     try:
-        if dark := too_dark(data, check(data)):
-            notes.append(f"{place(sample)}: {dark}")
+        warn_if_dark(data, check(data), place(sample))
         about = json.loads(sample.get("json", b"{}"))
         if isinstance(about, dict) and about.get("label", label) != label:
-            return [f"{place(sample)}: label {label} in .cls, but {about['label']} in .json"]
+            return f"{place(sample)}: label {label} in .cls, but {about['label']} in .json"
     except ValueError as error:
-        return [f"{place(sample)}: {error}"]
-    return []
+        return f"{place(sample)}: {error}"
+    return ""
 
 
 def index_shards(
@@ -364,7 +365,7 @@ def index_shards(
     progress: bool = True,
     names: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
-    """Count what is in shards that were made by others, and write their index.
+    """Count the samples in shards made by others, and write their index.
 
     Args:
         directory: folder of shards, whose names or folders tell their splits.
@@ -380,8 +381,6 @@ def index_shards(
     """
     before = read_index(directory) or {}
     class_names = class_names or before.get("class_names")
-    if class_names:
-        check_names("class_names", class_names)
     same = class_names == before.get("class_names")
     display_names = read_names(names, class_names) if names else before.get("display_names") if same else None
     splits: dict[str, tuple[list[str], list[int], Mapping[str, Any]]] = {}

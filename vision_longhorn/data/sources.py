@@ -2,17 +2,15 @@
 
 import dataclasses
 import io
-import json
 import os
 import re
 import tarfile
 from collections.abc import Callable, Iterable, Sequence
-from typing import IO, Any
+from typing import IO, cast
 
 from PIL import Image
 
-from vision_longhorn.errors import one_line, reason
-from vision_longhorn.files import append, written_aside
+from vision_longhorn.errors import reason
 
 from .folders import list_images
 from .images import EXTENSIONS, DataError
@@ -30,7 +28,7 @@ class Sample:
         name: file name in its source, with a folder if it has one.
         label: class index.
         path, offset, size: where its bytes lie, perhaps inside of a tar file.
-        data: the bytes themselves, for those that lie in no file.
+        data: the bytes themselves, if they lie in no file.
     """
 
     name: str
@@ -41,7 +39,7 @@ class Sample:
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """The file. Raises DataError if they are not all there."""
+        """The bytes of the image file. Raises DataError if they are not all there."""
         if self.data is not None:
             return self.data
         try:
@@ -55,34 +53,6 @@ class Sample:
         return data
 
 
-class Journal:
-    """Notes of what is done, one JSON value a line, by which a run that was stopped can go on."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = path
-        text = b""
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                text = file.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        if whole != text:  # stopped in the middle of a line
-            with written_aside(path) as aside:
-                aside.write_bytes(whole)
-        try:
-            self.entries: list[dict[str, Any]] = [dict(json.loads(line)) for line in whole.splitlines()]
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{path} is damaged ({one_line(error)}); remove it, and its shards are made anew") from None
-
-    def add(self, entry: Any) -> None:
-        append(self.path, json.dumps(entry).encode() + b"\n")
-        self.entries.append(entry)
-
-    def remove(self) -> None:
-        if os.path.exists(self.path):
-            os.remove(self.path)
-        self.entries = []
-
-
 def image_folder(
     root: str | os.PathLike[str], class_names: Sequence[str] | None = None
 ) -> tuple[list[Sample], list[str], list[tuple[str, str]]]:
@@ -90,10 +60,10 @@ def image_folder(
 
     Args:
         root: the folder.
-        class_names: the classes by index, where other splits have fixed them already.
+        class_names: the classes by index, if other splits have fixed them.
 
     Returns:
-        samples, class_names, and what is left out, as `walk` has it
+        samples, class_names, and what is left out, as in `Walk.others`
 
     Raises:
         DataError: if there are no classes, a class without images, or one that is not in `class_names`.
@@ -109,24 +79,19 @@ def image_folder(
         path = os.path.join(root, name)
         try:
             size = os.path.getsize(path)
-        except OSError:  # a link that leads nowhere, say: reading it tells of it, as of other bad images
+        except OSError:  # such as a link that leads nowhere: an error once it is read, like other bad images
             size = 0
         samples.append(Sample(name, label, path, 0, size))
     return samples, class_names, others
 
 
 def ilsvrc_train(
-    path: str | os.PathLike[str],
-    journal_path: str | os.PathLike[str],
-    progress: Callable[[list[str]], Iterable[str]] | None = None,
+    path: str | os.PathLike[str], progress: Callable[[list[str]], Iterable[str]] | None = None
 ) -> tuple[list[Sample], list[str]]:
-    """List the tar of ILSVRC-2012's training images, a tar of one tar per class.
-
-    Only headers are read. What is found is noted class by class, so that a second run goes on where the first stopped.
+    """List the tar of ILSVRC-2012's training images, a tar of one tar per class. Only headers are read.
 
     Args:
         path: ILSVRC2012_img_train.tar.
-        journal_path: where to keep the notes.
         progress: called with the classes, returns them (tqdm).
 
     Returns:
@@ -135,12 +100,7 @@ def ilsvrc_train(
     Raises:
         DataError: if it is not such a tar, or is cut short.
     """
-    journal = Journal(journal_path)
-    about = {"tar": os.path.basename(path), "bytes": _size(path)}
-    if journal.entries[:1] != [about]:
-        journal.remove()
-        journal.add(about)
-    listed = {entry["class"]: entry["files"] for entry in journal.entries[1:]}
+    listed = {}
     with _open_tar(path) as outer:
         members = {os.path.splitext(os.path.basename(m.name))[0]: m for m in _files(outer, path)}
         strange = [name for name in members if not _WNID.fullmatch(name)]
@@ -149,18 +109,15 @@ def ilsvrc_train(
             raise DataError(f"{path} holds {first}, not one tar per class (n01440764.tar)")
         names = sorted(members, key=lambda name: members[name].offset)
         for name in progress(names) if progress else names:
-            if name in listed:
-                continue
             start = members[name].offset_data
             with _open_tar(path, outer.extractfile(members[name])) as inner:
-                files = [[m.name, start + m.offset_data, m.size] for m in _files(inner, f"{path}: {name}.tar")]
-            journal.add({"class": name, "files": files})
-            listed[name] = files
+                files = _files(inner, f"{path}: {name}.tar")
+                listed[name] = sorted((m.name, start + m.offset_data, m.size) for m in files)
     class_names = sorted(members)
     samples = [
         Sample(f"{name}/{file}", label, os.fspath(path), offset, size)
         for label, name in enumerate(class_names)
-        for file, offset, size in sorted(listed[name])
+        for file, offset, size in listed[name]
     ]
     return samples, class_names
 
@@ -201,7 +158,7 @@ def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: 
 def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] | None = None) -> list[str]:
     """WordNet id of each validation image, in the order of the images' numbers.
 
-    The devkit's own file holds ILSVRC ids from 1 to 1000, which are in no order that a class index follows; only the
+    The devkit's own file holds ILSVRC ids from 1 to 1000, which do not follow the order of class indices; only the
     devkit's meta.mat tells which class is which.
 
     Args:
@@ -213,26 +170,9 @@ def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] |
     Raises:
         DataError: if the ids cannot be told for certain.
     """
-    if os.path.isdir(path):
-        found = {file: os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files}
-        if GROUND_TRUTH not in found:
-            raise DataError(f"{path} holds no {GROUND_TRUTH}; give the devkit's folder")
-        text, meta = _read(found[GROUND_TRUTH]), _read(found["meta.mat"]) if "meta.mat" in found else None
-    elif os.path.isfile(path) and tarfile.is_tarfile(path):
-        with tarfile.open(path) as tar:
-            data = {
-                os.path.basename(m.name): file.read()
-                for m in tar
-                if m.isreg() and (file := tar.extractfile(m)) and os.path.basename(m.name) in (GROUND_TRUTH, "meta.mat")
-            }
-        if len(data) < 2:
-            raise DataError(f"{path} holds no {GROUND_TRUTH} with a meta.mat; give ILSVRC2012_devkit_t12.tar.gz")
-        text, meta = data[GROUND_TRUTH], data["meta.mat"]
-    else:
-        text = _read(path)
-        beside = os.path.join(os.path.dirname(path), "meta.mat")
-        meta = _read(beside) if os.path.isfile(beside) else None
-    lines = text.decode("ascii", "replace").split("\n")
+    files = _devkit_files(path)
+    meta = files.get("meta.mat")
+    lines = files[GROUND_TRUTH].decode("ascii", "replace").split("\n")
     lines = [line.strip() for line in lines if line.strip()]
     if lines and all(_WNID.fullmatch(line) for line in lines):
         return lines
@@ -245,12 +185,30 @@ def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] |
     else:
         raise DataError(
             f"{path} holds ILSVRC ids, which only the devkit can translate; give ILSVRC2012_devkit_t12.tar.gz in its "
-            "place, put meta.mat beside it, or name a list with --synsets"
+            "place, put meta.mat beside it, or name a list with synsets"
         )
     unknown = [line for line in lines if int(line) not in names]
     if unknown:
         raise DataError(f"{path}: {unknown[0]} is not an ILSVRC id (1 to {max(names)}); are these class indices?")
     return [names[int(line)] for line in lines]
+
+
+def _devkit_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """The ground truth and meta.mat from a devkit, packed or not, or from a ground-truth file and its neighbour."""
+    wanted = GROUND_TRUTH, "meta.mat"
+    if os.path.isdir(path):
+        places = [os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files if file in wanted]
+        found = {os.path.basename(place): _read(place) for place in places}
+    elif os.path.isfile(path) and tarfile.is_tarfile(path):
+        with tarfile.open(path) as tar:
+            members = [m for m in tar if m.isreg() and os.path.basename(m.name) in wanted]
+            found = {os.path.basename(m.name): cast(IO[bytes], tar.extractfile(m)).read() for m in members}
+    else:
+        beside = os.path.join(os.path.dirname(path), "meta.mat")
+        found = {GROUND_TRUTH: _read(path)} | ({"meta.mat": _read(beside)} if os.path.isfile(beside) else {})
+    if GROUND_TRUTH not in found:
+        raise DataError(f"{path} holds no {GROUND_TRUTH}; give ILSVRC2012_devkit_t12.tar.gz or its folder")
+    return found
 
 
 def _synset_order(data: bytes, path: str | os.PathLike[str]) -> dict[int, str]:
@@ -294,13 +252,6 @@ def _read(path: str | os.PathLike[str]) -> bytes:
     try:
         with open(path, "rb") as file:
             return file.read()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({reason(error)})") from None
-
-
-def _size(path: str | os.PathLike[str]) -> int:
-    try:
-        return os.path.getsize(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read ({reason(error)})") from None
 

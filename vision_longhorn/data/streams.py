@@ -1,10 +1,10 @@
-"""The samples of one worker as batches: which they are, in which order, and what becomes of those that are bad.
+"""One worker's samples as batches: which samples it takes, in which order, and what happens to bad ones.
 
-Sharing out needs no talk between workers. Shards are laid end to end on a line, each as long as its number of samples
-(all alike where the numbers are unknown), and sample `j` of a shard sits at the fraction `j * golden ratio mod 1` of
-its length. Each worker owns a stretch of the line and takes the samples in it. Stretches that do not overlap and cover
-the line give every sample to exactly one worker, whether a worker owns many shards or a shard has many workers; the
-golden ratio spreads any number of samples evenly.
+Workers share the samples out without talking to each other. Shards are laid end to end on a line, each as long as its
+number of samples (all of length 1 where the numbers are unknown), and sample `j` of a shard sits at the fraction
+`j * golden ratio mod 1` of its length. Each worker owns a stretch of the line and takes the samples in it. The
+stretches cover the line and do not overlap, so each sample has exactly one worker, whether a worker owns many shards or
+a shard has many workers. The golden ratio spreads any number of samples evenly.
 """
 
 import collections
@@ -20,22 +20,25 @@ import torch
 import webdataset as wds
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from .images import DataError, decode_image, too_dark
-from .index import ShardSet
+from .images import DataError, decode_image, warn_if_dark
+from .places import ShardSet
 from .samples import PIXELS, RawSample, image_of, label_of, place
 
 _UNIT = 1 << 32
 _GOLDEN = 2654435769  # 2**32 / golden ratio
 
-Batch = tuple[Any, ...]  # inputs, targets (B,) int64 and, where they are wanted, a list of B places (shard, key)
+Batch = tuple[Any, ...]  # inputs, targets (B,) int64 and, with `keys`, a list of B places (shard, key)
 
 
 class Faults:
-    """What was skipped in one pass, and how much of it is too much.
+    """Counts the samples that one pass skips, up to a limit.
 
     Args:
-        limit: Samples that may be skipped.
-        remedy: What to say where that is none, and one cannot be used.
+        limit: samples that may be skipped.
+        remedy: what to add to the first error where the limit is 0.
+
+    Attributes:
+        notes: (text, number of samples lost) of each fault.
     """
 
     def __init__(self, limit: int = 0, remedy: str = "") -> None:
@@ -44,7 +47,7 @@ class Faults:
         self.notes: list[tuple[str, int]] = []
 
     def add(self, note: DataError | str, count: int = 1) -> None:
-        """Raises DataError where `note` (an error, or its text) is one too many."""
+        """Note that `count` samples are lost. Raises DataError where that exceeds the limit."""
         self.count += count
         if self.limit == 0:
             raise DataError(f"{note}{self.remedy}")
@@ -56,26 +59,19 @@ class Faults:
         if count:
             self.notes.append((str(note), count))
 
-    def take(self) -> list[tuple[str, int]]:
-        """The notes since the last call."""
-        notes, self.notes = self.notes, []
-        return notes
-
 
 @dataclasses.dataclass
-class News:
-    """What a worker tells with a batch. Pinning memory would go through tuples and lists, string by string."""
+class Report:
+    """What a worker tells beside a batch. It is no tuple: torch would go through its strings to pin them."""
 
-    skipped: list[tuple[str, int]]  # since its last batch
-    counts: dict[int, int]  # samples in each shard that it has read to its end since then
-    dry: int | None  # its number, where it could not fill its batches from its share of the epoch
-    places: list[tuple[str, str]]  # shard and key of each sample in the batch, where they are wanted
-    note: str  # about a sample that is used, once
+    notes: list[tuple[str, int]]  # of `Faults`, since the worker's last batch
+    counts: dict[int, int]  # samples in each shard without an index that was read to its end since then
+    places: list[tuple[str, str]]  # shard and key of each sample in the batch, if they are wanted
 
 
 def light(value: Any) -> Any:
-    """Small tensors, among those of a batch, as arrays: each tensor that a worker sends in shared memory costs the
-    receiver a connection to that worker. `heavy` undoes it."""
+    """Turn the small tensors of a batch into arrays. Every tensor that a worker sends lies in shared memory and costs
+    the receiver a connection to that worker; arrays are pickled. `heavy` undoes it."""
     if isinstance(value, list):
         return [light(part) for part in value]
     is_small = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.float64) and value.nbytes < 2**16
@@ -83,19 +79,19 @@ def light(value: Any) -> Any:
 
 
 def heavy(value: Any) -> Any:
-    """What was given to `light`."""
+    """Turn arrays back into the tensors that were given to `light`."""
     if isinstance(value, list):
         return [heavy(part) for part in value]
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 class Stream(IterableDataset):
-    """Batches of one worker."""
+    """The batches of one worker."""
 
     def __init__(
         self,
         shards: ShardSet,
-        transform: Callable[[Any], Any] | None,
+        transform: Callable[[Any], Any],
         batch_size: int,
         rank: int,
         world_size: int,
@@ -103,7 +99,7 @@ class Stream(IterableDataset):
         keys: bool,
     ) -> None:
         self.shards = shards
-        self.transform: Any = transform
+        self.transform = transform
         self.batch_size = batch_size
         self.rank = rank
         self.world_size = world_size
@@ -112,37 +108,34 @@ class Stream(IterableDataset):
         self.num_classes = shards.num_classes if num_classes is None else num_classes
         self.decode_image = getattr(transform, "decode", decode_image)
         self.faults = Faults()
-        self.counts: dict[int, int] = {}  # samples in each shard that was read to its end
-        self.dry = False
-        self.note: str | None = None  # "" once it was told
-        # In shared memory: workers outlive an epoch, and must learn the number of the next one.
+        self.counts: dict[int, int] = {}
+        # In shared memory, because workers outlive an epoch and must learn the number of the next one.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
-        self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # batches of the epoch that were taken before
+        self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # number of the first batch to make
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Those that a worker makes."""
+        """Yields the batches of one worker."""
         raise NotImplementedError
 
-    def __iter__(self) -> Iterator[tuple[Batch | DataError, News]]:
+    def __iter__(self) -> Iterator[tuple[Batch | DataError, Report]]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        self.faults, self.counts, self.dry = Faults(self.faults.limit, self.faults.remedy), {}, False
+        self.faults, self.counts = Faults(self.faults.limit, self.faults.remedy), {}
 
-        def news(places: list[tuple[str, str]]) -> News:
-            counts, self.counts = self.counts, {}
-            note, self.note = self.note or "", "" if self.note else self.note
-            return News(self.faults.take(), counts, worker if self.dry else None, places, note)
+        def report(places: list[tuple[str, str]]) -> Report:
+            found = Report(self.faults.notes, self.counts, places)
+            self.faults.notes, self.counts = [], {}
+            return found
 
         try:
             for inputs, targets, *places in self.batches(worker, num_workers):
-                inputs, targets = light(inputs), light(targets)
-                yield (inputs, targets), news(*places or [[]])
+                yield (light(inputs), light(targets)), report(*places or [[]])
         except DataError as error:
             # Raised here, torch would wrap it into a traceback of many lines.
-            yield error, news([])
+            yield error, report([])
 
     def samples(self, order: Iterable[int], start: int, stop: int) -> Iterator[RawSample]:
-        """Samples on the stretch [start, stop) of the line on which the shards lie in `order`."""
+        """Yields the samples on the stretch [start, stop) of the line on which the shards lie in `order`."""
         end = 0
         for shard in order:
             length = self.lengths[shard]
@@ -173,22 +166,21 @@ class Stream(IterableDataset):
                 self.faults.add(error, lost)
 
     def decode(self, sample: RawSample) -> tuple[Any, int]:
-        """(PIL image, label) of a raw sample."""
+        """Returns (decoded image, label) of a raw sample. Raises DataError, which names the sample."""
         label = label_of(sample, self.num_classes)
         data = sample[PIXELS] if PIXELS in sample else image_of(sample)
         try:
             image = self.decode_image(data)
-            if self.note is None and (dark := too_dark(data, image)):
-                self.note = f"{place(sample)}: {dark}"
-            return image, label
         except DataError as error:
             raise DataError(f"{place(sample)}: {error}") from None
+        warn_if_dark(data, image, place(sample))
+        return image, label
 
-    def decoded(self, samples: Iterable[RawSample], repeats: int) -> Iterator[tuple[RawSample, Any, int, int]]:
-        """(sample, PIL image, label, number of views) of each raw sample that is not bad.
+    def views(self, samples: Iterable[RawSample], repeats: int = 1) -> Iterator[tuple[Any, int, tuple[str, str]]]:
+        """Yields (transformed image, label, place), `repeats` times for each sample.
 
-        The views of a sample that is skipped are filled with the next one's, so that view `n` is always one of raw
-        sample `n // repeats` or, where that is bad, of the first good one after it.
+        The views of a bad sample are filled with those of the next one, so view `n` always belongs to raw sample
+        `n // repeats` or, where that is bad, to the first good one after it.
         """
         wanted = 0
         for sample in samples:
@@ -198,14 +190,9 @@ class Stream(IterableDataset):
             except DataError as error:
                 self.faults.add(error)
                 continue
-            yield sample, image, label, wanted
-            wanted = 0
-
-    def views(self, samples: Iterable[RawSample], repeats: int = 1) -> Iterator[tuple[Any, int, tuple[str, str]]]:
-        """(transformed image, label, place), `repeats` times for each sample: decoding costs more than augmenting."""
-        for sample, image, label, count in self.decoded(samples, repeats):
-            for _ in range(count):
+            for _ in range(wanted):
                 yield self.transform(image), label, (sample["__url__"], sample["__key__"])
+            wanted = 0
 
     def collated(self, views: list[tuple[Any, int, tuple[str, str]]]) -> Batch:
         batch = default_collate([(inputs, label) for inputs, label, _ in views])
@@ -226,7 +213,7 @@ class EvalStream(Stream):
 
 
 class TrainStream(Stream):
-    """An epoch of full batches, in an order that follows from seed and epoch."""
+    """An epoch of full batches, in an order fixed by seed and epoch."""
 
     def __init__(self, *args: Any, seed: int, repeats: int, shuffle_buffer: int) -> None:
         super().__init__(*args)
@@ -238,11 +225,11 @@ class TrainStream(Stream):
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
         epoch, start = int(self.epoch), int(self.start)
-        # The loader takes batches from the workers in turn, from the first on: here every one of them stands for the
-        # worker that would be next. The first of those may owe one more.
+        # torch takes batches from the workers in turn, beginning with worker 0. That one now stands for the worker
+        # whose turn is at batch `start`, and so on.
         worker = (worker + start) % num_workers
         samples = self.samples_of_worker(epoch, worker, num_workers)
-        # What was taken before is read again, for the order's sake, but not decoded.
+        # Samples of the batches before `start` are read again, which keeps the order, but not decoded.
         taken = len(range(worker, start, num_workers))
         images, views_of_next = divmod(taken * self.batch_size, self.repeats)
         views = self.views(itertools.islice(samples, images, None), self.repeats)
@@ -254,17 +241,13 @@ class TrainStream(Stream):
             yield collated
 
     def samples_of_worker(self, epoch: int, worker: int, num_workers: int) -> Iterator[RawSample]:
-        """Endless raw samples of an epoch, in the order in which a worker takes them."""
-        owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
-        first = self.rank * self.num_batches + sum(owed[:worker])
-        rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")
-        return self.shuffled(epoch, first, owed[worker], rng)
-
-    def shuffled(self, epoch: int, first: int, owed: int, rng: random.Random) -> Iterator[RawSample]:
-        """Endless samples for the batches [first, first + owed) of all ranks' batches, going on into later epochs.
+        """Yields raw samples without end: those of the worker's share of the epoch, then of the epochs after it.
 
         One order of shards serves `repeats` epochs, each of which takes the next part of every worker's stretch.
         """
+        owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
+        first = self.rank * self.num_batches + sum(owed[:worker])  # among the batches of all ranks
+        rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")
         line = sum(self.lengths) * _UNIT
         parts = self.num_batches * self.world_size * self.repeats
         idle = 0
@@ -272,20 +255,19 @@ class TrainStream(Stream):
             lap, part = divmod(epoch, self.repeats)
             order = list(range(len(self.lengths)))
             random.Random(f"{self.seed} {lap}").shuffle(order)
-            start = first * self.repeats + owed * part
-            samples = self.samples(order, line * start // parts, line * (start + owed) // parts)
+            start = first * self.repeats + owed[worker] * part
+            samples = self.samples(order, line * start // parts, line * (start + owed[worker]) // parts)
             idle += 1
             for sample in wds.shuffle(self.shuffle_buffer, initial=self.shuffle_buffer // 4, rng=rng)(samples):
                 idle = 0
                 yield sample
-            self.dry = True
             epoch += 1
         raise DataError(f"shard {self.shards.urls[0]} and its like hold no samples for a worker; use fewer workers")
 
 
 @contextlib.contextmanager
 def _random_state(seed: int | str) -> Iterator[None]:
-    """Draws from the global generators that follow from `seed` alone, and leaves those as they were."""
+    """Seed the global generators within this context, and restore their states after it."""
     before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     rng = random.Random(seed)
     random.seed(rng.getrandbits(32))

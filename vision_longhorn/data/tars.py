@@ -1,8 +1,8 @@
-"""Reading the samples of a shard: of a file, of a URL, or of what a command prints.
+"""Reading the samples of a shard, from a file, a URL, or the output of a command.
 
-Ordinary members, which are all in most shards, are parsed here; tarfile reads all others, as in webdataset's parser.
-For a sample of three members of ImageNet, that takes 0.086 ms of a core and this one 0.023. A view of 224 pixels takes
-2.4 ms in all, one of Tiny-ImageNet's 64 pixels 0.34: without this parser, cores would make 3 % and 15 % less.
+Ordinary members, which most shards consist of, are parsed here; tarfile, which webdataset's parser always uses, reads
+all others. It takes 0.086 ms of a core for a sample of three members, this parser 0.023. That is 3 % of the time of a
+view of 224 pixels (2.4 ms) and 15 % of one of Tiny-ImageNet's 64 pixels (0.34 ms).
 (`python benchmarks/bench_loader.py IMAGES`, and with `--size 64 --min-side 1`; AMD EPYC, Python 3.11)
 """
 
@@ -32,10 +32,10 @@ from .walk import extension, is_hidden, is_image, no_file
 
 _ABOUT = re.compile(r"__[^/]*__($|/)")
 
-# What a packed tar begins with, as tarfile tells them, and what unpacks it.
+# The bytes that a packed tar begins with, and the function that unpacks it
 _PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
 _PACK_ANEW = "unpack it, and pack the files with `tar --sort=name -cf`"
-# What else people have under the name of a tar, and what to do about it.
+# The bytes that other files named like a tar begin with, and what to do about them
 _NO_TAR = {
     rb"PK\x03\x04": f"is a zip file: {_PACK_ANEW}",
     rb"Rar!\x1a\x07": f"is a rar file: {_PACK_ANEW}",
@@ -48,11 +48,11 @@ _NO_TAR = {
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
-    """Read the samples of one shard as they are: nothing in it is decoded, and nothing in it is run.
+    """Read the samples of one shard as they are. Nothing in it is decoded or run.
 
     Args:
         url: path or http(s) URL of a tar file, plain or packed with gzip, bzip2 or xz.
-        pipe: whether `url` is `pipe:COMMAND` instead, whose command prints such a file.
+        pipe: whether `url` is `pipe:COMMAND`, with a command that prints such a file.
 
     Yields:
         dict with "__key__", "__url__" and the bytes of each member by its extension in lower case.
@@ -91,25 +91,25 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
 
 
 def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
-    """A buffered stream of bytes. webdataset's own opener would run curl, or for other URLs whatever they say."""
+    """A buffered stream of bytes. webdataset's own opener would run curl, or commands that other URLs name."""
     if pipe:
         return _output_of(url[5:])
     if "://" in url:
         return urllib.request.urlopen(url, timeout=60)
-    if what := no_file(url):  # which might never end, or never begin
+    if what := no_file(url):  # reading it might never end, or never begin
         raise OSError(f"it is {what}")
     return open(url, "rb")
 
 
 @contextlib.contextmanager
 def _output_of(command: str) -> Iterator[IO[bytes]]:
-    """What a shell command prints, as a stream. Where it fails, that is an OSError at the end; where the stream is left
-    before its end, all processes of the command are ended."""
-    # They form a group of their own, to be ended together. ssh and its like would take the terminal's input.
+    """The output of a shell command as a stream. If the command fails, that is an OSError at the end. If the stream is
+    left before its end, all processes of the command are ended."""
+    # The processes form a group of their own, to be ended together. ssh would take the terminal's input.
     pipe = Pipe(command, mode="rb", ignore_errors=True, shell=True, stdin=subprocess.DEVNULL, start_new_session=True)
     group = pipe.proc.pid
     COMMANDS[group] = os.getpid()
-    ended = False  # by itself, so that its exit code says something
+    ended = False  # by itself, so that its exit code means something
     try:
         yield pipe.stream
         ended = True
@@ -120,7 +120,7 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
         if not ended:
             end_command(group)
         try:
-            pipe.close()  # waits for it, for two hours at most, which leaves the code in `status`
+            pipe.close()  # waits for two hours at most, and leaves the exit code in `status`
         except subprocess.TimeoutExpired:
             end_command(group)
             raise OSError("its command goes on after its output has ended") from None
@@ -132,11 +132,11 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
 
 
 def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
-    """What webdataset's `tar_file_expander` yields of a sound tar; damage between members is an error here, as is an
-    image or a label that is no file.
+    """Yields the members as webdataset's `tar_file_expander` does. In addition, damage between members is an error, and
+    so is an image or a label that is a link or another thing that is no file.
 
-    From the first member on that is not ordinary (a long name, a folder, an extended header), tarfile reads all. Of an
-    ordinary header only the name, the size and the checksum are looked at.
+    From the first member that is not ordinary (a long name, a folder, an extended header), tarfile reads the rest. Only
+    the name, the size and the checksum of an ordinary header are looked at.
     """
     count = 0
     while True:
@@ -165,12 +165,12 @@ def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
         count += 1
     if count and len(header) < tarfile.BLOCKSIZE:
         raise EOFError("unexpected end of data")
-    if count and header[257:262] != b"ustar":  # which tarfile might take for the start of a compressed tar
+    if count and header[257:262] != b"ustar":  # tarfile might take it for the start of a compressed tar
         raise tarfile.ReadError("invalid header")
     again: Any = _Again(header, stream)
     with tarfile.open(fileobj=again, mode="r|*") as tar:
         while (member := tar.next()) is not None:
-            tar.members = []  # type: ignore[attr-defined]  # which would keep them all
+            tar.members = []  # type: ignore[attr-defined]  # else it would keep them all
             file = tar.extractfile(member) if member.isreg() else None
             if file is not None:
                 yield {"fname": member.name, "data": file.read(), "__url__": url}
@@ -181,12 +181,12 @@ def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
 
 
 def _is_beside(name: str) -> bool:
-    """Whether a member is no part of a sample: hidden, or, by webdataset's rule, about the shard itself."""
+    """Whether a member belongs to no sample: it is hidden, or, by webdataset's rule, about the shard itself."""
     return is_hidden(name) or _ABOUT.match(name) is not None
 
 
 class _Again:
-    """A stream that gives once more what was read from it last."""
+    """A stream that begins with the bytes read from it last."""
 
     def __init__(self, data: bytes, stream: "_Tail") -> None:
         self.data = data
@@ -198,7 +198,7 @@ class _Again:
 
 
 class _Tail:
-    """A stream that remembers the last block read from it: a whole tar file ends with zeros."""
+    """A stream that remembers the last block read from it, which is zeros in a whole tar file."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream

@@ -1,7 +1,7 @@
 """From an image to what the model sees: timm's settings and transforms."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from PIL import Image
 from timm.data import auto_augment, create_transform, resolve_data_config
@@ -11,9 +11,6 @@ from torchvision.transforms import AutoAugment, AutoAugmentPolicy, RandomCrop
 
 from vision_longhorn.errors import UserError, bad_input
 
-if TYPE_CHECKING:
-    from vision_longhorn.training.config import Config
-
 CIFAR_POLICY = "cifar10"  # what a config calls it
 
 
@@ -21,14 +18,14 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
     """Input size, normalisation, resampling and crop, as `timm.data.create_transform` takes them for evaluation.
 
     Args:
-        model: The timm model; its default_cfg fills in what `values` leaves open.
-        values: Such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
+        model: the timm model; its default_cfg fills in what `values` leaves open.
+        values: such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
 
     Returns:
-        Keyword arguments, with input_size (3, height, width).
+        keyword arguments, with input_size (3, height, width).
 
     Raises:
-        UserError: For a model of another number of channels.
+        UserError: for a model of another number of channels.
     """
     channels = (values.get("model_kwargs") or {}).get("in_chans", 3)
     if channels != 3:
@@ -40,48 +37,44 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
     return resolve_data_config(wanted, model=model)
 
 
-def train_transform(settings: Mapping[str, Any], config: "Config") -> Callable[[Any], Any]:
+def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Callable[[Any], Any]:
     """timm's training transform: from a PIL image to a tensor (3, height, width).
 
     Args:
-        settings: Those of `input_settings`; the crop is for evaluation and not used.
-        config: Its settings of augmentation are read.
+        settings: result of `input_settings`; its crop is for evaluation and not used.
+        values: such as a config's; read are scale, ratio, hflip, color_jitter, auto_augment, re_prob, re_mode and
+            crop_padding.
     """
     mend_posterize()
     create: Callable[..., Any] = create_transform  # whose types are narrower than what it takes
-    is_cifar = config.auto_augment == CIFAR_POLICY
-    with bad_input(f"auto_augment={config.auto_augment}"):
+    is_cifar = values["auto_augment"] == CIFAR_POLICY
+    with bad_input(f"auto_augment={values['auto_augment']}"):
         transform = create(
             settings["input_size"],
             is_training=True,
             interpolation=settings["interpolation"],
             mean=settings["mean"],
             std=settings["std"],
-            scale=config.scale,
-            ratio=config.ratio,
-            hflip=config.hflip,
-            color_jitter=config.color_jitter,
-            auto_augment="original" if is_cifar else config.auto_augment,
-            re_prob=config.re_prob,
-            re_mode=config.re_mode,
+            auto_augment="original" if is_cifar else values["auto_augment"],
+            **{key: values[key] for key in ("scale", "ratio", "hflip", "color_jitter", "re_prob", "re_mode")},
         )
     steps = transform.transforms
     for number, step in enumerate(steps):
         if isinstance(step, auto_augment.AutoAugment) and is_cifar:
             step.policy = _cifar_policy(step.policy[0][0].hparams)
-        if isinstance(step, RandomResizedCropAndInterpolation) and config.crop_padding is not None:
+        if isinstance(step, RandomResizedCropAndInterpolation) and values["crop_padding"] is not None:
             size = settings["input_size"][-2:]
             resize = ResizeKeepRatio(size, interpolation=settings["interpolation"])
-            steps[number : number + 1] = [resize, RandomCrop(size, padding=config.crop_padding)]
+            steps[number : number + 1] = [resize, RandomCrop(size, padding=values["crop_padding"])]
     return transform
 
 
 def _cifar_policy(hparams: dict[str, Any]) -> list[list[auto_augment.AugmentOp]]:
-    """AutoAugment's policy for CIFAR-10 (arXiv 1805.09501), torchvision's table of it in timm's operations: those have
-    ImageNet's alone.
+    """AutoAugment's policy for CIFAR-10 (arXiv 1805.09501): torchvision's table in timm's operations. timm has only
+    ImageNet's policy.
 
     Args:
-        hparams: Of the operations, as timm hands them on.
+        hparams: parameters of the operations, as timm hands them on.
     """
 
     def operation(name: str, probability: float, magnitude: int | None) -> auto_augment.AugmentOp:
@@ -101,8 +94,8 @@ def _cifar_policy(hparams: dict[str, Any]) -> list[list[auto_augment.AugmentOp]]
 
 
 def mend_posterize() -> None:
-    """Lets timm's posterize keep a bit: at full magnitude it keeps none, which Pillow 13 refuses and older ones turned
-    into a black image."""
+    """Make timm's posterize keep at least one bit. At full magnitude it keeps none, which Pillow 13 refuses and older
+    versions turned into a black image."""
     for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
         auto_augment.NAME_TO_OP[name] = _posterize
 

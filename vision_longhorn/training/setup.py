@@ -163,7 +163,7 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
     if cfg.workers is None:
         cfg.workers = default_workers()
     on_gpu = accelerator.device.type == "cuda"
-    transform, finish = train_transform(settings, cfg), None
+    transform, finish = train_transform(settings, cfg.values()), None
     if on_gpu:
         try:
             transform, finish = split_transform(transform)
@@ -191,8 +191,7 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
             f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give a smaller "
             "grad_accum or batch_size"
         )
-    kept_bytes = sum(one.nbytes for split in splits for one in split.kept or [] if one)
-    return Loaders(train, val, finish, updates_per_epoch, kept_bytes)
+    return Loaders(train, val, finish, updates_per_epoch, sum(split.kept_bytes for split in splits))
 
 
 def build_loss(cfg: Config, num_classes: int) -> tuple[Mixup | None, nn.Module]:

@@ -75,8 +75,8 @@ class Trainer:
         self.say, self.device = accelerator.print, accelerator.device
         for note in cfg.notes:
             self.say(f"Note: {note}.")
-        resuming = bool(cfg.resume) and Path(str(cfg.resume)).exists()
-        self.folder = RunFolder(run_dir, cfg, resuming, accelerator, held)
+        self.folder = RunFolder(run_dir, cfg, accelerator, held)
+        resuming = self.folder.checkpoint is not None
 
         # Data and model
         self.data = setup.open_data(cfg, accelerator)
@@ -136,7 +136,7 @@ class Trainer:
         """Trains to the end, or to a signal."""
         cfg, monitor = self.cfg, self.monitor
         with self.progress, self.signals:
-            if self.folder.resuming:
+            if self.folder.checkpoint:
                 self.open_folder()
                 if self.history:
                     self.folder.write_history(self.history)

@@ -1,4 +1,4 @@
-"""The exact rule in chunks on tensor cores: when it can run so, and with what `chunk_kernels` are launched."""
+"""The exact rule in chunks on tensor cores: when it can run so, and with what its kernels are launched."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack
 from ...rules import rule_of
-from . import chunk_kernels as kernels
-from . import fragments
+from . import chunk_backward, chunk_forward, fragments
 from .finish import sum_blocks, sum_sequences
 from .lanes import takes_ptx
 from .launch import Launch, pointer, run, strides
@@ -97,7 +96,7 @@ def _trouble(device: torch.device) -> Optional[str]:
     """Why this Triton cannot compile the kernels' instructions, with one warning; None if it can."""
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            kernels._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
+            fragments._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
     except Exception as error:
         why = f"Triton {triton.__version__} does not compile its products ({type(error).__name__})"
         warnings.warn(f"rule='exact' walks token by token on {device}: {why}", stacklevel=2)
@@ -234,7 +233,7 @@ def forward(launch: Launch, save: bool, output: bool) -> tuple[Tensor, Tensor, T
         HAS_START=start is not None, **strides("start", start, "gbdn"), OUTPUT=output, SAVE=save,
         MEET=meet)  # fmt: skip
     with torch.cuda.device_of(scan.x):
-        run(kernels._forward_kernel, (args["blocks"] * B, 1 if meet else G), args)
+        run(chunk_forward._forward_kernel, (args["blocks"] * B, 1 if meet else G), args)
     return y, final, saved
 
 
@@ -278,9 +277,10 @@ def backward(
     if in_turn:
         args["IN_TURN"] = True
         for direction in range(2):
-            run(kernels._backward_kernel, (blocks * B, 1), args | dict(OTHER=direction > 0, direction=direction))
+            turn = dict(OTHER=direction > 0, direction=direction)
+            run(chunk_backward._backward_kernel, (blocks * B, 1), args | turn)
     else:
-        run(kernels._backward_kernel, (blocks * B, G), args)
+        run(chunk_backward._backward_kernel, (blocks * B, G), args)
 
     dk, dq = sum_blocks(sums, scan.k, scan.q, dkq=dkq)
     skip, bias = sum_sequences(dD, dbias)

@@ -34,7 +34,6 @@ from .tuning import multiprocessors
 
 # Only what changes the code is compiled for: not lengths, not strides. Those are given in units of `UNIT`: where it is
 # 16, the compiler sees that numbers side by side may be loaded together.
-_RUNTIME = ["L", "B", "blocks", "segments", "span", "x_b", "x_l", "dx_b", "dx_l"]
 _UNALIGNED = ["weight_ptr", "bias_ptr"]
 # Bytes of a channel in a part, forward and backward: 8 and 4 tokens of 16-bit numbers. Backward, more would leave
 # registers for fewer programs at once.
@@ -43,7 +42,7 @@ _BACKWARD_PART = 8
 _SHORTEST = 32  # tokens of a segment: each repeats K - 1 tokens of its neighbours
 
 
-_kernel = kernel(_RUNTIME, _UNALIGNED)
+_kernel = kernel(_UNALIGNED)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Tensor cores in plain Triton: PTX on tensors of one number a lane, and the fragments of matrices that lanes hold.
 
-A kernel of `chunk_kernels` is written as one writes for a single lane: every tensor is one-dimensional with as many
+The kernels of the chunks are written as one writes for a single lane: every tensor is one-dimensional with as many
 elements as the program has lanes, and element r belongs to lane r % 32 of warp r // 32. Triton has one layout for such
 a tensor; `probe` finds out at run time whether that still holds.
 
@@ -236,3 +236,13 @@ def wait(groups: int) -> str:
 @triton.jit
 def wait_group(WAIT: tl.constexpr, place):
     tl.inline_asm_elementwise(WAIT, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _probe_kernel(out_ptr):
+    """Products and exchanges as the kernels of the chunks make them, to see whether Triton compiles them."""
+    r = tl.arange(0, 32)
+    zero = probe(r)
+    c = product_16((zero, zero, zero, zero), r, r, r, r, transposed(r), r)
+    c = product_tf32(product_8(c, r, r, packed(zero, zero)), c, exp2(zero), reciprocal(zero))
+    tl.store(out_ptr + r, from_lane(c[0], r).to(tl.int32, bitcast=True))

@@ -1,12 +1,12 @@
-"""What the kernels of the scans are made of: loads and stores of tokens, rows and states, and the sums over states and
-over channels. What a rule computes stands with the rule, in `kernels/rules`. Names and shapes are those of
-`scan_kernels`.
+"""On which GPU kernels run, and what they share: where a program works, sums over states and sums over channels. Names
+and shapes are those of `walk`; what a rule computes stands with the rule, in `kernels/rules`.
 """
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
@@ -18,20 +18,37 @@ from triton.backends.compiler import GPUTarget
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def kernel(runtime: list[str], unaligned: list[str]) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit` that compiles nothing anew for other values of the arguments in `runtime`, nor for pointers in
-    `unaligned` that lie at other addresses."""
+def kernel(
+    unaligned: Sequence[str] = (), specialized: Sequence[str] = (), form: Any = None
+) -> Callable[[Callable[..., None]], Any]:
+    """`triton.jit` that compiles nothing anew for other numbers among the arguments, except those in `specialized`, nor
+    for pointers in `unaligned` that lie at other addresses. `form`: the namedtuple of the argument `form`."""
 
-    # A pointer and its strides would read better as one NamedTuple, but Triton 3.3 specialises the members of a tuple
+    # A pointer and its strides would read better as one tuple, too, but Triton specialises the members of a tuple
     # whatever `do_not_specialize` says, so that another stride would be another kernel.
     def decorate(function: Callable[..., None]) -> Any:
-        names = inspect.signature(function).parameters
-        return triton.jit(
-            do_not_specialize=[name for name in runtime if name in names],
-            do_not_specialize_on_alignment=[name for name in unaligned if name in names],
+        parameters = inspect.signature(function).parameters
+        numbers = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.annotation is parameter.empty and name != "form" and not name.endswith("_ptr")
+        ]
+        jitted: Any = triton.jit(
+            do_not_specialize=[name for name in numbers if name not in specialized],
+            do_not_specialize_on_alignment=[name for name in unaligned if name in parameters],
         )(function)
+        jitted.form = form
+        return jitted
 
     return decorate
+
+
+def form_of(form: Any, args: dict[str, Any]) -> Any:
+    """What a kernel is compiled for, among the arguments of a launch; False if it is not given."""
+    values = {name: args.get(name, False) for name in form._fields}
+    if INTERPRETED:
+        return SimpleNamespace(**values)  # the interpreter would make tensors of the numbers in a tuple
+    return form(**{name: tl.constexpr(value) for name, value in values.items()})
 
 
 @cache
@@ -102,15 +119,6 @@ def work_of(blocks, segments):
 
 
 @triton.jit
-def tokens_of(segment, g, span, L, FIRST_REVERSED: tl.constexpr):
-    """(sign, origin, begin, end): the scan's tokens from `begin` to `end` - 1 are the segment's, and its i-th token is
-    token origin + sign i of the sequence."""
-    backward = g + FIRST_REVERSED > 0
-    begin = segment * span
-    return tl.where(backward, -1, 1), tl.where(backward, L - 1, 0), begin, tl.minimum(L, begin + span)
-
-
-@triton.jit
 def channels_of(block, D: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr):
     """(channels (1, BC), which of them exist, the first state that each lane keeps (NS, BC)). WHOLE: all exist."""
     lane = block * BC + tl.arange(0, BC)[None, :]
@@ -119,66 +127,9 @@ def channels_of(block, D: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, BC: 
 
 
 @triton.jit
-def row_of(ptr, g, b, stride_g, stride_b, ALIGNED: tl.constexpr):
-    """Where sequence b of direction g begins."""
-    return ptr + offset_of(g, stride_g, ALIGNED) + offset_of(b, stride_b, ALIGNED)
-
-
-@triton.jit
-def state_row_of(ptr, g, b, stride_g, stride_b, first, NS: tl.constexpr):
-    """The same for k, q and a token's A, from the lane's first state on: for all lanes at once where they keep all
-    states, so that loads are of scalars."""
-    ptr = ptr + g * stride_g + b * stride_b
-    if NS > 1:
-        return ptr + first
-    else:
-        return ptr
-
-
-@triton.jit
-def load_tokens(row, origin, sign, i, stride, L, U: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr):
-    """U tokens from the i-th of the scan on, zeros beyond the last one and before the first."""
-    ptrs = row + offset_of(origin + sign * i, stride, ALIGNED)
-    tokens = ()
-    for j in tl.static_range(U):
-        offset = j * offset_of(sign, stride, ALIGNED)
-        inside = all_lanes(i + j, 1, BC)
-        tokens = tokens + (tl.load(ptrs + offset, mask=(inside >= 0) & (inside < L), other=0),)
-    return tokens
-
-
-@triton.jit
 def all_lanes(value, NS: tl.constexpr, BC: tl.constexpr):
     # Conditions on tokens are tensors: the interpreter has no masks made of scalars.
     return tl.zeros([NS, BC], tl.int32) + value
-
-
-@triton.jit
-def load_row(ptr, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, PACK: tl.constexpr):
-    """A lane's share of N numbers at `ptr`, as they lie in memory: with PACK > 1, PACK of them in 64 bits."""
-    row = ()
-    if PACK > 1:
-        packed = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-        for i in tl.static_range(NI // PACK):
-            row = row + (tl.load(packed + i),)
-    else:
-        for i in tl.static_range(NI):
-            if NS * NI == N:
-                row = row + (tl.load(ptr + i),)
-            else:
-                row = row + (tl.load(ptr + i, mask=first + i < N, other=0),)
-    return row
-
-
-@triton.jit
-def load_rows(row, stride, origin, sign, i, L, U: tl.constexpr, first, N: tl.constexpr, NI: tl.constexpr,
-               NS: tl.constexpr, PACK: tl.constexpr):  # fmt: skip
-    """`load_row` of U tokens from the i-th of the scan on, the last one again beyond the end."""
-    rows = ()
-    for j in tl.static_range(U):
-        t = origin + sign * tl.maximum(tl.minimum(i + j, L - 1), 0)
-        rows = rows + load_row(row + t.to(tl.int64) * stride, first, N, NI, NS, PACK)
-    return rows
 
 
 @triton.jit
@@ -191,41 +142,17 @@ def part_of(values, j: tl.constexpr, parts: tl.constexpr):
 
 
 @triton.jit
-def unpack(row, like, NI: tl.constexpr, PACK: tl.constexpr):
-    """The numbers of `load_row` as float32; `like` is the pointer that they were read from."""
-    values = ()
-    for i in tl.static_range(NI):
-        if PACK == 1:
-            values = values + (row[i].to(tl.float32),)
-        else:
-            if PACK == 2:
-                word = (row[i // 2] >> (32 * (i % 2))).to(tl.int32)
-                values = values + (word.to(tl.float32, bitcast=True),)
-            else:
-                if like.dtype.element_ty == tl.bfloat16:
-                    word = (row[i // 4] >> (32 * (i % 4 // 2))).to(tl.int32)
-                    if i % 2 == 0:
-                        values = values + ((word << 16).to(tl.float32, bitcast=True),)
-                    else:
-                        values = values + ((word & -65536).to(tl.float32, bitcast=True),)
-                else:
-                    word = (row[i // 4] >> (16 * (i % 4))).to(tl.int16)
-                    values = values + (word.to(tl.float16, bitcast=True).to(tl.float32),)
-    return values
-
-
-@triton.jit
-def dot(a, b, NI: tl.constexpr, NS: tl.constexpr):
-    """Sum over the states of a * b, in up to four chains; (1, BC), or a scalar where a and b are."""
+def dot(a, b):
+    """Sum over the states of a * b, (1, BC), in up to four chains."""
     c0 = a[0] * b[0]
-    if NI < 4:
-        for i in tl.static_range(1, NI):
+    if len(a) < 4:
+        for i in tl.static_range(1, len(a)):
             c0 += a[i] * b[i]
     else:
         c1 = a[1] * b[1]
         c2 = a[2] * b[2]
         c3 = a[3] * b[3]
-        for i in tl.static_range(4, NI):
+        for i in tl.static_range(4, len(a)):
             if i % 4 == 0:
                 c0 += a[i] * b[i]
             elif i % 4 == 1:
@@ -235,23 +162,23 @@ def dot(a, b, NI: tl.constexpr, NS: tl.constexpr):
             else:
                 c3 += a[i] * b[i]
         c0 = (c0 + c1) + (c2 + c3)
-    if NS > 1:
+    if c0.shape[0] > 1:
         c0 = tl.sum(c0, 0, keep_dims=True)
     return c0
 
 
 @triton.jit
-def sum_states(a, NI: tl.constexpr, NS: tl.constexpr):
+def sum_states(a):
     """Sum over the states, as `dot`."""
     c0 = a[0]
-    if NI < 4:
-        for i in tl.static_range(1, NI):
+    if len(a) < 4:
+        for i in tl.static_range(1, len(a)):
             c0 += a[i]
     else:
         c1 = a[1]
         c2 = a[2]
         c3 = a[3]
-        for i in tl.static_range(4, NI):
+        for i in tl.static_range(4, len(a)):
             if i % 4 == 0:
                 c0 += a[i]
             elif i % 4 == 1:
@@ -261,84 +188,9 @@ def sum_states(a, NI: tl.constexpr, NS: tl.constexpr):
             else:
                 c3 += a[i]
         c0 = (c0 + c1) + (c2 + c3)
-    if NS > 1:
+    if c0.shape[0] > 1:
         c0 = tl.sum(c0, 0, keep_dims=True)
     return c0
-
-
-@triton.jit
-def load_bias(ptr, HAS_BIAS: tl.constexpr, RULE: tl.constexpr, BC: tl.constexpr):
-    """Of the step size, (1, BC), as the rule's `step_size` takes it."""
-    if not HAS_BIAS:
-        return tl.zeros([1, BC], tl.float32)
-    return RULE.value.scaled_bias(tl.load(ptr).to(tl.float32))
-
-
-@triton.jit
-def load_skip(ptr, HAS_D: tl.constexpr, BC: tl.constexpr):
-    """The skip weight, (1, BC)."""
-    if HAS_D:
-        return tl.load(ptr).to(tl.float32)
-    else:
-        return tl.zeros([1, BC], tl.float32)
-
-
-@triton.jit
-def load_norm(ptr, i, RULE: tl.constexpr):
-    """||k||^2 of the i-th token of the scan, for rules that take it."""
-    if RULE.value.takes_norm:
-        return tl.load(ptr + i)
-    else:
-        return 0.0
-
-
-@triton.jit
-def load_A(ptr, like, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
-    """A token's A, for exp2."""
-    return scale_row(unpack(load_row(ptr, first, N, NI, NS, 1), like, NI, 1), LOG2E, NI)
-
-
-@triton.jit
-def start_of_A(ptr, g, b, A_g, A_b, A_d, A_n, d, first, A_PER_TOKEN: tl.constexpr, RULE: tl.constexpr, N: tl.constexpr,
-               NI: tl.constexpr, NS: tl.constexpr):  # fmt: skip
-    """(where a sequence's A begin, for `load_A`; A for exp2, if all tokens have the same, else nothing)."""
-    row = ptr + g * A_g + b * A_b
-    A = ()
-    if RULE.value.takes_A:
-        if A_PER_TOKEN:
-            if NS > 1:
-                row = row + first
-        else:
-            A = scale_row(load_state(row + d * A_d + first * A_n, A_n, first, N, NI, NS), LOG2E, NI)
-    return row, A
-
-
-@triton.jit
-def walk(S, x_row, x_l, step_row, step_l, k_row, k_l, A_row, A_l, norm_row, bias, A, k_ptr, A_ptr, scratch_row, d_ok,
-          origin, sign, begin, end, L, first, ALIGNED: tl.constexpr, RULE: tl.constexpr, SOFTPLUS: tl.constexpr,
-          A_PER_TOKEN: tl.constexpr, D: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
-          K_PACK: tl.constexpr, BC: tl.constexpr, U: tl.constexpr, PTX: tl.constexpr):  # fmt: skip
-    """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
-    stored one after the other at `scratch_row`."""
-    for i in tl.range(begin, end, U, num_stages=1):
-        xs = load_tokens(x_row, origin, sign, i, x_l, L, U, BC, ALIGNED)
-        us = load_tokens(step_row, origin, sign, i, step_l, L, U, BC, ALIGNED)
-        ks = load_rows(k_row, k_l, origin, sign, i, L, U, first, N, NI, NS, K_PACK)
-        norms = ()
-        for j in tl.static_range(U):
-            norms = norms + (load_norm(norm_row, i + j, RULE),)
-        for j in tl.static_range(U):
-            k = unpack(part_of(ks, j, U), k_ptr, NI, K_PACK)
-            A_t = A
-            if A_PER_TOKEN:
-                t = origin + sign * tl.minimum(i + j, L - 1)
-                A_t = load_A(A_row + t.to(tl.int64) * A_l, A_ptr, first, N, NI, NS)
-            keep = tl.where(all_lanes(i + j, 1, BC) < end, 1.0, 0.0)
-            eps, e = RULE.value.step_size(us[j], bias, norms[j], keep, SOFTPLUS, PTX)
-            S, w = RULE.value.advance(S, xs[j].to(tl.float32), k, A_t, eps, e, N, NI, NS)
-        if i + U < end:
-            store_state(scratch_row + (i - begin) // U * (N * D), D, S, d_ok, first, N, NI, NS)
-    return S
 
 
 @triton.jit
@@ -350,30 +202,9 @@ def fill(value, NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def load_state(ptr, n_stride, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
-    """State i of the lane from ptr + i n_stride; `ptr` points at its first state."""
-    state = ()
-    for i in tl.static_range(NI):
-        if NS * NI == N:
-            state = state + (tl.load(ptr + i * n_stride).to(tl.float32),)
-        else:
-            state = state + (tl.load(ptr + i * n_stride, mask=first + i < N, other=0).to(tl.float32),)
-    return state
-
-
-@triton.jit
-def store_state(ptr, n_stride, state, ok, first, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr):
-    for i in tl.static_range(NI):
-        if NS * NI == N:
-            tl.store(ptr + i * n_stride, state[i], mask=ok)
-        else:
-            tl.store(ptr + i * n_stride, state[i], mask=ok & (first + i < N))
-
-
-@triton.jit
-def scale_row(row, factor, NI: tl.constexpr):
+def scale_row(row, factor):
     scaled = ()
-    for i in tl.static_range(NI):
+    for i in tl.static_range(len(row)):
         scaled = scaled + (row[i] * factor,)
     return scaled
 
@@ -470,16 +301,19 @@ _FOLD_32, _FOLD_32_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(32
 
 
 @triton.jit
-def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, N: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr,
-                V: tl.constexpr, W: tl.constexpr, FACTOR: tl.constexpr, MATRIX: tl.constexpr):  # fmt: skip
-    """Sum `values`, GROUPS times NI tensors (NS, W), over the lanes and store state n of a group at ptr[group N + n],
-    if token < end; the first group times FACTOR. V is GROUPS NI or the next power of two."""
+def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, FACTOR: tl.constexpr, form):
+    """Sum `values`, GROUPS (1 or 2) times NI tensors (NS, W), over the lanes and store state n of a group at
+    ptr[group N + n], if token < end; the first group times FACTOR."""
+    NI: tl.constexpr = form.NI
+    NS: tl.constexpr = form.NS
+    W: tl.constexpr = form.W
+    V: tl.constexpr = form.V if GROUPS == 2 else form.V // 2
     for _ in tl.static_range(V - GROUPS * NI):
         values = values + (tl.zeros([NS, W], tl.float32),)
     lane = tl.arange(0, W)[None, :] + tl.zeros([NS, W], tl.int32)
     index = lane * V // W
     valid = lane % (W // V if V < W else 1) == 0
-    if MATRIX:
+    if form.MATRIX and V >= 16:
         words = (lane,)
         for i in tl.static_range(V):
             words = words + (values[i].to(tl.int32, bitcast=True),)
@@ -504,8 +338,8 @@ def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, N: tl.constexpr, N
     for j in tl.static_range(V // W if V > W else 1):
         group = (index + j) // NI
         n = part * NI + (index + j) % NI
-        ok = valid & (group < GROUPS) & (n < N) & (all_lanes(token, NS, W) < end)
+        ok = valid & (group < GROUPS) & (n < form.N) & (all_lanes(token, NS, W) < end)
         total = sums[j]
         if FACTOR != 1.0:
             total = tl.where(group == 0, FACTOR * total, total)
-        tl.store(ptr + group * N + n, total, mask=ok)
+        tl.store(ptr + group * form.N + n, total, mask=ok)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...contract import Scan, stack
+from .lanes import form_of
 
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
@@ -57,5 +58,6 @@ def aligned(value: Tensor) -> bool:
 
 def run(kernel: Any, grid: tuple[int, int], args: dict[str, Any]) -> None:
     """Launch `kernel` with what it takes of `args`, and with the options of Triton's that are there."""
+    args = args | dict(form=form_of(kernel.form, args))
     names = (*kernel.arg_names, *(name for name in _OPTIONS if name in args))
     kernel[grid](**{name: args[name] for name in names})

@@ -85,7 +85,7 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
     return dx_proj, ddt_proj
 
 
-@kernel(["tokens", "parts"], [])
+@kernel()
 def _x_proj_backward_kernel(
     dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
@@ -141,7 +141,7 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> 
     return sum_sequences(sums)[0].view(S, M, D)
 
 
-@kernel(["tokens", "parts"], [])
+@kernel()
 def _dt_proj_backward_kernel(
     dstep_ptr, low_ptr, proj_ptr, partial_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, STRIDE: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,

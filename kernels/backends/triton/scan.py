@@ -16,8 +16,7 @@ from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack, unstack
 from ...rules import rule_of
-from . import chunks
-from . import scan_kernels as kernels
+from . import chunks, scan_backward, scan_forward
 from .finish import add_directions, sum_blocks, sum_sequences
 from .lanes import FOLD_CAPABILITY, takes_ptx, warp_lanes
 from .launch import Launch, aligned, pointer, rows, run, strides
@@ -93,7 +92,7 @@ class _Walk(Launch):
         self.args |= dict(A_b=0, A_l=0, A_d=0, A_n=0)
         self.args |= pointer("A", A, "gbl" if scan.A_per_token else "gdn", scan.x)
         self.args |= dict(
-            scale=scan.output_scale, RULE=self.rule.triton(), SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
+            scale=scan.output_scale, RULE=self.rule.kernels, SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
             NI=NI, NS=NS, T=ANCHOR if self.rule.kind == "error" else CHUNK, PTX=takes_ptx(x.device),
             K_PACK=_pack(k, NI if NS * NI == N else 1), Q_PACK=_pack(q, NI if NS * NI == N else 1))  # fmt: skip
 
@@ -104,7 +103,7 @@ class _Walk(Launch):
         k, count, padded = self.args["k_ptr"], _norms(self.scan), ceil_div(L, CHUNK) * CHUNK
         norm = saved[-count:] if count and saved.numel() else k.new_empty(count, dtype=torch.float32)
         if count and not found:
-            kernels._norm_kernel[(ceil_div(padded, 128) * B, G)](
+            scan_forward._norm_kernel[(ceil_div(padded, 128) * B, G)](
                 k, norm, L, B, padded, *k.stride()[:3], FIRST_REVERSED=self.args["FIRST_REVERSED"], N=N,
                 BLOCK_N=power_of_2(N), BLOCK=128, num_warps=4)  # fmt: skip
         self.args |= dict(norm_ptr=norm, padded=padded)
@@ -125,7 +124,7 @@ class _Walk(Launch):
     def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> None:
         """Make states (or adjoints) at the starts of the segments of what each segment adds, `local`, in its place."""
         G, B, L, D, N = self.sizes
-        kernels._carry_kernel[(ceil_div(N * D, 64), G * B)](
+        scan_forward._carry_kernel[(ceil_div(N * D, 64), G * B)](
             local, decay, local if start is None else start, D, N * D, local.shape[2], B,
             *((0,) * 4 if start is None else start.stride()), HAS_START=start is not None, REVERSED=reverse, BLOCK=64,
             U=8, num_warps=1, num_stages=1)  # fmt: skip
@@ -207,13 +206,13 @@ def _forward(scan: Scan, save_states: bool, output: bool) -> tuple[Tensor, Tenso
         if cut[0] > 1:
             local, decay = scan.x.new_empty(2, G, B, cut[0], N, D, dtype=torch.float32).unbind(0)
             walk.run(
-                kernels._forward_kernel, first_choice("summary", scan), cut, **common, y_ptr=y, start_ptr=local,
+                scan_forward._forward_kernel, first_choice("summary", scan), cut, **common, y_ptr=y, start_ptr=local,
                 final_ptr=local, decay_ptr=decay, HAS_START=False, OUTPUT=False, SUMMARY=True, SAVE=False,
                 **_segment_strides("start", None, True))  # fmt: skip
             walk.carry(local, decay, start, reverse=False)
             start = local
         walk.run(
-            kernels._forward_kernel, walk.choice("forward", cut), cut, **common, y_ptr=y, decay_ptr=final,
+            scan_forward._forward_kernel, walk.choice("forward", cut), cut, **common, y_ptr=y, decay_ptr=final,
             start_ptr=final if start is None else start, final_ptr=final, HAS_START=start is not None, OUTPUT=output,
             SUMMARY=False, SAVE=save_states, **_segment_strides("start", start, cut[0] > 1))  # fmt: skip
     return y, final, saved
@@ -281,7 +280,9 @@ def _walk_back(
     common = pointer("dy", dy, "gbl")
     if cut[0] > 1:
         local, decay = scan.x.new_empty(2, *parts, N, D, dtype=torch.float32).unbind(0)
-        walk.run(kernels._adjoint_kernel, walk.choice("adjoint", cut), cut, **common, local_ptr=local, decay_ptr=decay)
+        walk.run(
+            scan_backward._adjoint_kernel, walk.choice("adjoint", cut), cut, **common, local_ptr=local, decay_ptr=decay
+        )
         walk.carry(local, decay, adjoint, reverse=True)
         adjoint = local
     choice = walk.choice("backward", cut)
@@ -290,10 +291,10 @@ def _walk_back(
     between = 0 if walk.rule.kind == "error" else CHUNK // choice.unroll - 1
     values = power_of_2(2 * walk.args["NI"])
     walk.run(
-        kernels._backward_kernel, choice, cut, **common, **walk.saved(saved),
+        scan_backward._backward_kernel, choice, cut, **common, **walk.saved(saved),
         adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums, dA_ptr=dA,
         dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial, scratch_ptr=grad(scan.k, *parts, between, N, D),
-        HAS_ADJOINT=adjoint is not None, HAS_INITIAL=scan.initial_state is not None, V=values, VA=values // 2,
+        HAS_ADJOINT=adjoint is not None, HAS_INITIAL=scan.initial_state is not None, V=values,
         MATRIX=walk.matrix and values in (16, 32), **_segment_strides("adjoint", adjoint, cut[0] > 1))  # fmt: skip
 
     A_of_tokens = () if scan.A is None or not scan.A_per_token else (scan.A,)

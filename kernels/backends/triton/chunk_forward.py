@@ -1,0 +1,233 @@
+"""The forward kernel of the exact rule in chunks of 8 tokens on tensor cores. `chunks` launches it; `chunk_loads` says
+which lane holds what, docs/scan.md has the equations whose numbers stand beside the code."""
+
+import triton
+import triton.language as tl
+
+from . import chunk_loads as loads
+from . import chunk_tiles as tiles
+from .fragments import (
+    DIRECT,
+    START,
+    TAKE,
+    end_group,
+    exp2,
+    packed,
+    probe,
+    product_8,
+    product_tf32,
+    reciprocal,
+    shared_room,
+    wait_group,
+)
+from .lanes import LOG2E, kernel, offset_of, part_of
+
+
+@triton.jit
+def _start_chunk(place, rows, lane, meeting, c, form):
+    """Start the copies of chunk c. z is of no use before the directions meet."""
+    stage = place + c % form.STAGES * form.STAGE
+    loads.load_chunk(stage, rows, lane, 8 * c, tl.where(c < meeting, 0, lane.left), START, form)
+    end_group(place)
+
+
+@triton.jit
+def _first_chunks(place, rows, lane, meeting, form):
+    """Start with what comes before the loop: in registers, or on its way to shared memory."""
+    ahead = ()
+    if form.STAGES > 0:
+        for c in tl.static_range(form.STAGES - 1):
+            _start_chunk(place, rows, lane, meeting, c, form)
+    else:
+        ahead = loads.load_chunk(place, rows, lane, 0, tl.where(meeting > 0, 0, lane.left), DIRECT, form)
+    return ahead
+
+
+@triton.jit
+def _next_chunk(place, rows, lane, meeting, c, ahead, form):
+    """Chunk c, and what is loaded ahead of it."""
+    if form.STAGES > 0:
+        wait_group(form.WAIT, place)
+        chunk = loads.load_chunk(place + c % form.STAGES * form.STAGE, rows, lane, 8 * c, lane.left, TAKE, form)
+        _start_chunk(place, rows, lane, meeting, c + form.STAGES - 1, form)
+    else:
+        chunk = ahead
+        ahead = loads.load_chunk(place, rows, lane, 8 * c + 8, tl.where(c + 1 < meeting, 0, lane.left), DIRECT, form)
+    return chunk, ahead
+
+
+@triton.jit
+def _solve_pair(R, eps, linked):
+    """w of the lane's two tokens, given what the others of the chunk leave of x: the second reads the first."""
+    w0 = eps[0] * R[0]
+    w2 = eps[2] * R[2]
+    return w0, eps[1] * R[1] - linked[0] * w0, w2, eps[3] * R[3] - linked[1] * w2
+
+
+@triton.jit
+def _solve(base, eps, linked, G0, G1, form):
+    """W of all tiles, as C lies, from what the state leaves of x. Four rounds, each right for one lane of the quad
+    more: the tokens of lane t read those of the lanes before."""
+    CP: tl.constexpr = form.CP
+    R = base
+    W = ()
+    for turn in tl.static_range(4):
+        W = ()
+        for cp in tl.static_range(CP):
+            W = W + _solve_pair(part_of(R, cp, CP), part_of(eps, cp, CP), part_of(linked, cp, CP))
+        if turn < 3:
+            R = ()
+            for cp in tl.static_range(CP):
+                R = R + product_tf32(part_of(base, cp, CP), part_of(W, cp, CP), G0, G1)
+    return W
+
+
+@triton.jit
+def _gate(values, zs, others, unscale, ADD: tl.constexpr, form):
+    """What lies tile by tile as C, with ADD what `others` holds added, times silu(z) / unscale."""
+    out = ()
+    for cp in tl.static_range(form.CP):
+        o = part_of(values, cp, form.CP)
+        if ADD:
+            o = tiles.sum_of(o, tiles.numbers(others, cp, form))
+        if form.HAS_Z:
+            z = tiles.numbers(zs, cp, form)
+            for j in tl.static_range(4):
+                out = out + ((o[j] * z[j]) * reciprocal(unscale + unscale * exp2(z[j] * -LOG2E)),)
+        else:
+            out = out + tiles.scaled(o, 1.0 / unscale)
+    return out
+
+
+@triton.jit
+def _put_where_they_meet(place, y_row, at, next_at, ys, z, others, first, early, next_early, c, meeting, lane, unscale,
+                         form):  # fmt: skip
+    """Store y as it is for tokens that this direction comes to first, and the sum under the gate for the others."""
+    left = lane.left
+    loads.put_tokens(y_row, at, next_at, ys, left, early, next_early, form)
+    if c >= meeting:
+        late = (first < lane.L) & (early == 0)
+        next_late = (first + 1 < lane.L) & (next_early == 0)
+        if c == meeting:
+            tl.debug_barrier()
+            others = loads.load_pair(place, loads.Tokens(y_row, 1), at, next_at, tl.where(late, left, 0),
+                                     tl.where(next_late, left, 0), False, DIRECT, form)  # fmt: skip
+        ys = _gate(ys, z, others, unscale, True, form)
+        loads.put_tokens(y_row, at, next_at, ys, left, late, next_late, form)
+
+
+@kernel(loads.UNALIGNED, form=loads.Form)
+def _forward_kernel(
+    x_ptr, step_ptr, proj_ptr, k_ptr, q_ptr, z_ptr, D_ptr, bias_ptr, start_ptr, y_ptr, final_ptr, written_ptr,
+    anchor_ptr, L, B, blocks,
+    x_g, x_b, x_l, step_g, step_b, step_l, step_d, proj_g, k_g, k_b, k_l, q_g, q_b, q_l, z_g, z_b, z_l, D_g, bias_g,
+    bias_d, start_g, start_b, start_d, start_n, unscale, form,
+):  # fmt: skip
+    """All chunks of NW blocks of 16 CP channels of one sequence and direction.
+
+    OUTPUT writes y, (G, B, L, D). With MEET y is (B, L, D), the sum of both directions: every other warp goes from the
+    last token to the first, on the channels of the warp before it. The one that comes to a token first leaves its part
+    there, without gate and scale, and the other adds its own; the program waits once, where the two meet.
+    SAVE keeps w, (G, B, chunks, pairs of channels, 4) of two words (the lane's tokens of either channel), and the state
+    before every ANCHOR-th chunk but the first and after the last, (G, B, anchors, D, N). `unscale` is 1 / scale of y.
+    """
+    N: tl.constexpr = form.N
+    D: tl.constexpr = form.D
+    CP: tl.constexpr = form.CP
+    NP: tl.constexpr = form.NP
+    r = tl.arange(0, 32 * form.NW)
+    zero = probe(r)
+    i = tl.program_id(0)
+    b = (i // blocks).to(tl.int64)
+    if form.MEET:
+        G = (r // 32 % 2).to(tl.int64)
+        block = i % blocks * (form.NW // 2) + r // 64
+    else:
+        G = tl.program_id(1).to(tl.int64)
+        block = i % blocks * form.NW + r // 32
+    lane = loads.lane_of(r, G, b, block, L, form)
+    g, t, left = lane.g, lane.t, lane.left
+    chunks = (L + 7) // 8
+    meeting = (chunks - 1) // 2 if form.MEET else 0
+    anchors = (chunks + form.ANCHOR - 1) // form.ANCHOR
+    y_row = y_ptr + offset_of(b if form.MEET else G * B + b, L * D, False) + lane.d
+    rows = loads.Chunk(
+        loads.states_at(k_ptr, lane, k_g, k_b, k_l), loads.states_at(q_ptr, lane, q_g, q_b, q_l),
+        loads.channels_at(x_ptr, lane, x_g, x_b, x_l, form),
+        loads.steps_at(step_ptr, lane, step_g, step_b, step_l, step_d, form),
+        loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form), ())  # fmt: skip
+    written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
+    anchor_row = anchor_ptr + (G * B + b) * anchors * (D * N)
+    bias = tiles.scaled(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
+    skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
+    if form.HAS_START:
+        S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, form)
+    else:
+        S = tiles.zeros(zero, 4 * CP * NP)
+    place = r * 8
+    if form.STAGES + form.RP > 0:
+        place = place + shared_room(form.ROOM, r)
+    kept = place + form.STAGES * form.STAGE
+    if form.RP > 0:
+        loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
+    ahead = _first_chunks(place, rows, lane, meeting, form)
+    for c in tl.range(0, chunks, num_stages=1):
+        chunk, ahead = _next_chunk(place, rows, lane, meeting, c, ahead, form)
+        first = 8 * c + 2 * t
+        at = (lane.origin + lane.sign * first) * D
+        next_at = (lane.origin + lane.sign * (first + 1)) * D
+        early = first < L  # whose tokens are stored as they are, of the lane's first and second
+        next_early = first + 1 < L
+        others = ()
+        if form.MEET:
+            theirs = (L - 1 - first) // 8
+            next_theirs = (L - 2 - first) // 8
+            early = early & ((theirs > c) | ((theirs == c) & (G == 0)))
+            next_early = next_early & ((next_theirs > c) | ((next_theirs == c) & (G == 0)))
+            others_left = tl.where(c > meeting, left, 0)
+            others = loads.load_pair(place, loads.Tokens(y_row, 1), at, next_at, tl.where(first < L, others_left, 0),
+                                     tl.where(first + 1 < L, others_left, 0), False, DIRECT, form)  # fmt: skip
+        kT = tiles.each_transposed(chunk.k)
+        minus_k = tiles.each_negated(chunk.k)
+        G0, G1, reads = tiles.products_of_tokens(chunk.k, chunk.q, zero, lane, NP)
+        between, n0, n1 = tiles.own_products(G0, G1, t, L - 8 * c)
+        G0 = tl.where(g // 2 > t, -G0, 0.0)
+        G1 = tl.where(g // 2 > t, -G1, 0.0)
+        A = ()
+        eps = ()
+        linked = ()
+        base = ()
+        for cp in tl.static_range(CP):
+            a = tiles.words_of(tiles.span_of(S, 4 * NP * cp, 4 * NP), NP)
+            A = A + a
+            own, e = tiles.step_sizes(chunk.step, kept, zero, bias, n0, n1, cp, form)
+            eps = eps + own
+            linked = linked + (own[1] * between, own[3] * between)
+            base = base + tiles.over_states(tiles.numbers(chunk.x, cp, form), a, minus_k, NP)
+        W = _solve(base, eps, linked, G0, G1, form)
+        ys = ()
+        new = ()
+        for cp in tl.static_range(CP):
+            w = part_of(W, cp, CP)
+            w0 = packed(w[0], w[1])
+            w1 = packed(w[2], w[3])
+            if form.SAVE:
+                tl.store(written + (c * (4 * ((D + 1) // 2)) + 4 * cp), loads.joined(w0, w1), mask=2 * cp < left)
+            if form.OUTPUT:
+                o = tiles.times_skip(tiles.numbers(chunk.x, cp, form), skip, cp)
+                o = tiles.over_states(o, part_of(A, cp, CP), chunk.q, NP)
+                ys = ys + product_8(o, w0, w1, reads)
+            for j in tl.static_range(NP):
+                new = new + product_8(tiles.span_of(S, 4 * (NP * cp + j), 4), w0, w1, kT[j])
+        S = new
+        if form.OUTPUT:
+            if form.MEET:
+                _put_where_they_meet(place, y_row, at, next_at, ys, chunk.z, others, first, early, next_early, c,
+                                     meeting, lane, unscale, form)  # fmt: skip
+            else:
+                ys = _gate(ys, chunk.z, others, unscale, False, form)
+                loads.put_tokens(y_row, at, next_at, ys, left, early, next_early, form)
+        if form.SAVE:
+            if (c + 1) % form.ANCHOR == 0 or c == chunks - 1:
+                loads.store_state(anchor_row + (c // form.ANCHOR) * (D * N), lane, S, form)
+    loads.store_state(final_ptr + (G * B + b) * (D * N), lane, S, form)

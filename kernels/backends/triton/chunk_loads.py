@@ -1,0 +1,272 @@
+"""How the kernels of the chunks (`chunk_forward`, `chunk_backward`) are laid out, what they load and what they store.
+
+A warp takes CP tiles of 16 channels of one sequence and direction. In the matrices of a tile rows are channels: row g
+is the first, row g + 8 the second of a pair of neighbours, which share a word in memory. Columns are the 8 tokens of a
+chunk, or states: lane 4 g + t holds of each pair g the tokens 2t and 2t + 1, and states t N / 4 to (t + 1) N / 4 - 1,
+two to a word, so NP = N / 8 words. "As C lies" are the four numbers of a tile that `fragments` draws: both tokens of
+the first channel, then of the second. Chunks count in the order of the scan.
+
+Every tensor has one number for each lane; what a lane holds more of is a tuple.
+"""
+
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from .fragments import DIRECT, TAKE, get_shared, packed, put_shared, read_one, read_two
+from .lanes import offset_of
+
+UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
+
+# What a kernel is compiled for, each field a `tl.constexpr`.
+#   D channels with N states; CP tiles for a warp, NW warps for a program; logits of rank 8 RP, or 0 if they are whole
+#   WORD, STATES, RANKS: how many channels, states and low-rank numbers one load takes
+#   SCALAR: one logit for all channels. ALIGNED: strides are multiples of 16
+#   ANCHOR: chunks from one kept state to the next
+#   STAGES: chunks that shared memory holds, STAGE bytes each, or 0 if they are loaded into registers; EXCHANGE: bytes
+#   for sums over warps. ROOM and WAIT: the PTX that reserves all of it, and that waits for a chunk
+# forward: MEET: every other warp goes from the last token to the first. OUTPUT: y is written. SAVE: w and S are kept
+# backward: IN_TURN: the directions take turns. OTHER: this is the second of them
+Form = namedtuple(
+    "Form",
+    "D N RP NP CP NW WORD STATES RANKS SCALAR ALIGNED ANCHOR STAGES STAGE EXCHANGE ROOM WAIT FIRST_REVERSED HAS_Z "
+    "HAS_D HAS_BIAS HAS_START HAS_ADJOINT HAS_INITIAL MEET OUTPUT SAVE IN_TURN OTHER",
+)
+# Where a lane is: its number r in the program, g and t in its warp; direction and sequence; the first of its channels,
+# how many exist from that on, and the first of its states; token i of the scan is token origin + sign i of L.
+Lane = namedtuple("Lane", "r g t G b d left state sign origin L")
+# Where the tokens of a tensor begin for the lane's channels or states, and how far they are apart.
+Tokens = namedtuple("Tokens", "row stride")
+# `Tokens` of what a chunk reads, and its words: keys, queries, and two tokens each of x, logits, z and of what the
+# other direction left.
+Chunk = namedtuple("Chunk", "k q x step z other")
+
+
+@triton.jit
+def lane_of(r, G, b, block, L, form):
+    g = r % 32 // 4
+    t = r % 4
+    d = block * (16 * form.CP) + g * (2 * form.CP)
+    backward = G + form.FIRST_REVERSED > 0
+    sign = tl.where(backward, -1, 1)
+    origin = tl.where(backward, L - 1, 0)
+    return Lane(r, g, t, G, b, d, form.D - d, t * (2 * form.NP), sign, origin, L)
+
+
+@triton.jit
+def channels_at(ptr, lane, stride_g, stride_b, stride, form):
+    row = ptr + offset_of(lane.G, stride_g, form.ALIGNED) + offset_of(lane.b, stride_b, form.ALIGNED) + lane.d
+    return Tokens(row, stride)
+
+
+@triton.jit
+def states_at(ptr, lane, stride_g, stride_b, stride):
+    return Tokens(ptr + lane.G * stride_g + lane.b * stride_b + lane.state, stride)
+
+
+@triton.jit
+def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
+    """The logits: at low rank as keys, else as x."""
+    if form.RP > 0:
+        row = ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (2 * form.RP)
+    else:
+        row = ptr + offset_of(lane.G, stride_g, form.ALIGNED) + offset_of(lane.b, stride_b, form.ALIGNED)
+        row = row + lane.d * stride_d
+    return Tokens(row, stride)
+
+
+@triton.jit
+def written_at(ptr, lane, sequence, chunks, form):
+    """Where the lane's w of a sequence begin, (chunks, pairs of channels, 4) of two words: two tokens of a channel."""
+    PAIRS: tl.constexpr = (form.D + 1) // 2
+    words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+    return words + sequence * chunks * (4 * PAIRS) + (lane.d * 2 + lane.t)
+
+
+@triton.jit
+def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr, form):
+    """COUNT words of two numbers from `ptr` on, WORD numbers at once; zeros from the `left`-th number on, unless ALL
+    exist (a load of 4 takes it that all do, or none). HOW and `place` as `read_two` has them."""
+    SLOT: tl.constexpr = 256 * form.NW
+    words = ()
+    if WORD == 4:
+        wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        for i in tl.static_range(COUNT // 2):
+            words = words + read_two(place + SLOT * i, wide + i, left > 0, ALL, HOW)
+    elif WORD == 2:
+        pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        for i in tl.static_range(COUNT):
+            words = words + read_one(place + SLOT * i, pairs + i, 2 * i < left, ALL, HOW)
+    else:
+        single = ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        for i in tl.static_range(COUNT):
+            if ALL:
+                first = tl.load(single + 2 * i).to(tl.int32)
+                second = tl.load(single + (2 * i + 1)).to(tl.int32)
+            else:
+                first = tl.load(single + 2 * i, mask=2 * i < left, other=0).to(tl.int32)
+                second = tl.load(single + (2 * i + 1), mask=2 * i + 1 < left, other=0).to(tl.int32)
+            words = words + ((first & 65535) | (second << 16),)
+    return words
+
+
+@triton.jit
+def load_states(place, tokens, token, COUNT: tl.constexpr, WORD: tl.constexpr, HOW: tl.constexpr, form):
+    """A lane's share of a row of keys, queries or low-rank logits."""
+    return load_words(place, tokens.row + token * tokens.stride, 0, COUNT, WORD, True, HOW, form)
+
+
+@triton.jit
+def load_pair(place, tokens, first, second, first_left, second_left, ALL: tl.constexpr, HOW: tl.constexpr, form):
+    """The lane's channels of the tokens `first` and `second`."""
+    CP: tl.constexpr = form.CP
+    WHOLE: tl.constexpr = ALL and form.WORD == 4
+    words = load_words(place, tokens.row + first * tokens.stride, first_left, CP, form.WORD, WHOLE, HOW, form)
+    place = place + 256 * form.NW * (CP // 2 if form.WORD == 4 else CP)
+    return words + load_words(place, tokens.row + second * tokens.stride, second_left, CP, form.WORD, WHOLE, HOW, form)
+
+
+@triton.jit
+def load_scalar(place, tokens, token, HOW: tl.constexpr):
+    """One logit for all channels, in the low half of a word."""
+    ptr = tokens.row + token * tokens.stride
+    if HOW == DIRECT:
+        words = (tl.load(ptr.to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32) & 65535,)
+    else:
+        # Copies are of whole words: that in which the number lies.
+        at = ptr.to(tl.int64)
+        words = read_one(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), place > 0, True, HOW)
+        if HOW == TAKE:
+            words = ((words[0] >> ((at & 2).to(tl.int32) * 8)) & 65535,)
+    return words
+
+
+@triton.jit
+def load_chunk(place, rows, lane, i, left_of_z, HOW: tl.constexpr, form):
+    """The `Chunk` from the i-th token of the scan on; beyond the last token that one again."""
+    last = lane.L - 1
+    row = lane.origin + lane.sign * tl.maximum(tl.minimum(i + lane.g, last), 0)
+    first = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t, last), 0)
+    second = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t + 1, last), 0)
+    OF_STATES: tl.constexpr = 256 * form.NW * (form.NP // 2 if form.STATES == 4 else form.NP)
+    OF_TOKENS: tl.constexpr = 2 * 256 * form.NW * (form.CP // 2 if form.WORD == 4 else form.CP)
+    left = lane.left
+    k = load_states(place, rows.k, row, form.NP, form.STATES, HOW, form)
+    q = load_states(place + OF_STATES, rows.q, row, form.NP, form.STATES, HOW, form)
+    place = place + 2 * OF_STATES
+    x = load_pair(place, rows.x, first, second, left, left, True, HOW, form)
+    place = place + OF_TOKENS
+    if form.RP > 0:
+        step = load_states(place, rows.step, row, form.RP, form.RANKS, HOW, form)
+        place = place + 256 * form.NW * (form.RP // 2 if form.RANKS == 4 else form.RP)
+    else:
+        if form.SCALAR:
+            step = load_scalar(place, rows.step, first, HOW)
+            step = step + load_scalar(place + OF_TOKENS // 2, rows.step, second, HOW)
+        else:
+            step = load_pair(place, rows.step, first, second, left, left, True, HOW, form)
+        place = place + OF_TOKENS
+    z = ()
+    other = ()
+    if form.HAS_Z:
+        z = load_pair(place, rows.z, first, second, left_of_z, left_of_z, not form.MEET, HOW, form)
+        place = place + OF_TOKENS
+    if form.OTHER:
+        other = load_pair(place, rows.other, first, second, left, left, True, HOW, form)
+    return Chunk(k, q, x, step, z, other)
+
+
+@triton.jit
+def joined(first, second):
+    return (first.to(tl.int64) & 4294967295) | (second.to(tl.int64) << 32)
+
+
+@triton.jit
+def store_channels(ptr, words, left, ok, form):
+    if form.WORD == 4:
+        wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        for i in tl.static_range(form.CP // 2):
+            tl.store(wide + i, joined(words[2 * i], words[2 * i + 1]), mask=ok)
+    elif form.WORD == 2:
+        pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        for i in tl.static_range(form.CP):
+            tl.store(pairs + i, words[i], mask=ok & (2 * i < left))
+    else:
+        single = ptr.to(tl.pointer_type(tl.int16), bitcast=True)
+        for i in tl.static_range(form.CP):
+            tl.store(single + 2 * i, words[i].to(tl.int16), mask=ok & (2 * i < left))
+            tl.store(single + (2 * i + 1), (words[i] >> 16).to(tl.int16), mask=ok & (2 * i + 1 < left))
+
+
+@triton.jit
+def put_tokens(row, at, next_at, values, left, ok, next_ok, form):
+    """Store what lies tile by tile as C, the lane's two tokens where `ok` and `next_ok`, in 16 bits."""
+    early = ()
+    late = ()
+    for cp in tl.static_range(form.CP):
+        early = early + (packed(values[4 * cp], values[4 * cp + 2]),)
+        late = late + (packed(values[4 * cp + 1], values[4 * cp + 3]),)
+    store_channels(row + at, early, left, ok, form)
+    store_channels(row + next_at, late, left, next_ok, form)
+
+
+@triton.jit
+def keep_projection(place, ptr, lane, form):
+    """Puts a lane's share of the projection (D, 8 RP) that makes logits into shared memory of its own: of each tile the
+    words of both channels, as the left operand of a product."""
+    RP: tl.constexpr = form.RP
+    pairs = (ptr + lane.d * (8 * RP) + lane.t * (2 * RP)).to(tl.pointer_type(tl.int32), bitcast=True)
+    for cp in tl.static_range(form.CP):
+        for j in tl.static_range(RP):
+            one = tl.load(pairs + (8 * RP * cp + j), mask=2 * cp < lane.left, other=0)
+            two = tl.load(pairs + (8 * RP * cp + 4 * RP + j), mask=2 * cp + 1 < lane.left, other=0)
+            put_shared(place + 256 * form.NW * (cp * RP + j), one.to(tl.float32, bitcast=True),
+                       two.to(tl.float32, bitcast=True))  # fmt: skip
+
+
+@triton.jit
+def kept_projection(place, cp: tl.constexpr, form):
+    a = ()
+    for j in tl.static_range(form.RP):
+        one, two = get_shared(place + 256 * form.NW * (cp * form.RP + j))
+        a = a + (one.to(tl.int32, bitcast=True), two.to(tl.int32, bitcast=True))
+    return a
+
+
+@triton.jit
+def load_state(row, lane, stride_d, stride_n, form):
+    """The states of a lane's tiles, tile by tile as C lies, from row[d, state]."""
+    S = ()
+    for i in tl.static_range(form.CP * form.NP):
+        pair = 2 * (i // form.NP)
+        at = row + (lane.d + pair) * stride_d + (lane.state + 2 * (i % form.NP)) * stride_n
+        for h in tl.static_range(2):
+            for j in tl.static_range(2):
+                ok = pair + h < lane.left
+                S = S + (tl.load(at + h * stride_d + j * stride_n, mask=ok, other=0.0).to(tl.float32),)
+    return S
+
+
+@triton.jit
+def store_state(row, lane, S, form):
+    """The reverse, to contiguous (D, N) in float32."""
+    for i in tl.static_range(form.CP * form.NP):
+        pair = 2 * (i // form.NP)
+        at = row + (lane.d + pair) * form.N + (lane.state + 2 * (i % form.NP))
+        for h in tl.static_range(2):
+            for j in tl.static_range(2):
+                tl.store(at + (h * form.N + j), S[4 * i + 2 * h + j], mask=pair + h < lane.left)
+
+
+@triton.jit
+def load_weights(ptr, lane, stride_d, HAS: tl.constexpr, zero, form):
+    """A number for each channel of the lane, zeros if there are none."""
+    values = ()
+    for i in tl.static_range(2 * form.CP):
+        if HAS:
+            value = tl.load(ptr + (lane.d + i) * stride_d, mask=i < lane.left, other=0.0).to(tl.float32)
+            values = values + (value,)
+        else:
+            values = values + (zero,)
+    return values

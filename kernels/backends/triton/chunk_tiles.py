@@ -1,0 +1,139 @@
+"""What both passes over the chunks compute of a tile and a chunk. Names: S state, P adjoint state, W what the tokens
+write, U the adjoint of W before eps; docs/scan.md has the equations whose numbers stand beside the code, `chunk_loads`
+says which lane holds what."""
+
+import triton
+import triton.language as tl
+
+from .chunk_loads import kept_projection
+from .fragments import exp2, from_lane, high, low, packed, product_8, product_16, reciprocal, transposed
+from .lanes import LOG2E
+
+# A sign bit in both halves of a word.
+SIGNS = tl.constexpr(-2147450880)
+# e = exp(-logit) is held below 2^125, so that eps e has a value; eps is no number that float32 could show there.
+MAX_EXPONENT = tl.constexpr(125.0)
+
+
+@triton.jit
+def span_of(values, begin: tl.constexpr, count: tl.constexpr):
+    part = ()
+    for i in tl.static_range(count):
+        part = part + (values[begin + i],)
+    return part
+
+
+@triton.jit
+def zeros(zero, COUNT: tl.constexpr):
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = values + (zero,)
+    return values
+
+
+@triton.jit
+def scaled(values, factor):
+    out = ()
+    for i in tl.static_range(len(values)):
+        out = out + (values[i] * factor,)
+    return out
+
+
+@triton.jit
+def sum_of(o, other):
+    return (o[0] + other[0], o[1] + other[1], o[2] + other[2], o[3] + other[3])
+
+
+@triton.jit
+def numbers(words, cp: tl.constexpr, form):
+    """Float32 of a tile's tokens, as C lies, from the words of `load_pair`."""
+    CP: tl.constexpr = form.CP
+    return low(words[cp]), low(words[CP + cp]), high(words[cp]), high(words[CP + cp])
+
+
+@triton.jit
+def times_skip(x, skip, cp: tl.constexpr):
+    return (x[0] * skip[2 * cp], x[1] * skip[2 * cp], x[2] * skip[2 * cp + 1], x[3] * skip[2 * cp + 1])
+
+
+@triton.jit
+def over_states(c, a, b, NP: tl.constexpr):
+    """c + A B, summing over the states; a: per word of states the words of rows g and g + 8."""
+    for j in tl.static_range(NP // 2):
+        c = product_16(c, a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3], b[2 * j], b[2 * j + 1])
+    if NP % 2 == 1:
+        c = product_8(c, a[2 * NP - 2], a[2 * NP - 1], b[NP - 1])
+    return c
+
+
+@triton.jit
+def words_of(S, NP: tl.constexpr):
+    """A tile's states, rounded to bfloat16, as the left operand of a product."""
+    words = ()
+    for i in tl.static_range(2 * NP):
+        words = words + (packed(S[2 * i], S[2 * i + 1]),)
+    return words
+
+
+@triton.jit
+def each_transposed(words):
+    turned = ()
+    for i in tl.static_range(len(words)):
+        turned = turned + (transposed(words[i]),)
+    return turned
+
+
+@triton.jit
+def each_negated(words):
+    negated = ()
+    for i in tl.static_range(len(words)):
+        negated = negated + (words[i] ^ SIGNS,)
+    return negated
+
+
+@triton.jit
+def products_of_tokens(k, q, zero, lane, NP: tl.constexpr):
+    """(k_g . k_2t, k_g . k_2t+1), and q_g . k_2t, q_g . k_2t+1 in one word, zero where the key comes after the
+    query."""
+    a = ()
+    for j in tl.static_range(NP):
+        a = a + (k[j], q[j])
+    c = over_states((zero, zero, zero, zero), a, k, NP)
+    g, t = lane.g, lane.t
+    reads = packed(tl.where(2 * t <= g, c[2], 0.0), tl.where(2 * t < g, c[3], 0.0))
+    return c[0], c[1], reads
+
+
+@triton.jit
+def own_products(G0, G1, t, tokens):
+    """The product of the keys of the lane's tokens 2t and 2t + 1, and 1 + ||k||^2 of each, infinite (so that eps is
+    zero) from token `tokens` of the chunk on."""
+    n0 = from_lane(G0, 9 * t)
+    between = from_lane(G0, 9 * t + 4)
+    n1 = from_lane(G1, 9 * t + 4)
+    n0 = tl.where(2 * t < tokens, 1.0 + n0, float("inf"))
+    n1 = tl.where(2 * t + 1 < tokens, 1.0 + n1, float("inf"))
+    return between, n0, n1
+
+
+@triton.jit
+def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, form):
+    """eps and e = exp(-logit) of a tile (2), each as C lies. RP: the words are the tokens' at low rank, and the
+    projection lies at `kept`."""
+    if form.SCALAR:
+        e0 = exp2(tl.minimum(low(words[0]) * -LOG2E + bias[0], MAX_EXPONENT))
+        e1 = exp2(tl.minimum(low(words[1]) * -LOG2E + bias[0], MAX_EXPONENT))
+        e = (e0, e1, e0, e1)
+    else:
+        us = ()
+        if form.RP > 0:
+            us = over_states((zero, zero, zero, zero), kept_projection(kept, cp, form), words, form.RP)
+        e = ()
+        for i in tl.static_range(4):
+            if form.RP > 0:
+                u = us[i]
+            else:
+                word = words[form.CP * (i % 2) + cp]
+                u = low(word) if i < 2 else high(word)
+            e = e + (exp2(tl.minimum(u * -LOG2E + bias[2 * cp + i // 2], MAX_EXPONENT)),)
+    return (reciprocal(n0 + e[0]), reciprocal(n1 + e[1]), reciprocal(n0 + e[2]), reciprocal(n1 + e[3])), e

@@ -1,0 +1,256 @@
+"""How the kernels of a walk through time (`scan_forward`, `scan_backward`) find and load what they read.
+
+Every program is one warp, channels along its lanes. It keeps the states of its channels in registers, as a tuple of
+`NI` tensors, one for each state that a lane owns. So only sums over channels cross lanes, and there is no barrier. With
+more than 16 states, `NS` groups of lanes share a channel: a tensor of states has the shape (NS, BC), what belongs to a
+channel (1, BC), and a sum over states crosses NS lanes.
+
+Tokens beyond the end of a sequence repeat the last one with a step size of zero: they change nothing and nothing of
+them is stored, so loads need no mask. Channels beyond D repeat the last one, and no gradient enters them.
+
+RULE holds the functions and flags of the update rule, `rules.base.Functions`; `form` is a `Form`, `at` a `Place`.
+"""
+
+from collections import namedtuple
+
+import triton
+import triton.language as tl
+
+from .lanes import LOG2E, all_lanes, channels_of, fill, offset_of, part_of, scale_row, work_of
+
+UNALIGNED = ["k_ptr", "norm_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
+SPECIALIZED = ["step_d", "bias_d"]  # 1, or 0 for one number for all channels
+
+
+# What a kernel is compiled for, each field a `tl.constexpr`; lengths and strides are not among it.
+#   D channels, with N states each, of which a lane owns NI. BC: channels of a program, on W lanes or NS times W
+#   U: tokens taken at a time. T: tokens from one saved state to the next. K_PACK, Q_PACK: numbers that one load takes
+#   FIRST_REVERSED: the first direction goes from the last token to the first
+#   WHOLE: all of a program's channels exist. ALIGNED: strides are multiples of 16, so that loads may be wide
+#   PTX: NVIDIA's instructions may be used. MATRIX: sums over channels run on tensor cores
+# forward:
+#   OUTPUT: y is written. SUMMARY: only what a segment does to the state is found
+#   SAVE: what the backward pass starts from is kept. DEEP: rows of k and q are loaded as far ahead as the rest
+# backward:
+#   HAS_ADJOINT: the final state has a gradient, or another segment follows. V: 2 NI or the next power of two
+Form = namedtuple(
+    "Form",
+    "D N NI NS BC W T U K_PACK Q_PACK FIRST_REVERSED SOFTPLUS A_PER_TOKEN HAS_Z HAS_D HAS_BIAS HAS_START HAS_ADJOINT "
+    "HAS_INITIAL WHOLE ALIGNED PTX OUTPUT SUMMARY SAVE DEEP V MATRIX",
+)
+
+
+# Where a program is: block of channels, segment of time, sequence, direction. The scan's tokens from `begin` to
+# `end` - 1 are the segment's, and its i-th token is token origin + sign i of the sequence. d: channels (1, BC); d_ok:
+# which of them exist; first: the first state that each lane keeps (NS, BC).
+Place = namedtuple("Place", "block segment b g sign origin begin end L d d_ok first")
+# Where the tokens of a sequence begin, and how far they are apart.
+Tokens = namedtuple("Tokens", "row stride")
+# What every token's step needs: x, logits and keys (`Tokens`), where ||k||^2 begins, the bias, and A: of all tokens, or
+# `Tokens` of each one's own.
+Inputs = namedtuple("Inputs", "x step k norm bias A A_rows")
+
+
+@triton.jit
+def place_of(blocks, segments, span, L, form):
+    block, segment, b, g = work_of(blocks, segments)
+    backward = g + form.FIRST_REVERSED > 0
+    begin = segment * span
+    sign = tl.where(backward, -1, 1)
+    origin = tl.where(backward, L - 1, 0)
+    end = tl.minimum(L, begin + span)
+    d, d_ok, first = channels_of(block, form.D, form.NI, form.NS, form.BC, form.WHOLE)
+    return Place(block, segment, b, g, sign, origin, begin, end, L, d, d_ok, first)
+
+
+@triton.jit
+def token_at(at, i):
+    """The i-th token of the scan, the last one again beyond the end."""
+    return at.origin + at.sign * tl.minimum(i, at.L - 1)
+
+
+@triton.jit
+def channels_at(ptr, at, stride_g, stride_b, stride, stride_d, form):
+    """The `Tokens` of the lane's channels."""
+    row = ptr + offset_of(at.g, stride_g, form.ALIGNED) + offset_of(at.b, stride_b, form.ALIGNED)
+    return Tokens(row + at.d * stride_d, stride)
+
+
+@triton.jit
+def states_at(ptr, at, stride_g, stride_b, stride, form):
+    """The `Tokens` of k, q and A, from the lane's first state on: for all lanes at once where they keep all states, so
+    that loads are of scalars."""
+    row = ptr + at.g * stride_g + at.b * stride_b
+    if form.NS > 1:
+        row = row + at.first
+    return Tokens(row, stride)
+
+
+@triton.jit
+def result_at(ptr, at, row, form):
+    """Where a result (G, B, L, D) of this direction and sequence begins; `row` is its first token's."""
+    return ptr + offset_of(row, form.D, form.ALIGNED) + at.d
+
+
+@triton.jit
+def load_tokens(tokens, at, i, form):
+    """U tokens from the i-th of the scan on, zeros beyond the last one and before the first."""
+    ptrs = tokens.row + offset_of(at.origin + at.sign * i, tokens.stride, form.ALIGNED)
+    values = ()
+    for j in tl.static_range(form.U):
+        offset = j * offset_of(at.sign, tokens.stride, form.ALIGNED)
+        inside = all_lanes(i + j, 1, form.BC)
+        values = values + (tl.load(ptrs + offset, mask=(inside >= 0) & (inside < at.L), other=0),)
+    return values
+
+
+@triton.jit
+def load_row(ptr, at, PACK: tl.constexpr, form):
+    """A lane's share of N numbers at `ptr`, as they lie in memory: with PACK > 1, PACK of them in 64 bits."""
+    row = ()
+    if PACK > 1:
+        packed = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
+        for i in tl.static_range(form.NI // PACK):
+            row = row + (tl.load(packed + i),)
+    else:
+        for i in tl.static_range(form.NI):
+            if form.NS * form.NI == form.N:
+                row = row + (tl.load(ptr + i),)
+            else:
+                row = row + (tl.load(ptr + i, mask=at.first + i < form.N, other=0),)
+    return row
+
+
+@triton.jit
+def load_rows(rows, at, i, COUNT: tl.constexpr, PACK: tl.constexpr, form):
+    """`load_row` of COUNT tokens from the i-th of the scan on, the last one again beyond the end."""
+    values = ()
+    for j in tl.static_range(COUNT):
+        t = at.origin + at.sign * tl.maximum(tl.minimum(i + j, at.L - 1), 0)
+        values = values + load_row(rows.row + t.to(tl.int64) * rows.stride, at, PACK, form)
+    return values
+
+
+@triton.jit
+def unpack(row, source, PACK: tl.constexpr, form):
+    """The numbers of `load_row` as float32; `source` are the `Tokens` that they come from."""
+    values = ()
+    for i in tl.static_range(form.NI):
+        if PACK == 1:
+            values = values + (row[i].to(tl.float32),)
+        else:
+            if PACK == 2:
+                word = (row[i // 2] >> (32 * (i % 2))).to(tl.int32)
+                values = values + (word.to(tl.float32, bitcast=True),)
+            else:
+                if source.row.dtype.element_ty == tl.bfloat16:
+                    word = (row[i // 4] >> (32 * (i % 4 // 2))).to(tl.int32)
+                    if i % 2 == 0:
+                        values = values + ((word << 16).to(tl.float32, bitcast=True),)
+                    else:
+                        values = values + ((word & -65536).to(tl.float32, bitcast=True),)
+                else:
+                    word = (row[i // 4] >> (16 * (i % 4))).to(tl.int16)
+                    values = values + (word.to(tl.float16, bitcast=True).to(tl.float32),)
+    return values
+
+
+@triton.jit
+def load_bias(ptr, RULE: tl.constexpr, form):
+    """The bias of the step size, (1, BC), as the rule's `step_size` takes it."""
+    if form.HAS_BIAS:
+        return RULE.value.scaled_bias(tl.load(ptr).to(tl.float32))
+    else:
+        return tl.zeros([1, form.BC], tl.float32)
+
+
+@triton.jit
+def load_skip(ptr, form):
+    """The skip weight, (1, BC)."""
+    if form.HAS_D:
+        return tl.load(ptr).to(tl.float32)
+    else:
+        return tl.zeros([1, form.BC], tl.float32)
+
+
+@triton.jit
+def load_norm(ptr, i, RULE: tl.constexpr):
+    """||k||^2 of the i-th token of the scan, for rules that take it."""
+    if RULE.value.takes_norm:
+        return tl.load(ptr + i)
+    else:
+        return 0.0
+
+
+@triton.jit
+def load_norms(ptr, i, RULE: tl.constexpr, form):
+    norms = ()
+    for j in tl.static_range(form.U):
+        norms = norms + (load_norm(ptr, i + j, RULE),)
+    return norms
+
+
+@triton.jit
+def load_A(ptr, at, A_d, A_n, RULE: tl.constexpr, form):
+    """A of all tokens, for exp2; empty if each has its own, or the rule takes none. `ptr` is that of the sequence."""
+    A = ()
+    if RULE.value.takes_A:
+        if not form.A_PER_TOKEN:
+            A = scale_row(load_state(ptr + at.d * A_d + at.first * A_n, A_n, at, form), LOG2E)
+    return A
+
+
+@triton.jit
+def A_of(inputs, at, t, form):
+    """Token t's A, for exp2."""
+    A = inputs.A
+    if form.A_PER_TOKEN:
+        row = load_row(inputs.A_rows.row + t.to(tl.int64) * inputs.A_rows.stride, at, 1, form)
+        A = scale_row(unpack(row, inputs.A_rows, 1, form), LOG2E)
+    return A
+
+
+@triton.jit
+def load_state(ptr, n_stride, at, form):
+    """State i of the lane from ptr + i n_stride; `ptr` points at its first state."""
+    state = ()
+    for i in tl.static_range(form.NI):
+        if form.NS * form.NI == form.N:
+            state = state + (tl.load(ptr + i * n_stride).to(tl.float32),)
+        else:
+            state = state + (tl.load(ptr + i * n_stride, mask=at.first + i < form.N, other=0).to(tl.float32),)
+    return state
+
+
+@triton.jit
+def store_state(ptr, n_stride, state, at, form):
+    for i in tl.static_range(form.NI):
+        if form.NS * form.NI == form.N:
+            tl.store(ptr + i * n_stride, state[i], mask=at.d_ok)
+        else:
+            tl.store(ptr + i * n_stride, state[i], mask=at.d_ok & (at.first + i < form.N))
+
+
+@triton.jit
+def fill_state(value, form):
+    return fill(value, form.NI, form.NS, form.BC)
+
+
+@triton.jit
+def rebuild(S, inputs, scratch_row, begin, end, at, RULE: tl.constexpr, form):
+    """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
+    stored one after the other at `scratch_row`."""
+    for i in tl.range(begin, end, form.U, num_stages=1):
+        xs = load_tokens(inputs.x, at, i, form)
+        us = load_tokens(inputs.step, at, i, form)
+        ks = load_rows(inputs.k, at, i, form.U, form.K_PACK, form)
+        norms = load_norms(inputs.norm, i, RULE, form)
+        for j in tl.static_range(form.U):
+            k = unpack(part_of(ks, j, form.U), inputs.k, form.K_PACK, form)
+            A = A_of(inputs, at, token_at(at, i + j), form)
+            keep = tl.where(all_lanes(i + j, 1, form.BC) < end, 1.0, 0.0)
+            eps, e = RULE.value.step_size(us[j], inputs.bias, norms[j], keep, form)
+            S, w = RULE.value.advance(S, xs[j].to(tl.float32), k, A, eps, e)
+        if i + form.U < end:
+            store_state(scratch_row + (i - begin) // form.U * (form.N * form.D), form.D, S, at, form)
+    return S

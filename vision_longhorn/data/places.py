@@ -1,0 +1,389 @@
+"""Places of data: finding the shards of a split, or the images of a folder, in what a user names.
+
+A shard is a tar file (plain or packed) whose samples are runs of members with one name: `KEY.jpg`, `KEY.cls` (the class
+index in ASCII) and perhaps `KEY.json`. The image files of a folder are read in runs, each of which serves as a shard.
+"""
+
+import contextlib
+import dataclasses
+import glob
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import braceexpand
+
+from .folders import (
+    NAMES_FILE,
+    ImageFiles,
+    alike,
+    beside,
+    find_splits,
+    known_split,
+    list_images,
+    read_names,
+    same_split,
+    splits_above,
+)
+from .images import DataError
+from .index import read_index
+from .samples import RawSample, nbytes
+from .tars import read_shard
+from .walk import FOLDER, HIDDEN, list_others, scan, shard_stem, walk
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardSet:
+    """The shards of one split.
+
+    Attributes:
+        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`; for an image folder its path, once for each run of
+            files that serves as a shard.
+        num_samples: samples in all shards together.
+        num_classes: number of classes, None if unknown.
+        class_names: name of each class by its index, None if unknown.
+        split: name of the split.
+        samples_per_shard: samples in each of `urls`, None if unknown.
+        pipes: whether `urls` are commands to run for their output. Nothing in a shard or an index can set it.
+        display_names: what people call each class, by its index, None if unknown.
+        files: the `ImageFiles` of an image folder, None for shards.
+        hint: for an image folder, a line with the command that makes shards of it; else "".
+        left_out: a line about what else may be data but is not read, or "".
+        kept: the samples of each of `urls` in memory (see `keep_in_memory`); None for a shard, or for all, that are
+            read anew in each pass.
+    """
+
+    urls: list[str]
+    num_samples: int
+    num_classes: int | None = None
+    class_names: list[str] | None = None
+    split: str = ""
+    samples_per_shard: list[int] | None = None
+    pipes: bool = False
+    display_names: list[str] | None = None
+    files: ImageFiles | None = None
+    hint: str = ""
+    left_out: str = ""
+    kept: list[list[RawSample] | None] | None = dataclasses.field(default=None, repr=False)
+
+    def read(self, number: int) -> Iterator[RawSample]:
+        """Yields the samples of shard `number`. Raises DataError if it cannot be read to its end."""
+        kept = self.kept[number] if self.kept is not None else None
+        if kept is not None:
+            return iter(kept)
+        return self.files.samples(number) if self.files else read_shard(self.urls[number], self.pipes)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the images in memory."""
+        return sum(nbytes(sample) for samples in self.kept or () for sample in samples or ())
+
+
+def open_shards(
+    spec: str | os.PathLike[str],
+    split: str = "train",
+    num_samples: int | None = None,
+    num_classes: int | None = None,
+    allow_pipe: bool = False,
+    *,
+    train: ShardSet | None = None,
+    class_names: list[str] | None = None,
+) -> ShardSet:
+    """Find the shards of a split, or the images of a folder, and learn how many samples and classes they hold.
+
+    A folder without shards is read as it is: `spec/SPLIT/CLASS/IMAGE`, or `spec/CLASS/IMAGE` for whatever split.
+
+    Args:
+        spec: a directory of shards or of images; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local
+            or http(s); or with `allow_pipe` a shell command that prints a shard, `pipe:COMMAND`, with brace patterns as
+            well.
+        split: which split of a directory, in any of `folders.SPELLINGS`.
+        num_samples: number of samples, if no index tells it.
+        num_classes: number of classes, if neither index nor folder tells it (or to use a model with more).
+        allow_pipe: run the command of a `pipe:` in `spec`.
+        train: the ShardSet to train on, if this one is to evaluate: it has the same classes. An image folder without
+            splits cannot be both.
+        class_names: the classes by index that labels are to follow; default those of `train`. Without either, the
+            classes of an image folder are its folders by name: those of `spec/train`, if there is one.
+
+    Raises:
+        DataError: if shards are missing, the count is unknown, the classes are not those that they should be, or the
+            URL is of a kind that could run commands.
+    """
+    spec = os.fspath(spec)
+    class_names = class_names or (train.class_names if train else None)
+    if num_classes is not None and num_classes < 1:
+        raise DataError(f"num_classes={num_classes}; it must be at least 1")
+    if allow_pipe and _is_pipe(spec):
+        found = ShardSet(_expand_command(spec), 0, split=split, pipes=True)
+    elif "://" not in spec and os.path.isdir(spec):
+        found = _in_directory(spec, split, train, class_names)
+    else:
+        found = _at_paths(_expand(spec), split)
+    missing = [url for url in found.urls if not (found.pipes or "://" in url or os.path.exists(url))]
+    if missing == [spec]:
+        raise DataError(f"there is no file or folder {spec!r}; check the path")
+    if missing:
+        raise DataError(
+            f"shard {missing[0]} is missing ({len(missing)} of {len(found.urls)} in {spec!r}); check the path"
+        )
+    _check_classes(spec, found, num_classes, class_names)
+    return dataclasses.replace(
+        found,
+        num_samples=_count_samples(spec, found, num_samples),
+        num_classes=num_classes or found.num_classes,
+    )
+
+
+def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: list[str] | None) -> ShardSet:
+    index = read_index(spec)
+    splits: Mapping[str, Any] = find_shards(spec) if index is None else index["splits"]
+    if index is None and not alike(split, splits):
+        is_folder = not splits
+        with contextlib.suppress(DataError):  # an archive of the images, say, may lie beside them
+            is_folder = is_folder or bool(alike(split, find_splits(spec, split).paths))
+        if is_folder:
+            return _in_image_folder(spec, split, train, class_names)
+    split = _pick(split, splits, spec)
+    folders = [entry.name for entry, kind in scan(spec) if kind == FOLDER and entry.name not in splits]
+    left_out = _left_out(spec, split, _twins(split, [*splits, *folders]))
+    if index is None:
+        return _at_paths(splits[split], split, left_out)
+    urls = [os.path.join(spec, name) for name in splits[split]["filenames"]]
+    return _indexed(index, urls, list(splits[split]["shard_lengths"]), split, left_out)
+
+
+def _at_paths(urls: list[str], split: str, left_out: str = "") -> ShardSet:
+    """The shards at `urls`, with what the indexes in their folders say about them."""
+    if "://" in urls[0]:
+        return ShardSet(urls, 0, split=split)
+    counts: dict[str, int] = {}
+    for folder in {os.path.dirname(url) for url in urls}:
+        for entry in (read_index(folder or ".") or {"splits": {}})["splits"].values():
+            paths = [os.path.join(folder, name) for name in entry["filenames"]]
+            counts.update(zip(paths, entry["shard_lengths"], strict=True))
+    known = [counts[url] for url in urls] if all(url in counts for url in urls) else None
+    return _indexed(read_index(os.path.dirname(urls[0]) or ".") or {}, urls, known, split, left_out)
+
+
+def _indexed(
+    index: Mapping[str, Any], urls: list[str], counts: list[int] | None, split: str, left_out: str
+) -> ShardSet:
+    return ShardSet(
+        urls,
+        0,
+        index.get("num_classes"),
+        index.get("class_names"),
+        split,
+        counts,
+        display_names=index.get("display_names"),
+        left_out=left_out,
+    )
+
+
+def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names: list[str] | None) -> ShardSet:
+    """The images of `spec/SPLIT`, or of `spec` if it holds classes. The splits of the folder above count as well."""
+    root, folder, (splits, others) = spec, spec, find_splits(spec, split, class_names)
+    if splits:
+        split = _pick(split, splits, spec)
+        folder, others = splits[split], _twins(split, splits) + others
+    elif splits := splits_above(spec):
+        root = os.path.dirname(os.path.abspath(spec))
+    if folder == spec and train and train.files and os.path.samefile(train.files.folder, spec):
+        remedy = f"val_data, or part its images into {os.path.join(spec, 'train')} and {os.path.join(spec, 'val')}"
+        if len(splits) > 1:
+            remedy = f"{root}, which has {', '.join(splits)}"
+        raise DataError(
+            f"{spec} has no splits but classes ({', '.join((train.class_names or [])[:2])}, ...), and all of it is "
+            f"trained on; give {remedy}"
+        )
+    trained_on = alike("train", splits)[:1]
+    if class_names is None and trained_on and not os.path.samefile(splits[trained_on[0]], folder):
+        class_names = walk(splits[trained_on[0]], deep=False).folders
+    listed, names, passed_over = list_images(folder, class_names)
+    _check_listed(folder, listed, names, class_names, train)
+    file = os.path.join(root, NAMES_FILE)
+    files = ImageFiles.mixed(folder, listed)
+    command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(root)} OUT"
+    command += "" if splits else f" --split {split}"
+    left_out = [_left_out(root, split, others)] if others else []
+    left_out += [f"in {folder}: {list_others(passed_over)}"] if passed_over else []
+    return ShardSet(
+        [folder] * len(files.lengths),
+        0,
+        len(names),
+        names,
+        split,
+        files.lengths,
+        display_names=read_names(file, names) if os.path.isfile(file) else None,
+        files=files,
+        hint=f"{folder} is read image by image, and shards load faster: {command}",
+        left_out="; ".join(left_out),
+    )
+
+
+def _check_listed(
+    folder: str,
+    listed: list[tuple[str, int]],
+    names: list[str],
+    class_names: list[str] | None,
+    train: ShardSet | None,
+) -> None:
+    """Raises DataError if a folder holds no images in folders, or its classes are not for certain those to use."""
+    if not listed:
+        raise DataError(
+            f"{folder} holds no shards and no folders of images; give a folder with train/CLASS/IMAGE.jpg and "
+            "val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards imagefolder IMAGES OUT` makes"
+        )
+    if len(names) == 1 and class_names is None:
+        raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
+    if train is not None and class_names is None and train.num_classes not in (None, len(names)):
+        raise DataError(
+            f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
+            "unknown; give the training data an index with class names"
+        )
+
+
+def _count_samples(spec: str, found: ShardSet, num_samples: int | None) -> int:
+    """The number of samples, as an index, a folder or the user says. Raises DataError if it is unknown or wrong."""
+    if found.samples_per_shard is not None:
+        count = sum(found.samples_per_shard)
+        if num_samples not in (None, count):
+            what = f"{found.files.folder} holds" if found.files else f"the index of {spec!r} says"
+            raise DataError(f"num_samples={num_samples}, but {what} {count}; drop it, or give {count}")
+        num_samples = count
+    if num_samples is None:
+        if found.pipes or "://" in found.urls[0]:
+            remedy = f", which no index tells of a {'command' if found.pipes else 'URL'}"
+        else:
+            folder = spec if os.path.isdir(spec) else os.path.dirname(found.urls[0]) or "."
+            remedy = f", or write an index with `python -m vision_longhorn.shards index {shlex.quote(folder)}`"
+        raise DataError(f"the number of samples in {spec!r} ({found.split}) is unknown; give num_samples{remedy}")
+    if num_samples < 1:
+        raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")
+    return num_samples
+
+
+def _check_classes(spec: str, found: ShardSet, num_classes: int | None, wanted: list[str] | None) -> None:
+    """Raises DataError if a class has another index than in `wanted`, or there are more classes than `num_classes`.
+    Names that are not in `wanted` may be other words for the same classes."""
+    for number, name in enumerate(found.class_names or ()):
+        if wanted and name in wanted and wanted[number : number + 1] != [name]:
+            raise DataError(
+                f"class {name!r} has index {number} in {spec!r}, but {wanted.index(name)} in the training "
+                "data; make the shards of both in one folder, so that their classes agree"
+            )
+    most = found.num_classes
+    if most and num_classes and num_classes < most:
+        raise DataError(f"num_classes={num_classes}, but {spec} has {most} classes; drop it, or give {most} or more")
+
+
+def _twins(split: str, names: Iterable[str]) -> list[str]:
+    """The `names` that mean `split`, too."""
+    return [name for name in names if name != split and same_split(name, split)]
+
+
+def _left_out(spec: str, split: str, names: Sequence[str]) -> str:
+    return f"beside {os.path.join(spec, split)}: {', '.join(names)}" if names else ""
+
+
+def _pick(split: str, splits: Mapping[str, Any], spec: str) -> str:
+    """The name in `splits` that means `split`. Raises DataError if there is none, or more than one."""
+    found = alike(split, splits)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise DataError(f"{spec!r} has {', '.join(found)}, each of which may be {split!r}; name one of these")
+    used = {*splits, *(os.path.basename(path) for entry in splits.values() for path in _files_of(entry))}
+    others = beside(spec, used)
+    have = ", ".join(sorted(splits)) or "no shards"
+    raise DataError(
+        f"{spec!r} has no split {split!r}; it has {have}{', and beside these ' if others else ''}{', '.join(others)}; "
+        f"name one of these, or other data for {split!r}"
+    )
+
+
+def _files_of(entry: Any) -> list[str]:
+    """The files of a split: an entry of an index, a list of paths, or the path of a folder."""
+    return entry["filenames"] if isinstance(entry, dict) else entry if isinstance(entry, list) else []
+
+
+def _is_pipe(spec: str) -> bool:
+    return spec[:5].lower() == "pipe:"
+
+
+def _expand(spec: str) -> list[str]:
+    """Local paths and http(s) URLs that a pattern stands for, in order."""
+    if _is_pipe(spec) and not os.path.exists(spec):
+        raise DataError(
+            f"{spec!r} is not read, as pipe: runs a command; where that is meant, --allow-pipe (in Python "
+            "allow_pipe=True) has to be given, each time, also to resume a run or to evaluate a checkpoint"
+        )
+    scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
+    if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
+        raise DataError(f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL")
+    urls = _expand_braces(spec)
+    if any("{" in url or "}" in url for url in urls):
+        raise DataError(f"{spec!r} has an empty brace range; write train-{{000000..000015}}.tar")
+    found = []
+    for url in urls:
+        is_pattern = "://" not in url and glob.has_magic(url) and not os.path.exists(url)
+        found += sorted(glob.glob(url)) if is_pattern else [url]
+    if not found:
+        raise DataError(f"no file matches {spec!r}; check the pattern")
+    return found
+
+
+def _expand_command(spec: str) -> list[str]:
+    """The `pipe:` commands that a pattern stands for, in order. Backslashes, and braces without a pattern in them, are
+    left to the shell."""
+    if not spec[5:].strip():
+        raise DataError(f"{spec!r} names no command; write 'pipe:cat train-{{000000..000015}}.tar'")
+    return _expand_braces(spec, escape=False)
+
+
+def _expand_braces(spec: str, **options: bool) -> list[str]:
+    for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
+        if int(low) > int(high):
+            raise DataError(f"{spec!r}: the range {low}..{high} is empty; write the smaller number first")
+    try:
+        return list(braceexpand.braceexpand(spec, **options))
+    except braceexpand.UnbalancedBracesError:  # type: ignore[attr-defined]  # its stub lacks it
+        raise DataError(f"{spec!r} has unbalanced braces; write train-{{000000..000015}}.tar") from None
+
+
+def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
+    """Shards of a directory by split name, read from their file names, or from the folders that they lie in.
+
+    `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val,
+    `test/0.tar` to test, also if `directory` is the folder test. A folder of a split is looked into only if it holds no
+    folders (which would be classes) and no shard right in `directory` is of that split.
+
+    Returns:
+        dict of split name -> sorted paths
+
+    Raises:
+        DataError: if there is no such directory.
+    """
+    if not os.path.isdir(directory):
+        raise DataError(f"{directory} is not a folder; check the path")
+    splits: dict[str, list[str]] = {}
+    inside = scan(directory)
+    own = os.path.basename(os.path.abspath(directory))
+    for entry, kind in inside:
+        if kind in (HIDDEN, FOLDER) or not (stem := shard_stem(entry.name)):
+            continue
+        words = [word for word in re.split(r"[-_.]", stem) if not word.isdigit()]
+        known = [word.lower() for word in words if known_split(word)]
+        split = (known or words or [own if known_split(own) else "train"])[-1]
+        splits.setdefault(split, []).append(entry.path)
+    for entry, kind in inside:
+        if kind == FOLDER and known_split(entry.name) and not any(same_split(entry.name, name) for name in splits):
+            with contextlib.suppress(DataError):  # a folder that cannot be read is an error once it is asked for
+                members = [(member, what) for member, what in scan(entry.path) if what != HIDDEN]
+                shards = [member.path for member, _ in members if shard_stem(member.name)]
+                if shards and all(what != FOLDER for _, what in members):
+                    splits[entry.name] = shards
+    return splits
