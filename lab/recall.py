@@ -73,12 +73,11 @@ class RecallRun:
     def __init__(self, cfg: RecallConfig, path: Path, device: str, held: contextlib.ExitStack) -> None:
         self.cfg, last = cfg, Run(path).last
         cfg.resume = str(last)  # also where a kill came before the first one had this name: then the run begins anew
-        resuming = last.exists()
         # fp16, which older GPUs would get, would need its loss scaled.
         plain = cfg.precision == "auto" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
         self.accelerator = make_accelerator(device, "fp32" if plain else cfg.precision)
         self.device = self.accelerator.device
-        self.folder = RunFolder(path, cfg, resuming, self.accelerator, held)
+        self.folder = RunFolder(path, cfg, self.accelerator, held)
         set_seed(cfg.seed)
         self.model = build_model(cfg).to(self.device)
         self.optimizer = create_optimizer_v2(self.model, "adamw", lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
@@ -97,7 +96,7 @@ class RecallRun:
         self.grad_norm = torch.zeros((), device=self.device)
         on_gpu = self.device.type == "cuda"
         self.training_loss = torch.compile(mean_loss) if on_gpu and cfg.compile else mean_loss
-        if resuming:
+        if self.folder.checkpoint:
             self.resume(load_checkpoint(last))
         self.graph = self.capture() if on_gpu and cfg.cuda_graphs else None
 

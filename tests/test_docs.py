@@ -81,6 +81,8 @@ FOREIGN_OPTIONS = {
         "--num_machines",
         "--num_processes",
         "--quiet",
+        "--use_deepspeed",
+        "--use_fsdp",
     },
     "torchrun": {
         "--master_addr",

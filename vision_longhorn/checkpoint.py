@@ -93,9 +93,8 @@ def _folder_names(folder: Path) -> dict[str, Any]:
 
 
 def _whole_beside(path: Path) -> Path | None:
-    """The newest checkpoint beside a damaged one that is not damaged: by their names, update-NUMBER.pt comes before
-    last.pt and best.pt."""
-    for other in sorted(path.parent.glob("*.pt"), reverse=True):
+    """The newest whole checkpoint beside a damaged one."""
+    for other in sorted(path.parent.glob("*.pt"), reverse=True):  # update-NUMBER.pt, then last.pt and best.pt
         with contextlib.suppress(OSError, UserError, zipfile.BadZipFile):
             if not other.samefile(path) and zipfile.is_zipfile(other):
                 check_whole(other)
@@ -120,12 +119,11 @@ def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.Pa
 
     Args:
         model: The model, not wrapped; where it is sharded (`fsdp.shard`), all processes have to do this.
-        checkpoint: The dict of `load_checkpoint`.
-        path: Where it was read, for messages.
+        checkpoint, path: The dict of `load_checkpoint`, and the file that it read, for messages.
         ema: Take the averaged weights.
 
     Raises:
-        UserError: Where the weights belong to another model, or there are no averaged ones.
+        UserError: The weights belong to another model, or there are no averaged ones.
     """
     weights = checkpoint.get("state_dict_ema") if ema else checkpoint["state_dict"]
     if weights is None:

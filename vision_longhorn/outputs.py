@@ -25,15 +25,13 @@ def check_output(
     """Checks that a command may write a file to `path`.
 
     Args:
-        option: What gave the path, for messages.
-        path: The file.
+        option: The option that gave the path, for messages.
         endings: Those that fit what the command writes.
-        is_own: Whether a file that is there is an earlier one of the same command, which the new one may replace.
+        is_own: Tells whether a file that is there is the command's own, from before. The new one may replace it.
         others: What the same command reads, or writes as well.
 
     Raises:
-        UserError: Where the file would replace one that the command has not written, or has the name of another kind of
-            file.
+        UserError: It would replace a file that is not the command's own, or is named like another kind of file.
     """
     path, text = Path(path), os.fspath(path)
     if not text or path.is_dir():
@@ -46,11 +44,7 @@ def check_output(
 
 
 def check_new_folder(option: str, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
-    """Checks that a command may make a folder at `path`, where an empty one may be.
-
-    Raises:
-        UserError: Where anything else is there, or it is one of the `others`, which the same command writes as well.
-    """
+    """Checks that a command may make a folder at `path`, where an empty one may be, as `check_output` does."""
     if any(_is_same(path, other) for other in others):
         raise UserError(f"{option} {path} is named twice in this command: name another folder to write")
     _check_name(option, os.fspath(path), "it is to be a folder")

@@ -39,7 +39,7 @@ class Run:
         return dict(sorted((int(number), file) for number, file in files.items() if number.isdecimal()))
 
     def event_files(self) -> list[Path]:
-        """TensorBoard's files, one for each time that the run was begun or gone on with, by the time in their names."""
+        """TensorBoard's files, one for each time that the run was started, sorted by the time in their names."""
         return sorted(self.path.glob("events.out.tfevents.*"))
 
     def history(self) -> list[dict[str, Any]]:
@@ -55,11 +55,7 @@ class Run:
         return self.environment_file.exists() or any(self.path.glob("*.pt"))
 
     def check_free(self, goes_on: bool) -> None:
-        """Raises UserError where the folder holds another run, or files of these names that no run has written.
-
-        Args:
-            goes_on: Whether a run in the folder is the one to go on with.
-        """
+        """Raises UserError where the folder holds a run that is not to go on, or files that no run has written."""
         if not goes_on and any(self.path.glob("*.pt")):
             raise UserError(
                 f"{self.path} holds a run: go on with it by --resume {self.path}, or give another --run-dir"
@@ -84,9 +80,7 @@ class Run:
                 file.unlink()
 
     def save(self, state: dict[str, Any], keep: int, is_best: bool = False) -> None:
-        """Saves the checkpoint `state` as update-NUMBER.pt, as last.pt, and where it is the best as best.pt.
-
-        The latest `keep` of update-NUMBER.pt stay.
+        """Saves the checkpoint `state` as update-NUMBER.pt, of which `keep` stay, as last.pt, and perhaps as best.pt.
 
         Raises:
             UserError: Where a file cannot be written. All earlier checkpoints are still there.
@@ -103,11 +97,7 @@ class Run:
             file.unlink()
 
     def write_history(self, history: list[dict[str, Any]]) -> None:
-        """Writes the results of all epochs as JSON and as a table with a row for each.
-
-        A nested dict's keys get its own key before them in the table, as in "val_top1". An epoch may lack what others
-        have, such as an evaluation.
-        """
+        """Writes the results of all epochs as JSON, and as a table in which {"val": {"top1": 1.0}} is "val_top1"."""
         write_text(self.history_file, json.dumps(history, indent=2) + "\n")
         rows = []
         for entry in history:
@@ -127,9 +117,6 @@ def read_json(file: Path) -> Any:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-# ------------------------------------------------------------------------------------------------ from a run to a model
 
 
 def run_file(path: str | os.PathLike[str]) -> Path:

@@ -157,7 +157,6 @@ class VisionLonghorn(nn.Module):
         check_option("scan_order", scan_order, SCAN_ORDERS)
         check_whole(embed_dim=embed_dim, depth=depth)
         check_options(mixer, mixer_args, models_own=inspect.signature(VisionLonghorn).parameters)
-        self.num_classes = num_classes
         self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.class_token = class_token
@@ -190,7 +189,7 @@ class VisionLonghorn(nn.Module):
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)]
         self.norm: nn.Module = nn.RMSNorm(embed_dim, eps=norm_eps, **dd)
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(embed_dim, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self._make_head(num_classes)
         self.init_weights(needs_reset=False)
         self.register_load_state_dict_pre_hook(rename_official)
 
@@ -199,6 +198,11 @@ class VisionLonghorn(nn.Module):
         if global_pool == "token" and self.class_token == "none":
             raise ValueError("global_pool='token' needs a class token; with class_token='none' use global_pool='avg'")
         self.global_pool = global_pool
+
+    def _make_head(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        place = get_device_dtype(self)
+        self.head = nn.Linear(self.embed_dim, num_classes, **place) if num_classes > 0 else nn.Identity()
 
     @torch.no_grad()
     def init_weights(self, needs_reset: bool = True) -> None:
@@ -240,13 +244,10 @@ class VisionLonghorn(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """A new head for `num_classes` (0: none), with another pooling if given."""
+        """Make a new head for `num_classes` (0: none), with another pooling if given."""
         if global_pool is not None:
             self._set_pool(global_pool)
-        self.num_classes = num_classes
-        self.head = (
-            nn.Linear(self.embed_dim, num_classes, **get_device_dtype(self)) if num_classes > 0 else nn.Identity()
-        )
+        self._make_head(num_classes)
         self._init_head()
 
     def set_input_size(

@@ -18,11 +18,7 @@ TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, such as p
 
 
 def create_model(name: str, /, **kwargs: Any) -> TimmModel:
-    """`timm.create_model` that explains a wrong name, argument or size in one line.
-
-    Args:
-        name: Name in timm's registry, or one of its "hf-hub:" and "local-dir:" sources.
-        **kwargs: Arguments of `timm.create_model`.
+    """`timm.create_model` that explains what is wrong in one line.
 
     Raises:
         UserError: For an unknown name, arguments that the model refuses, or a damaged model folder.
@@ -42,7 +38,7 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         return model
     except UserError as error:
         raise UserError(f"model {name} cannot be made: {error}") from error
-    except Exception as error:  # models raise any type for an argument that they do not take
+    except Exception as error:  # a model may raise any type for a wrong argument
         given = " ".join(f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay")
         raise UserError(f"model {name} cannot be made with {given}: {mismatch(error)}") from error
 

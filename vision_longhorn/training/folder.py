@@ -25,7 +25,6 @@ class RunFolder:
     Args:
         path: The folder, which need not be there yet.
         cfg: The run's config.
-        resuming: Whether the run goes on from a checkpoint in there.
         accelerator: Tells which process this is.
         held: Closes the curves, and frees the folder for others, when it is closed.
 
@@ -33,11 +32,10 @@ class RunFolder:
         UserError: Where the folder holds another run, or another process writes to it.
     """
 
-    def __init__(
-        self, path: Path, cfg: Settings, resuming: bool, accelerator: Accelerator, held: contextlib.ExitStack
-    ) -> None:
+    def __init__(self, path: Path, cfg: Settings, accelerator: Accelerator, held: contextlib.ExitStack) -> None:
         self.run, self.path = Run(path), path
-        self.cfg, self.resuming, self.accelerator, self.held = cfg, resuming, accelerator, held
+        self.cfg, self.accelerator, self.held = cfg, accelerator, held
+        self.checkpoint = Path(cfg.resume) if cfg.resume and Path(cfg.resume).exists() else None  # to go on with
         self.lock: FolderLock | None = None
         self.log: RunLog | None = None  # from `open` on, in the first process
         str(path).encode()  # raises for a name that is not UTF-8; TensorBoard would once the folder has been made
@@ -56,10 +54,11 @@ class RunFolder:
     def open(self, facts: dict[str, Any], started: str, updates: int) -> None:
         """Makes the folder once there is something to put into it, so that a command that fails at once leaves none.
 
+        Earlier checkpoints beyond the run's number of `updates` are set aside, and earlier curves are hidden.
+
         Args:
             facts: What the run's bits depend on beside its config.
             started: When it first started.
-            updates: How many it has made. Earlier curves and checkpoints beyond them are hidden or set aside.
         """
         if self.log or not self.accelerator.is_main_process:
             return
@@ -67,16 +66,15 @@ class RunFolder:
         self._lock()
         self.run.check_free(goes_on=bool(self.cfg.resume))  # a run may have begun and ended since the first look
         self.run.clear()
-        what, checkpoint = f"a run without a checkpoint left in {self.path}", None
-        if self.resuming:
-            what, checkpoint = "this run has gone back behind", Path(str(self.cfg.resume))
-        if aside := set_aside(self.run, checkpoint, updates):
+        if aside := set_aside(self.run, self.checkpoint, updates):
+            before = f"a run without a checkpoint left in {self.path}"
+            what = "this run has gone back behind" if self.checkpoint else before
             self.accelerator.print(f"Note: what {what} is in {aside} now.")
         # The environment comes first: it tells a run's folder from one in which somebody keeps a config.yaml.
         write_text(self.run.environment_file, json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
         write_text(self.run.config_file, yaml.safe_dump(self.cfg.values(), sort_keys=False))
         self.log = RunLog(
-            self.accelerator, self.run, self.cfg, started, purge_step=updates + 1 if self.resuming else None
+            self.accelerator, self.run, self.cfg, started, purge_step=updates + 1 if self.checkpoint else None
         )
         self.held.callback(self.log.close)
 
@@ -88,7 +86,7 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def write_history(self, history: list[dict[str, Any]]) -> None:
-        """Writes the results of all epochs, a dict each."""
+        """Writes the results of all epochs."""
         if self.log:
             self.run.write_history(history)
 

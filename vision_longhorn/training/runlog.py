@@ -36,9 +36,8 @@ class RunLog:
 
     Args:
         accelerator: Brings the tracker, if there is one.
-        run: The run.
-        cfg: Its config.
-        started: When it first started, a word that stays when it goes on.
+        run, cfg: The run, and its config.
+        started: When it first started, by which trackers know it when it goes on.
         purge_step: Hide earlier entries from this step on.
     """
 
@@ -50,13 +49,12 @@ class RunLog:
         self.writer = SummaryWriter(run.path, purge_step=purge_step)
         self.writer.add_text("config", "```yaml\n" + yaml.safe_dump(cfg.values(), sort_keys=False) + "```")
         if self.tracked:
-            # A run that goes on is the same run there, another one in its folder is not.
             name = run.path.name
             options = dict(name=name, id=f"{name}-{started}", dir=str(run.path), resume="allow")
             accelerator.init_trackers(PROJECT, config=settings_of(cfg), init_kwargs={"wandb": options})
 
     def add(self, scalars: dict[str, float], step: int) -> None:
-        """Writes a dict of tag to number, at the update `step`."""
+        """Writes numbers by tag, at the update `step`."""
         for tag, value in scalars.items():
             self.writer.add_scalar(tag, value, step)
         if self.tracked:
@@ -64,15 +62,9 @@ class RunLog:
 
     def add_results(self, results: dict[str, dict[str, float]], step: int) -> None:
         """Writes the results of an evaluation, "val" of the raw weights and "val_ema" of averaged ones."""
-        self.add(
-            {
-                ACCURACIES[weights].get(key, f"{weights}/{key}"): result[key]
-                for weights, result in results.items()
-                for key in ("top1", "top5", "loss")
-                if key in result
-            },
-            step,
-        )
+        for weights, result in results.items():
+            keys = [key for key in ("top1", "top5", "loss") if key in result]
+            self.add({ACCURACIES[weights].get(key, f"{weights}/{key}"): result[key] for key in keys}, step)
 
     def flush(self) -> None:
         """Writes all entries so far to the file."""

@@ -75,8 +75,8 @@ class Trainer:
         self.say, self.device = accelerator.print, accelerator.device
         for note in cfg.notes:
             self.say(f"Note: {note}.")
-        resuming = bool(cfg.resume) and Path(str(cfg.resume)).exists()
-        self.folder = RunFolder(run_dir, cfg, resuming, accelerator, held)
+        self.folder = RunFolder(run_dir, cfg, accelerator, held)
+        resuming = self.folder.checkpoint is not None
 
         # Data and model
         self.data = setup.open_data(cfg, accelerator)
@@ -101,16 +101,9 @@ class Trainer:
         # Signals, and the reading of each update. In a file, a bar's many lines would run into the others.
         shows_bar = accelerator.is_main_process and sys.stderr.isatty()
         self.signals = StopSignals(run_dir)
-        self.monitor = UpdateMonitor(
-            accelerator,
-            self.signals,
-            run_dir,
-            images=self.global_batch,
-            updates_per_epoch=self.updates_per_epoch,
-            log_interval=cfg.log_interval,
-            max_bad_steps=cfg.max_bad_steps,
-            say=None if shows_bar else self.say,
-        )
+        counts = self.global_batch, self.updates_per_epoch
+        say = None if shows_bar else self.say
+        self.monitor = UpdateMonitor(cfg, accelerator, self.signals, self.folder.run, *counts, say)
 
         # A checkpoint comes before compiling and capturing, which take the weights as they are.
         if resuming:
@@ -136,7 +129,7 @@ class Trainer:
         """Trains to the end, or to a signal."""
         cfg, monitor = self.cfg, self.monitor
         with self.progress, self.signals:
-            if self.folder.resuming:
+            if self.folder.checkpoint:
                 self.open_folder()
                 if self.history:
                     self.folder.write_history(self.history)
