@@ -1,17 +1,27 @@
-"""Which images the final averaged weights of runs get right: the process that a study starts for that.
+"""Which images the final weights of runs get right, one by one: the process that a study starts for that.
 
 python -m lab.hits RUN:SIZE,SIZE ... --data DIR
 """
 
 import base64
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from accelerate import Accelerator
+from timm.data import create_transform
+
+from lab.runs import write_json
 from vision_longhorn.command_line.parser import Parser, run_cli
-from vision_longhorn.files import write_text
+from vision_longhorn.data import eval_loader, open_shards
+from vision_longhorn.data.transforms import input_settings
+from vision_longhorn.demo import locate_data
+from vision_longhorn.devices import make_accelerator
+from vision_longhorn.evaluation.evaluate import evaluate
+from vision_longhorn.loading import load_model
+from vision_longhorn.runs import Run, read_json
 from vision_longhorn.settings import Range
 
 BATCH = 256  # images, at the model's own size; larger images come in batches of as many tokens
@@ -19,31 +29,26 @@ BATCH = 256  # images, at the model's own size; larger images come in batches of
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates each run at its sizes, and adds what it finds to the run's hits.json."""
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN:SIZE,SIZE", help="folder of a run, and sides of images")
     parser.add_argument("--data", required=True, help="folder of shards or images")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="[cuda if there is one]")
     parser.add_argument("--workers", type=Range(0, kind=int), default=1, help="loader processes [1]")
     args = parser.parse_args(argv)
-    from lab.runs import HITS
-    from vision_longhorn.devices import make_accelerator
-    from vision_longhorn.runs import read_json
-
     accelerator = make_accelerator(args.device)
     for word in args.runs:
         folder, _, sizes = word.rpartition(":")
-        hits = read_json(Path(folder, HITS)) or {}
+        file = Path(folder, "hits.json")
         for size in map(int, sizes.split(",")):
-            hits[str(size)] = hits_of(Path(folder), size, args.data, args.workers, accelerator)
-            write_text(Path(folder, HITS), json.dumps(hits) + "\n")
-            print(f"{folder} at {size} px")
+            found = hits_of(Run(folder).last, size, args.data, args.workers, accelerator)
+            write_json(file, {**(read_json(file) or {}), str(size): found})
 
 
-def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) -> dict[str, Any]:
-    """What the averaged weights of a run's last epoch (raw ones where there are none) get right.
+def hits_of(checkpoint: Path, size: int, data: str, workers: int, accelerator: Accelerator) -> dict[str, Any]:
+    """What the averaged weights of a checkpoint get right, or its raw ones where it has no others.
 
     Args:
-        folder: Of the run.
+        checkpoint: The file.
         size: Height and width of the images in pixels; the model's position embedding is resampled.
         data: Place of the data; the run's own validation split is taken.
         workers: Loader processes.
@@ -53,30 +58,14 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
         Dict with "count", "top1" in per cent, "bits": base64 of a bit for each image, in the order of the names of
         shards and keys, and "images", a digest of these names.
     """
-    import numpy as np
-    from timm.data import create_transform
-
-    from vision_longhorn.data import eval_loader, open_shards
-    from vision_longhorn.data.transforms import input_settings
-    from vision_longhorn.demo import locate_data
-    from vision_longhorn.evaluation.evaluate import evaluate
-    from vision_longhorn.loading import load_model
-    from vision_longhorn.runs import Run
-
-    loaded = load_model(Run(folder).last)
-    model, values, classes = loaded.model, loaded.checkpoint["config"], loaded.model.num_classes
-    native = loaded.settings["input_size"][-1]
+    loaded = load_model(checkpoint)
+    model, values, native = loaded.model, loaded.checkpoint["config"], loaded.settings["input_size"][-1]
     if size != native:
         model.set_input_size(img_size=size)
     model.to(accelerator.device)
     settings = input_settings(model, {**values, "model_kwargs": {**values["model_kwargs"], "img_size": size}})
+    classes, batch = model.num_classes, max(1, min(BATCH, round(BATCH * (native / size) ** 2)))
     shards = open_shards(locate_data(data, accelerator), values["val_split"], values["val_samples"], classes)
-    batch = max(1, min(BATCH, round(BATCH * (native / size) ** 2)))
-    found: list[tuple[str, str, bool]] = []
-
-    def note(_: str, logits: Any, targets: Any, rank: Any, places: list[tuple[str, str]]) -> None:
-        found.extend((Path(url).name, key, hit) for (url, key), hit in zip(places, (rank < 1).tolist(), strict=True))
-
     loader = eval_loader(
         shards,
         create_transform(**settings),
@@ -86,14 +75,18 @@ def hits_of(folder: Path, size: int, data: str, workers: int, accelerator: Any) 
         pin_memory=accelerator.device.type == "cuda",
         keys=True,
     )
+    found: list[tuple[str, str, bool]] = []
+
+    def note(_: str, logits: Any, targets: Any, rank: Any, places: list[tuple[str, str]]) -> None:
+        found.extend((Path(url).name, key, hit) for (url, key), hit in zip(places, (rank < 1).tolist(), strict=True))
+
     result = evaluate({"model": model}, loader, accelerator, shards.num_samples, batch, on_batch=note)["model"]
     found.sort()
-    bits = np.packbits([hit for _, _, hit in found])
     names = "\n".join(f"{shard} {key}" for shard, key, _ in found)
     return {
         "count": result["count"],
         "top1": result["top1"],
-        "bits": base64.b64encode(bits.tobytes()).decode(),
+        "bits": base64.b64encode(np.packbits([hit for _, _, hit in found]).tobytes()).decode(),
         "images": hashlib.sha256(names.encode()).hexdigest()[:8],
     }
 

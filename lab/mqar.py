@@ -34,11 +34,6 @@ class Sequences(NamedTuple):
     places: Tensor
     answers: Tensor
 
-    def labels(self) -> Tensor:
-        """(count, L) int64: what is to be said at each token, -100 where nothing is."""
-        nothing = torch.full(self.tokens.shape, -100, device=self.tokens.device)
-        return nothing.scatter(1, self.places.long(), self.answers.long())
-
 
 def draw_sequences(
     count: int, length: int, pairs: int, vocab_size: int, power: float, seed: int, device: Any = "cpu"

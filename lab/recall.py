@@ -3,11 +3,10 @@
 python -m lab.recall --config FILE --run-dir DIR
 
 Its folder holds what a trainer's does, where "top1" is the share of queries that are answered and "images_per_s" counts
-sequences. The same command goes on from the last checkpoint.
+sequences. The same command goes on from the last epoch.
 """
 
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ import torch.nn.functional as F
 from accelerate.utils import set_seed
 from timm.optim import create_optimizer_v2
 from timm.scheduler import CosineLRScheduler
+from torch import Tensor
 
-from lab.mqar import RecallModel, Sequences, draw_sequences
+from lab.mqar import RecallModel, draw_sequences
 from lab.recall_config import RecallConfig
 from vision_longhorn.checkpoint import load_checkpoint, load_weights
 from vision_longhorn.command_line.parser import Parser, run_cli
@@ -32,7 +32,7 @@ from vision_longhorn.runs import Run
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training.folder import RunFolder
-from vision_longhorn.training.step import step_if_finite
+from vision_longhorn.training.step import TrainStep
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--run-dir", required=True, help="folder of the run")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="[cuda if there is one]")
     args = parser.parse_args(argv)
-    with bad_input(args.config):  # a key that is none
+    with bad_input(args.config):  # an unknown key
         cfg = RecallConfig(**read_yaml(Path(args.config)))
     with contextlib.ExitStack() as held:
         RecallRun(cfg, Path(args.run_dir), args.device, held).train()
@@ -55,16 +55,16 @@ def build_model(cfg: RecallConfig) -> RecallModel:
         return RecallModel(cfg.vocab_size, cfg.length, cfg.width, cfg.depth, cfg.mixer, **cfg.model_kwargs)
 
 
-def mean_loss(scores: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy, () float32, of scores (B x K, vocab_size) for answers (B, K)."""
-    return F.cross_entropy(scores.float(), answers.long().flatten())
+def mean_loss(scores: Tensor, answers: Tensor) -> Tensor:
+    """Mean cross-entropy, () float32, of scores (B, K, vocab_size) for answers (B, K)."""
+    return F.cross_entropy(scores.flatten(0, 1).float(), answers.long().flatten())
 
 
 class RecallRun:
     """A run, from its set-up to its end.
 
     Args:
-        cfg: The `RecallConfig`.
+        cfg: Its settings.
         path: Folder of the run, which goes on where it holds a checkpoint.
         device: "auto", "cuda" or "cpu".
         held: Closes what the run holds open, and lets others have its folder.
@@ -76,45 +76,46 @@ class RecallRun:
         # fp16, which older GPUs would get, would need its loss scaled.
         plain = cfg.precision == "auto" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
         self.accelerator = make_accelerator(device, "fp32" if plain else cfg.precision)
-        self.device = self.accelerator.device
+        self.device, on_gpu = self.accelerator.device, self.accelerator.device.type == "cuda"
         self.folder = RunFolder(path, cfg, self.accelerator, held)
         set_seed(cfg.seed)
         self.model = build_model(cfg).to(self.device)
-        self.optimizer = create_optimizer_v2(self.model, "adamw", lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
-        self.scheduler = CosineLRScheduler(self.optimizer, t_initial=cfg.epochs)
+        optimizer = create_optimizer_v2(self.model, "adamw", lr=cfg.lr, weight_decay=cfg.weight_decay, fused=True)
+        self.scheduler = CosineLRScheduler(optimizer, t_initial=cfg.epochs)
+        criterion = torch.compile(mean_loss) if on_gpu and cfg.compile else mean_loss
+        self.step = TrainStep(self.accelerator, self.model, self.scores, criterion, optimizer)
         shape = (cfg.length, cfg.pairs, cfg.vocab_size, cfg.power)
         self.data, self.val = (
             draw_sequences(count, *shape, seed=2 * cfg.seed + split, device=self.device)
             for split, count in enumerate((cfg.train_samples, cfg.val_samples))
         )
-        self.updates_per_epoch = cfg.train_samples // cfg.batch_size
-        self.updates, self.history = 0, list[dict[str, Any]]()
-        self.loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # of this epoch's updates
-        self.skipped = torch.zeros((), dtype=torch.int64, device=self.device)  # of all
-        self.skipped_before = 0
+        self.updates_per_epoch, self.history = cfg.train_samples // cfg.batch_size, list[dict[str, Any]]()
         self.index = torch.zeros(cfg.batch_size, dtype=torch.int64, device=self.device)  # of this update's samples
-        self.grad_norm = torch.zeros((), device=self.device)
-        on_gpu = self.device.type == "cuda"
-        self.training_loss = torch.compile(mean_loss) if on_gpu and cfg.compile else mean_loss
+        self.skipped = 0
         if self.folder.checkpoint:
-            self.resume(load_checkpoint(last))
+            checkpoint = load_checkpoint(last)
+            load_weights(self.model, checkpoint, str(last))
+            if "optimizer" in checkpoint:
+                optimizer.load_state_dict(checkpoint["optimizer"])
+            self.history, self.skipped = checkpoint["history"], checkpoint["skipped"]
+            if self.updates != checkpoint["updates"]:  # older versions saved there, too
+                raise UserError(f"{last} was saved within an epoch: remove {path}, and the run begins anew")
         self.graph = self.capture() if on_gpu and cfg.cuda_graphs else None
 
-    def resume(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on where the checkpoint stopped."""
-        load_weights(self.model, checkpoint, str(self.cfg.resume))
-        if "optimizer" in checkpoint:
-            self.optimizer.load_state_dict(checkpoint["optimizer"])
-        self.updates, self.history = checkpoint["updates"], checkpoint["history"]
-        self.loss_sum.fill_(checkpoint["loss_sum"])
-        self.skipped.fill_(checkpoint["skipped"])
-        self.skipped_before = checkpoint["skipped_before"]
-        print(f"Going on with {self.cfg.resume} after update {self.updates}.")
+    @property
+    def updates(self) -> int:
+        """Updates that were made up to the last epoch."""
+        return len(self.history) * self.updates_per_epoch
+
+    def scores(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Scores (B, K, vocab_size) at the places (B, K) of tokens (B, L)."""
+        with self.accelerator.autocast():
+            return self.model(*batch)
 
     def train(self) -> None:
-        """Trains to the end, or to a signal."""
-        facts = {"updates_per_epoch": self.updates_per_epoch, "global_batch": self.cfg.batch_size}
-        self.folder.open(facts, "", self.updates)
+        """Trains to the end, or to a signal; then what the epoch has done so far is lost."""
+        self.folder.open({"updates_per_epoch": self.updates_per_epoch, "global_batch": self.cfg.batch_size}, "",
+                         self.updates)  # fmt: skip
         with StopSignals(self.folder.path) as signals:
             while not self.cfg.is_over(self.history):
                 self.train_epoch(signals)
@@ -122,60 +123,52 @@ class RecallRun:
                 self.folder.write_history(self.history)
         self.folder.write_history(self.history)  # of a run that was killed before it could
         if self.folder.log:
-            best = max(entry["val"]["top1"] for entry in self.history)
-            self.folder.log.finish(self.cfg, best)
+            self.folder.log.finish(self.cfg, max(entry["val"]["top1"] for entry in self.history))
 
     def train_epoch(self, signals: StopSignals) -> None:
-        """The updates of an epoch that are left, and its evaluation; where a signal comes, the process ends."""
+        """The updates of an epoch, and its evaluation."""
         epoch, cfg = len(self.history), self.cfg
-        first, end = self.updates, (epoch + 1) * self.updates_per_epoch
         order = torch.from_numpy(np.random.default_rng([cfg.seed, epoch]).permutation(cfg.train_samples))
-        batches = order.to(self.device).split(cfg.batch_size)
+        batches = order.to(self.device).split(cfg.batch_size)[: self.updates_per_epoch]
         self.scheduler.step(epoch)
         self.model.train()
-        start = time.perf_counter()
-        while self.updates < end:
+        start, loss_sum = time.perf_counter(), torch.zeros((), dtype=torch.float64, device=self.device)
+        made = torch.zeros((), dtype=torch.int64, device=self.device)
+        for index in batches:
             if signals.received:
-                self.stop(signals.received)
-            self.train_step(batches[self.updates % self.updates_per_epoch])
-        loss_sum, skipped = self.loss_sum.item(), int(self.skipped)  # which waits for the device
-        rate = (end - first) * cfg.batch_size / (time.perf_counter() - start)
-        made = self.updates_per_epoch - (skipped - self.skipped_before)
-        if not made:
+                sys.exit(128 + signals.received)
+            loss, norm = self.update(index)
+            loss_sum += torch.where(norm.isfinite(), loss, 0)
+            made += norm.isfinite()
+        count = int(made)  # which waits for the device
+        rate = len(batches) * cfg.batch_size / (time.perf_counter() - start)
+        if not count:
             raise UserError(
                 f"all updates of epoch {epoch + 1} were skipped, as loss or gradients were not finite: give a lower lr "
                 f"than {cfg.lr}"
             )
-        self.loss_sum.zero_()
-        self.skipped_before = skipped
-        facts = {"train_loss": loss_sum / made, "lr": self.optimizer.param_groups[0]["lr"], "images_per_s": rate}
-        self.history.append({"epoch": epoch + 1, **facts, "val": self.evaluate()})
+        self.skipped += len(batches) - count
+        facts = {"train_loss": loss_sum.item() / count, "lr": self.scheduler.optimizer.param_groups[0]["lr"]}
+        self.history.append({"epoch": epoch + 1, **facts, "images_per_s": rate, "val": self.evaluate()})
         self.report()
 
-    def train_step(self, index: torch.Tensor) -> None:
-        """One update, by the samples of these numbers, (batch_size,) int64."""
+    def update(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """One update, by the samples of these numbers, (batch_size,) int64: its loss and the gradient's norm."""
         self.index.copy_(index)
         if self.graph:
             self.graph.replay()
         else:
-            self.passes()
-        step_if_finite(self.optimizer, self.grad_norm)
-        self.updates += 1
+            self.captured = self.passes()
+        self.step.apply(self.captured[1])
+        return self.captured
 
-    def passes(self) -> None:
-        """The gradients of the samples of `index`, their norm, and the sums of an epoch."""
-        self.optimizer.zero_grad()
-        loss, _ = self.loss(Sequences(*(part[self.index] for part in self.data)))
-        loss.backward()
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        self.grad_norm = torch.nn.utils.get_total_norm(grads)
-        is_good = self.grad_norm.isfinite()
-        self.loss_sum += torch.where(is_good, loss.detach(), 0)
-        self.skipped += ~is_good
+    def passes(self) -> tuple[Tensor, Tensor]:
+        """The gradients of the samples of `index`: loss and norm."""
+        tokens, places, answers = (part[self.index] for part in self.data)
+        return self.step.gradients([((tokens, places), answers)])
 
     def capture(self) -> torch.cuda.CUDAGraph:
         """`passes` as one launch: these models are so small that the GPU would wait for the CPU."""
-        sums = self.loss_sum.clone(), self.skipped.clone()
         self.model.train()
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
@@ -185,16 +178,8 @@ class RecallRun:
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self.passes()
-        self.loss_sum.copy_(sums[0])
-        self.skipped.copy_(sums[1])
+            self.captured = self.passes()
         return graph
-
-    def loss(self, batch: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        """The mean cross-entropy of a batch's answers, and their scores (answers, vocab_size)."""
-        with self.accelerator.autocast():
-            scores = self.model(batch.tokens, batch.places).flatten(0, 1)
-        return (self.training_loss if self.model.training else mean_loss)(scores, batch.answers), scores
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
@@ -202,11 +187,10 @@ class RecallRun:
         self.model.eval()
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        for parts in zip(*(part.split(self.cfg.batch_size) for part in self.val)):
-            batch = Sequences(*parts)
-            loss, scores = self.loss(batch)
-            loss_sum += loss.double() * len(batch.tokens)
-            right += (scores.argmax(-1) == batch.answers.flatten()).sum()
+        for tokens, places, answers in zip(*(part.split(self.cfg.batch_size) for part in self.val)):
+            scores = self.scores((tokens, places))
+            loss_sum += mean_loss(scores, answers).double() * len(tokens)
+            right += (scores.argmax(-1) == answers).sum()
         return {"top1": 100 * right.item() / self.val.answers.numel(), "loss": loss_sum.item() / len(self.val.tokens)}
 
     def report(self) -> None:
@@ -218,7 +202,7 @@ class RecallRun:
         )
         if self.folder.log:
             curves = {f"train/{key}": entry[key] for key in ("lr", "images_per_s", "epoch")}
-            curves |= {"train/loss": entry["train_loss"], "train/skipped": self.skipped_before}
+            curves |= {"train/loss": entry["train_loss"], "train/skipped": self.skipped}
             self.folder.log.add(curves, self.updates)
             self.folder.log.add_results({"val": entry["val"]}, self.updates)
 
@@ -230,19 +214,11 @@ class RecallRun:
             history=self.history,
             config=self.cfg.values(),
             state_dict=self.model.state_dict(),
-            loss_sum=self.loss_sum.item(),
-            skipped=int(self.skipped),
-            skipped_before=self.skipped_before,
+            skipped=self.skipped,
         )
         if not self.cfg.is_over(self.history):
-            state["optimizer"] = self.optimizer.state_dict()
+            state["optimizer"] = self.step.optimizer.state_dict()
         self.folder.save(state, is_best=False)
-
-    def stop(self, number: int) -> None:
-        """Saves, and ends the process by the code that a shell gives to one ended by the signal that came."""
-        self.save()
-        print(f"Stopped by {signal.Signals(number).name} after update {self.updates}; the same command goes on.")
-        sys.exit(128 + number)
 
 
 if __name__ == "__main__":

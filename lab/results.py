@@ -1,20 +1,130 @@
-"""The JSON of a study: from its runs' folders and from earlier JSONs; tables and plots are made of it alone."""
+"""The JSON of a study: from its trials' folders and from earlier JSONs; tables and plots are made of it alone."""
 
-import dataclasses
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from lab.plan import Arm, Run, Study
+import torch
+
+from lab.plan import Arm, Study, Trial
 from lab.recall_config import RecallConfig
-from lab.runs import FAILED, curve_of, folder_of, history_of, is_finished, read_json, result_of
+from lab.runs import Record, TrialFolder
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
+from vision_longhorn.models.create import create_model
+from vision_longhorn.runs import read_json
 
-Record = dict[str, Any]
 SPEEDS = "speed.json"
-_OF_RUNS: dict[str, Any] = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hits": dict}
+RUN = {
+    "key": str,
+    "seed": int,
+    "epochs": int,
+    "final": dict,
+    "curve": dict,
+    "hits": dict,
+}  # and more
+
+
+class Known:
+    """What earlier JSONs tell of trials and of speeds.
+
+    Args:
+        out: Folder of the studies.
+        files: JSONs of studies, or speed.json.
+
+    Attributes:
+        runs: The records of finished trials by (key of settings, seed).
+        unfinished: Those of others.
+        parameters, configs: Numbers of parameters, and settings, by their key.
+        speeds: By key of a step's settings, then by hardware.
+
+    Raises:
+        UserError: For a file that is neither.
+    """
+
+    def __init__(self, out: Path, files: Iterable[Path] = ()) -> None:
+        self.out = out
+        self.own: dict[tuple[str, int], Record] = {}  # the same as `runs`, from folders
+        self.runs: dict[tuple[str, int], Record] = {}
+        self.unfinished: dict[tuple[str, int], Record] = {}
+        self.parameters: dict[str, int] = {}
+        self.configs: dict[str, Record] = {}
+        self.speeds: dict[str, dict[str, Any]] = defaultdict(dict)
+        for file in files:
+            content = read_json(file)
+            if not file.exists():
+                raise UserError(f"there is no file {file} of a study's results")
+            is_ours = isinstance(content, dict) and ({"arms", "runs"} <= content.keys() or "speeds" in content)
+            if not is_ours:
+                raise UserError(f"{file} is no result of a study: give a JSON that `python -m lab` has written")
+            try:
+                self._take(content)
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                what = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+                raise UserError(f"{file} is a damaged result of a study ({what}): leave it out") from error
+
+    def _take(self, content: Record) -> None:
+        for record in [*content.get("runs", []), *content.get("before", [])]:
+            for field, kind in RUN.items():
+                _expect(field, record[field], kind)
+            for name, value in record["final"].items():
+                _expect(f"final.{name}", value, (int, float))
+            identity = record["key"], record["seed"]
+            hits = {**self.runs.get(identity, {}).get("hits", {}), **record["hits"]}  # studies look at different sizes
+            self.runs[identity] = {**record, "hits": hits}
+        for record in content.get("unfinished", []):
+            self.unfinished[record["key"], record["seed"]] = record
+        for arm in content.get("arms", []):
+            _expect("key", arm["key"], str)
+            _expect("config", arm["config"], dict)
+            _expect("model_kwargs", arm["config"].get("model_kwargs", {}), dict)
+            self.configs[arm["key"]] = arm["config"]
+            if arm.get("parameters"):
+                self.parameters[arm["key"]] = arm["parameters"]
+            if arm.get("speed"):
+                self.speeds[arm["speed_key"]].update(arm["speed"])
+        for key, speeds in content.get("speeds", {}).items():
+            self.speeds[key].update(speeds)
+
+    def check(self, arms: Iterable[Arm]) -> None:
+        """Raises UserError where an earlier result of an arm's key was made with other settings: the key leaves out
+        defaults, which may have changed since."""
+        for arm in arms:
+            now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
+            before = arm.config.decisive({"model_kwargs": {}, **self.configs.get(arm.key, now)})
+            for key, value in before.items():
+                if key in now and now[key] != value:
+                    raise UserError(
+                        f"{arm.label}: an earlier result of it had {key}={value!r}, and now that is {now[key]!r} by "
+                        "default: state one of them in the file of studies, or leave that result out"
+                    )
+
+    def is_done(self, trial: Trial) -> bool:
+        """Whether nothing is left to do for a trial: it is finished in its folder, or a JSON has it."""
+        return trial.identity in self.runs or TrialFolder(self.out, trial).is_finished()
+
+    def result(self, trial: Trial) -> Record:
+        """What came of a trial, from its folder if it is finished there, else from a JSON; {} where it is not done."""
+        folder, before = TrialFolder(self.out, trial), self.runs.get(trial.identity, {})
+        with contextlib.suppress(UserError):  # files of it are lost
+            if folder.is_finished():
+                if trial.identity not in self.own:
+                    self.own[trial.identity] = folder.result()
+                # The weights for the earlier hits may be gone.
+                hits = {**before.get("hits", {}), **(read_json(folder.hits_file) or {})}
+                return {**self.own[trial.identity], "hits": hits}
+        return before
+
+    def count_parameters(self, arm: Arm, num_classes: int | None = None) -> int | None:
+        """How many numbers of an arm's model are learnt; None where the data alone tell its classes."""
+        classes = num_classes or getattr(arm.config, "num_classes", 0)
+        if arm.key not in self.parameters and classes is not None:
+            model = build(arm, classes)
+            self.parameters[arm.key] = sum(parameter.numel() for parameter in model.parameters())
+        return self.parameters.get(arm.key)
 
 
 def _expect(field: str, value: Any, kind: Any) -> None:
@@ -22,132 +132,51 @@ def _expect(field: str, value: Any, kind: Any) -> None:
         raise TypeError(f"{field} is {value!r:.60}")
 
 
-class Known:
-    """What is known of runs from earlier JSONs, and of speeds.
+def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:
+    """The model of an arm, on the CPU; default: with as many classes as its settings say. Raises UserError where there
+    is no such model, or it refuses its arguments."""
+    cfg = arm.config
+    try:
+        if isinstance(cfg, RecallConfig):
+            from lab.recall import build_model  # which tables need not import
 
-    Args:
-        files: JSONs of studies, or speed.json.
-
-    Attributes:
-        runs: The records of finished runs by (key of settings, seed).
-        failed: Those of runs that were not finished.
-        parameters: Numbers of parameters by key of settings.
-        configs: Settings by their key.
-        speeds: By key of a step's settings, then by hardware.
-        environments: Where a study last ran, by its name.
-
-    Raises:
-        UserError: For a file that is neither.
-    """
-
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.runs: dict[tuple[str, int], Record] = {}
-        self.failed: dict[tuple[str, int], Record] = {}
-        self.parameters: dict[str, int] = {}
-        self.configs: dict[str, Record] = {}
-        self.speeds: dict[str, dict[str, Any]] = {}
-        self.environments: dict[str, Record] = {}
-        for file in files:
-            self._read(file)
-
-    def _read(self, file: Path) -> None:
-        content = read_json(file)
-        if not file.exists():
-            raise UserError(f"there is no file {file} of a study's results")
-        if not isinstance(content, dict) or not (
-            {"arms", "runs", "unfinished"} <= content.keys() or "speeds" in content
-        ):
-            raise UserError(f"{file} is no result of a study: give a JSON that `python -m lab` has written")
-        try:
-            self._take(content)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            what = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
-            raise UserError(
-                f"{file} is a damaged result of a study ({what}): leave it out, or give a JSON as "
-                "`python -m lab` has written it"
-            ) from error
-
-    def _take(self, content: Record) -> None:
-        if content.get("environment"):
-            self.environments[content["study"]] = content["environment"]
-        for record in content.get("runs", []):
-            before = self.runs.get((record["key"], record["seed"]), {})
-            hits = {**before.get("hits", {}), **record["hits"]}  # studies look at different sizes
-            for field, kind in _OF_RUNS.items():
-                _expect(field, record[field], kind)
-            for name, value in record["final"].items():
-                _expect(f"final.{name}", value, (int, float))
-            self.runs[record["key"], record["seed"]] = {**record, "hits": hits}
-        for record in content.get("unfinished", []):
-            self.failed[record["key"], record["seed"]] = record
-        for arm in content.get("arms", []):
-            _expect("key", arm["key"], str)
-            _expect("config", arm["config"], dict)
-            self.configs[arm["key"]] = arm["config"]
-            if arm.get("parameters"):
-                self.parameters[arm["key"]] = arm["parameters"]
-            if arm.get("speed"):
-                self.speeds.setdefault(arm["speed_key"], {}).update(arm["speed"])
-        for key, speeds in content.get("speeds", {}).items():
-            self.speeds.setdefault(key, {}).update(speeds)
-
-    def check(self, arms: Iterable[Arm]) -> None:
-        """Raises UserError where an earlier result of an arm's key was made with other settings: of what a key stands
-        for the defaults are no part, and they may have changed since."""
-        for arm in arms:
-            if arm.key not in self.configs:
-                continue
-            now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
-            for key, value in arm.config.decisive(self.configs[arm.key]).items():
-                if key in now and now[key] != value:
-                    raise UserError(
-                        f"{arm.label}: an earlier result of it had {key}={value!r}, and now that is {now[key]!r} by "
-                        "default: state one of them in the file of studies, or leave that result out"
-                    )
-
-    def is_done(self, out: Path, run: Run) -> bool:
-        """Whether nothing is left to do for a run: it is finished in its folder, or a JSON has it."""
-        return run.identity in self.runs or is_finished(folder_of(out, run), run)
+            return build_model(cfg)
+        number = num_classes or cfg.num_classes
+        classes = {} if number is None else {"num_classes": number}
+        return create_model(cfg.model, drop_path_rate=cfg.drop_path or None, **classes, **cfg.model_kwargs)
+    except UserError as error:
+        raise UserError(f"study {arm.study}, {arm.label}: {error}") from None
 
 
-def collect(study: Study, out: Path, known: Known, environment: Record | None) -> Record:
+def machine(device: str) -> str:
+    """Whose speed is measured: the GPU's name, or CPU."""
+    return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else "CPU"
+
+
+def collect(study: Study, known: Known) -> Record:
     """The content of a study's JSON.
 
     Args:
         study: The study.
-        out: Folder of the studies, with the runs' folders.
-        known: What else is known of its runs; a folder's own result comes first.
-        environment: What `describe_environment` says of this machine; None: it has run nothing, and where the study
-            last ran counts.
+        known: What is known of its trials beside their folders.
 
     Returns:
-        Dict with "study", "task", "asks", "baseline", "weights", "pair", "contrasts", "resolutions", "environment",
-        "arms" (a dict for each variant in each setting, with "key", "parameters", "config" and "speed"), "runs" (see
-        `result_of`) and "unfinished" (runs that failed, or have not had all epochs, with their curve so far).
+        Dict of the study's fields, with "arms" (a dict for each, with "key", "parameters", "config" and "speed"),
+        "runs" (see `TrialFolder.result`), "unfinished" (trials that failed, or have not had all epochs) and "before"
+        (runs of other settings or seeds that its last JSON had).
     """
-    runs, unfinished = [], []
-    for run in study.runs():
-        folder = folder_of(out, run)
-        before = known.runs.get(run.identity, {})
-        try:
-            record = result_of(folder, run) if is_finished(folder, run) else before
-        except UserError as error:  # files of it are lost
-            record = before
-            known.failed[run.identity] = _unfinished(run, folder, exit_code=0, last_line=one_line(error))
+    runs, unfinished, classes = [], [], dict[str, int | None]()
+    for trial in study.trials():
+        folder, record = TrialFolder(known.out, trial), known.result(trial)
         if record:
-            # The weights for the earlier ones may be gone. Those of other studies stand in these.
-            hits = {**before.get("hits", {}), **record.get("hits", {})}
-            wanted = {str(size): hits[str(size)] for size in study.sizes(run.arm) if str(size) in hits}
-            runs.append({**record, "hits": wanted})
-        elif failure := read_json(folder / FAILED):
-            # What was printed names places of the machine; the last line is what went wrong.
-            last = failure["last_lines"][-1:] or [""]
-            about = {"exit_code": failure["exit_code"], "last_line": last[0].replace(str(folder), folder.name)}
-            unfinished.append(_unfinished(run, folder, **about))
-        elif run.identity in known.failed and not 0 < len(history_of(folder)) < run.arm.config.epochs:
-            unfinished.append(known.failed[run.identity])
-        elif history_of(folder):
-            unfinished.append(_unfinished(run, folder))
+            classes[trial.arm.key] = record.get("environment", {}).get("num_classes")
+            wanted = [str(size) for size in study.sizes(trial.arm) if str(size) in record["hits"]]
+            runs.append({**record, "hits": {size: record["hits"][size] for size in wanted}})
+        elif found := _unfinished(folder) or known.unfinished.get(trial.identity):
+            unfinished.append(found)
+    earlier = read_json(known.out / f"{study.name}.json") or {}
+    stay = {(run["key"], run["seed"]) for run in runs}
+    left = [run for part in ("runs", "before") for run in earlier.get(part, [])]
     return {
         "study": study.name,
         "task": study.task,
@@ -155,74 +184,38 @@ def collect(study: Study, out: Path, known: Known, environment: Record | None) -
         "baseline": study.baseline,
         "weights": study.weights,
         "pair": list(study.pair),
-        "contrasts": [dataclasses.asdict(contrast) for contrast in study.contrasts],
+        "contrasts": list(study.contrasts),
         "resolutions": list(study.resolutions),
-        "environment": environment or known.environments.get(study.name),
-        "arms": [_describe(arm, known) for arm in study.arms],
+        "arms": [_describe(arm, known, classes.get(arm.key)) for arm in study.arms],
         "runs": runs,
         "unfinished": unfinished,
+        "before": [run for run in left if (run["key"], run["seed"]) not in stay],
     }
 
 
-def _unfinished(run: Run, folder: Path, **about: Any) -> Record:
-    history = history_of(folder)
-    return {"key": run.arm.key, "seed": run.seed, "epochs": len(history), "curve": curve_of(history), **about}
+def _unfinished(folder: TrialFolder) -> Record | None:
+    """What is known of a trial that is not done; of one whose files are lost, what its folder lacks."""
+    if folder.is_finished():
+        try:
+            folder.result()
+        except UserError as error:
+            return {**(folder.unfinished() or {}), "exit_code": 0, "last_line": one_line(error)}
+    return folder.unfinished()
 
 
-def _describe(arm: Arm, known: Known) -> Record:
-    if arm.key not in known.parameters:
-        known.parameters[arm.key] = count_parameters(build(arm))
+def _describe(arm: Arm, known: Known, num_classes: int | None) -> Record:
     return {
         "setting": arm.setting,
         "variant": arm.variant,
         "data": arm.data,
         "key": arm.key,
         "seeds": list(arm.seeds),
-        "parameters": known.parameters[arm.key],
+        "parameters": known.count_parameters(arm, num_classes),
         "images_per_epoch": arm.images_per_epoch,
         "speed_key": arm.speed_key,
         "speed": known.speeds.get(arm.speed_key, {}),
         "config": arm.settings(),
     }
-
-
-def build(arm: Arm) -> Any:
-    """The model of an arm, on the CPU. Raises UserError where there is no such model, or it refuses its arguments."""
-    cfg = arm.config
-    try:
-        if isinstance(cfg, RecallConfig):
-            from lab.recall import build_model
-
-            return build_model(cfg)
-        from vision_longhorn.checkpoint import create_model
-
-        return create_model(
-            cfg.model, num_classes=cfg.num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs
-        )
-    except UserError as error:
-        raise UserError(f"study {arm.study}, {arm.label}: {error}") from None
-
-
-def count_parameters(model: Any) -> int:
-    """How many numbers of a model are learnt."""
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def set_aside(path: Path, content: Record) -> Path | None:
-    """Moves a study's JSON that has runs which the new content lacks to a file beside it: their folders may be gone.
-
-    Returns:
-        That file, None where nothing would be lost.
-    """
-    earlier = (read_json(path) or {}).get("runs", [])
-    stay = {(run["key"], run["seed"]) for run in content["runs"]}
-    if all((run["key"], run["seed"]) in stay for run in earlier):
-        return None
-    aside = next(
-        file for n in range(1, 1 << 30) if not (file := path.with_name(f"{path.stem}-before-{n}.json")).exists()
-    )
-    path.rename(aside)
-    return aside
 
 
 def write_results(path: Path, content: Record) -> None:

@@ -1,119 +1,161 @@
-"""What a study's runs leave on disk: whether they are finished, and what came of them."""
+"""A trial's folder: what a study adds to a run on disk, whether it is finished, and what came of it."""
 
+import contextlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
-from lab.plan import Run
+from lab.plan import Trial
+from vision_longhorn.checkpoint import load_checkpoint
+from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
-from vision_longhorn.runs import Run as RunFiles
-from vision_longhorn.runs import read_json
+from vision_longhorn.plots import read_scalars
+from vision_longhorn.runs import Run, read_json
 
-BESIDE, FAILED, HITS, OUTPUT = "study.json", "failed.json", "hits.json", "output.log"  # beside the trainer's own files
-
-
-def folder_of(out: Path, run: Run) -> Path:
-    """Folder of a run in the folder `out` of studies: the one that another study has made for it, or its own."""
-    made = sorted(out.glob(f"runs/*-s{run.seed}-{run.arm.key}"))
-    return made[0] if made else out / "runs" / run.name
+Record = dict[str, Any]
+PATIENCE = 300  # seconds to wait for a process of an earlier, killed study, which saves and ends
 
 
-def history_of(folder: Path) -> list[dict[str, Any]]:
-    """The results of a run's finished epochs, a dict each."""
-    return RunFiles(folder).history()
+def write_json(path: Path, content: Any) -> None:
+    write_text(path, json.dumps(content) + "\n")
 
 
-def is_finished(folder: Path, run: Run) -> bool:
-    """Whether the run in the folder has nothing left to do."""
-    return run.arm.config.is_over(history_of(folder))
-
-
-def holder_of(folder: Path) -> str:
-    """What another process that writes to the folder calls itself; "" where there is none."""
-    return RunFiles(folder).holder()
-
-
-def prepare(out: Path, folder: Path, run: Run, beside: int, workers: int) -> Path:
-    """Makes the folder of a run that is to begin or to go on, and mends what a kill has left half there.
+class TrialFolder(Run):
+    """The folder of a trial: the one that another study has made for it, or its own.
 
     Args:
         out: Folder of the studies.
-        folder, run: The run's folder, and the run.
-        beside: Runs that share its device, itself included.
-        workers: Loader processes, if it begins: the order of its samples depends on them, so it keeps them.
+        trial: The trial.
 
-    Returns:
-        The YAML file of its effective settings.
+    Attributes:
+        output_file: What its process prints.
+        hits_file: Which images its final weights get right, by the side of the images (see `lab.hits`).
+        failed_file: Exit code and last line of a process that failed.
+        beside_file: How many processes shared its device.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / FAILED).unlink(missing_ok=True)
-    before = (read_json(folder / BESIDE) or {}).get("side_by_side", beside)
-    write_text(folder / BESIDE, json.dumps({"side_by_side": max(before, beside)}) + "\n")
-    file = out / "configs" / f"{folder.name}.yaml"
-    config = run.arm.config
-    values = {key: value for key, value in config.values().items() if key not in config.named("host")}
-    own = {"seed": run.seed, **({"workers": workers} if run.arm.of_images else {})}
-    write_text(file, yaml.safe_dump({**values, **own}, sort_keys=False))
-    return file
 
+    def __init__(self, out: Path, trial: Trial) -> None:
+        made = sorted(out.glob(f"runs/*-s{trial.seed}-{trial.arm.key}"))
+        super().__init__(made[0] if made else out / "runs" / trial.name)
+        self.trial, self.config_given = trial, out / "configs" / f"{self.path.name}.yaml"
+        self.output_file, self.hits_file, self.failed_file, self.beside_file = (
+            self.path / name for name in ("output.log", "hits.json", "failed.json", "study.json")
+        )
 
-def complete_history(folder: Path, run: Run) -> None:
-    """Writes the results of a run that was killed between its last checkpoint and them; without this it could neither
-    go on nor count as finished."""
-    files = RunFiles(folder)
-    if len(files.history()) != run.arm.config.epochs - 1 or not files.last.exists():
-        return
-    from vision_longhorn.checkpoint import load_checkpoint
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do. Completes the results of a run that was killed between its last checkpoint
+        and these: else it could neither go on nor count as finished."""
+        config, history = self.trial.arm.config, self.history()
+        if len(history) == config.epochs - 1 and self.last.exists() and not config.is_over(history):
+            checkpoint = load_checkpoint(self.last)
+            if checkpoint["epoch"] == config.epochs and not self.holder():
+                history = checkpoint["history"]
+                self.write_history(history)
+        return config.is_over(history)
 
-    checkpoint = load_checkpoint(files.last)
-    if checkpoint["epoch"] == run.arm.config.epochs:
-        files.write_history(checkpoint["history"])
+    def unseen(self, sizes: list[int]) -> list[int]:
+        """Those of the sizes at which its final weights can be evaluated and have not been."""
+        known = read_json(self.hits_file) or {}
+        missing = [size for size in sizes if str(size) not in known]
+        return missing if missing and self.last.exists() and self.is_finished() else []
 
+    def prepare(self, beside: int, workers: int) -> Path:
+        """Readies the folder for a process that begins the trial or goes on with it.
 
-def note_failure(folder: Path, code: int) -> dict[str, Any]:
-    """Records that a run has ended by the exit code `code`; the record, with the last lines it has printed."""
-    try:
-        lines = (folder / OUTPUT).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    except OSError:
+        Args:
+            beside: Processes that share its device, itself included.
+            workers: Loader processes. They decide the order of the samples, so a run that has begun keeps them.
+
+        Returns:
+            The YAML file of its settings, to which the trainer's options add.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        end = time.monotonic() + PATIENCE
+        while self.holder() and time.monotonic() < end:
+            time.sleep(0.2)
+        self.failed_file.unlink(missing_ok=True)
+        before = (read_json(self.beside_file) or {}).get("side_by_side", beside)
+        write_json(self.beside_file, {"side_by_side": max(before, beside)})
+        arm = self.trial.arm
+        left_out = arm.config.named("host")
+        values = {key: value for key, value in arm.config.values().items() if key not in left_out}
+        own = {"seed": self.trial.seed, **({"workers": workers} if arm.data else {})}
+        write_text(self.config_given, yaml.safe_dump({**values, **own}, sort_keys=False))
+        return self.config_given
+
+    def note_failure(self, code: int) -> str:
+        """Records that a process has ended by the exit code `code`; what it printed last."""
         lines = []
-    record = {"exit_code": code, "last_lines": lines[-8:], "time": time.strftime("%Y-%m-%d %H:%M:%S")}
-    write_text(folder / FAILED, json.dumps(record, indent=2) + "\n")
-    return record
+        with contextlib.suppress(OSError):
+            lines = self.output_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        # What was printed names places of the machine.
+        last = lines[-1].replace(str(self.path), self.path.name) if lines else ""
+        write_json(self.failed_file, {"exit_code": code, "last_line": last})
+        return "".join(f"\n    {line}" for line in lines[-8:])
+
+    def unfinished(self) -> Record | None:
+        """How far a trial has come that is not finished, None where it has not begun: "key", "seed", "epochs", "curve",
+        and where its process failed "exit_code" and "last_line"."""
+        history, failure = self.history(), read_json(self.failed_file)
+        if not history and not failure:
+            return None
+        about = {"key": self.trial.arm.key, "seed": self.trial.seed, "epochs": len(history)}
+        return {**about, "curve": curve_of(history), **(failure or {})}
+
+    def result(self) -> Record:
+        """What came of a finished trial, fit for JSON and without a path.
+
+        Returns:
+            Dict with "key" (of its settings), "seed", "epochs", "final" ("raw", "ema": top-1 in per cent of the last
+            epoch), "curve" (a list for each: "epoch", "train_loss", "raw", "ema"), "seconds" (of training, without
+            evaluation), "images_per_s", "wall_seconds" (from its first update, evaluation included), "side_by_side"
+            (processes on its device), "skipped_updates" and "environment". A trial of recall has the share of answered
+            queries as its top-1, and sequences for images.
+
+        Raises:
+            UserError: Where its files are lost.
+        """
+        history, environment = self.history(), self.environment()
+        try:
+            _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(f"{self.environment_file} does not say what its run was: remove {self.path}") from None
+        curve = curve_of(history)
+        clock = self._clock(updates * batch)
+        images = len(history) * updates * batch
+        return {
+            "key": self.trial.arm.key,
+            "seed": self.trial.seed,
+            "epochs": len(history),
+            "final": {name: curve[name][-1] for name in ("raw", "ema") if name in curve},
+            "curve": curve,
+            **clock,
+            "images_per_s": _round(images / clock["seconds"]) if clock["seconds"] else None,
+            "side_by_side": (read_json(self.beside_file) or {}).get("side_by_side", 1),
+            "environment": environment,
+        }
+
+    def _clock(self, images_per_epoch: int) -> Record:
+        """Seconds and skipped updates, from the events of all times that the run was begun or gone on with."""
+        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+        scalars = read_scalars(self.path)
+        epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
+        seconds = float((np.diff(epochs, prepend=0) * images_per_epoch / rates).sum())
+        times = [[event.wall_time for event in EventFileLoader(str(file)).Load()] for file in self.event_files()]
+        wall = sum(stretch[-1] - stretch[0] for stretch in times if stretch)
+        return {
+            "seconds": _round(seconds),
+            "wall_seconds": _round(max(wall, seconds)),  # what a kill kept from the file is in neither event
+            "skipped_updates": int(scalars["train/skipped"][1][-1]),
+        }
 
 
-def result_of(folder: Path, run: Run) -> dict[str, Any]:
-    """What came of a finished run, fit for JSON and without a path.
-
-    Returns:
-        Dict with "key" (of its settings), "seed", "epochs", "final" ("raw", "ema": top-1 in per cent of the last
-        epoch), "curve" (a list for each: "epoch", "train_loss", "raw", "ema"), "seconds" (of training, without
-        evaluation), "images_per_s", "wall_seconds" (from its first update, evaluation included), "side_by_side" (runs
-        on its device), "skipped_updates", "environment", and "hits" by image size (see `hits_of`), as far as
-        they were looked at. A run of recall has the share of answered queries as its top-1, and sequences for images.
-    """
-    history, environment = history_of(folder), RunFiles(folder).environment()
-    facts = {key: environment.pop(key, None) for key in ("command", "updates_per_epoch", "global_batch")}
-    curve = curve_of(history)
-    images = len(history) * facts["updates_per_epoch"] * facts["global_batch"]
-    clock = _clock(folder, images / len(history))
-    return {
-        "key": run.arm.key,
-        "seed": run.seed,
-        "epochs": len(history),
-        "final": {name: curve[name][-1] for name in ("raw", "ema") if name in curve},
-        "curve": curve,
-        **clock,
-        "images_per_s": _round(images / clock["seconds"]) if clock["seconds"] else None,
-        "side_by_side": (read_json(folder / BESIDE) or {}).get("side_by_side", 1),
-        "environment": environment,
-        "hits": read_json(folder / HITS) or {},
-    }
-
-
-def curve_of(history: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def curve_of(history: list[Record]) -> dict[str, list[Any]]:
     """What a run's epochs came to: lists "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where
     it was not evaluated), as far as an epoch has them."""
     curve: dict[str, list[Any]] = {
@@ -124,27 +166,6 @@ def curve_of(history: list[dict[str, Any]]) -> dict[str, list[Any]]:
         if any(tag in entry for entry in history):
             curve[name] = [_round(entry[tag]["top1"]) if tag in entry else None for entry in history]
     return curve
-
-
-def _clock(folder: Path, images_per_epoch: float) -> dict[str, Any]:
-    """Seconds and skipped updates, from a run's events: it may have been stopped and gone on several times."""
-    import numpy as np
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    from vision_longhorn.plots import read_scalars
-
-    scalars = read_scalars(folder)
-    epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
-    seconds = float((np.diff(epochs, prepend=0) * images_per_epoch / rates).sum())
-    wall = 0.0
-    for file in RunFiles(folder).event_files():
-        times = [event.wall_time for event in EventFileLoader(str(file)).Load()]
-        wall += times[-1] - times[0] if times else 0
-    return {
-        "seconds": _round(seconds),
-        "wall_seconds": _round(max(wall, seconds)),  # what a kill kept from the file is in neither event
-        "skipped_updates": int(scalars["train/skipped"][1][-1]),
-    }
 
 
 def _round(number: float) -> float:

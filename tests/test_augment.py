@@ -12,7 +12,7 @@ from PIL import Image
 from test_images import encode, rotated, scene, swapped_profile
 from test_shards import write_tar
 from timm.data import create_transform
-from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP
+from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP, AutoAugment
 from torchvision.transforms import RandomCrop
 
 from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
@@ -21,7 +21,7 @@ from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.data.operations import AFFINE, KINDS
 from vision_longhorn.data.transforms import mend_posterize, train_transform
 from vision_longhorn.errors import UserError
-from vision_longhorn.training.config import Config
+from vision_longhorn.training.config import Config, read_config_file
 
 MEAN, STD, FILL = (0.5, 0.4, 0.3), (0.2, 0.25, 0.3), (128, 102, 76)
 CPU = torch.device("cpu")
@@ -560,3 +560,14 @@ def test_decoding_to_tensors_refuses_the_same_files():
     for broken in (data[: len(data) * 2 // 3], data[:-300], data[:40], b"", b"text", encode(scene(), "GIF")):
         with pytest.raises(DataError, match="not a readable image"):
             decode_tensor(broken)
+
+
+def test_the_policy_for_cifar_is_that_of_its_paper_in_both_halves():
+    cfg = Config(**{**read_config_file("cifar10"), "auto_augment": "cifar10"})
+    settings = dict(input_size=(3, 32, 32), interpolation="bicubic", mean=cfg.mean, std=cfg.std)
+    transform = train_transform(settings, cfg.values())
+    policy = next(step for step in transform.transforms if isinstance(step, AutoAugment)).policy
+    assert len(policy) == 25 and all(len(pair) == 2 for pair in policy)
+    assert [(op.name, op.prob) for op in policy[0]] == [("Invert", 0.1), ("ContrastIncreasing", 0.2)]
+    assert [op.name for op in policy[1]] == ["Rotate", "TranslateXRel"]
+    split_transform(transform)  # which refuses what a GPU has no form for

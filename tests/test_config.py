@@ -229,6 +229,16 @@ def test_a_resumed_run_brings_its_own_config(tmp_path):
         load_config(["--resume", str(tmp_path), "--config", "cifar10"])
 
 
+def test_what_only_changes_speed_or_writing_does_not_decide_what_comes_out():
+    plain = Config(data="DIR", model_kwargs={"depth": 2})
+    kwargs = {"depth": 2, "save_states": True}
+    other = Config(data="DIR", model_kwargs=kwargs, cuda_graphs=True, keep_in_memory=True, log_interval=1, run_dir="x")
+    assert other.values() != plain.values() and other.decisive(other.values()) == plain.decisive(plain.values())
+    for change in dict(lr=0.5), dict(data="ELSE"), dict(workers=1), dict(model_kwargs={"depth": 3}), dict(seed=1):
+        changed = Config(**{**plain.values(), **change})
+        assert changed.decisive(changed.values()) != plain.decisive(plain.values()), change
+
+
 def test_what_a_run_was_allowed_is_neither_saved_nor_believed(tmp_path):
     config, _ = load_config(["--data", "pipe:cat x.tar", "--allow-pipe"])
     assert config.allow_pipe and "allow_pipe" not in config.values()

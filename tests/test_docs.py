@@ -67,7 +67,7 @@ ENDINGS = {
 # fmt: off
 FOREIGN_FILES = {
     "validate.py", "benchmark.py",          # scripts of timm's
-    "ab.png",                               # the reader's
+    "ab.png", "mine.yaml",                  # the reader's
     "eval-last-imagenette-val-raw-mapped.json",  # put together from what was evaluated
 }
 # fmt: on
@@ -81,6 +81,8 @@ FOREIGN_OPTIONS = {
         "--num_machines",
         "--num_processes",
         "--quiet",
+        "--use_deepspeed",
+        "--use_fsdp",
     },
     "torchrun": {
         "--master_addr",

@@ -329,16 +329,12 @@ def test_a_result_that_cannot_be_saved_is_printed(named, capsys):
     assert said.err.count("\n") == 1 and "out.json cannot be written" in said.err
 
 
-def test_random_weights_are_called_so(run, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    data = renamed(run, tmp_path / "data", DIGITS)
-    model = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "img_size=8", "patch_size=4"]
-    result = eval_script.main([*model, "--num-classes", "10", "--data", str(data), "--workers", "0"])
-    assert result["weights"] == "random" and "note: random weights" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.glob("*.json")] == ["eval-vlonghorn_test-data-val-random.json"]
-    fails_with_one_line(
-        eval_script.main, [*model, "--data", data, "--workers", "0"], capsys, "1000", "--num-classes 10"
-    )
+def test_a_bare_state_dict_brings_no_data(run, tmp_path, capsys):
+    checkpoint = load_checkpoint(run / "best.pt")
+    torch.save(checkpoint["state_dict"], tmp_path / "bare.pt")
+    kwargs = [f"{key}={value}" for key, value in checkpoint["config"]["model_kwargs"].items()]
+    words = [tmp_path / "bare.pt", "--model", "vlonghorn_test", "--num-classes", "10", "--model-kwargs", *kwargs]
+    fails_with_one_line(eval_script.main, words, capsys, "no data", "--data")
 
 
 def test_another_split_has_its_own_size(run, tmp_path):
@@ -438,13 +434,20 @@ def test_a_failed_save_leaves_the_old_checkpoint_and_no_litter(tmp_path):
         (["--checkpoint", "{run}", "--num-classes", "0"], ["--num-classes", "0"]),
         (["--checkpoint", "{run}", "--device", "cuda"], ["device is 'cuda'", "give auto or cpu"]),
         (["--checkpoint", "{run}", "--batchsize", "8"], ["--batchsize", "--batch-size"]),
-        (["--model", "vlonghorn_tinny", "--data", "x"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
-        (["--model", "vlonghorn_test"], ["--data"]),
+        (["--model", "vlonghorn_tinny", "--pretrained", "--data", "x"], ["vlonghorn_tinny", "vlonghorn_tiny"]),
+        (["--model", "vlonghorn_test", "--data", "x"], ["a run's folder", "--pretrained"]),
+        (["--model", "resnet50", "--pretrained", "--num-classes", "3"], ["--num-classes", "leave it out"]),
         (["--model", "vim_test", "--model-kwargs", "depth=1", "{run}"], ["KEY=VALUE", "before the options"]),
-        (["--model", "nonsense", "--data", "x"], ["unknown model 'nonsense': timm.list_models() has them all"]),
-        (["--model", "vim_test", "--data", "x", "--model-kwargs", "num_classes=3"], ["num_classes", "--num-classes"]),
         (
-            ["--model", "vim_test", "--data", "x", "--model-kwargs", 'img_size="32"'],
+            ["--model", "nonsense", "--pretrained"],
+            ["unknown model 'nonsense': timm.list_models() has them all"],
+        ),
+        (
+            ["--model", "vim_test", "--pretrained", "--model-kwargs", "num_classes=3"],
+            ["num_classes", "--num-classes"],
+        ),
+        (
+            ["--model", "vim_test", "--pretrained", "--data", "x", "--model-kwargs", 'img_size="32"'],
             ["img_size is '32'", "whole number"],
         ),
         ([], ["a run's folder", "--model"]),

@@ -13,7 +13,7 @@ from PIL import Image
 from test_old_files import FILES
 from timm.utils import CheckpointSaver
 
-from lab import study
+from lab import __main__ as lab
 from vision_longhorn import curves, export, hub, maps, plots, predict, shards
 from vision_longhorn import eval as evaluation
 from vision_longhorn.checkpoint import create_model, load_checkpoint, save_checkpoint
@@ -262,7 +262,7 @@ def test_a_run_writes_over_no_results_of_others(tmp_path, name):
 def test_a_study_writes_over_no_table_of_others(tmp_path):
     (tmp_path / "mixers.md").write_text("mine")
     with pytest.raises(UserError, match="mixers.md is there already"):
-        study.main(["mixers", "--report", "--out", str(tmp_path)])
+        lab.main(["mixers", "--report", "--out", str(tmp_path)])
     assert (tmp_path / "mixers.md").read_text() == "mine"
 
 

@@ -6,19 +6,21 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
 import yaml
-from test_study import Studying, finish, of, server, until  # noqa: F401, the server is needed here, too
+from test_lab import Studying, finish, of, server, until  # noqa: F401, the server is needed here, too
 from test_train import fails_with_one_line, fresh_process_state  # noqa: F401, which each run here needs, too
 
-from lab import recall, study
+from lab import __main__ as lab
+from lab import recall
 from lab.mqar import RecallModel, draw_sequences
 from lab.plan import read_studies
 from lab.recall_config import RecallConfig
-from lab.results import build, count_parameters
+from lab.results import Known, build
 from lab.tables import markdown
 from vision_longhorn.errors import UserError
 
@@ -61,7 +63,7 @@ def test_every_query_asks_for_the_value_that_its_key_was_given():
     assert torch.equal(data.tokens.gather(1, data.places.long()), keys) and torch.equal(data.answers, values)
     assert (data.places >= 2 * pairs).all() and (data.places % 2 == 0).all() and (data.places < length).all()
     # From the tokens alone, as a reader would: a later key's value stands behind its first occurrence.
-    labels = data.labels()
+    labels = torch.full_like(data.tokens, -100).scatter(1, data.places.long(), data.answers)
     for tokens, wanted in zip(data.tokens[:50].tolist(), labels[:50].tolist()):
         for i, token in enumerate(tokens):
             if i >= 2 * pairs and token:
@@ -145,15 +147,16 @@ def test_the_rate_falls_by_epochs_along_a_cosine_to_zero(tmp_path):
 def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch, how):
     cfg = settings(model_kwargs={"rule": "exact"})
     start(tmp_path / "whole", cfg)
-    real, made = recall.RecallRun.train_step, []
+    real, made = recall.RecallRun.update, []
 
     def step(run, batch):
-        real(run, batch)
-        made.append(run.updates)
-        if run.updates == 9:  # the third of the second epoch
+        found = real(run, batch)
+        made.append(batch)
+        if len(made) == 9:  # the third of the second epoch
             if how == "kill":
                 raise KeyboardInterrupt
             os.kill(os.getpid(), signal.SIGTERM)
+        return found
 
     if how == "before its results":
         start(tmp_path / "run", cfg)
@@ -163,10 +166,10 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch
         (tmp_path / "run/last.pt").unlink()  # it is there under another name, and the run begins anew
     else:
         with monkeypatch.context() as patch, pytest.raises((SystemExit, KeyboardInterrupt)) as end:
-            patch.setattr(recall.RecallRun, "train_step", step)
+            patch.setattr(recall.RecallRun, "update", step)
             start(tmp_path / "run", cfg)
         assert how == "kill" or end.value.code == 128 + signal.SIGTERM
-        assert len(results(tmp_path / "run")) == 1 and made[-1] == 9
+        assert len(results(tmp_path / "run")) == 1 and len(made) == 9
     start(tmp_path / "run", cfg)
     assert results(tmp_path / "run") == results(tmp_path / "whole")
     weights = [torch.load(tmp_path / name / "last.pt")["state_dict"] for name in ("run", "whole")]
@@ -189,31 +192,35 @@ def test_graphs_and_a_compiled_loss_change_nothing_on_a_gpu(tmp_path, monkeypatc
         assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=rel)
 
     def step(run, index):
-        real(run, index)
-        if run.updates == 50:  # within the second epoch
+        made.append(index)
+        if len(made) == 50:  # within the second epoch
             os.kill(os.getpid(), signal.SIGTERM)
+        return real(run, index)
 
-    real = recall.RecallRun.train_step
+    real, made = recall.RecallRun.update, []
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(recall.RecallRun, "train_step", step)
+        patch.setattr(recall.RecallRun, "update", step)
         start(tmp_path / "stopped", settings(**cfg), "cuda")
     start(tmp_path / "stopped", settings(**cfg), "cuda")
     assert results(tmp_path / "stopped") == both
 
 
 def test_updates_that_are_not_finite_are_skipped_and_an_epoch_of_them_ends_the_run(tmp_path, monkeypatch):
-    real = recall.RecallRun.loss
+    real, seen = recall.mean_loss, []
 
-    def loss(run, batch):
-        found, right = real(run, batch)
-        return (found * float("nan") if run.model.training and run.updates in bad else found), right
+    def loss(scores, answers):
+        found = real(scores, answers)
+        if not scores.requires_grad:  # an evaluation's
+            return found
+        seen.append(found)
+        return found * float("nan") if len(seen) - 1 in bad else found
 
-    monkeypatch.setattr(recall.RecallRun, "loss", loss)
+    monkeypatch.setattr(recall, "mean_loss", loss)
     bad = {2, 7}
     start(tmp_path / "some", settings())
     assert all(entry["train_loss"] < 10 for entry in results(tmp_path / "some"))
     assert torch.load(tmp_path / "some/last.pt")["skipped"] == 2
-    bad = range(6, 12)
+    seen, bad = [], range(6, 12)
     with pytest.raises(UserError, match="epoch 2 were skipped.*lower lr than 0.01"):
         start(tmp_path / "all", settings())
 
@@ -251,8 +258,8 @@ def figures(folder):
 
 
 def test_a_study_is_run_killed_and_gone_on_with(folder):
-    assert finish(folder, "recall", "--dry-run").count("unknown\n") == 4
-    first = Studying(folder, "recall", "--jobs", 2, SLOW="0.1")
+    assert finish(folder, "recall", "--dry-run").count(" 0 of 2 epochs\n") == 4
+    first = Studying(folder, "recall", "--per-gpu", 2, SLOW="0.1")
     until(lambda: list(folder.glob("studies/runs/*/last.pt")))
     for child in psutil.Process(first.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -260,7 +267,7 @@ def test_a_study_is_run_killed_and_gone_on_with(folder):
     until(lambda: "FAILED" in first.text)
     first.process.terminate()
     assert first.wait() == 128 + signal.SIGTERM, first.text
-    said = finish(folder, "recall", "--jobs", 2)
+    said = finish(folder, "recall", "--per-gpu", 2)
     assert "FAILED" not in said
     content = json.loads((folder / "studies/recall.json").read_text())
     assert len(content["runs"]) == 4 and not content["unfinished"] and content["task"] == "recall"
@@ -273,15 +280,10 @@ def test_a_study_is_run_killed_and_gone_on_with(folder):
     other = folder / "other"
     other.mkdir()
     shutil.copy(folder / "studies.yaml", other)
-    finish(other, "recall", "--jobs", 2)
+    finish(other, "recall", "--per-gpu", 2)
     assert figures(other) == figures(folder)
     shutil.rmtree(other / "studies/runs")
     assert table.splitlines()[:-1] == finish(other, "recall", "--report").splitlines()[1 : len(table.splitlines())]
-    # What a run takes is known from those that differ in their rate.
-    content["runs"] = content["runs"][:2]
-    (other / "studies/recall.json").write_text(json.dumps(content))
-    said = finish(other, "recall", "--dry-run")
-    assert "unknown" not in said and said.count(" done ") == 2 and "2 of 4 runs to do" in said
 
 
 def test_variants_are_the_studies_own_mixers_and_a_grid_makes_settings():
@@ -297,9 +299,10 @@ def test_variants_are_the_studies_own_mixers_and_a_grid_makes_settings():
         assert type(mixer) is type(mixers[name]) and getattr(mixer, "rule", 0) == getattr(mixers[name], "rule", 0)
     assert {arm.variant for arm in studies["recall"].arms} == mixers.keys()
     assert len(studies["recall"].arms) == 7 * 2 * 3 and len(studies["recall-full"].arms) == 7 * 5 * 4 * 4
-    full = {run.identity for run in studies["recall-full"].runs()}
-    assert {run.identity for run in studies["recall"].runs()} <= full
-    wide = {arm.variant: count_parameters(build(arm)) for arm in studies["recall"].arms if arm.config.width == 128}
+    full = {run.identity for run in studies["recall-full"].trials()}
+    assert {run.identity for run in studies["recall"].trials()} <= full
+    known = Known(Path("nowhere"))
+    wide = {arm.variant: known.count_parameters(arm) for arm in studies["recall"].arms if arm.config.width == 128}
     assert max(wide.values()) < 1.1 * min(wide.values())
 
 
@@ -328,11 +331,11 @@ def test_mistakes_in_the_file_are_named(content, words):
 def test_what_recall_cannot_do_is_said(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     words = ["recall", "--file", "studies.yaml", "--device", "cpu"]
-    fails_with_one_line(study.main, [*words, "--speed"], capsys, "leave recall out")
-    fails_with_one_line(study.main, [*words, "--data", "DIR"], capsys, "no data are needed")
+    fails_with_one_line(lab.main, [*words, "--speed"], capsys, "leave recall out")
+    fails_with_one_line(lab.main, [*words, "--data", "DIR"], capsys, "no data are needed")
     made = changed(variants=[{"name": "longhorn", "model_kwargs": {"wings": 2}}])
     (folder / "studies.yaml").write_text(yaml.safe_dump(made))
-    fails_with_one_line(study.main, words, capsys, "lr0.003-longhorn", "wings")
+    fails_with_one_line(lab.main, words, capsys, "lr0.003-longhorn", "wings")
 
 
 def test_the_table_shows_the_best_rate_and_all_of_them():

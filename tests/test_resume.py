@@ -855,13 +855,12 @@ def test_where_no_bar_shows_it_a_line_now_and_then_says_how_far_a_run_is(tmp_pat
     monkeypatch.setattr(updates, "QUIET", -1)
     lines = []
     monitor = UpdateMonitor(
+        Config(log_interval=1, max_bad_steps=2),
         make_accelerator("cpu"),
         SimpleNamespace(received=0),
-        tmp_path,
+        runs.Run(tmp_path),
         images=4,
         updates_per_epoch=3,
-        log_interval=1,
-        max_bad_steps=2,
         say=lines.append,
     )
     for number in range(1, 5):

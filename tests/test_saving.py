@@ -372,7 +372,7 @@ def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
     path, _, averaged = run
     hub.main([str(path), str(tmp_path / "folder")])
     source = f"{prefix}{tmp_path / 'folder'}"
-    loaded = load_model(eval_command.parse([source]).run, pretrained=False)  # as for a name alone
+    loaded = load_model(eval_command.parse([source]).run)
     assert same(loaded.model, averaged)
     assert (loaded.name, loaded.weights, loaded.file) == (f"local-dir:{tmp_path / 'folder'}", "pretrained", None)
     assert same(export._load(argparse.Namespace(model=source), True, {})[0], averaged)

@@ -98,7 +98,6 @@ def match_classes(
     by_name: bool,
     model: str,
     data: str,
-    remedy: str = "",
 ) -> tuple[ClassMap | None, str]:
     """Finds out whether a model's classes are those of the data, in the same order.
 
@@ -107,7 +106,6 @@ def match_classes(
         data_names, data_classes: The same of the data, each None if unknown.
         by_name: Where they differ, pair those of one name.
         model, data: What to call the two in messages.
-        remedy: What to do where the names are unknown and the numbers differ.
 
     Returns:
         (ClassMap, or None where index i is the same class in both; note: what could not be compared, "" if nothing).
@@ -141,7 +139,11 @@ def match_classes(
             "gives data their names"
         )
     if data_classes not in (None, num_classes):
-        raise UserError(f"{model} has {num_classes} classes, {data} has {data_classes}: {remedy}")
+        raise UserError(
+            f"{model} has {num_classes} classes, {data} has {data_classes}: give data of the model's classes; "
+            "--map-classes could pair them by name, which `python -m vision_longhorn.shards index DIR --classes FILE` "
+            "gives to data"
+        )
     number = (
         "labels are taken as the model's" if data_classes is None else f"only their number was compared, {num_classes}"
     )

@@ -12,7 +12,7 @@ DIGITS = "digits"  # what a user gives as --data
 
 
 def locate_data(spec: str, accelerator: Accelerator) -> str:
-    """`spec` itself, or the folder of the built-in digits, which are made in ./data/digits where they are missing."""
+    """`spec` itself, or the folder ./data/digits for the built-in digits, which are made there if they are missing."""
     if spec != DIGITS:
         return spec
     from vision_longhorn.data.sharding import make_digits  # which imports torch

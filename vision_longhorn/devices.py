@@ -10,9 +10,6 @@ from accelerate.utils import GradientAccumulationPlugin, parse_flag_from_env
 
 from vision_longhorn.errors import UserError, one_line
 
-# Engines by which `accelerate launch` would train in the place of the code here
-ENGINES = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")
-
 
 def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: int = 1, **kwargs: Any) -> Accelerator:
     """Makes the accelerator of a command, and says which settings of accelerate's environment it does not follow.
@@ -31,30 +28,12 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
             its own, or the processes cannot meet.
     """
     try:
-        for engine in ENGINES:
-            if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
-                raise UserError(
-                    f"ACCELERATE_USE_{engine} is set, as by `accelerate launch --use_{engine.lower()}` or its config "
-                    "file: that engine does not run the models here, leave it out; only training shares out a model, "
-                    "with its setting fsdp"
-                )
-        # The scans run on CUDA and on the CPU. accelerate would take Apple's GPU by itself.
-        cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
-        if device == "cuda" and cpu:
-            raise UserError(
-                "device is 'cuda', but PyTorch finds no CUDA GPU here, or the launcher got --cpu: give auto or cpu"
-            )
-        if precision == "fp16" and cpu:
-            raise UserError("precision is 'fp16', which needs a GPU: give bf16 or fp32")
-        # GPUs of NVIDIA before the A100 (T4, V100, RTX 2080) emulate bf16, and slowly.
-        has_bf16 = cpu or torch.cuda.is_bf16_supported(including_emulation=False)
-        if precision == "auto":
-            precision = "fp32" if cpu else "bf16" if has_bf16 else "fp16"
+        cpu, used = _choose(device, precision)
         # accelerate keeps its state for the life of a process; only the group of several processes has to stay.
         AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
         accelerator = Accelerator(
             cpu=cpu,
-            mixed_precision="no" if precision == "fp32" else precision,
+            mixed_precision="no" if used == "fp32" else used,
             # These two are given, so that accelerate does not read them from its environment.
             dynamo_backend="no",
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum),
@@ -68,14 +47,38 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
         raise UserError(
             f"accelerate gives the device {accelerator.device}: unset ACCELERATE_TORCH_DEVICE, or start new processes"
         )
-    if not has_bf16 and precision == "fp16":
+    if (precision, used) == ("auto", "fp16"):
         accelerator.print(f"Note: {torch.cuda.get_device_name()} has no bf16 in hardware: it runs in fp16.")
-    used = {"MIXED_PRECISION": precision, "DYNAMO_BACKEND": "no", "GRADIENT_ACCUMULATION_STEPS": str(grad_accum)}
-    for name, value in used.items():
+    settings = {"MIXED_PRECISION": used, "DYNAMO_BACKEND": "no", "GRADIENT_ACCUMULATION_STEPS": grad_accum}
+    for name, value in settings.items():
         asked = os.environ.get(f"ACCELERATE_{name}", "no").lower()
-        if asked not in ("no", "1", value):
+        if asked not in ("no", "1", str(value)):
             accelerator.print(f"Note: ACCELERATE_{name} {asked} changes nothing: the command's own options count.")
     return accelerator
+
+
+def _choose(device: str, precision: str) -> tuple[bool, str]:
+    """(whether the CPU computes, the precision) for the arguments of `make_accelerator`."""
+    for engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
+        if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
+            raise UserError(
+                f"ACCELERATE_USE_{engine} is set, as by `accelerate launch --use_{engine.lower()}` or its config file: "
+                "that engine does not run the models here, leave it out; only training shares out a model, with its "
+                "setting fsdp"
+            )
+    # The scans run on CUDA and on the CPU. accelerate would take Apple's GPU by itself.
+    cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    if device == "cuda" and cpu:
+        raise UserError(
+            "device is 'cuda', but PyTorch finds no CUDA GPU here, or the launcher got --cpu: give auto or cpu"
+        )
+    if precision == "fp16" and cpu:
+        raise UserError("precision is 'fp16', which needs a GPU: give bf16 or fp32")
+    if precision == "auto":
+        # GPUs of NVIDIA before the A100 (T4, V100, RTX 2080) emulate bf16, and slowly.
+        on_gpu = "bf16" if cpu or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        precision = "fp32" if cpu else on_gpu
+    return cpu, precision
 
 
 def leave(accelerator: Accelerator) -> None:

@@ -50,7 +50,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="run the command of --data pipe:COMMAND, or of the checkpoint's data, which prints shards",
     )
-    parser.add_argument("--num-classes", type=count, help="[the checkpoint's, or the model's own]")
+    parser.add_argument("--num-classes", type=count, help="[the checkpoint's]")
     parser.add_argument(
         "--map-classes",
         action="store_true",
@@ -69,9 +69,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{args.run} and --checkpoint {args.checkpoint} both say what to evaluate: give one of them")
     args.run = args.run or args.checkpoint
     args.model_kwargs = parse_pairs(args.model_kwargs)
-    check_names(args.model_kwargs, {"pretrained": "--pretrained"})
-    if not (args.run or args.model) or args.run and args.pretrained:
+    check_names(args.model_kwargs, {"pretrained": "--pretrained", "num_classes": "--num-classes"})
+    if bool(args.run) == args.pretrained or args.pretrained and not args.model:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
+    if args.pretrained and args.num_classes:
+        raise UserError("--num-classes with --pretrained: these weights have classes of their own, leave it out")
     others = [path for path in (args.predictions, args.report) if path]
     if args.out is not None:
         check_output("--out", args.out, (".json",), lambda path: read_result(path) is not None, others)

@@ -21,7 +21,7 @@ class Loaded(NamedTuple):
 
     model: TimmModel  # in training mode on the CPU
     name: str  # timm's
-    weights: str  # "EMA", "raw", "pretrained", "pretrained, random classifier" or "random"
+    weights: str  # "EMA", "raw" or "pretrained"
     settings: dict[str, Any]  # of its input, as `timm.data.create_transform` takes them for evaluation
     class_names: list[str] | None  # by index; None: unknown
     display_names: list[str] | None  # what people call the classes, by index; None: unknown
@@ -39,7 +39,6 @@ def load_model(
     source: str | os.PathLike[str] | None = None,
     name: str | None = None,
     *,
-    pretrained: bool = True,
     num_classes: int | None = None,
     ema: bool | None = None,
     **model_kwargs: Any,
@@ -52,8 +51,7 @@ def load_model(
     Args:
         source: A run's folder (then its best.pt), a checkpoint, or a source of `runs.timm_source`.
         name: timm's name of the model, where there is no source, or the source does not tell it.
-        pretrained: Load the weights that belong to a name, where there is no source.
-        num_classes: Number of classes; default: the source's.
+        num_classes: Number of classes of a checkpoint; default: what it says.
         ema: Take the averaged weights of a checkpoint, or the raw ones; None: the averaged ones where there are any.
         **model_kwargs: Arguments of the model; they override the source's.
 
@@ -65,25 +63,13 @@ def load_model(
     from vision_longhorn.models.create import create_model
 
     if source is not None and name is None and (name := timm_source(source)):
-        source, pretrained = None, True
+        source = None
     if source is None:
         if name is None:
             raise UserError("no model: give a run's folder or a checkpoint, or the name of a model")
-        model = create_model(name, pretrained=pretrained, num_classes=num_classes, **model_kwargs)
-        weights = "pretrained" if pretrained else "random"
-        if pretrained and model.pretrained_cfg.get("num_classes") != model.num_classes:
-            weights = "pretrained, random classifier"
+        model = create_model(name, pretrained=True, **model_kwargs)
         settings = input_settings(model, {"model_kwargs": model_kwargs})
-        return Loaded(
-            model,
-            name,
-            weights,
-            settings,
-            *model_names(model, name, pretrained),
-            model_kwargs,
-            checkpoint={},
-            file=None,
-        )
+        return Loaded(model, name, "pretrained", settings, *model_names(model, name), model_kwargs, {}, None)
     file = run_file(source)
     checkpoint = load_checkpoint(file)
     config, name = checkpoint.get("config", {}), name or checkpoint.get("arch")

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError
-from vision_longhorn.loading import load_model
 from vision_longhorn.plots import check_png
 from vision_longhorn.settings import Range
 
@@ -52,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     from vision_longhorn.data.images import DataError, decode_image, too_dark
     from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
+    from vision_longhorn.loading import load_model
 
     try:
         data = Path(args.image).read_bytes()

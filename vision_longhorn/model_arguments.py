@@ -5,15 +5,14 @@ from numbers import Integral, Real
 from typing import Any
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.settings import Range
+from vision_longhorn.settings import COUNT, POSITIVE, Range
 
-COUNT = Range(1, kind=int)
 RATE = Range(0, below=1)
 # The numbers that models here and in timm take. A list has one for each stage of a model.
 NUMBERS = {
     **dict.fromkeys(("depth", "embed_dim", "num_heads", "in_chans", "d_state", "d_conv", "dt_rank"), COUNT),
     **dict.fromkeys(("drop_rate", "pos_drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"), RATE),
-    **dict.fromkeys(("expand", "mlp_ratio", "norm_eps"), Range(above=0)),
+    **dict.fromkeys(("expand", "mlp_ratio", "norm_eps"), POSITIVE),
     "num_classes": Range(0, kind=int),
 }
 SIZES = ("img_size", "patch_size", "patch_stride")

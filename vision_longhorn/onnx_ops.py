@@ -2,61 +2,162 @@
 
 A recurrence is an ONNX `Scan`, so the graph has one size for every number of tokens. Inside, tokens come first, as Scan
 takes them, and channels last, so that the products of each step run over long rows. All is computed in float32, and
-only what inference needs: what an operator returns for its backward pass stands for nothing here.
+only what inference needs: y stands in for the results that an operator keeps for its backward pass.
 """
 
-import linecache
-import re
-from functools import cache
+import inspect
+from collections.abc import Callable
 
-# `_WALK` names it. Python 3.10 takes that of collections.abc, with its argument, for a class, and onnxscript fails.
-from typing import Any, Sequence  # noqa: F401, UP035
+# Python 3.10 takes the Sequence of collections.abc, with its argument, for a class, and onnxscript fails.
+from typing import Any, NamedTuple, Sequence  # noqa: UP035
 
 import torch
-from onnxscript import FLOAT, graph, opset18, script  # noqa: F401  (`_WALK` names them)
+from onnxscript import FLOAT, graph, opset18, script
 from onnxscript.values import Opset
 
-from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
-from vision_longhorn.kernels.rules import get_rule
+from vision_longhorn.kernels.contract import Scan
+from vision_longhorn.kernels.mixing import FIELDS, Mix
+from vision_longhorn.kernels.operators import schema
+from vision_longhorn.kernels.ops import FIELDS as SCAN_FIELDS
+from vision_longhorn.kernels.rules.gla import TEMPERATURE
 
 OPSET = 18
 op: Any = opset18  # its annotations know nothing of the numbers and None that it takes
 
-# A walk through time, as onnxscript reads it. The body is a graph of its own, so the rule's expression becomes part of
-# the source and is not called. The exporter writes the function out where it is called, so no file asks for it.
-_WALK = """
-def walk(state: FLOAT, k: FLOAT, q: FLOAT, {arguments}, inputs: Sequence[int], output: Sequence[int]
-         ) -> tuple[FLOAT, FLOAT]:
+# The walks through time: from the first state S (B, N, D), k (L, B, N, 1), q (L, B, 1, N) and what else a walk reads
+# to y (L, B, 1, D) and the last state. `inputs` and `output` are Scan's directions of what is read of tokens and of y:
+# 0, or 1 from the last token to the first. The exporter writes a walk out where it is called.
+_function: Any = script(Opset("vision_longhorn", 1), default_opset=op)
+
+
+@_function
+def _walk_diagonal(S, k, q, eps, x, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
+    """S + eps (x - k S) k, with eps and x (L, B, 1, D)."""
+
     @graph()
-    def step(S, k_t, q_t, {steps}):
-        S_t = {expression}
+    def step(S_0, k_t, q_t, eps_t, x_t):
+        S_t = S_0 + eps_t * (x_t - k_t * S_0) * k_t
         y_t = op.MatMul(q_t, S_t)
         return S_t, y_t
 
-    last, y = op.Scan(state, k, q, {of_token}, body=step, num_scan_inputs={count}, scan_input_directions=inputs,
-                      scan_output_directions=output)
-    return y, last
-"""
-
-
-@cache
-def _walk(rule: str, of_token: tuple[str, ...], others: tuple[str, ...]) -> Any:
-    """The walk of a rule as a function of ONNX: y (L, B, 1, D) and the last state, from the first state (B, N, D),
-    k (L, B, N, 1), q (L, B, 1, N), what each step takes of one token, each (L, B, ..), and what it takes besides.
-    `inputs` and `output` are Scan's directions: 0, or 1 from the last token to the first."""
-    expression = re.sub(rf"\b({'|'.join(('k', *of_token))})\b", r"\1_t", get_rule(rule).onnx_step)
-    source = _WALK.format(
-        arguments=", ".join(f"{name}: FLOAT" for name in of_token + others),
-        expression=expression,
-        steps=", ".join(f"{name}_t" for name in of_token),
-        of_token=", ".join(of_token),
-        count=2 + len(of_token),
+    last, y = op.Scan(
+        S, k, q, eps, x, body=step, num_scan_inputs=4, scan_input_directions=inputs, scan_output_directions=output
     )
-    file = f"<walk of {rule}>"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file  # where inspect finds it
-    names: dict[str, Any] = dict(globals())
-    exec(compile(source, file, "exec"), names)
-    return script(Opset("vision_longhorn", 1), default_opset=op)(names["walk"])
+    return y, last
+
+
+@_function
+def _walk_error(S, k, q, eps, x, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
+    """S + eps (x - k^T S) k, with eps and x (L, B, 1, D)."""
+
+    @graph()
+    def step(S_0, k_t, q_t, eps_t, x_t):
+        S_t = S_0 + eps_t * (x_t - op.MatMul(op.Transpose(k_t, perm=[0, 2, 1]), S_0)) * k_t
+        y_t = op.MatMul(q_t, S_t)
+        return S_t, y_t
+
+    last, y = op.Scan(
+        S, k, q, eps, x, body=step, num_scan_inputs=4, scan_input_directions=inputs, scan_output_directions=output
+    )
+    return y, last
+
+
+@_function
+def _walk_rate(S, k, q, dt, u, A, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
+    """exp(dt A) S + u k, with dt and u (L, B, 1, D) and A (N, D) for all tokens."""
+
+    @graph()
+    def step(S_0, k_t, q_t, dt_t, u_t):
+        S_t = op.Exp(dt_t * A) * S_0 + u_t * k_t
+        y_t = op.MatMul(q_t, S_t)
+        return S_t, y_t
+
+    last, y = op.Scan(
+        S, k, q, dt, u, body=step, num_scan_inputs=4, scan_input_directions=inputs, scan_output_directions=output
+    )
+    return y, last
+
+
+@_function
+def _walk_rate_per_token(S, k, q, dt, u, A, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
+    """exp(dt A) S + u k, with dt and u (L, B, 1, D) and A (L, B, N, 1)."""
+
+    @graph()
+    def step(S_0, k_t, q_t, dt_t, u_t, A_t):
+        S_t = op.Exp(dt_t * A_t) * S_0 + u_t * k_t
+        y_t = op.MatMul(q_t, S_t)
+        return S_t, y_t
+
+    last, y = op.Scan(
+        S, k, q, dt, u, A, body=step, num_scan_inputs=5, scan_input_directions=inputs, scan_output_directions=output
+    )
+    return y, last
+
+
+@_function
+def _walk_decay(S, k, q, a, x, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
+    """a S + x k, with a (L, B, N, 1) and x (L, B, 1, D)."""
+
+    @graph()
+    def step(S_0, k_t, q_t, a_t, x_t):
+        S_t = a_t * S_0 + x_t * k_t
+        y_t = op.MatMul(q_t, S_t)
+        return S_t, y_t
+
+    last, y = op.Scan(
+        S, k, q, a, x, body=step, num_scan_inputs=4, scan_input_directions=inputs, scan_output_directions=output
+    )
+    return y, last
+
+
+class _Tokens(NamedTuple):
+    """One direction of a scan."""
+
+    # fmt: off
+    x: Any      # (L, B, D)
+    step: Any   # (L, B, D, 1 or N), its bias added
+    k: Any      # (L, B, N)
+    q: Any      # (L, B, N)
+    A: Any      # (N, D), or per token (L, B, N), or None
+    state: Any  # (B, N, D)
+    A_per_token: bool
+    softplus: bool = True
+    # fmt: on
+
+
+def _longhorn(t: _Tokens, k: Any) -> tuple[Any, ...]:
+    norm = op.ReduceSumSquare(k, _ints(-1), keepdims=1)
+    eps = op.Reciprocal(op.Add(op.Add(op.Exp(op.Neg(t.step)), norm), 1.0))  # 0 where exp is infinite
+    return k, _axis(eps, 2), _axis(t.x, 2)
+
+
+def _mamba(t: _Tokens) -> tuple[Any, ...]:
+    dt = op.Softplus(t.step) if t.softplus else t.step
+    read = t.k, _axis(dt, 2), _axis(op.Mul(dt, t.x), 2)
+    return (_walk_rate_per_token, *read, _axis(t.A, 3)) if t.A_per_token else (_walk_rate, *read, t.A)
+
+
+def _gla(t: _Tokens) -> tuple[Any, ...]:
+    a = op.Exp(op.Div(op.Neg(op.Softplus(op.Neg(t.step))), TEMPERATURE))  # log(sigmoid(u)) = -softplus(-u)
+    return _walk_decay, t.k, _axis(a, 3), _axis(t.x, 2)
+
+
+# For each rule its walk, the keys (L, B, N), and what else the walk reads.
+_RULES: dict[str, Callable[[_Tokens], tuple[Any, ...]]] = {
+    "diagonal": lambda t: (_walk_diagonal, *_longhorn(t, t.k)),
+    "diagonal_unit": lambda t: (_walk_diagonal, *_longhorn(t, _unit(t.k))),
+    "exact": lambda t: (_walk_error, *_longhorn(t, t.k)),
+    "delta": lambda t: (_walk_error, _unit(t.k), _axis(op.Sigmoid(t.step), 2), _axis(t.x, 2)),
+    "mamba": _mamba,
+    "gla": _gla,
+}
+
+
+def _unit(k: Any) -> Any:
+    """k / ||k||, and 0 for a zero key: one whose square is below float32's smallest normal number."""
+    energy = op.ReduceSumSquare(k, _ints(-1), keepdims=1)
+    scale = op.Where(op.GreaterOrEqual(energy, torch.finfo(torch.float32).tiny), op.Reciprocal(op.Sqrt(energy)), 0.0)
+    return op.Mul(k, scale)
 
 
 def _ints(*values: int) -> Any:
@@ -75,10 +176,6 @@ def _entry(value: Any, index: int) -> Any:
     return op.Gather(value, op.Constant(value_int=index), axis=0)
 
 
-def _shape(value: Any) -> tuple[int, ...]:
-    return value.shape
-
-
 def _silu(value: Any) -> Any:
     return op.Mul(value, op.Sigmoid(value))
 
@@ -88,30 +185,40 @@ def _zero_state(x: Any, d_state: int) -> Any:
     return op.Expand(0.0, op.Concat(op.Shape(x, start=1, end=2), _ints(d_state), op.Shape(x, start=2, end=3), axis=0))
 
 
-def _recurrence(
-    x: Any, step: Any, k: Any, q: Any, A: Any, state: Any, rule: str, softplus: bool, per_token: bool, backward: bool
-) -> tuple[Any, Any]:
-    """One direction: x (L, B, D); step (L, B, D, 1 or N), its bias added; k, q (L, B, N); A (N, D) or, per token,
-    (L, B, N); state (B, N, D). Returns y (L, B, D), without the skip, and the last state (B, N, D)."""
-    of_token, others = get_rule(rule).onnx_inputs(op, x, step, k, A, softplus)
-    if per_token:
-        of_token, others = of_token | {name: _axis(value, 3) for name, value in others.items()}, {}
-    k = of_token.pop("k", k)  # a rule may have its own
-    # Rows of channels as (L, B, 1, D); what is of the states is a column, (L, B, N, 1), already.
-    of_token = {name: value if name in ("A", "a") else _axis(value, 2) for name, value in of_token.items()}
-    directions = [int(backward)] * (2 + len(of_token))
-    y, state = _walk(rule, tuple(of_token), tuple(others))(
-        state, _axis(k, 3), _axis(q, 2), *of_token.values(), *others.values(), inputs=directions, output=directions[:1]
-    )
+def _recurrence(t: _Tokens, rule: str, backward: bool) -> tuple[Any, Any]:
+    """y (L, B, D), without the skip, and the last state (B, N, D)."""
+    walk, k, *read = _RULES[rule](t)
+    of_token = 2 + len(read) - (walk is _walk_rate)  # k, q, and the others but an A for all tokens
+    y, state = walk(t.state, _axis(k, 3), _axis(t.q, 2), *read, inputs=[int(backward)] * of_token,
+                    output=[int(backward)])  # fmt: skip
     return op.Squeeze(y, _ints(2)), state
 
 
-def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT | None, z: FLOAT | None, D: FLOAT | None,
-         bias: FLOAT | None, initial_state: FLOAT | None, rule: str, direction: str, combine: str, softplus: bool,
-         A_per_token: bool, return_final_state: bool, save_states: bool, backend: str, regime: str
-         ) -> Any:  # fmt: skip
+_HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float}
+
+
+def _translates(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function of *values an operator's signature: torch's exporter tells tensors from options by it."""
+
+    arguments, empty = schema(name).arguments, inspect.Parameter.empty
+    defaults = [argument.default_value if argument.has_default_value() else empty for argument in arguments]
+    kind = inspect.Parameter.POSITIONAL_ONLY
+
+    def decorate(function: Any) -> Any:
+        function.__annotations__ = {"return": Any, **{each.name: _HINTS[str(each.type)] for each in arguments}}
+        function.__signature__ = inspect.Signature(
+            [inspect.Parameter(each.name, kind, default=default) for each, default in zip(arguments, defaults)]
+        )
+        return function
+
+    return decorate
+
+
+@_translates("scan")
+def scan(*values: Any) -> Any:
     """`torch.ops.vision_longhorn.scan`."""
-    both, d_state = direction == "both", _shape(k)[-1]
+    s: Any = Scan(*values[: len(SCAN_FIELDS)])
+    both, d_state = s.direction == "both", s.k.shape[-1]
 
     def of(g: int, value: Any, ndim: int) -> Any:
         """Direction g's part of a tensor of `ndim` axes, or one more in front if each direction has its own."""
@@ -121,77 +228,73 @@ def scan(x: FLOAT, step: FLOAT, k: FLOAT, q: FLOAT, A: FLOAT | None, z: FLOAT | 
         return op.Transpose(of(g, value, 3), perm=[1, 0, 2])
 
     ys, states = [], []
-    for g, backward in enumerate((False, True) if both else (direction == "backward",)):
-        x_g, step_g, A_g = tokens(g, x), tokens(g, step), None
-        if bias is not None:
-            step_g = op.Add(step_g, of(g, bias, 1))
-        if A is not None:
-            A_g = tokens(g, A) if A_per_token else op.Transpose(of(g, A, 2), perm=[1, 0])
-        state = (
-            _zero_state(x_g, d_state)
-            if initial_state is None
-            else op.Transpose(of(g, initial_state, 3), perm=[0, 2, 1])
-        )
-        y, state = _recurrence(
-            x_g, step_g, tokens(g, k), tokens(g, q), A_g, state, rule, softplus, A_per_token, backward
-        )
-        if D is not None:
-            y = op.Add(y, op.Mul(of(g, D, 1), x_g))
+    for g, backward in enumerate(s.reversed):
+        x, step, k, q = (tokens(g, value) for value in (s.x, s.step, s.k, s.q))
+        if s.bias is not None:
+            step = op.Add(step, of(g, s.bias, 1))
+        A = None
+        if s.A is not None:
+            A = tokens(g, s.A) if s.A_per_token else op.Transpose(of(g, s.A, 2), perm=[1, 0])
+        if s.initial_state is None:
+            state = _zero_state(x, d_state)
+        else:
+            state = op.Transpose(of(g, s.initial_state, 3), perm=[0, 2, 1])
+        y, state = _recurrence(_Tokens(x, step, k, q, A, state, s.A_per_token, s.softplus), s.rule, backward)
+        if s.D is not None:
+            y = op.Add(y, op.Mul(of(g, s.D, 1), x))
         y = op.Transpose(y, perm=[1, 0, 2])
-        ys.append(y if z is None else op.Mul(y, _silu(of(g, z, 3))))
+        ys.append(y if s.z is None else op.Mul(y, _silu(of(g, s.z, 3))))
         states.append(op.Transpose(state, perm=[0, 2, 1]))
     if not both:
         y, state = *ys, *states
     else:
         state = op.Concat(*(_axis(value, 0) for value in states), axis=0)
-        y = op.Concat(*(_axis(value, 0) for value in ys), axis=0) if combine == "none" else op.Add(*ys)
-        if combine == "mean":
+        y = op.Concat(*(_axis(value, 0) for value in ys), axis=0) if s.combine == "none" else op.Add(*ys)
+        if s.combine == "mean":
             y = op.Mul(y, 0.5)
     return y, state, op.Identity(state)
 
 
-def mix(xz: FLOAT, conv_weight: FLOAT, conv_bias: FLOAT, x_proj: FLOAT, dt_proj: FLOAT, dt_bias: FLOAT,
-        A_log: FLOAT | None, D: FLOAT, norm_weight: FLOAT | None, rule: str, eps: float, save_states: bool,
-        backend: str, reversed: bool = False) -> Any:  # fmt: skip
+@_translates("mix")
+def mix(*values: Any) -> Any:
     """`torch.ops.vision_longhorn.mix`."""
-    sets, d_inner, taps = _shape(conv_weight)
-    rank = _shape(dt_proj)[2]
-    per_token = A_log is not None and len(_shape(A_log)) == 2
-    d_state = (_shape(x_proj)[1] - rank) // (3 if per_token else 2)
-    shared = norm_weight is not None
-    x = op.Transpose(_slice(xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
+    m: Any = Mix(*values[: len(FIELDS)], *values[len(FIELDS) + 2 :])
+    sets, d_inner, taps = m.conv_weight.shape
+    rank = m.dt_proj.shape[2]
+    per_token = m.A_log is not None and len(m.A_log.shape) == 2
+    d_state = (m.x_proj.shape[1] - rank) // (3 if per_token else 2)
+    x = op.Transpose(_slice(m.xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
-    def prepared(s: int) -> tuple[Any, Any, Any, Any, Any]:
-        """Of a set of parameters: convolved x (L, B, D), step sizes with their bias, keys and queries, A."""
-        weight, pads = _entry(conv_weight, s), [taps - 1, 0]
-        if s == 1 or reversed:  # against the order of the tokens
+    def prepared(s: int) -> _Tokens:
+        """The convolved x and what is projected from it, by the set of parameters s."""
+        weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
+        if s == 1 or m.reversed:  # against the order of the tokens
             weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]
-        u = op.Conv(x, _axis(weight, 1), _entry(conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
+        u = op.Conv(x, _axis(weight, 1), _entry(m.conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
         u = op.Transpose(_silu(u), perm=[2, 0, 1])
-        low = op.MatMul(u, op.Transpose(_entry(x_proj, s), perm=[1, 0]))
-        step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(dt_proj, s), perm=[1, 0]))
+        low = op.MatMul(u, op.Transpose(_entry(m.x_proj, s), perm=[1, 0]))
+        step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
         k, q = (_slice(low, start, start + d_state, 2) for start in (rank, rank + d_state))
         A = None
         if per_token:
             a = _slice(low, rank + 2 * d_state, rank + 3 * d_state, 2)
-            A = op.Neg(op.Exp(op.Add(a, _entry(A_log, s))))
-        elif A_log is not None:
-            A = op.Neg(op.Exp(op.Transpose(_entry(A_log, s), perm=[1, 0])))
-        return u, op.Add(step, _entry(dt_bias, s)), k, q, A
+            A = op.Neg(op.Exp(op.Add(a, _entry(m.A_log, s))))
+        elif m.A_log is not None:
+            A = op.Neg(op.Exp(op.Transpose(_entry(m.A_log, s), perm=[1, 0])))
+        return _Tokens(u, op.Add(step, _entry(m.dt_bias, s)), k, q, A, _zero_state(u, d_state), per_token)
 
     ys = []
     parameters = [prepared(s) for s in range(sets)]
-    for g in range(2 if shared else sets):
+    for g in range(2 if m.shared else sets):
         s = min(g, sets - 1)
-        u, step, k, q, A = parameters[s]
-        y, _ = _recurrence(u, step, k, q, A, _zero_state(u, d_state), rule, True, per_token, g == 1 or reversed)
-        y = op.Add(y, op.Mul(_entry(D, s), u))
-        if shared:
+        y, _ = _recurrence(parameters[s], m.rule, g == 1 or m.reversed)
+        y = op.Add(y, op.Mul(_entry(m.D, s), parameters[s].x))
+        if m.shared:
             mean = op.ReduceMean(op.Mul(y, y), _ints(-1), keepdims=1)
-            y = op.Mul(op.Div(y, op.Sqrt(op.Add(mean, eps))), _entry(norm_weight, g))
+            y = op.Mul(op.Div(y, op.Sqrt(op.Add(mean, m.eps))), _entry(m.norm_weight, g))
         ys.append(y)
-    y = ys[0] if len(ys) == 1 else op.Add(*ys) if shared else op.Mul(op.Add(*ys), 0.5)
-    y = op.Mul(op.Transpose(y, perm=[1, 0, 2]), _silu(_slice(xz, d_inner, 2 * d_inner, 2)))
+    y = ys[0] if len(ys) == 1 else op.Add(*ys) if m.shared else op.Mul(op.Add(*ys), 0.5)
+    y = op.Mul(op.Transpose(y, perm=[1, 0, 2]), _silu(_slice(m.xz, d_inner, 2 * d_inner, 2)))
     return y, op.Identity(y), op.Identity(y), op.Identity(y)
 
 

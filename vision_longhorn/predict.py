@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError
-from vision_longhorn.loading import load_model
 from vision_longhorn.outputs import check_new_folder, check_output
 from vision_longhorn.settings import Range
 
@@ -98,6 +97,8 @@ def load_classifier(
     """
     if name is None and source is None:
         raise UserError("no model: give a run's folder or a checkpoint, or the name of a model")
+    from vision_longhorn.loading import load_model  # for which --help need not wait
+
     loaded = load_model(None if name else source, name)
     if not loaded.model.num_classes:
         raise UserError(f"{name or source} has no classifier: give a model with classes")

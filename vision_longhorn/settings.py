@@ -97,11 +97,9 @@ def option(
         lengths: For a list, the numbers of items that it may have.
         group: Heading in --help for this field and those that follow.
     """
+    metadata = dict(doc=doc, allowed=allowed, role=role, also=also, lengths=lengths, group=group)
     factory = {"default_factory": default.copy} if isinstance(default, (dict, list)) else {"default": default}
-    return dataclasses.field(
-        **factory,
-        metadata={"doc": doc, "allowed": allowed, "role": role, "also": also, "lengths": lengths, "group": group},
-    )
+    return dataclasses.field(**factory, metadata=metadata)
 
 
 class Settings:
@@ -128,16 +126,16 @@ class Settings:
 
     def values(self) -> dict[str, Any]:
         """The values that are kept with a run: all but those for one start of it."""
-        values = dataclasses.asdict(cast(Any, self))
-        return {key: value for key, value in values.items() if key not in self.named("start")}
+        left_out = self.named("start")
+        return {key: value for key, value in dataclasses.asdict(cast(Any, self)).items() if key not in left_out}
 
     @classmethod
     def decisive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Those of a config's values that can change what comes out of a run, or where it goes on."""
-        left = {key: value for key, value in values.items() if key not in cls.named("speed", "writing", "start")}
+        """Those of a config's values that can change what comes out of a run."""
+        left_out = cls.named("speed", "writing", "start")
         # The model's save_states takes memory for time, to the same bits.
         kwargs = {key: value for key, value in values["model_kwargs"].items() if key != "save_states"}
-        return {**left, "model_kwargs": kwargs}
+        return {**{key: value for key, value in values.items() if key not in left_out}, "model_kwargs": kwargs}
 
 
 def _check(field: dataclasses.Field, value: Any) -> None:

@@ -16,7 +16,7 @@ from vision_longhorn.settings import Range
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    from vision_longhorn.data import sharding  # which imports torch; the command line need not wait for it
+    from vision_longhorn.data import sharding  # imports torch, for which --help need not wait
 
     return getattr(sharding, name)
 
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     args = _parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # which leaves no half shard
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no half shard
     from vision_longhorn.data.shard_commands import carry_out
 
     carry_out(args)

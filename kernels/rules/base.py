@@ -157,20 +157,6 @@ class Rule:
         """Initialises the bias of the logits in place; zeros (a beta near 1/2) unless a rule knows better."""
         bias.zero_()
 
-    # In ONNX and in pictures
-
-    # The next state as an expression of onnxscript: of S (B, N, D), k (B, N, 1), and what `onnx_inputs` names, of a
-    # token: rows of channels as (B, 1, D), A as (B, N, 1).
-    onnx_step: ClassVar[str]
-
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        """By name, what each step of the walk takes: of each token, and (such as an A for all tokens) besides.
-
-        Given are x (L, B, D), step (L, B, D, 1 or N) with its bias, k (L, B, N), A (N, D) or (L, B, N), and `op`, which
-        makes nodes of the standard.
-        """
-        raise NotImplementedError
-
     # In pictures
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
@@ -214,14 +200,6 @@ class UnitKeys(Rule):
         dk = grads["k"]
         across = dk - prepared.k * (prepared.k * dk).sum(-1, keepdim=True)
         return grads | {"k": (across * inverse_norm(scan.k.to(scan.accumulator))).to(scan.k.dtype)}
-
-    @staticmethod
-    def onnx_unit(op: Any, k: Any) -> Any:
-        energy = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
-        scale = op.Where(
-            op.GreaterOrEqual(energy, torch.finfo(torch.float32).tiny), op.Reciprocal(op.Sqrt(energy)), 0.0
-        )
-        return op.Mul(k, scale)
 
 
 def unit(k: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ class Delta(UnitKeys):
     kind = "error"
     tuned_as = "exact"
     operations = {"forward": (3, 0), "backward": (8, 0)}
-    onnx_step = "S + b * (x - op.MatMul(op.Transpose(k, perm=[0, 2, 1]), S)) * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         k = unit(k).unsqueeze(1)  # (B, 1, N)
@@ -31,9 +30,6 @@ class Delta(UnitKeys):
 
     def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
         return deps * s.eps * torch.sigmoid(-d.step)
-
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        return {"k": self.onnx_unit(op, k), "b": op.Sigmoid(step), "x": x}, {}
 
 
 RULES = (Delta(),)

@@ -25,7 +25,6 @@ class GatedLinearAttention(Rule):
     names = {"step": "gate", "bias": "gate_bias"}
     tuned_as = "mamba"
     operations = {"forward": (3, 1), "backward": (10, 1)}
-    onnx_step = "a * S + x * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         a = torch.exp(F.logsigmoid(step) / TEMPERATURE)  # (B, N)
@@ -57,11 +56,6 @@ class GatedLinearAttention(Rule):
         self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
     ) -> Tensor:
         return over_channels(flow.mul_(a), s.eps)
-
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        # log(sigmoid(u)) = -softplus(-u)
-        a = op.Exp(op.Div(op.Neg(op.Softplus(op.Neg(step))), TEMPERATURE))
-        return {"a": op.Unsqueeze(a, op.Constant(value_ints=[3])), "x": x}, {}
 
 
 def _logit(scan: Any) -> Tensor:

@@ -42,11 +42,6 @@ class Longhorn(Rule):
         assert s.e is not None
         return dlog * (s.eps * s.e)
 
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        norm = op.ReduceSumSquare(k, op.Constant(value_ints=[-1]), keepdims=1)
-        eps = op.Reciprocal(op.Add(op.Add(op.Exp(op.Neg(step)), norm), 1.0))  # where exp is infinite nothing is written
-        return {"eps": eps, "x": x}, {}
-
 
 class Diagonal(Longhorn):
     name = "diagonal"
@@ -55,7 +50,6 @@ class Diagonal(Longhorn):
     # Forward: the decay eps k^2, what is added, the update, the read-out. Backward: the states again, the read-out (for
     # dz), the adjoint's two steps, and a product for each gradient that is a sum over states or channels.
     operations = {"forward": (4, 0), "backward": (12, 0)}
-    onnx_step = "S + eps * (x - k * S) * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         eps, k = self._eps(step, k), k.unsqueeze(1)  # (B, D or 1), (B, 1, N)
@@ -86,7 +80,6 @@ class Exact(Longhorn):
     kind = "error"
     # Forward: a product with k, the update and the read-out.
     operations = {"forward": (3, 0), "backward": (8, 0)}
-    onnx_step = "S + eps * (x - op.MatMul(op.Transpose(k, perm=[0, 2, 1]), S)) * k"
 
     def for_states(self, N: int) -> Rule:
         # With one state both rules are the same, and the diagonal form loses no digits where a large key all but erases
@@ -109,11 +102,6 @@ class DiagonalUnit(UnitKeys, Diagonal):
 
     def prepare(self, scan: Any) -> Any:
         return super().prepare(scan)._replace(rule=Diagonal.name)
-
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        k = self.onnx_unit(op, k)
-        of_token, besides = super().onnx_inputs(op, x, step, k, A, softplus)
-        return {**of_token, "k": k}, besides
 
 
 RULES = (Diagonal(), Exact(), DiagonalUnit())

@@ -24,7 +24,6 @@ class Mamba(Rule):
     names = {"step": "dt", "k": "B", "q": "C", "bias": "dt_bias"}
     # As the diagonal rule's, but that the decay is dt A and its exp.
     operations = {"forward": (4, 1), "backward": (12, 1)}
-    onnx_step = "op.Exp(dt * A) * S + u * k"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         assert A is not None
@@ -54,10 +53,6 @@ class Mamba(Rule):
         # softplus(bias) is log-uniform in [1e-3, 1e-1].
         dt = torch.empty_like(bias).uniform_(math.log(1e-3), math.log(1e-1)).exp()
         bias.copy_(dt + torch.log(-torch.expm1(-dt)))
-
-    def onnx_inputs(self, op: Any, x: Any, step: Any, k: Any, A: Any, softplus: bool) -> tuple[dict, dict]:
-        dt = op.Softplus(step) if softplus else step
-        return {"dt": dt, "u": op.Mul(dt, x)}, {"A": A}
 
 
 RULES = (Mamba(),)

@@ -30,7 +30,7 @@ EAGER = (
     "scipy.stats", "sklearn.datasets", "tensorboard.backend.event_processing.event_accumulator", "timm",
     "torch.utils.tensorboard", "tqdm", "webdataset", "vision_longhorn.curves", "vision_longhorn.eval",
     "vision_longhorn.export", "vision_longhorn.hub", "vision_longhorn.maps", "vision_longhorn.predict",
-    "vision_longhorn.shards", "lab.study", "vision_longhorn.training.trainer",
+    "vision_longhorn.shards", "lab.__main__", "vision_longhorn.training.trainer",
 )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from vision_longhorn.command_line.parser import run_cli
 
 MODULES = {
     **{word: f"vision_longhorn.{word}" for word in commands.COMMANDS},
-    "lab": "lab.study",
+    "lab": "lab.__main__",
 }
 TOOLS = tuple(MODULES)
 PYTHON = "python"  # the tool of cases that call the package from Python

@@ -1,11 +1,11 @@
 """timm's training transform in two halves: workers decode and crop, a device does the rest to whole batches.
 
-All that is random is drawn in the worker by timm's own code, which is handed a notebook in the place of an image. The
-notes travel with the batch as a table of numbers, so they follow the worker's seed and not the device's.
+timm's own code draws all random numbers in the worker. It is given a list of notes instead of an image, and writes down
+what it would do. The notes travel with the batch as a table of numbers, so they follow the worker's seed.
 
-A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; 1 for a picture to be turned
-left to right, 2 for top to bottom, 3 for both; then for each operation its number in `KINDS`, its argument, and 1 for
-bilinear in the place of bicubic resampling. An operation 0 is none.
+A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; 1 to flip the picture left to
+right, 2 top to bottom, 3 both; then for each operation its number in `KINDS`, its argument, and 1 for bilinear instead
+of bicubic resampling. Operation 0 does nothing.
 """
 
 import collections
@@ -46,7 +46,7 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
         (crops, finish): `crops` is the transform for `train_loader`, `finish` the argument of `device_batches`.
 
     Raises:
-        UserError: for a step that has no form for a batch, such as AugMix; use `transform` as it is then.
+        UserError: for a step that cannot work on batches, such as AugMix; then use `transform` as it is.
     """
     crop: Any = None
     resize: ResizeKeepRatio | None = None
@@ -96,7 +96,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _noting(policy: Any) -> Any:
-    """A copy of a policy of timm whose operations write down what they would do."""
+    """A copy of one of timm's policies whose operations write down what they would do."""
     policy = copy.deepcopy(policy)
     policy.all_ops = list(getattr(policy, "ops", None) or [op for ops in policy.policy for op in ops])
     for op in policy.all_ops:
@@ -124,7 +124,7 @@ def _jitter(step: transforms.ColorJitter, notes: list[float]) -> list[float]:
 
 
 class _Box:
-    """Stands in for an image where timm erases, and remembers the place."""
+    """Takes the place of an image where timm erases, and remembers the erased box."""
 
     dtype = torch.float32
 
@@ -162,7 +162,7 @@ class Crops:
     def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, torch.Tensor]:
         """
         Args:
-            decoded: what `decode` gave.
+            decoded: result of `decode`.
 
         Returns:
             uint8 tensor (height, width, 3), float64 tensor (6 + 3 * operations,)
@@ -187,7 +187,7 @@ class Crops:
 
     def _resized_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
-        height, width = max(height, 1), max(width, 1)  # of a picture one pixel high it can be none
+        height, width = max(height, 1), max(width, 1)  # they can be 0 for a picture one pixel high
         top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
         return _resized(
             image[:, top : top + height, left : left + width], correct, self.crop.size, self.crop.interpolation
@@ -208,13 +208,13 @@ class Crops:
 
 @functools.lru_cache
 def _blank(height: int, width: int) -> torch.Tensor:
-    """Stands in for an image of which only the size is asked."""
+    """Takes the place of an image where only the size is asked for."""
     return torch.empty(3, height, width, device="meta")
 
 
 def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], interpolation: Any) -> torch.Tensor:
     """An image in another size (height, width), with its colours corrected."""
-    # Colours are corrected pixel by pixel: before or after resampling, where there are fewer pixels.
+    # Colours are corrected before or after resampling, whichever has fewer pixels.
     late = image[0].numel() > size[0] * size[1]
     if correct and not late:
         image = correct(image)
@@ -256,8 +256,8 @@ class Finish:
     def together(
         self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Several batches at once, each to the bits that `__call__` gives: small ones take a device as long as one
-        large one does."""
+        """Finish several batches at once, each to the bits that `__call__` gives. Small batches take as many launches
+        as large ones, so together they are faster."""
         tables = [table.tolist() for _, table in batches]
         rows = [row for table in tables for row in table]
         height, width = batches[0][0].shape[1:3]
@@ -271,7 +271,7 @@ class Finish:
         erased = [n for n, row in enumerate(rows) if _is_erased(row)]
         all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
         all_values = [value for _, _, some in plan for value in some] + [rows[n][1:5] + [0, 0] for n in erased]
-        # Two copies for everything, from pinned memory: many small ones would wait for the device each.
+        # Two copies for all operations, from pinned memory: each small copy would wait for the device.
         numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
         values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
         mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
@@ -291,7 +291,7 @@ class Finish:
         return images.split([len(table) for table in tables])
 
     def _noise(self, table: list[list[float]], height: int, width: int, device: torch.device) -> torch.Tensor:
-        """What a batch's erased parts are filled with, (n, 3, H, W) or (n, 3, 1, 1)."""
+        """The filling of a batch's erased boxes, (n, 3, H, W) or (n, 3, 1, 1)."""
         eraser = cast(RandomErasing, self.eraser)
         shape = (height, width) if eraser.per_pixel else (1, 1)
         noise = torch.zeros(sum(map(_is_erased, table)), 3, *shape, device=device)

@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -52,23 +51,17 @@ def beside(folder: str | os.PathLike[str], used: Container[str], most: int = 8) 
     return names[:most] + ([f"{len(names) - most} more"] if len(names) > most else [])
 
 
-class Splits(NamedTuple):
-    """What `find_splits` has found.
-
-    Attributes:
-        paths: path of each split by the name of its folder; empty if the folders are classes themselves.
-        left_out: names of what else lies beside these splits and may be data.
-    """
-
-    paths: dict[str, str]
-    left_out: list[str]
-
-
-def find_splits(root: str | os.PathLike[str], split: str = "", class_names: Sequence[str] | None = None) -> Splits:
+def find_splits(
+    root: str | os.PathLike[str], split: str = "", class_names: Sequence[str] | None = None
+) -> tuple[dict[str, str], list[str]]:
     """Find the splits of a folder ROOT/SPLIT/CLASS/IMAGE: folders spelt as in `SPELLINGS`, or that mean `split`.
 
     Folders with images right in them, named like splits, are classes if other classes lie beside them, or if all of
     them are among `class_names`.
+
+    Returns:
+        path of each split by the name of its folder, none if the folders are classes themselves; names of what else
+        lies beside the splits and may be data
 
     Raises:
         DataError: if there is no such folder, or if its folders may be splits or classes.
@@ -78,7 +71,7 @@ def find_splits(root: str | os.PathLike[str], split: str = "", class_names: Sequ
     folders = {entry.name: entry.path for entry, kind in scan(root) if kind == FOLDER}
     named = [name for name in folders if known_split(name) or split and same_split(name, split)]
     if not named:
-        return Splits({}, [])
+        return {}, []
     paths = {name: folders[name] for name in named if _holds_folders(folders[name])}
     flat = [name for name in named if name not in paths and _holds_images(folders[name])]
     classes = [name for name in folders if name not in named and _holds_images(folders[name])]
@@ -93,7 +86,7 @@ def find_splits(root: str | os.PathLike[str], split: str = "", class_names: Sequ
             f"one folder for each class ({os.path.join(root, flat[0], 'CLASS', 'IMAGE.jpg')}), and a class that is "
             "called so needs other classes beside it"
         )
-    return Splits(paths, beside(root, paths) if paths else [])
+    return paths, beside(root, paths) if paths else []
 
 
 def splits_above(folder: str) -> dict[str, str]:

@@ -50,31 +50,26 @@ def train_loader(
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
         seed: of the order, and of the transform's random numbers.
-        repeats: views of each image in an epoch (batch augmentation, arXiv 1901.09335). The image is decoded once and
-            transformed anew for each view; the views follow each other in the batch. An epoch then has one part in
-            `repeats` of the images, the next epoch the next part.
+        repeats: views of each image in an epoch, next to each other in a batch (batch augmentation, arXiv 1901.09335).
+            The image is decoded once. Each epoch then has the next part in `repeats` of the images.
         shuffle_buffer: undecoded samples that each worker holds to draw from. ImageNet's files take 110 kB each.
         num_classes: labels must be below it; default is that of the shards.
         pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets.
-        max_bad_samples: samples of an epoch that each rank may skip because they cannot be used: a number, or below 1 a
-            share of its samples. A batch stays full: the next sample takes the place of a skipped one.
+        max_bad_samples: samples of an epoch that each rank may skip if they cannot be used: a number, or below 1 a
+            share of its samples. The next sample takes the place of a skipped one.
         keys: add to each batch the places of its samples.
 
     Returns:
-        Loader: `set_epoch(e)`, `len()`, `skipped`, iterates over (images (B, 3, H, W), targets (B,) int64), with `keys`
-        also a list of B pairs (shard, key).
+        Loader of (images (B, 3, H, W), targets (B,) int64), with `keys` also a list of B pairs (shard, key).
 
     Raises:
         DataError: if there is not one batch per rank. While iterating: if more samples than `max_bad_samples` cannot be
-            used, naming the last, or if shards without an index hold fewer than `num_samples`.
+            used, or if shards without an index hold fewer than `num_samples`.
     """
-    if shards.num_samples // (batch_size * world_size) == 0:
-        most = shards.num_samples // world_size
-        raise DataError(
-            f"{shards.num_samples} samples do not make one batch of {batch_size}"
-            + (f" on each of {world_size} processes" if world_size > 1 else "")
-            + (f"; lower batch_size to {most} at most" if most else "; start fewer processes")
-        )
+    if shards.num_samples < batch_size * world_size:
+        most, where = shards.num_samples // world_size, f" on each of {world_size} processes" if world_size > 1 else ""
+        remedy = f"lower batch_size to {most} at most" if most else "start fewer processes"
+        raise DataError(f"{shards.num_samples} samples do not make one batch of {batch_size}{where}; {remedy}")
     for name, value, least in ("repeats", repeats, 1), ("max_bad_samples", max_bad_samples, 0):
         if value < least:
             raise DataError(f"{name}={value}; it must be at least {least}")

@@ -1,7 +1,7 @@
 """Operations of timm's policies on whole batches, on any device; they give PIL's results, most of them to the bit.
 
-Each takes images, uint8 (n, 3, H, W), six arguments for each, float32 (n, 6), of which most use the first, and the fill
-for what comes from outside, float32 (3, 1, 1), and gives images of the same shape.
+Each takes images, uint8 (n, 3, H, W), six arguments for each image, float32 (n, 6), of which most use only the first,
+and the colour for pixels from outside the image, float32 (3, 1, 1). It returns images of the same shape.
 """
 
 import functools
@@ -16,7 +16,7 @@ Group = tuple[str, list[int], list[list[float]]]  # kind, numbers of images, six
 
 
 def groups(rows: list[list[float]], first: int, height: int, width: int) -> list[Group]:
-    """The operation that stands at `first` in the rows (see `augment`), by its kinds."""
+    """Group the images by the operation at column `first` of their rows (see `augment`)."""
     found: dict[str, tuple[list[int], list[list[float]]]] = {}
     for number, row in enumerate(rows):
         index, argument, bilinear = row[first : first + 3]
@@ -38,7 +38,7 @@ def _rotation(degrees: float, height: int, width: int) -> list[float]:
     return [cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y]
 
 
-# Where a point (x, y) of the result lies in the source: (a x + b y + c, d x + e y + f), as PIL's AFFINE has it.
+# A point (x, y) of the result lies at (a x + b y + c, d x + e y + f) in the source, as in PIL's AFFINE.
 AFFINE: dict[str, Callable[[float, int, int], list[float]]] = {
     "Rotate": _rotation,
     "ShearX": lambda factor, height, width: [1, factor, 0, 0, 1, 0],
@@ -86,7 +86,7 @@ def _factor(arguments: Tensor) -> Tensor:
 
 
 def _blend(images: Tensor, other: Tensor, arguments: Tensor) -> Tensor:
-    """From `other` at factor 0 over the image at 1 to its opposite, cut to whole numbers as PIL does."""
+    """Mix `other` (factor 0) with the image (factor 1), and truncate to whole numbers as PIL does."""
     images, other = images.float(), other.float()
     return (other + _factor(arguments) * (images - other)).clamp(0, 255).to(torch.uint8)
 
@@ -158,5 +158,5 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "Contrast": _contrast,
     "Sharpness": _sharpness,
 }
-# By the number that stands for each in a row; 0 is none.
+# The index of each name stands for the operation in a row; 0 does nothing.
 KINDS = ("", *AFFINE, *(name for name in OPERATIONS if name[0].isupper()))

@@ -143,7 +143,7 @@ def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: li
     if index is None and not alike(split, splits):
         is_folder = not splits
         with contextlib.suppress(DataError):  # an archive of the images, say, may lie beside them
-            is_folder = is_folder or bool(alike(split, find_splits(spec, split).paths))
+            is_folder = is_folder or bool(alike(split, find_splits(spec, split)[0]))
         if is_folder:
             return _in_image_folder(spec, split, train, class_names)
     split = _pick(split, splits, spec)

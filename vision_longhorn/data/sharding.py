@@ -49,8 +49,8 @@ def make_shards(
 ) -> list[str]:
     """Write samples into shards in an order shuffled over all classes, and the index when all are done.
 
-    It may be stopped at any time and run again: finished shards are kept. Every image is decoded once and stored with
-    its bytes untouched, unless it is above `max_side`. Every shard is read back and compared before it gets its name.
+    It may be stopped and run again: finished shards are kept. Every image is decoded once and stored untouched, unless
+    it is above `max_side`. Every shard is read back and compared before it gets its name.
 
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
@@ -61,8 +61,7 @@ def make_shards(
         seed: of the order.
         on_bad: "stop" or "skip" at an image that cannot be decoded.
         source: word for the index about where the samples come from.
-        threads: readers and decoders, one per core by default.
-        progress: show a bar.
+        threads, progress: readers and decoders, one per core by default; show a bar.
         max_side: store images whose longer side is above it smaller, with that side, as JPEG of quality 95; at least 1.
 
     Returns:
@@ -74,8 +73,7 @@ def make_shards(
     plan = _plan(split, samples, class_names, seed, shard_size, max_side, threads)
     os.makedirs(out, exist_ok=True)
     journal = Journal(os.path.join(out, f".{split}.journal"))
-    done = _resume(out, split, plan, class_names, journal)
-    if done is None:
+    if (done := _resume(out, split, plan, class_names, journal)) is None:
         return read_index(out)["splits"][split]["skipped"]  # type: ignore[index]  # which `_resume` has read
     shards = _shuffled(split, samples, seed, shard_size)
     with (
@@ -165,12 +163,8 @@ def _resume(
         return None
     if not journal.entries:
         journal.add(plan)
-    paths = {note["shard"]: Path(out, note["shard"]) for note in journal.entries[1:]}
-    return {
-        note["shard"]: note
-        for note in journal.entries[1:]
-        if paths[note["shard"]].exists() and paths[note["shard"]].stat().st_size == note["bytes"]
-    }
+    found = ((note, Path(out, note["shard"])) for note in journal.entries[1:])
+    return {note["shard"]: note for note, path in found if path.exists() and path.stat().st_size == note["bytes"]}
 
 
 def _shuffled(
@@ -290,13 +284,12 @@ def make_digits(out_dir: Path | str) -> Path | str:
         make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
         make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
         names = sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0])
-        pairs = [(os.path.join(aside, name), os.path.join(out_dir, name)) for name in names]
+        pairs = [(Path(aside, name), Path(out_dir, name)) for name in names]
         for made, there in pairs if index is None else ():
             if os.path.lexists(there) and not filecmp.cmp(made, there, shallow=False):
-                name = os.path.basename(there)
-                raise DataError(f"{out_dir} holds another {name} than the digits'; name another folder")
+                raise DataError(f"{out_dir} holds another {there.name} than the digits'; name another folder")
         for made, there in pairs:
-            os.replace(made, there)
+            made.replace(there)
     return out_dir
 
 

@@ -98,12 +98,8 @@ class Stream(IterableDataset):
         num_classes: int | None,
         keys: bool,
     ) -> None:
-        self.shards = shards
-        self.transform = transform
-        self.batch_size = batch_size
-        self.rank = rank
-        self.world_size = world_size
-        self.keys = keys
+        self.shards, self.transform, self.batch_size, self.keys = shards, transform, batch_size, keys
+        self.rank, self.world_size = rank, world_size
         self.lengths = shards.samples_per_shard or [1] * len(shards.urls)
         self.num_classes = shards.num_classes if num_classes is None else num_classes
         self.decode_image = getattr(transform, "decode", decode_image)

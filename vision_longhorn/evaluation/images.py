@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -47,46 +48,40 @@ def predict(args: argparse.Namespace) -> int:
         )
     loaded = load_model(args.source, args.model)
     loaded.check_classes()
-    if args.maps and not isinstance(loaded.model, VisionLonghorn):
-        kind = type(loaded.model).__name__
-        raise UserError(f"--maps is for the models of this package, not for a {kind}: leave it out")
-    batches = image_loader(
-        paths, create_transform(**loaded.settings), args.batch_size, args.workers, accelerator.device.type == "cuda"
-    )
+    teller = Teller(loaded, accelerator, args.top_k, args.maps, len(paths))
+    samples = read_images(paths, create_transform(**loaded.settings), args.batch_size, args.workers)
     told, bad, noted = 0, 0, False
-    bar_hidden = not args.out and sys.stdout.isatty()  # there the lines themselves show the progress
+    hidden = not args.out and sys.stdout.isatty()  # the lines themselves show the progress
     with (
         text_file(args.out) if args.out else contextlib.nullcontext(sys.stdout) as file,
         Writer(file, args.format) as writer,
-        tqdm(total=len(paths), unit="img", disable=bar_hidden or None, dynamic_ncols=True) as bar,
+        tqdm(total=len(paths), unit="img", disable=hidden or None, dynamic_ncols=True) as bar,
     ):
-        teller = Teller(args, paths, loaded, accelerator, writer)
-        for batch in batches:
-            if batch.notes and not noted:
-                noted = True
-                number, note = batch.notes[0]
-                bar.write(f"note: {paths[number]}: {note}", file=sys.stderr)
-            if batch.errors and args.on_bad == "stop":
-                number, error = batch.errors[0]
-                teller.tell(batch.numbers[: sum(n < number for n in batch.numbers)], batch.images)
-                raise UserError(f"{paths[number]}: {error}; --on-bad skip goes on without such files")
-            teller.tell(batch.numbers, batch.images)
-            for number, error in batch.errors:
-                bar.write(f"skipped: {paths[number]}: {error}", file=sys.stderr)
-            told, bad = told + len(batch.numbers), bad + len(batch.errors)
-            bar.update(len(batch.numbers) + len(batch.errors))
+        for batch in samples:
+            good = [one for one in batch if one.image is not None]
+            errors = [one for one in batch if one.image is None]
+            if errors and args.on_bad == "stop":
+                good = list(takewhile(lambda one: one.image is not None, batch))
+            for one in good:
+                if one.words and not noted:
+                    bar.write(f"note: {one.path}: {one.words}", file=sys.stderr)
+                    noted = True
+            for one, found in zip(good, teller.tell(good)):
+                writer.write(one.path, found)
+            for one in errors:
+                if args.on_bad == "stop":
+                    raise UserError(f"{one.path}: {one.words}; --on-bad skip goes on without such files")
+                bar.write(f"skipped: {one.path}: {one.words}", file=sys.stderr)
+            told, bad = told + len(good), bad + len(errors)
+            bar.update(len(batch))
     if bad:
         print(f"{bad} of {len(paths)} images were skipped", file=sys.stderr)
     if not told:
         raise UserError("none of the images can be read")
-    written = [args.out] if args.out else []
-    written += [f"the maps in {args.maps}"] if args.maps else []
+    written = " and ".join(filter(None, [args.out, args.maps and f"the maps in {args.maps}"]))
     if written:
-        print(f"wrote {' and '.join(written)}", file=sys.stdout if args.out else sys.stderr)
+        print(f"wrote {written}", file=sys.stdout if args.out else sys.stderr)
     return told
-
-
-# ----------------------------------------------------------------------------------------------------- which images
 
 
 def find_images(places: Sequence[str]) -> list[str]:
@@ -142,15 +137,17 @@ def _images_below(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in inside.images]
 
 
-class Batch(NamedTuple):
-    numbers: list[int]  # of the images that could be read, in the list of all paths
-    images: torch.Tensor | None  # (B, 3, H, W); None where there is none
-    errors: list[tuple[int, str]]  # (number, text) of each other one
-    notes: list[tuple[int, str]]  # (number, text) of images that come out dark
+class Sample(NamedTuple):
+    """An image file that was read, or could not be."""
+
+    number: int  # in the order of the paths
+    path: str
+    image: torch.Tensor | None  # (3, H, W); None where it cannot be read
+    words: str  # why it cannot, or a note about one that comes out dark
 
 
 class _Images:
-    """Dataset of (number, image (3, H, W) or an error in words, note or "")."""
+    """Dataset of `Sample`s."""
 
     def __init__(self, paths: Sequence[str], transform: Callable[[Any], torch.Tensor]) -> None:
         self.paths, self.transform = paths, transform
@@ -158,94 +155,70 @@ class _Images:
     def __len__(self) -> int:
         return len(self.paths)
 
-    def __getitem__(self, number: int) -> tuple[int, torch.Tensor | str, str]:
+    def __getitem__(self, number: int) -> Sample:
+        path = self.paths[number]
         try:
-            if what := no_file(self.paths[number]):  # a pipe, say, might never end
-                return number, f"it is {what}", ""
-            data = Path(self.paths[number]).read_bytes()
+            if what := no_file(path):  # a pipe, say, might never end
+                return Sample(number, path, None, f"it is {what}")
+            data = Path(path).read_bytes()
             image = decode_image(data)
-            return number, self.transform(image), too_dark(data, image)
-        except OSError as error:
-            return number, reason(error), ""
-        except DataError as error:
-            return number, str(error), ""
+            return Sample(number, path, self.transform(image), too_dark(data, image))
+        except (DataError, OSError) as error:
+            return Sample(number, path, None, reason(error))
 
 
-def _collate(samples: list[tuple[int, Any, str]]) -> Batch:
-    good = {number: image for number, image, _ in samples if not isinstance(image, str)}
-    errors = [(number, image) for number, image, _ in samples if isinstance(image, str)]
-    notes = [(number, note) for number, _, note in samples if note]
-    return Batch(list(good), torch.stack(list(good.values())) if good else None, errors, notes)
-
-
-def image_loader(
-    paths: Sequence[str],
-    transform: Callable[[Any], torch.Tensor],
-    batch_size: int = 64,
-    num_workers: int = 0,
-    pin_memory: bool = False,
+def read_images(
+    paths: Sequence[str], transform: Callable[[Any], torch.Tensor], batch_size: int, num_workers: int
 ) -> DataLoader:
-    """`Batch`es of images in the order of `paths`; upright and in sRGB, as `data.decode_image` reads them."""
+    """Lists of `batch_size` samples in the order of `paths`; upright and in sRGB, as `data.decode_image` reads them."""
     dataset: Any = _Images(paths, transform)  # DataLoader wants a Dataset, and takes anything with its methods
     workers = min(num_workers, -(-len(paths) // batch_size) - 1)
-    return DataLoader(dataset, batch_size, num_workers=workers, collate_fn=_collate, pin_memory=pin_memory)
-
-
-# ------------------------------------------------------------------------------------------------------ what they show
+    return DataLoader(dataset, batch_size, num_workers=workers, collate_fn=list)
 
 
 class Teller:
-    """Runs the model on images, writes their most probable classes, and draws their maps where they are asked for."""
+    """Tells the most probable classes of images, and draws maps of what the model makes of them.
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        paths: Sequence[str],
-        loaded: Loaded,
-        accelerator: Accelerator,
-        writer: "Writer",
-    ) -> None:
-        self.paths, self.settings, self.accelerator, self.writer = paths, loaded.settings, accelerator, writer
+    Args:
+        loaded: The model.
+        accelerator: Gives device and precision.
+        top_k: Classes for each image, at most.
+        maps: Folder for the maps; None: they are not drawn.
+        total: Number of all images.
+    """
+
+    def __init__(self, loaded: Loaded, accelerator: Accelerator, top_k: int, maps: str | None, total: int) -> None:
+        if maps and not isinstance(loaded.model, VisionLonghorn):
+            kind = type(loaded.model).__name__
+            raise UserError(f"--maps is for the models of this package, not for a {kind}: leave it out")
+        self.loaded, self.accelerator, self.top_k, self.maps = loaded, accelerator, top_k, maps
+        self.digits = len(str(total))
         self.model = loaded.model.to(accelerator.device).eval()
-        self.class_names = loaded.class_names or []
         self.names = readable_names(loaded.class_names, loaded.display_names, self.model.num_classes)
-        self.top_k, self.maps = args.top_k, args.maps
 
     @torch.no_grad()
-    def tell(self, numbers: Sequence[int], images: torch.Tensor | None) -> None:
-        """Tells the images (B, 3, H, W), whose paths have these numbers; further images are left out."""
-        if images is None or not numbers:
-            return
-        images = images[: len(numbers)].to(self.accelerator.device, non_blocking=True)
+    def tell(self, samples: Sequence[Sample]) -> list[list[dict[str, Any]]]:
+        """For each sample dicts of "index", "class", "name" and "probability", the most probable first."""
+        if not samples:
+            return []
+        images = torch.stack([one.image for one in samples if one.image is not None])
+        on_device = images.to(self.accelerator.device)
         with self.accelerator.autocast():
-            logits = self.model(images)
+            logits = self.model(on_device)
+            maps = token_maps(self.model, on_device) if self.maps else None
+        for number, one in enumerate(samples):
+            if self.maps and maps:
+                file = Path(self.maps, f"{one.number + 1:0{self.digits}d}-{Path(one.path).stem}.png")
+                plot_maps(maps, shown(images[number], self.loaded.settings), file, sample=number)
         # topk has no defined order of ties.
         scores, classes = logits.float().softmax(1).sort(dim=1, descending=True, stable=True)
-        k = self.top_k
-        for number, row, which in zip(numbers, scores[:, :k].tolist(), classes[:, :k].tolist(), strict=True):
-            self.writer.write(
-                self.paths[number],
-                [
-                    {
-                        "index": i,
-                        "class": self.class_names[i] if i < len(self.class_names) else None,
-                        "name": self.names[i],
-                        "probability": score,
-                    }
-                    for i, score in zip(which, row, strict=True)
-                ],
-            )
-        if self.maps:
-            self.draw(numbers, images)
+        rows = zip(scores[:, : self.top_k].tolist(), classes[:, : self.top_k].tolist())
+        return [[self.describe(i, score) for i, score in zip(which, row)] for row, which in rows]
 
-    def draw(self, numbers: Sequence[int], images: torch.Tensor) -> None:
-        """Draws the maps of each image into NUMBER-NAME.png."""
-        with self.accelerator.autocast():
-            maps = token_maps(self.model, images)
-        digits = len(str(len(self.paths)))
-        for sample, (number, image) in enumerate(zip(numbers, images.cpu(), strict=True)):
-            file = Path(self.maps, f"{number + 1:0{digits}d}-{Path(self.paths[number]).stem}.png")
-            plot_maps(maps, shown(image, self.settings), file, sample=sample)
+    def describe(self, i: int, score: float) -> dict[str, Any]:
+        known = self.loaded.class_names or []
+        name = known[i] if i < len(known) else None
+        return {"index": i, "class": name, "name": self.names[i], "probability": score}
 
 
 class Writer:

@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +17,18 @@ from tqdm import tqdm
 from vision_longhorn.class_names import ClassMap, imagenet_names, match_classes, readable_names
 from vision_longhorn.data import eval_loader, open_shards
 from vision_longhorn.data.folders import same_split
-from vision_longhorn.demo import locate_data
+from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import leave, make_accelerator
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
 from vision_longhorn.evaluation.report import Predictions
-from vision_longhorn.evaluation.results import absolute, default_name, free_name, is_free
+from vision_longhorn.evaluation.results import is_free
 from vision_longhorn.files import write_text
 from vision_longhorn.loading import load_model
 
 
 class Session:
-    """An evaluation on all of its processes.
+    """An evaluation, on each of its processes.
 
     Args:
         args: Values of the command line, as `vision_longhorn.eval.parse` gives them.
@@ -38,17 +40,9 @@ class Session:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.accelerator = args, make_accelerator(args.device, args.precision)
         self.say = self.accelerator.print
-        self.loaded = load_model(
-            args.run,
-            args.model,
-            pretrained=args.pretrained,
-            num_classes=args.num_classes,
-            ema=args.ema,
-            **args.model_kwargs,
-        )
-        self.model, self.name = self.loaded.model, self.loaded.name
+        self.loaded = load_model(args.run, args.model, num_classes=args.num_classes, ema=args.ema, **args.model_kwargs)
         self.loaded.check_classes()
-        self.is_random = "random" in self.loaded.weights
+        self.model, self.name = self.loaded.model.to(self.accelerator.device), self.loaded.name
         self.find_data()
         self.open_data()
         self.class_map = self.match_classes()
@@ -66,8 +60,7 @@ class Session:
         data = args.data or own
         if data is None:
             raise UserError("no data: give --data DIR, a folder of shards or of images, or --data digits")
-        self.own_data = own and absolute(own)
-        self.is_own = absolute(data) == self.own_data
+        self.is_own = own is not None and _absolute(data) == _absolute(own)
         self.samples = samples if self.is_own and args.samples is None else args.samples
         self.data = locate_data(data, self.accelerator)
 
@@ -83,67 +76,59 @@ class Session:
             self.say(f"note: {self.shards.hint}")
         if self.shards.left_out:
             self.say(f"note: left out {self.shards.left_out}")
-        if names is None and not self.is_random:
-            guess = imagenet_names(self.model.num_classes)
-            if guess and not set(guess).isdisjoint(self.shards.class_names or ()):
-                names = guess
-                self.say(f"note: the model's class names are unknown, its {len(guess)} are taken for ImageNet's")
+        guess = imagenet_names(self.model.num_classes) if names is None else None
+        if guess and not set(guess).isdisjoint(self.shards.class_names or ()):
+            names = guess
+            self.say(f"note: the model's class names are unknown, its {len(guess)} are taken for ImageNet's")
         self.names = names
 
     def match_classes(self) -> ClassMap | None:
         """Pairs the classes of model and data; None where they are the same. Says what cannot be compared."""
-        args, shards, class_map = self.args, self.shards, None
-        # A run may have been given more classes than its data have.
-        if args.map_classes or not self.is_own or self.names and shards.class_names:
-            remedy = (
-                "give data of the model's classes; --map-classes could pair them by name, which `python -m "
-                "vision_longhorn.shards index DIR --classes FILE` gives to data"
-            )
-            class_map, note = match_classes(
-                self.names,
-                self.model.num_classes,
-                shards.class_names,
-                shards.num_classes,
-                by_name=args.map_classes,
-                model=f"the model ({self.name})",
-                data=self.data,
-                remedy=f"give --num-classes {shards.num_classes}" if self.is_random else remedy,
-            )
-            if note and not self.is_random:
-                self.say(f"note: {note}")
-        if self.is_random:
-            what = "random weights" if self.loaded.weights == "random" else "a random classifier"
-            self.say(f"note: {what}: the accuracy is chance")
+        shards, by_name = self.shards, self.args.map_classes
+        if self.is_own and not by_name and not (self.names and shards.class_names):
+            return None  # a run may have been given more classes than its data have
+        class_map, note = match_classes(
+            self.names,
+            self.model.num_classes,
+            shards.class_names,
+            shards.num_classes,
+            by_name=by_name,
+            model=f"the model ({self.name})",
+            data=self.data,
+        )
+        if note:
+            self.say(f"note: {note}")
         return class_map
 
     def run(self) -> dict[str, Any]:
         """Evaluates, prints and saves the result, and returns it."""
-        args, accelerator, num_samples = self.args, self.accelerator, self.shards.num_samples
+        args, accelerator, shards = self.args, self.accelerator, self.shards
         about = self.about()
         if args.out and not is_free(args.out, about):
             raise UserError(f"--out {args.out} holds the result of another evaluation: name another file")
-        batches, predictions = self.batches(), Predictions(self.used, self.class_map)
-        on_batch = predictions.add if args.report or args.predictions else None
-        self.model.to(accelerator.device)
+        predictions = Predictions(self.used, self.class_map) if args.report or args.predictions else None
         found = evaluate(
-            {"model": self.model}, batches, accelerator, num_samples, args.batch_size, self.class_map, on_batch
+            {"model": self.model},
+            self.watched(self.batches()),
+            accelerator,
+            shards.num_samples,
+            args.batch_size,
+            self.class_map,
+            predictions.add if predictions else None,
         )
-        images, seconds = batches.read()
-        rates = accelerator.gather(torch.tensor([[images, seconds]], dtype=torch.float64, device=accelerator.device))
-        images, seconds = rates[:, 0].sum().item(), rates[:, 1].max().item()
         result = {
             **found["model"],
             **about,
             "epoch": self.loaded.checkpoint.get("epoch"),
             "classes": self.used,
             "model_classes": self.model.num_classes,
-            "data_classes": self.shards.num_classes,
-            "samples": num_samples,
+            "data_classes": shards.num_classes,
+            "samples": shards.num_samples,
             "processes": accelerator.num_processes,
             "batch_size": args.batch_size,
-            "images_per_s": images / seconds if images else None,
+            "images_per_s": accelerator.reduce(self.rate).item() or None,
         }
-        if on_batch:
+        if predictions:
             predictions.gather()
         self.tell(result)
         if accelerator.is_main_process:
@@ -152,24 +137,24 @@ class Session:
         return result
 
     def about(self) -> dict[str, Any]:
-        """The values that make it this evaluation, `results.SAME`."""
+        """The values by which two results are of the same evaluation. Processes, batch size and speed may differ."""
         file, precision = self.loaded.file, self.accelerator.mixed_precision
         return {
             "model": self.name,
             "model_kwargs": self.loaded.model_kwargs,
             "weights": self.loaded.weights,
             "checkpoint": file and os.path.abspath(file),
-            "data": absolute(self.data),
+            "data": _absolute(self.data),
             "split": self.split,
             "input_size": list(self.loaded.settings["input_size"]),
             "precision": "fp32" if precision == "no" else precision,
             "map_classes": self.class_map is not None,
         }
 
-    def batches(self) -> "Clock":
+    def batches(self) -> Iterable[Any]:
         """This process's share of the data."""
         args, shards, accelerator = self.args, self.shards, self.accelerator
-        loader = eval_loader(
+        return eval_loader(
             shards,
             create_transform(**self.loaded.settings),
             keys=args.predictions is not None,
@@ -180,8 +165,28 @@ class Session:
             num_classes=self.model.num_classes if self.class_map is None else len(shards.class_names or ()),
             pin_memory=accelerator.device.type == "cuda",
         )
-        total = shards.num_samples // accelerator.num_processes if accelerator.is_main_process else None
-        return Clock(loader, accelerator.device, total)
+
+    def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Hands on the batches under a progress bar, and measures `rate`, this process's images/s, () float64; 0 where
+        there is one batch. The first one is left out: it waits for the workers to start and kernels to compile."""
+        accelerator, images, start = self.accelerator, 0, 0.0
+        self.rate = torch.zeros((), dtype=torch.float64, device=accelerator.device)
+        total = self.shards.num_samples // accelerator.num_processes
+        hidden = None if accelerator.is_main_process else True  # None: no bar where there is no terminal
+        with tqdm(total=total, unit="img", dynamic_ncols=True, disable=hidden) as bar:
+            for batch in batches:
+                yield batch
+                bar.update(len(batch[1]))
+                images += len(batch[1]) if start else 0
+                start = start or self.now()
+        if images:
+            self.rate.fill_(images / (self.now() - start))
+
+    def now(self) -> float:
+        """The time when the device has done all its work, in seconds."""
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize(self.accelerator.device)
+        return time.perf_counter()
 
     def tell(self, result: dict[str, Any]) -> None:
         """Prints the result."""
@@ -193,24 +198,26 @@ class Session:
         rate = result["images_per_s"]
         self.say(f"{rate:.1f} images/s without the first batch" if rate else "images/s not measured: all was one batch")
 
-    def save(self, result: dict[str, Any], about: dict[str, Any], predictions: Predictions) -> None:
+    def save(self, result: dict[str, Any], about: dict[str, Any], predictions: Predictions | None) -> None:
         """Saves what was asked for. The result takes a free name, or that of an earlier result of this evaluation."""
-        args, shards, loaded = self.args, self.shards, self.loaded
-        default = default_name(about, self.own_data, "state_dict_ema" in loaded.checkpoint)
-        class_names = shards.class_names or self.names
-        shown = shards.display_names or (loaded.display_names if self.class_map is None else None)
+        args, class_names = self.args, self.shards.class_names or self.names
+        shown = self.shards.display_names or (self.loaded.display_names if self.class_map is None else None)
         names = readable_names(class_names, shown, self.model.num_classes)
-        out = Path(args.out) if args.out else free_name(default, about)
+        default = self.default_name()
+        out = Path(args.out or default)
+        if not args.out:
+            numbered = (default.with_stem(f"{default.stem}-{number}") for number in count(2))
+            out = next(name for name in chain([default], numbered) if is_free(name, about))
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_text(out, json.dumps(result, indent=2) + "\n")
             other = "" if args.out or out == default else f"; {default.name} is another evaluation's"
             print(f"saved as {out}{other}")
-            if args.predictions:
+            if predictions and args.predictions:
                 out = Path(args.predictions)
                 predictions.write_predictions(out, class_names, names)
                 print(f"predictions in {out}")
-            if args.report:
+            if predictions and args.report:
                 out = Path(args.report)
                 predictions.write_report(out, class_names, names)
                 print(f"accuracy by class and confusion matrix in {out}")
@@ -220,37 +227,23 @@ class Session:
                 "that can by --out, --predictions or --report"
             ) from error
 
+    def default_name(self) -> Path:
+        """The file for the result. Its name tells in what the evaluation differs from a run's own."""
+        file, loaded = self.loaded.file, self.loaded
+        words = [
+            "eval",
+            "" if file and file.stem == "best" else file.stem if file else self.name,
+            "" if self.is_own else Path(_absolute(self.data)).name,
+            self.split,
+            "raw" if loaded.weights == "raw" and "state_dict_ema" in loaded.checkpoint else "",
+            "mapped" if self.class_map is not None else "",
+        ]
+        name = "-".join(re.sub(r"[^A-Za-z0-9._]+", "_", word).strip("_.")[-60:] for word in words if word)
+        return (file.parent if file else Path()) / f"{name}.json"
 
-class Clock:
-    """Iterates over batches, and measures the time from the end of the first one's evaluation to the end of all.
 
-    Args:
-        loader: The batches, (images, targets, ...).
-        device: What computes.
-        total: Images of the progress bar; None: no bar.
-    """
-
-    def __init__(self, loader: Iterable[Any], device: torch.device, total: int | None = None) -> None:
-        self.loader, self.device, self.total = loader, device, total
-        self.start: float | None = None
-        self.images = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        hidden = True if self.total is None else None  # None: no bar where there is no terminal
-        with tqdm(total=self.total, unit="img", dynamic_ncols=True, disable=hidden) as bar:
-            for batch in self.loader:
-                if self.start is not None:
-                    self.images += len(batch[1])
-                yield batch
-                bar.update(len(batch[1]))
-                if self.start is None:
-                    self.start = self._now()
-
-    def read(self) -> tuple[int, float]:
-        """(images after the first batch, seconds that they took)"""
-        return self.images, 0.0 if self.start is None or not self.images else self._now() - self.start
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+def _absolute(spec: str) -> str:
+    """The absolute path of data; URLs and commands as they are."""
+    if spec == DIGITS:
+        spec = os.path.join("data", DIGITS)
+    return spec if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", spec) and not os.path.exists(spec) else os.path.abspath(spec)

@@ -101,16 +101,9 @@ class Trainer:
         # Signals, and the reading of each update. In a file, a bar's many lines would run into the others.
         shows_bar = accelerator.is_main_process and sys.stderr.isatty()
         self.signals = StopSignals(run_dir)
-        self.monitor = UpdateMonitor(
-            accelerator,
-            self.signals,
-            run_dir,
-            images=self.global_batch,
-            updates_per_epoch=self.updates_per_epoch,
-            log_interval=cfg.log_interval,
-            max_bad_steps=cfg.max_bad_steps,
-            say=None if shows_bar else self.say,
-        )
+        counts = self.global_batch, self.updates_per_epoch
+        say = None if shows_bar else self.say
+        self.monitor = UpdateMonitor(cfg, accelerator, self.signals, self.folder.run, *counts, say)
 
         # A checkpoint comes before compiling and capturing, which take the weights as they are.
         if resuming:

@@ -1,11 +1,11 @@
 """What is read of each update of a run: loss, gradient norm and signals, for the curves and the decision to stop."""
 
 import collections
+import contextlib
 import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -18,6 +18,7 @@ from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.files import write_text
 from vision_longhorn.runs import Run
 from vision_longhorn.signals import SIGNALS, StopSignals
+from vision_longhorn.training.config import Config
 from vision_longhorn.training.runlog import RunLog
 
 QUIET = 30  # seconds between two lines about how far a run without a bar is
@@ -29,13 +30,13 @@ class UpdateMonitor:
     All processes read the same values of the same update, and so decide alike.
 
     Args:
+        cfg: The run's config, for `log_interval` and `max_bad_steps`. An epoch's last update always gets an entry in
+            the curves, and an error where all of an epoch were skipped.
         accelerator: Gives device, rank, number of processes, and the sum over them.
         signals: `StopSignals` of this process.
-        run_dir: Folder of the run, for evidence of updates that were not finite.
+        run: The run, whose folder gets evidence of updates that were not finite.
         images: Samples in an update, over all processes.
-        updates_per_epoch: Updates in an epoch; the last one always gets an entry in the curves.
-        log_interval: Updates between two entries in the curves.
-        max_bad_steps: So many skipped updates in a row, or all of an epoch's, are an error.
+        updates_per_epoch: Updates in an epoch.
         say: Prints a line now and then about how far the run is; None where a bar shows it.
 
     Attributes:
@@ -46,21 +47,19 @@ class UpdateMonitor:
 
     def __init__(
         self,
+        cfg: Config,
         accelerator: Accelerator,
         signals: StopSignals,
-        run_dir: str | Path,
-        *,
+        run: Run,
         images: int,
         updates_per_epoch: int,
-        log_interval: int,
-        max_bad_steps: int,
         say: Callable[[str], None] | None = None,
     ) -> None:
-        self.accelerator, self.signals, self.run_dir = accelerator, signals, Path(run_dir)
+        self.accelerator, self.signals, self.run = accelerator, signals, run
         self.log: RunLog | None = None
         self.say, self._said = say, time.monotonic()
         self.images, self.updates_per_epoch = images, updates_per_epoch
-        self.log_interval, self.max_bad_steps = log_interval, min(max_bad_steps, updates_per_epoch)
+        self.log_interval, self.max_bad_steps = cfg.log_interval, min(cfg.max_bad_steps, updates_per_epoch)
         self.stop, self.last = 0, dict[str, float]()
         self._loss_sum, self._losses, self._skipped = 0.0, 0, 0
         self._bad: list[dict[str, Any]] = []  # the updates since the last good one
@@ -72,13 +71,8 @@ class UpdateMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The part of the curves that is still to be written. Call `read_all` first."""
-        return {
-            "loss_sum": self._loss_sum,
-            "losses": self._losses,
-            "skipped": self._skipped,
-            "bad": self._bad,
-            "last": self.last,
-        }
+        counts = dict(loss_sum=self._loss_sum, losses=self._losses, skipped=self._skipped)
+        return {**counts, "bad": self._bad, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_sum, self._losses, self._skipped = state["loss_sum"], state["losses"], state["skipped"]
@@ -99,8 +93,7 @@ class UpdateMonitor:
         batch = next(batches, None)
         if batch is None:
             raise UserError(
-                "the training data ended within an epoch: check the shards by `python -m "
-                "vision_longhorn.shards verify DIR`"
+                "the training data ended within an epoch: check them by `vision-longhorn shards verify DIR`"
             )
         self._waits.append((begin, self._now()))
         images, targets, places = batch
@@ -165,11 +158,9 @@ class UpdateMonitor:
         self.last = {"train_loss": loss, "lr": lr, "images_per_s": self._updates * self.images / seconds}
         if self.say and time.monotonic() > self._said + QUIET and number % self.updates_per_epoch:
             self._said = time.monotonic()
-            self.say(
-                f"update {number % self.updates_per_epoch} of {self.updates_per_epoch}, epoch "
-                f"{number // self.updates_per_epoch + 1}  loss {loss:.4f}  {self.last['images_per_s']:,.0f} "
-                "images/s"
-            )
+            epoch, done = divmod(number, self.updates_per_epoch)
+            speed = f"{self.last['images_per_s']:,.0f} images/s"
+            self.say(f"update {done} of {self.updates_per_epoch}, epoch {epoch + 1}  loss {loss:.4f}  {speed}")
         if self.log:
             scalars = {
                 "loss": loss,
@@ -189,10 +180,8 @@ class UpdateMonitor:
         """GiB on the host of this process and its loader's workers, and the device's peak since the last entry."""
         host = 0
         for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
-            try:
+            with contextlib.suppress(psutil.Error):  # it may have ended
                 host += process.memory_info().rss
-            except psutil.Error:  # it has just ended
-                pass
         memory = {"host_gib": host / 2**30}
         if self.accelerator.device.type == "cuda":
             memory["device_gib"] = torch.cuda.max_memory_allocated() / 2**30
@@ -201,15 +190,14 @@ class UpdateMonitor:
 
     def _give_up(self) -> None:
         first, last = self._bad[0], self._bad[-1]
-        file = Run(self.run_dir).bad_steps_file
         for bad in self._bad:
             bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
         evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
 
         def write() -> None:
             if self.accelerator.is_main_process:
-                self.run_dir.mkdir(parents=True, exist_ok=True)
-                write_text(file, json.dumps(evidence, indent=2) + "\n")
+                self.run.path.mkdir(parents=True, exist_ok=True)
+                write_text(self.run.bad_steps_file, json.dumps(evidence, indent=2) + "\n")
 
         write()  # without samples first, as a process that is asked for them may be gone
         evidence["samples_unknown"] = self._name_samples()
@@ -218,7 +206,7 @@ class UpdateMonitor:
         raise UserError(
             f"{len(self._bad)} updates in a row, {first['update']} to {last['update']}, were skipped, as loss or "
             f"gradients were not finite (loss {loss}, gradient norm {last['grad_norm']}): --resume goes on with the "
-            f"weights before them; give a lower lr, or --clip-grad 1.0; {file} tells more"
+            f"weights before them; give a lower lr, or --clip-grad 1.0; {self.run.bad_steps_file} tells more"
         )
 
     def _name_samples(self) -> dict[int, str]:
@@ -227,15 +215,15 @@ class UpdateMonitor:
             number: [place({"__url__": shard, "__key__": key}) for shard, key in places]
             for number, places in self._bad_places.items()
         }
+        unknown = {}
         try:
             parts = gather_object([named])
         except Exception as error:  # whatever it is, the bad updates are the news
-            parts, unknown = [{}] * self.accelerator.num_processes, f"{type(error).__name__}: {one_line(error)}"
-        else:
-            unknown = ""
+            parts = [{}] * self.accelerator.num_processes
+            unknown = dict.fromkeys(range(len(parts)), f"{type(error).__name__}: {one_line(error)}")
         for bad in self._bad:
             bad["samples"] = [part.get(bad["update"]) for part in parts]
-        return {rank: unknown for rank in range(len(parts)) if unknown}
+        return unknown
 
     def _now(self) -> Any:
         """The time on the device, as an event that the host need not wait for; on a CPU in seconds."""

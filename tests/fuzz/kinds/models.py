@@ -182,16 +182,8 @@ def _arguments() -> Iterator[Case]:
             if word == "eval-run":
                 return [*evaluate(place, place.material / "run"), words[0], words[-1]]
             if word == "eval":
-                return [
-                    "--model",
-                    "vlonghorn_test",
-                    *EVAL,
-                    "--data",
-                    place.material / "shards",
-                    "--num-classes",
-                    "3",
-                    *words,
-                ]
+                named = ["--model", "vlonghorn_test", "--num-classes", "3"]
+                return [*evaluate(place, place.material / "run"), *named, *words]
             return ["vlonghorn_test", "model.onnx", *words]
 
         return made
@@ -287,7 +279,7 @@ def _words() -> Iterator[Case]:
         "eval-run": lambda place: ["", *EVAL],
         "eval-data": lambda place: [place.material / "run", *EVAL, "--data", ""],
         "eval-split": lambda place: [*evaluate(place, place.material / "run"), "--split", ""],
-        "eval-model": lambda place: ["--model", "", *EVAL, "--data", place.material / "shards"],
+        "eval-model": lambda place: ["--model", "", "--pretrained", *EVAL, "--data", place.material / "shards"],
         "eval-report": lambda place: [*evaluate(place, place.material / "run"), "--report", ""],
         "eval-predictions": lambda place: [*evaluate(place, place.material / "run"), "--predictions", ""],
         "shards-src": lambda place: ["imagefolder", "", "out"],

@@ -1,7 +1,6 @@
-"""Studies: their file, runs that go on after any end, and what is reused."""
+"""The lab: its file of studies, runs that go on after any end, and what is reused."""
 
 import contextlib
-import dataclasses
 import json
 import math
 import multiprocessing
@@ -12,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from multiprocessing import forkserver
 from pathlib import Path
@@ -24,19 +24,16 @@ import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import metadata
-from test_study_tables import faults_of
+from test_lab_tables import faults_of
 from test_train import REPOSITORY, fails_with_one_line, write_digits
-from timm.data.auto_augment import AutoAugment
 
-from lab import hits, recall, runner, study
-from lab.costs import Costs
-from lab.plan import STUDIES, Run, read_studies, unique_runs
+from lab import __main__ as lab
+from lab import hits, queue, recall, session
+from lab.plan import STUDIES, read_studies, unique_trials
 from lab.results import Known, build, write_results
 from lab.statistics import read_bits
 from lab.tables import markdown
 from vision_longhorn.command_line.parser import run_cli
-from vision_longhorn.data import split_transform
-from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.errors import UserError
 from vision_longhorn.train import load_config
 from vision_longhorn.training import trainer
@@ -77,7 +74,7 @@ TINY["studies"]["faulty"] = {
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """Forks the studies' processes: it has imported everything, so that they start at once."""
-    PROCESSES.set_forkserver_preload(["test_study", "vision_longhorn.training.trainer", "lab.speed"])
+    PROCESSES.set_forkserver_preload(["test_lab", "vision_longhorn.training.trainer", "lab.speed"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
         forkserver.ensure_running()
@@ -141,15 +138,15 @@ def work(folder, log, words, environment):
     os.chdir(folder)
     os.environ.update(environment)
     if "SLOW" in environment:
-        step = recall.RecallRun.train_step
-        recall.RecallRun.train_step = lambda *given: (time.sleep(float(environment["SLOW"])), step(*given))[1]
+        step = recall.RecallRun.update
+        recall.RecallRun.update = lambda *given: (time.sleep(float(environment["SLOW"])), step(*given))[1]
     with open(log, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     multiprocessing.set_start_method("fork", force=True)  # of the loaders' workers
     torch.set_num_threads(1)  # a fork would wait for threads that its parent alone has
-    runner.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
-    run_cli(lambda: study.main(words))
+    queue.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": Forked})
+    run_cli(lambda: lab.main(words))
 
 
 class Studying:
@@ -200,7 +197,7 @@ def figures(path):
 def whole(tmp_path_factory):
     """Folder of a study that nothing has disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    (folder / "said").write_text(finish(folder, "pairs", "--jobs", 2))
+    (folder / "said").write_text(finish(folder, "pairs", "--per-gpu", 2))
     return folder
 
 
@@ -250,7 +247,7 @@ def test_a_json_alone_stands_for_runs_whose_folders_are_gone(whole, tmp_path):
     write_results(tmp_path / "earlier.json", earlier)
     listed = finish(tmp_path, "pairs", "--list", "--merge", tmp_path / "earlier.json")
     assert "3 of   4 runs done" in listed
-    said = finish(tmp_path, "pairs", "--jobs", 2, "--merge", tmp_path / "earlier.json")
+    said = finish(tmp_path, "pairs", "--per-gpu", 2, "--merge", tmp_path / "earlier.json")
     assert "1 of 4 runs to do" in said
     assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
     # And from its own JSON, without any folder, the same table comes again.
@@ -269,8 +266,12 @@ def test_a_json_alone_stands_for_runs_whose_folders_are_gone(whole, tmp_path):
     assert "0 of   4 runs done" in finish(tmp_path, "pairs", "--list")
     # Nor does their table take the only copy of the others away.
     finish(tmp_path, "pairs", "--report")
-    assert json.loads((tmp_path / "studies/pairs.json").read_text())["runs"] == []
-    assert (tmp_path / "studies/pairs-before-1.json").read_text() == before[0]
+    finish(tmp_path, "pairs", "--report")
+    found = json.loads((tmp_path / "studies/pairs.json").read_text())
+    assert found["runs"] == [] and found["before"] == json.loads(before[0])["runs"]
+    (tmp_path / "studies.yaml").write_text(yaml.safe_dump(TINY))
+    finish(tmp_path, "pairs", "--report")
+    assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
 
 
 def test_a_run_whose_files_are_lost_takes_no_other_with_it(whole, tmp_path):
@@ -285,78 +286,20 @@ def test_a_run_whose_files_are_lost_takes_no_other_with_it(whole, tmp_path):
     content = json.loads((tmp_path / "studies/pairs.json").read_text())
     assert len(content["runs"]) == 3 and "no training curves" in content["unfinished"][0]["last_line"]
     finish(tmp_path, "pairs", "--dry-run")
+    (lost / "env.json").unlink()
+    (tmp_path / "studies/pairs.json").unlink()
+    others = sorted(tmp_path.glob("studies/runs/vim*/env.json"))
+    others[0].write_text("{}")
+    assert "Traceback" not in finish(tmp_path, "pairs", "--report")
+    content = json.loads((tmp_path / "studies/pairs.json").read_text())
+    assert len(content["runs"]) == 2 and all("env.json" in run["last_line"] for run in content["unfinished"])
 
 
-def test_results_of_other_settings_or_hardware_are_not_taken_for_ones_own(whole, tmp_path):
+def test_results_of_other_settings_are_not_taken_for_ones_own(whole, tmp_path):
     earlier = json.loads((whole / "studies/pairs.json").read_text())
-    for run in earlier["runs"][:3]:
-        run["environment"]["device"], run["wall_seconds"] = "somebody's GPU", 1e6
-    write_results(tmp_path / "earlier.json", earlier)
-    said = finish(tmp_path, "pairs", "--dry-run", "--merge", tmp_path / "earlier.json")
-    assert "by speeds of CPU" in said and "1,000,0" not in said
-    for run in earlier["runs"]:
-        run["environment"]["device"] = "somebody's GPU"
-    write_results(tmp_path / "earlier.json", earlier)
-    assert "by speeds of somebody's GPU" in finish(tmp_path, "pairs", "--dry-run", "--merge", tmp_path / "earlier.json")
     earlier["arms"][0]["config"]["ema_decay"] = 0.5
     write_results(tmp_path / "earlier.json", earlier)
     assert "ema_decay=0.5" in finish(tmp_path, "pairs", "--list", "--merge", tmp_path / "earlier.json", code=1)
-
-
-def test_patience_with_a_held_folder_begins_anew_for_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "PATIENCE", 0.8)
-    free = {"first": time.monotonic() + 0.3, "second": math.inf}
-
-    def job(name):
-        def done(code):
-            free["second"] = time.monotonic() + 0.3
-            return "", code == 0
-
-        def held():
-            return "" if time.monotonic() > free[name] else f"{name} is held"
-
-        words = ["timeit", "-n", "1", "-r", "1", "-s", "import time; time.sleep(1)"]
-        return runner.Job(name, lambda: (words, tmp_path / name), lambda: None, done, held)
-
-    lines = []
-    place = runner.Place("here", {})
-    found = runner.Runner([place], SimpleNamespace(received=0), None, lines.append).run([job("first"), job("second")])
-    assert (found.done, found.failed) == (2, 0), lines
-    free["first"] = math.inf
-    found = runner.Runner([place], SimpleNamespace(received=0), None, lines.append).run([job("first")])
-    assert found.failed == 1 and "first is held" in lines[-1]
-
-
-def test_what_a_device_has_time_for_depends_on_what_runs_there(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "START", 0)
-    begun, words = {}, ["timeit", "-n", "1", "-r", "1", "-s", "import time; time.sleep(1)"]
-
-    def job(name, seconds):
-        def prepare():
-            begun[name] = time.monotonic()
-            return words, tmp_path / name
-
-        def rest():
-            now = time.monotonic()
-            return seconds - (now - begun.get(name, now))
-
-        return runner.Job(name, prepare, rest, lambda code: ("", code == 0))
-
-    jobs = [job("first", 95), job("second", 95), job("third", 99.5), job("short", 10)]
-    one, other = runner.Place("GPU 0", {}), runner.Place("GPU 1", {})
-    lines = []
-    deadline = time.monotonic() + 100
-    found = runner.Runner([one, other, one, other], SimpleNamespace(received=0), deadline, lines.append).run(jobs)
-    # Beside the first ones the third would not end in time, and the short one would not let them.
-    said = [line.split("]")[-1].split()[:2] for line in lines]
-    assert said[:2] == [["start", "first"], ["start", "second"]] and "GPU 0" in lines[0] and "GPU 1" in lines[1], lines
-    assert said[2][0] == "done" and ["start", "short"] in said[3:], lines
-    assert (found.done, found.left) == (3, 1) and not any("third" in line for line in lines)
-    # A CPU's threads are shared out: who runs alone has no more of them.
-    lines.clear()
-    jobs = [job("long", 60), job("one", 45), job("two", 45)]
-    found = runner.Runner([runner.Place("CPU", {})] * 2, SimpleNamespace(received=0), deadline, lines.append).run(jobs)
-    assert (found.done, found.left) == (2, 1) and not any("long" in line for line in lines), lines
 
 
 def begun(folder):
@@ -364,13 +307,13 @@ def begun(folder):
 
 
 def test_a_study_that_is_killed_and_stopped_goes_on_to_the_figures_of_an_undisturbed_one(whole, tmp_path):
-    first = Studying(tmp_path, "pairs", "--jobs", 2, SLOW="0.3")
+    first = Studying(tmp_path, "pairs", "--per-gpu", 2, SLOW="0.3")
     until(lambda: len(begun(tmp_path)) > 1)
     orphans = psutil.Process(first.process.pid).children()
     first.process.kill()  # its runs notice, save and end
     first.process.join()
     # So slow that no run ends before it is stopped, however late the first one's are to end.
-    second = Studying(tmp_path, "pairs", "--jobs", 2, SLOW="2")
+    second = Studying(tmp_path, "pairs", "--per-gpu", 2, SLOW="2")
     until(lambda: "start" in second.text)
     until(lambda: not any(child.is_running() and child.status() != "zombie" for child in orphans))
     until(lambda: second.text.count("start") > 1)
@@ -379,14 +322,14 @@ def test_a_study_that_is_killed_and_stopped_goes_on_to_the_figures_of_an_undistu
     assert second.wait() == 128 + signal.SIGTERM, second.text
     assert "stopping 2" in second.text and "<!-- study: pairs -->" in second.text
     # One whose process is killed in the middle of it, and what that leaves.
-    third = Studying(tmp_path, "pairs", "--jobs", 1, SLOW="0.3")
+    third = Studying(tmp_path, "pairs", "--per-gpu", 2, SLOW="0.3")  # each run's loader has as many processes
     until(lambda: "start" in third.text)
     time.sleep(1)
     for child in psutil.Process(third.process.pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     assert third.wait() == 1 and "FAILED" in third.text and "exit code -9" in third.text
-    said = finish(tmp_path, "pairs", "--jobs", 2)
+    said = finish(tmp_path, "pairs", "--per-gpu", 2)
     assert "FAILED" not in said
     assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
     assert not json.loads((tmp_path / "studies/pairs.json").read_text())["unfinished"]
@@ -404,49 +347,16 @@ def test_what_a_kill_between_two_files_leaves_is_mended(whole, tmp_path, kind):
         for path in run.iterdir():
             if path.name != "env.json":
                 path.unlink()
-    said = finish(tmp_path, "pairs", "--jobs", 2)  # of two, as each run's loader then has as many processes
+    said = finish(tmp_path, "pairs", "--per-gpu", 2)  # of two, as each run's loader then has as many processes
     assert ("start" in said) == (kind == "no settings")
     assert figures(tmp_path / "studies/pairs.json") == figures(whole / "studies/pairs.json")
 
 
-def test_a_budget_starts_nothing_that_would_not_end_and_stops_what_does_not(tmp_path):
+def test_a_budget_stops_what_does_not_end_in_time(tmp_path):
     studying = Studying(tmp_path, "pairs", "--budget", 4, SLOW="0.8")  # a run takes 10 s
-    assert studying.wait() == study.LEFT, studying.text
+    assert studying.wait() == session.LEFT, studying.text
     assert "stopping 1" in studying.text and "0 of 4 runs done" in studying.text
-    (tmp_path / "studies/speed.json").write_text(
-        json.dumps({"speeds": {key: {"a GPU": {"images_per_s": 1}} for key in keys()}})
-    )
-    before = set(tmp_path.glob("studies/runs/*/*"))
-    studying = Studying(tmp_path, "pairs", "--budget", 9)
-    assert studying.wait() == study.LEFT and "start " not in studying.text, studying.text
-    assert set(tmp_path.glob("studies/runs/*/*")) == before
-
-
-def test_what_the_first_run_took_tells_of_the_others(whole):
-    runs = of(TINY)["pairs"].runs()
-    costs = Costs(runs, whole / "elsewhere", Known([]), "CPU, 2 threads")
-    assert costs.hardware == "" and costs.seconds(runs[0]) is None
-    costs.out = whole / "studies"
-    costs.learn(runs[0])  # which has ended in the meantime
-    later = next(run for run in runs if run.arm == runs[0].arm and run.seed != runs[0].seed)
-    assert costs.hardware == "CPU" and costs.seconds(later) is not None
-
-
-def test_what_a_run_takes_alone_is_its_share_of_the_time_beside_others():
-    arm = of(TINY)["pairs"].arms[0]
-    runs, known = [Run(arm, seed) for seed in range(3)], Known([])
-    for run, seconds in zip(runs, (80, 40)):  # the second had the device to itself for most of the time
-        known.runs[run.identity] = dict(
-            wall_seconds=seconds, epochs=arm.config.epochs, side_by_side=4, environment={"device": "a GPU"}
-        )
-    costs = Costs(runs, Path("nowhere"), known, "a GPU")
-    assert costs.seconds(runs[2]) == 20
-    longer = of(changed(*PLACE, overrides={**PAIRS["overrides"], "epochs": 6}))["pairs"].arms[0]
-    assert longer.key != arm.key and costs.seconds(Run(longer, 0)) == 60
-
-
-def keys():
-    return {arm.speed_key for arm in of(TINY)["pairs"].arms}
+    assert begun(tmp_path) and "work is left" in studying.text
 
 
 def of(content):
@@ -468,41 +378,29 @@ def test_a_failing_run_is_recorded_and_stops_no_other(tmp_path):
     assert len(json.loads((tmp_path / "studies/faulty.json").read_text())["unfinished"]) == 1
 
 
-def test_speeds_are_measured_alone_and_tell_what_runs_will_cost(tmp_path):
-    said = finish(tmp_path, "pairs", "--dry-run")
-    assert said.count("unknown\n") == 4 and "4 runs of unknown cost" in said
+def test_speeds_are_measured_alone_those_that_are_unknown_first(tmp_path):
     said = finish(tmp_path, "pairs", "--speed")
-    assert said.count("images/s") == 2
+    assert said.count("images/s") == 2 and said.index("longhorn") < said.index("vim")
     speeds = json.loads((tmp_path / "studies/speed.json").read_text())["speeds"]
-    assert speeds.keys() == keys()
+    assert speeds.keys() == {arm.speed_key for arm in of(TINY)["pairs"].arms}
     assert all(found["images_per_s"] > 0 for speed in speeds.values() for found in speed.values())
-    assert said.index("longhorn") < said.index("vim")
-    known = {key: speed for key, speed in speeds.items() if all(of["variant"] == "longhorn" for of in speed.values())}
-    assert len(known) == 1
+    known = {key: speed for key, speed in speeds.items() if speed["CPU"]["variant"] == "longhorn"}
     (tmp_path / "studies/speed.json").write_text(json.dumps({"speeds": known}))
-    said = finish(tmp_path, "pairs", "--speed")  # what is unknown comes first
-    assert said.index("vim") < said.index("longhorn")
-    rate = {"somebody's GPU": {"images_per_s": 100}}
-    (tmp_path / "studies/speed.json").write_text(json.dumps({"speeds": dict.fromkeys(speeds, rate)}))
-    said = finish(tmp_path, "pairs", "--dry-run")
-    # 2 epochs of 6 updates of 16 images, and two models that see 37 at the end of each
-    seconds = 15 + (2 * 6 * 16 + 2 * 2 * 37 / 3) / 100
-    assert said.count(f"{seconds:.0f} s\n") == 4 and "by speeds of somebody's GPU" in said
-    assert f"{4 * seconds:,.0f} s on one device, {2 * seconds:,.0f} s on 2" in said
-    assert not (tmp_path / "studies/runs").exists()
+    said = finish(tmp_path, "pairs", "--speed")
+    assert said.index("vim") < said.index("longhorn") and not (tmp_path / "studies/runs").exists()
+    finish(tmp_path, "pairs", "--report")
+    assert "images/s alone, CPU" in (tmp_path / "studies/pairs.md").read_text()
 
 
 def test_places_go_over_all_gpus_that_cuda_shows_before_they_share_one(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    places = runner.find_places("auto", per_gpu=2, jobs=1)
-    assert [place.variables["CUDA_VISIBLE_DEVICES"] for place in places] == ["4", "7", "4", "7"]
+    assert queue.find_places("auto", 2) == ["4", "7", "4", "7"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert [place.name for place in runner.find_places("cuda", per_gpu=1, jobs=3)] == ["GPU 0", "GPU 1"]
-    assert [place.name for place in runner.find_places("cpu", per_gpu=1, jobs=3)] == ["CPU"] * 3
+    assert queue.find_places("cuda", 1) == ["0", "1"] and queue.find_places("cpu", 3) == [""] * 3
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(UserError, match="device is 'cuda'"):
-        runner.find_places("cuda", per_gpu=1, jobs=1)
+        queue.find_places("cuda", 1)
 
 
 def test_two_studies_do_not_share_a_folder_at_once(tmp_path):
@@ -554,9 +452,9 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, overrides={"epochs": 2, "warmup_epochs": 2}), ["warmup_epochs is 2"]),
         (changed(*PLACE, overrides={"seed": 3}), ["'seed'", "give `seeds: [0]` beside them"]),
         (changed(*PLACE, overrides={"data": "DIR"}), ["'data'"]),
-        (changed(*PLACE, asks=None), ["asks is missing"]),
+        (changed(*PLACE, variants=None), ["variants is missing"]),
+        (changed(*PLACE, data=None), ["pairs, longhorn", "data is missing"]),
         (changed(*PLACE, config="nowhere"), ["no config at nowhere"]),
-        (changed(*PLACE, data="elsewhere"), ["'elsewhere'", "few"]),
         (changed(*PLACE, pair=["longhorn", "exact"]), ["'exact'", "longhorn, vim"]),
         (changed(*PLACE, pair=["longhorn"]), ["give two variants"]),
         (changed(*PLACE, variants=["longhorn", "longhorn"]), ["stands twice"]),
@@ -568,14 +466,14 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, seeds=[-1]), ["seed is -1"]),
         (changed(*PLACE, resolutions=["big"]), ["resolutions is ['big']"]),
         (changed(*PLACE, resolutions=16), ["resolutions is 16: give a list"]),
-        (changed(*PLACE, weights="mean"), ["weights is 'mean': give one of ema, raw"]),
+        (changed(*PLACE, weights="mean"), ["weights: 'mean' is unknown: give some of ema, raw"]),
         (changed(*PLACE, weights="raw"), ["weights is 'raw': give neither pair nor resolutions"]),
         (changed(*PLACE, contrasts=["longhorn"]), ["contrasts", "['longhorn']"]),
-        (changed(*PLACE, contrasts={"a": {"plus": ["longhorn"]}}), ["contrast 'a'", "minus None: give a list"]),
+        (changed(*PLACE, contrasts={"a": {"plus": ["longhorn"]}}), ["contrast 'a'", "minus None: give a list of arms"]),
         (changed(*PLACE, contrasts={"a": {"pluss": []}}), ["contrast 'a'", "'pluss'", "'plus'"]),
         (
             changed(*PLACE, contrasts={"a": {"plus": ["longhorn"], "minus": ["exact"]}}),
-            ["contrast 'a'", "'exact' is none of its arms: give some of longhorn, vim"],
+            ["contrast 'a'", "'exact' is unknown: give some of longhorn, vim"],
         ),
         (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["vim"]}}), ["contrast 'a'", "vim stands twice"]),
         (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["longhorn"], "over": 0}}), ["over is 0"]),
@@ -584,12 +482,15 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, config=3), ["config is 3"]),
         ({}, ["there are no studies"]),
         ({"studies": {"one": {**PAIRS, "variants": ["longhorn"]}}}, ["'longhorn'", "no variant is shared"]),
-        (
-            {"studies": {"one": {**PAIRS, "variants": [{"name": "a", "model": "vim_test"}]}}},
-            ["'few'", "the file describes none"],
-        ),
+        ({"studies": [PAIRS]}, ["studies is [", "give `key: value` pairs"]),
+        ({"studies": {"one": True}}, ["study one is True", "give `key: value` pairs"]),
+        ({"studies": {"one": [3]}}, ["study one is [3]"]),
+        (changed(*PLACE, overrides=True), ["study pairs: overrides is True", "give `key: value` pairs"]),
+        (changed(*PLACE, model_kwargs=[1]), ["study pairs: model_kwargs is [1]"]),
+        (changed(*PLACE, settings={"a": False}), ["setting a is False"]),
+        (changed(*PLACE, variants=[True]), ["study pairs: variant is True"]),
+        (changed("data", few=True), ["data few is True"]),
         (changed("variants", longhorn={"modl": "vim"}), ["'modl'", "'model'"]),
-        (changed("data", few={"train_samples": 3}), ["data few", "val_samples is missing"]),
         (changed("data", few={"samples": 3}), ["data few", "'samples'"]),
         (
             changed("data", few={"colours": 3}),
@@ -617,54 +518,62 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["mixers", "--data", "cifar10=DIR"], ["cifar10=DIR", "tiny-imagenet-100"]),
         (["epochs", "--data", "DIR"], ["need --data cifar10=DIR tiny-imagenet-100=DIR"]),
         (["digits", "--data", "DIR"], ["--data DIR", "built in"]),
-        (["--merge", "old.json", "mixers"], ["--merge mixers", "goes before the options"]),
+        (["--merge", "old.json", "mixers"], ["mixers follows", "goes before the options"]),
         (["mixers", "--merge", "old.json"], ["no file old.json"]),
-        (["mixers", "--report", "--speed"], ["--report, --speed"]),
+        (["mixers", "--report", "--speed"], ["--report", "--speed"]),
         (["mixers", "--data", "nowhere"], ["nowhere"]),
         (["mixers", "--merge", str(REPOSITORY / "docs/cifar10.json")], ["no result of a study"]),
         (["mixers", "--file", "nowhere.yaml"], ["nowhere.yaml"]),
-        (["mixers", "--dry-run", "--data", "nowhere"], ["no file or folder 'nowhere'", "30000 images", "100 classes"]),
+        (
+            ["mixers", "--dry-run", "--data", "nowhere"],
+            ["no file or folder 'nowhere'", "train_samples=30000", "num_classes=100"],
+        ),
         (["mixers", "--dry-run", "--data", "cifar10=DIR"], ["cifar10=DIR"]),
         (["mixers", "--report", "--out", "nowhere"], ["no folder nowhere"]),
         (["mixer"], ["unknown study 'mixer'; the nearest known one is 'mixers', --list shows all"]),
         (["photos"], ["unknown study 'photos'; --list shows all"]),
     ]:
         with monkeypatch.context() as patch:
-            patch.setattr(study, "check_models", lambda *_: None)
-            fails_with_one_line(study.main, [*words, "--device", "cpu"], capsys, *found)
+            patch.setattr(session.Session, "check_model", lambda *_: None)
+            fails_with_one_line(lab.main, [*words, "--device", "cpu"], capsys, *found)
     content = changed(*PLACE, model_kwargs={"wings": 2})
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     for words in ["--data", "few"], ["--dry-run"]:
-        fails_with_one_line(study.main, ["pairs", "--file", "mine.yaml", *words], capsys, "longhorn", "wings=2")
+        fails_with_one_line(lab.main, ["pairs", "--file", "mine.yaml", *words], capsys, "longhorn", "wings=2")
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed(*PLACE, resolutions=[16, 7])))
-    fails_with_one_line(study.main, ["pairs", "--file", "mine.yaml", "--dry-run"], capsys, "has 7", "8 x 8")
+    fails_with_one_line(lab.main, ["pairs", "--file", "mine.yaml", "--dry-run"], capsys, "has 7", "8 x 8")
     assert not (tmp_path / "nowhere").exists()
+
+
+def draw_photos(folder):
+    """Two images of each of two classes, to train on and to evaluate on."""
+    for split in "train", "val":
+        for name in "cat", "dog":
+            (folder / split / name).mkdir(parents=True)
+            for i in range(2):
+                Image.new("RGB", (8, 8)).save(folder / split / name / f"{i}.png")
 
 
 def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    for split in "train", "val":
-        for name in "cat", "dog":
-            (tmp_path / "photos" / split / name).mkdir(parents=True)
-            for i in range(2):
-                Image.new("RGB", (8, 8)).save(tmp_path / "photos" / split / name / f"{i}.png")
+    draw_photos(tmp_path / "photos")
     for facts, found in [
-        (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "4 images", "of which the file"]),
-        (dict(train_samples=4, val_samples=3, num_classes=2), ["val_samples=3", "3 to evaluate on"]),
+        (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "holds 4", "of which the studies"]),
+        (dict(train_samples=4, val_samples=3, num_classes=2), ["val_samples=3"]),
         (dict(train_samples=4, val_samples=4, num_classes=3), ["num_classes=3", "has 2 classes"]),
         (dict(train_samples=4, val_samples=4, num_classes=1), ["num_classes=1", "has 2 classes"]),
     ]:
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed("data", few=facts)))
         with monkeypatch.context() as patch:
-            patch.setattr(study, "check_models", lambda *_: None)
+            patch.setattr(session.Session, "check_model", lambda *_: None)
             for more in ["--dry-run"], ["--device", "cpu"]:
                 words = ["pairs", "--file", "mine.yaml", "--data", "photos", *more]
-                fails_with_one_line(study.main, words, capsys, *found)
+                fails_with_one_line(lab.main, words, capsys, *found)
     content = changed(*PLACE, data="digits")
     content["data"]["digits"] = {"train_samples": 1500, "val_samples": 360, "num_classes": 10}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     words = ["pairs", "--file", "mine.yaml", "--dry-run"]
-    fails_with_one_line(study.main, words, capsys, "data digits: train_samples=1500, but", "train_samples: 1437")
+    fails_with_one_line(lab.main, words, capsys, "train_samples=1500", "1437", "the data digits")
 
 
 def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():
@@ -685,53 +594,54 @@ def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():
     ):
         arm = of(faster)["pairs"].arms[0]
         assert arm.key == base.key and arm.speed_key != base.speed_key
-        known = Known([])
+        known = Known(Path("nowhere"))
         known.configs[base.key] = base.settings()
         known.check([arm])  # the same bits
 
 
 def test_runs_go_by_seeds_first_so_that_a_part_of_them_compares():
     content = changed(*PLACE, variants=["longhorn", {"name": "vim", "model": "vim_test", "seeds": [5, 7, 9]}])
-    assert [(run.arm.variant, run.seed) for run in of(content)["pairs"].runs()] == [
+    assert [(run.arm.variant, run.seed) for run in of(content)["pairs"].trials()] == [
         ("longhorn", 0), ("vim", 5), ("longhorn", 1), ("vim", 7), ("vim", 9)]  # fmt: skip
 
 
 def test_the_shipped_studies_are_sound_and_share_what_they_can():
     studies = read_studies()
     assert {"mixers", "inside", "epochs", "rate", "resolution", "recipe", "anchor", "digits"} <= studies.keys()
+    trials = {name: {trial.identity: trial for trial in one.trials()} for name, one in studies.items()}
     for name in "resolution", "inside", "epochs", "rate":
-        shared = {run.identity for run in studies["mixers"].runs()} & {run.identity for run in studies[name].runs()}
-        assert ("longhorn", 0) in {
-            (run.arm.variant, run.seed) for run in studies[name].runs() if run.identity in shared
-        }
-    assert {run.identity for run in studies["resolution"].runs()} <= {run.identity for run in studies["mixers"].runs()}
-    kinds = {arm.speed_key: arm for one in studies.values() for arm in one.arms if arm.of_images}
-    for arm in kinds.values():
-        model = build(arm)
-        assert model.num_classes == arm.config.num_classes
+        shared = [trials[name][identity] for identity in trials["mixers"].keys() & trials[name].keys()]
+        assert ("longhorn", 0) in {(trial.arm.variant, trial.seed) for trial in shared}
+    assert trials["resolution"].keys() <= trials["mixers"].keys()
+    for arm in {arm.speed_key: arm for one in studies.values() for arm in one.arms if arm.data}.values():
+        assert build(arm).num_classes == arm.config.num_classes
     recipe = {arm.variant: arm for arm in studies["recipe"].arms}
     for arm in recipe.values():
         batch = arm.config.batch_size * arm.config.grad_accum
         updates = arm.images_per_epoch // batch
         assert (updates * arm.config.epochs, updates * arm.config.warmup_epochs) == (1000, 250)
         assert batch == arm.config.lr_base_batch == (1024 if "tiny" in arm.variant else 512)
-    assert len(list(unique_runs(list(studies.values())))) < sum(len(one.runs()) for one in studies.values())
-
-
-def test_the_policy_for_cifar_is_that_of_its_paper_in_both_halves():
-    cfg, _ = load_config(["--config", "cifar10", "--data", "DIR", "--auto-augment", "cifar10"])
-    settings = dict(input_size=(3, 32, 32), interpolation="bicubic", mean=cfg.mean, std=cfg.std)
-    transform = train_transform(settings, cfg.values())
-    policy = next(step for step in transform.transforms if isinstance(step, AutoAugment)).policy
-    assert len(policy) == 25 and all(len(pair) == 2 for pair in policy)
-    assert [(op.name, op.prob) for op in policy[0]] == [("Invert", 0.1), ("ContrastIncreasing", 0.2)]
-    assert [op.name for op in policy[1]] == ["Rotate", "TranslateXRel"]
-    split_transform(transform)  # which refuses what a GPU has no form for
+    assert len(unique_trials(list(studies.values()))) < sum(map(len, trials.values()))
 
 
 def test_contrasts_name_the_arms_of_their_study():
     spec = changed(*PLACE, contrasts={"a": {"plus": ["longhorn"], "minus": ["vim"], "over": 2}})
-    assert [dataclasses.astuple(found) for found in of(spec)["pairs"].contrasts] == [("a", ("longhorn",), ("vim",), 2)]
+    assert of(spec)["pairs"].contrasts == ({"name": "a", "plus": ["longhorn"], "minus": ["vim"], "over": 2},)
+
+
+def test_twelve_lines_make_a_study_as_the_help_shows(tmp_path, monkeypatch, capsys):
+    example = lab.EXAMPLE.partition("\n")[2]
+    assert example.count("\n") <= 12
+    document = (REPOSITORY / "docs/study.md").read_text(encoding="utf-8")
+    assert textwrap.dedent(example) in document
+    (tmp_path / "mine.yaml").write_text(example)
+    study = read_studies(tmp_path / "mine.yaml")["mine"]
+    assert len(study.trials()) == 6 and study.arms[0].config.num_classes is None
+    draw_photos(tmp_path / "photos")
+    monkeypatch.chdir(tmp_path)
+    words = ["mine", "--file", "mine.yaml", "--device", "cpu"]
+    lab.main([*words, "--data", "photos", "--dry-run"])  # which opens the data and builds the models
+    assert "6 of 6 runs to do" in capsys.readouterr().out
 
 
 def test_a_table_that_says_something_else_is_found(whole):

@@ -12,7 +12,7 @@ from test_train import REPOSITORY
 
 from lab import tables
 from lab.results import Known
-from lab.statistics import combination, difference, mean_interval, over_images, paired
+from lab.statistics import combination, difference, mean, over_images
 from lab.tables import markdown, plot
 
 COMMITTED = sorted((REPOSITORY / "benchmarks" / "results" / "study").glob("*.json"))
@@ -20,7 +20,7 @@ COMMITTED = sorted((REPOSITORY / "benchmarks" / "results" / "study").glob("*.jso
 
 def test_the_intervals_are_students_and_welchs():
     one, other = [44.3, 43.7, 44.9, 44.3], [42.6, 41.9, 42.25]
-    found = mean_interval(one[:3])
+    found = mean(one[:3])
     assert found.value == pytest.approx(44.3)
     assert found.high - found.value == pytest.approx(4.302653 * 0.6 / math.sqrt(3), rel=1e-6)
     # By hand: variances 0.24 and 0.1225, their shares 0.06 and 0.0408, degrees of freedom by Welch and Satterthwaite.
@@ -31,8 +31,8 @@ def test_the_intervals_are_students_and_welchs():
     assert found == pytest.approx((2.05, 2.05 - half, 2.05 + half))
     assert freedom == pytest.approx(4.999, abs=0.01) and half == pytest.approx(0.816, abs=0.01)
     for few in [1.0], [1.0, 15.0]:  # of two, Student's interval would be 8 ± 88.9
-        assert mean_interval(few)[1:] == difference(few, one)[1:] == difference(one, few)[1:] == (None, None)
-        assert combination((few, one), (1, -1))[1:] == paired(few, few)[1:] == (None, None)
+        assert mean(few)[1:] == difference(few, one)[1:] == difference(one, few)[1:] == (None, None)
+        assert combination((few, one), (1, -1))[1:] == (None, None)
 
 
 def test_the_mean_over_settings_has_an_interval_of_its_own():
@@ -239,5 +239,5 @@ def test_the_documents_tables_are_those_of_the_committed_results():
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_committed_results_are_read_and_name_no_place(path):
     assert markdown(json.loads(path.read_text()))
-    Known([path])
+    Known(path.parent, [path])
     assert not re.search(r'"/(home|root|tmp|work)/', path.read_text())
