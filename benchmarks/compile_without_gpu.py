@@ -295,7 +295,7 @@ def run_cases(
 
     def launch(compile: Callable, kernel: str, options: dict) -> None:
         number = next(numbers)
-        form = options["form"]._asdict() if "form" in options else {}
+        form = {name: getattr(options["form"], name, None) for name in NAMED} if "form" in options else {}
         named = [name for name in NAMED if getattr(form.get(name), "value", options.get(name))]
         row = dict(zip(("family", "dtype", "variant"), case), kernel=kernel + (f"[{','.join(named)}]" if named else ""))
         if not compiling:

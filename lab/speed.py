@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from torch.utils.benchmark import Timer
 
 from lab.plan import Arm
 from vision_longhorn.devices import make_accelerator
@@ -41,6 +40,8 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
         update = _make_update(cfg, accelerator)
         for _ in range(10 if on_gpu else 1):  # kernels are compiled and tuned
             update()
+        from torch.utils.benchmark import Timer  # whose import looks for a CUDA toolkit, and says where there is none
+
         timer = Timer("update()", globals={"update": update}, num_threads=torch.get_num_threads())
         seconds = timer.blocked_autorange(min_run_time=5 if on_gpu else 1).median
     except torch.OutOfMemoryError as error:

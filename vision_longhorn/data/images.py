@@ -4,6 +4,7 @@ import functools
 import io
 import logging
 import re
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ except ImportError:  # torchvision is to give this over to torchcodec, which nee
 
 _log = logging.getLogger(__name__)
 _has_warned = False
+_warning = threading.Lock()  # images kept in memory are decoded in threads
 
 # Without a list PIL also tries formats that start other programs (EPS runs ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
@@ -132,9 +134,12 @@ def too_dark(data: Any, decoded: Any) -> str:
 def warn_if_dark(data: Any, decoded: Any, name: str) -> None:
     """Log a warning about the first 16-bit picture of this process that comes out dark (see `too_dark`)."""
     global _has_warned
-    if not _has_warned and (dark := too_dark(data, decoded)):
+    if _has_warned or not (dark := too_dark(data, decoded)):
+        return
+    with _warning:
+        if not _has_warned:
+            _log.warning("%s: %s", name, dark)
         _has_warned = True
-        _log.warning("%s: %s", name, dark)
 
 
 def check_image(data: bytes) -> None:
