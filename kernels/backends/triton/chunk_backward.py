@@ -100,7 +100,7 @@ def _load_ahead(place, rows, lane, c, ahead, form):
 
 @triton.jit
 def _within(words, first, L, form):
-    """Of both tokens, zeros beyond the last one."""
+    """The words of both tokens, with zeros for tokens beyond the last one."""
     kept = ()
     for i in tl.static_range(2 * form.CP):
         kept = kept + (tl.where(first + i // form.CP < L, words[i], 0),)

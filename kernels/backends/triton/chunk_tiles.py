@@ -1,6 +1,8 @@
-"""What both passes over the chunks compute of a tile and a chunk. Names: S state, P adjoint state, W what the tokens
-write, U the adjoint of W before eps; docs/scan.md has the equations whose numbers stand beside the code, `chunk_loads`
-says which lane holds what."""
+"""The steps that both passes over the chunks share.
+
+S is the state, P the adjoint state, W what the tokens write, and U the adjoint of W before eps. The numbers beside the
+code are those of the equations in docs/scan.md. `chunk_loads` says which lane holds what.
+"""
 
 import triton
 import triton.language as tl

@@ -44,7 +44,7 @@ def kernel(
 
 
 def form_of(form: Any, args: dict[str, Any]) -> Any:
-    """What a kernel is compiled for, among the arguments of a launch; False if it is not given."""
+    """Collects the constants that a kernel is compiled for from the arguments of a launch. A missing one is False."""
     values = {name: args.get(name, False) for name in form._fields}
     if INTERPRETED:
         return SimpleNamespace(**values)  # the interpreter would make tensors of the numbers in a tuple

@@ -1,4 +1,4 @@
-"""What the kernels of the scans are launched with, whether they walk (`scan`) or go in chunks (`chunks`)."""
+"""Launches of the scans' kernels: the arguments that walks (`scan`) and chunks (`chunks`) share."""
 
 from typing import Any, Optional
 

@@ -130,7 +130,7 @@ class _Walk(Launch):
             U=8, num_warps=1, num_stages=1)  # fmt: skip
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
-        """What the backward pass starts from: states, and with a rule of kind "error" also what each token wrote."""
+        """Pointers for the backward pass to the saved states and, with kind "error", to what each token wrote."""
         if self.rule.kind != "error" or not saved.numel():
             return dict(saved_ptr=saved, written_ptr=saved)
         G, B, L, D, N = self.sizes

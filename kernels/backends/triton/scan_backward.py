@@ -37,8 +37,10 @@ def _adjoint_kernel(
     step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n, z_g, z_b, z_l,
     bias_g, bias_d, dy_g, dy_b, dy_l, scale, form, RULE: tl.constexpr,
 ):  # fmt: skip
-    """What each segment adds to the adjoint of the state, and the product of its decays: `_forward_kernel` with
-    SUMMARY, walking the other way. For the rules whose decay is one number for each state."""
+    """Computes what each segment adds to the adjoint of the state, and the product of its decays.
+
+    It is `_forward_kernel` with SUMMARY, walking the other way, for the rules whose decay is one number a state.
+    """
     at = walk.place_of(blocks, segments, span, L, form)
     if at.segment == 0:
         return  # no segment follows it on the way back
