@@ -143,8 +143,8 @@ def _solarize_add(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "horizontal": lambda images, arguments, fill: images.flip(3),
-    "vertical": lambda images, arguments, fill: images.flip(2),
+    "Horizontal": lambda images, arguments, fill: images.flip(3),
+    "Vertical": lambda images, arguments, fill: images.flip(2),
     "bicubic": functools.partial(_transform, bilinear=False),
     "bilinear": functools.partial(_transform, bilinear=True),
     "AutoContrast": _auto_contrast,
