@@ -115,7 +115,9 @@ def test_transform_is_split_as_it_stands():
     settings = {"input_size": (3, 40, 56), "interpolation": "bicubic", "mean": MEAN, "std": STD}
     crops, finish = split_transform(train_transform(settings, config.values()))
     image, row = crops((tensor_of(photo()), None))
-    assert image.shape == (40, 56, 3) and image.dtype == torch.uint8 and row.shape == (5 + 3 * 3,)  # a flip and two operations
+    assert (
+        image.shape == (40, 56, 3) and image.dtype == torch.uint8 and row.shape == (5 + 3 * 3,)
+    )  # a flip and two operations
     out = finish((image[None], row[None]), CPU)
     assert out.shape == (1, 3, 40, 56) and out.dtype == torch.float32
     plain = Config(auto_augment=None, color_jitter=None, hflip=0.0, re_prob=0.0, scale=[1.0, 1.0], ratio=[1.4, 1.4])
