@@ -283,20 +283,15 @@ def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def device_batches(
     loader: Iterable[tuple[Any, ...]], device: str | torch.device, finish: Finish | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Batches on a device, each sent there while the one before is worked on.
+    """Batches (images, targets, ...) of a loader on a device, to be used on the stream that is current when they come.
 
     On a GPU the copy and `finish` run on a stream of their own, one batch ahead, or several together where they are
     small; pinned memory (`pin_memory` of the loader) makes the copy run beside the network. On a CPU nothing is fetched
     ahead.
 
     Args:
-        loader: gives (inputs, targets, ...).
-        device: where to.
+        loader: gives (inputs, targets, ...); what follows the targets is handed on as it is.
         finish: the device's half of `split_transform`; without it inputs are images, ready as they are.
-
-    Yields:
-        images float32 (B, 3, H, W), targets int64 (B,), to be used on the stream that is current when they come; and
-        what else is in the loader's batches, as it is.
     """
     device = torch.device(device)
 
