@@ -68,6 +68,8 @@ def _choose(device: str, precision: str) -> tuple[bool, str]:
     cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     if device == "cuda" and cpu:
         raise UserError("device is 'cuda', but torch finds no GPU, or the launcher got --cpu: give auto or cpu")
+    if precision == "fp16" and cpu:
+        raise UserError("precision is 'fp16', which needs a GPU: give bf16 or fp32")
     if precision == "auto" and cpu:
         return cpu, "fp32"
     if precision == "auto":
