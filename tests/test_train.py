@@ -34,7 +34,6 @@ from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
 from vision_longhorn.training import setup, trainer  # noqa: E402
-from vision_longhorn.training.config import Config  # noqa: E402
 
 SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
 QUICK = [*SMALL, "--num-classes", "10", "--workers", "0", "--device", "cpu", "--batch-size", "16", "--repeats", "1",
@@ -208,14 +207,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
             torch.testing.assert_close(ends[1][key][name], value, rtol=0, atol=0, msg=f"{key} {name}")
     assert [entry["epoch"] for entry in ends[1]["history"]] == [1, 2, 3]
     assert scalars(stopped)["train/loss"] == scalars(whole)["train/loss"]
-
-
-def test_a_foreign_model_is_told_how_to_do_without_an_argument_of_the_config():
-    for model, key in ("resnet18", "depth"), ("vlonghorn_test", "dept"):
-        with pytest.raises(UserError, match=f"unexpected keyword argument '{key}'") as failed:
-            cfg = Config(model=model, model_kwargs={key: 3})
-            setup.build_model(cfg, 10, devices.make_accelerator("cpu", "fp32"), resuming=False)
-        assert "`--model-kwargs KEY=none` leaves one of the config out" in str(failed.value)
 
 
 @pytest.mark.parametrize(

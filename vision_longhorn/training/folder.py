@@ -21,13 +21,9 @@ from vision_longhorn.training.runlog import RunLog
 
 
 class RunFolder:
-    """The `Run` that this training writes. All processes hold one; only the first writes.
+    """The `Run` that this training writes at `path`, where the folder need not be there yet.
 
-    Args:
-        path: The folder, which need not be there yet.
-        cfg: The run's config.
-        accelerator: Tells which process this is.
-        held: Its end closes the curves and frees the folder for others.
+    All processes hold one; only the first writes. The end of `held` closes the curves and frees the folder for others.
 
     Raises:
         UserError: Where the folder holds another run, or another process writes to it.
@@ -55,16 +51,13 @@ class RunFolder:
     def open(self, facts: dict[str, Any], started: str, updates: int) -> None:
         """Makes the folder, after the first update, so that a command that fails at once leaves none.
 
-        Args:
-            facts: What the run's bits depend on beside its config.
-            started: When it first started.
-            updates: How many it has made. Earlier checkpoints beyond them are set aside, and earlier curves hidden.
+        Earlier checkpoints beyond this number of `updates` are set aside, and earlier curves are hidden. `facts` are
+        what the run's bits depend on beside its config.
         """
         if self.log or not self.accelerator.is_main_process:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
-        self.run.check_free(goes_on=bool(self.cfg.resume))  # a run may have begun and ended since the first look
         self.run.clear()
         if aside := set_aside(self.run, self.checkpoint, updates):
             what = "this run has gone back behind" if self.checkpoint else "an earlier run left"
@@ -91,12 +84,8 @@ class RunFolder:
 def set_aside(run: Run, checkpoint: Path | None = None, updates: int = 0) -> Path | None:
     """Moves all that a run has written beyond a checkpoint into a new folder within, which can be resumed like the run.
 
-    Then last.pt is that checkpoint, and best.pt the best of those up to it, if that is still there.
-
-    Args:
-        run: The run.
-        checkpoint: The file in its folder that it goes on with; None: it starts anew.
-        updates: The number of the checkpoint by the present number of processes.
+    Then last.pt is that checkpoint, and best.pt the best of those up to it, if that is still there. Without a
+    checkpoint the run starts anew. `updates` is its number with the present number of processes.
 
     Returns:
         The new folder; None where nothing is beyond.

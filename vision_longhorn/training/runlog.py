@@ -22,11 +22,7 @@ MAIN_SETTINGS = ("model", "mixer", "lr", "epochs", "seed")
 class RunLog:
     """Writes a run's curves and settings. Only the first process has one.
 
-    Args:
-        accelerator: Brings the tracker, if there is one.
-        run, cfg: The run, and its config.
-        started: When it first started, by which trackers know it when it goes on.
-        purge_step: Hide earlier entries from this step on.
+    A tracker knows a run that goes on by when it first `started`. Earlier entries are hidden from `purge_step` on.
     """
 
     def __init__(

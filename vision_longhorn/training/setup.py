@@ -119,16 +119,11 @@ def build_model(
     """
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
-    try:
-        if cfg.init and not resuming:
-            model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
-            accelerator.print(f"init    {loaded}")
-        else:
-            model = create_model(cfg.model, **kwargs)
-    except UserError as error:
-        if "unexpected keyword argument" in str(error):  # --model may name another model than the config is for
-            raise UserError(f"{error}; `--model-kwargs KEY=none` leaves one of the config out") from error
-        raise
+    if cfg.init and not resuming:
+        model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
+        accelerator.print(f"init    {loaded}")
+    else:
+        model = create_model(cfg.model, **kwargs)
     model.to(accelerator.device)
     if not cfg.ema_decay:
         return model, None

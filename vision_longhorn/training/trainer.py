@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint, load_weights
-from vision_longhorn.data import DataError, device_batches
+from vision_longhorn.data import device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
 from vision_longhorn.errors import UserError
@@ -48,12 +48,7 @@ def train(cfg: Config, name: str) -> Path:
 
 
 class Trainer:
-    """A run, from its set-up to its end.
-
-    Args:
-        cfg: The `Config`.
-        name: The default name of the run's folder, to which the time is added.
-        held: Its end closes the run's files and frees the folder for others.
+    """A run, from its set-up to its end. The end of `held` closes its files and frees its folder for others.
 
     Attributes:
         model, ema: The model, and its averaged weights if it has any. `net` is the model as it trains, wrapped.
@@ -192,22 +187,11 @@ class Trainer:
         done = self.epoch + 1
         if done % self.cfg.eval_interval and done != self.cfg.epochs:
             return {}
-        try:
-            return evaluate(
-                self.evaluated, self.val_loader, self.accelerator, self.data.val.num_samples, self.cfg.batch_size
-            )
-        except DataError as error:
-            raise DataError(
-                f"{error} (an evaluation leaves nothing out: mend or remove that one; --resume {self.folder.path} goes "
-                "on from the last checkpoint)"
-            ) from None
+        count = self.data.val.num_samples
+        return evaluate(self.evaluated, self.val_loader, self.accelerator, count, self.cfg.batch_size)
 
     def end_epoch(self, facts: dict[str, Any], results: dict[str, dict[str, float]]) -> bool:
-        """Adds an epoch's facts, and the results of its evaluation if it had one, to the history.
-
-        Returns:
-            Whether its weights, averaged ones where there are any, are the best so far.
-        """
+        """Adds an epoch to the history. Returns whether its weights, averaged if possible, are the best so far."""
         self.epoch += 1
         self.history.append({"epoch": self.epoch, **facts, **results})
         if not results:
@@ -236,10 +220,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the checkpoint. All processes take part, the first one gets whole tensors.
-
-        Schedule and data follow from the number of updates.
-        """
+        """Returns the checkpoint. All processes take part, the first one gets whole tensors."""
         scaler = self.accelerator.scaler
         return dict(
             arch=self.cfg.model,

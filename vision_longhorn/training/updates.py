@@ -27,17 +27,8 @@ QUIET = 30  # seconds between two lines about how far a run without a bar is
 class UpdateMonitor:
     """Reads each update when the next one has been queued, so the device never waits for the host.
 
-    All processes read the same values of the same update, and so decide alike.
-
-    Args:
-        cfg: The run's config, for `log_interval` and `max_bad_steps`. An epoch's last update always gets an entry in
-            the curves, and an error where all of an epoch were skipped.
-        accelerator: Gives device, rank, number of processes, and the sum over them.
-        signals: `StopSignals` of this process.
-        run: The run, whose folder gets evidence of updates that were not finite.
-        images: Samples in an update, over all processes.
-        updates_per_epoch: Updates in an epoch.
-        say: Prints now and then how far the run is; None where a bar shows it.
+    All processes read the same values of the same update, and so decide alike. An update has `images` samples over all
+    processes. `say` prints now and then how far the run is, where no bar shows it.
 
     Attributes:
         log: `RunLog` of the run, on the first process once the run has a folder; else None.
@@ -85,27 +76,15 @@ class UpdateMonitor:
         self._since, self._updates, self._waited = self._now(), 0, 0.0
 
     def next_batch(self, batches: Iterator[tuple[Any, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns images and targets of the next batch, and notes its places and how long the device waited for it.
-
-        Args:
-            batches: Iterator of (images, targets, places).
-        """
+        """Returns images and targets of the next batch, and notes its places and how long the device waited for it."""
         begin = self._now()
-        batch = next(batches, None)
-        if batch is None:
-            raise UserError("the training data ended within an epoch: check them by `vision-longhorn shards verify`")
+        images, targets, places = next(batches)
         self._waits.append((begin, self._now()))
-        images, targets, places = batch
         self._places += places
         return images, targets
 
     def update(self, number: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Notes an update and reads the one before.
-
-        Args:
-            number: Updates so far, from 1.
-            loss, grad_norm: As `TrainStep` returns them.
-            lr: Learning rate.
+        """Notes the update `number`, from 1, with the results of `TrainStep`, and reads the one before.
 
         Raises:
             UserError: Too many updates in a row were skipped; bad_steps.json tells which.
