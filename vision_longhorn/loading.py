@@ -63,7 +63,9 @@ def load_model(
     if source is not None and name is None and (name := timm_source(source)):
         source = None
     if source is None:
-        model = create_model(str(name), pretrained=True, **model_kwargs)
+        if name is None:
+            raise UserError("no model: give a run's folder or a checkpoint, or the name of a model")
+        model = create_model(name, pretrained=True, **model_kwargs)
         settings = input_settings(model, {"model_kwargs": model_kwargs})
         return Loaded(model, name, "pretrained", settings, *model_names(model, name), model_kwargs, {}, None)
     file = run_file(source)
