@@ -301,7 +301,7 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
     from vision_longhorn.models.create import create_model
 
     size = args.img_size
-    extra = dict(dynamic_img_size=True) if size == ["any"] else {}
+    extra: dict[str, Any] = dict(dynamic_img_size=True) if size == ["any"] else {}
     if args.is_run:
         model, trained = load_model(args.model, **extra).model, True
     else:
