@@ -375,7 +375,7 @@ def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
     loaded = load_model(eval_command.parse([source]).run)
     assert same(loaded.model, averaged)
     assert (loaded.name, loaded.weights, loaded.file) == (f"local-dir:{tmp_path / 'folder'}", "pretrained", None)
-    assert same(export._load(argparse.Namespace(model=source), True, {})[0], averaged)
+    assert same(export._load(argparse.Namespace(model=source, is_run=True, img_size=None))[0], averaged)
     model, text = model_from_weights("vlonghorn_test", source, 3, **SIZES)
     assert same(model, averaged) and "resampled" not in text and "anew" not in text
     sizes = SIZES | dict(img_size=(24, 16))

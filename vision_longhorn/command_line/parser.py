@@ -36,9 +36,6 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     A `UserError` or a failure of the system, such as a full disk, prints one line to stderr and exits with code 1.
     Ctrl-C prints `stopped`, or the text of the KeyboardInterrupt, and exits with code 130. A reader of standard output
     that has gone (`| head`) is no error; the code is 141, as a shell has it.
-
-    One of several processes exits at once: in a clean-up it might wait for the others, and its launcher would not learn
-    that it failed.
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
@@ -67,7 +64,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
             time.sleep(5)  # a launcher ends this process meanwhile, so that only the one that failed speaks
     if message:
         print(message, file=sys.stderr, flush=True)
-    if several:
+    if several:  # a clean-up might wait for the other processes, and the launcher would not learn of the failure
         sys.stdout.flush()
         end_commands()
         os._exit(code)
@@ -89,9 +86,6 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`.
 
     Options may stand before, between and after other words.
-
-    Attributes:
-        synonyms: Maps names that other tools have for an option, without leading dashes, to the option.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -99,7 +93,7 @@ class Parser(argparse.ArgumentParser):
         if started.parent == Path(vision_longhorn.__file__).parent:
             kwargs.setdefault("prog", f"python -m vision_longhorn.{started.stem}")
         super().__init__(allow_abbrev=False, **kwargs)
-        self.synonyms: dict[str, str] = {}
+        self.synonyms: dict[str, str] = {}  # from names that other tools have for options, without dashes
         self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option
 
     def error(self, message: str) -> NoReturn:
@@ -108,33 +102,23 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # argparse takes any object as namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
-        for number, word in enumerate(words):
+        words = sys.argv[1:] if args is None else args
+        words = [re.sub("^--[^=]+", lambda key: key[0].replace("_", "-"), word) for word in words]
+        for before, word in zip([self.prog, *words], words):
             if not word or re.fullmatch("--[^=]+=", word):  # most often a variable that the shell does not know
-                before = word[:-1] or (words[number - 1] if number else self.prog)
-                self.error(f"{before} is followed by an empty word: give a value, or leave it out")
+                self.error(f"{word[:-1] or before} is followed by an empty word: give a value, or leave it out")
         positional = [action for action in self._actions if not action.option_strings]
         mixed = positional and all(action.nargs != argparse.PARSER for action in positional)
         parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
         found, unknown = parse(words, namespace)
         if unknown and unknown[0].startswith("--"):
-            self._refuse(unknown[0].partition("=")[0])
+            option = unknown[0].partition("=")[0]
+            names = {**self.synonyms, **{name.lstrip("-"): name for name in self._option_string_actions}}
+            near = nearest(option.lstrip("-"), names)
+            self.error(f"unknown option {option}" + (f"; the nearest known one is {names[near[0]]}" if near else ""))
         if unknown:
             self.error(f"{unknown[0]!r} " + ("is one word too many" if positional else "follows no option"))
         return found
-
-    def _refuse(self, option: str) -> NoReturn:
-        """Raises UserError for an unknown option, with the name of the nearest known one."""
-        own = (name for name in self._option_string_actions if name not in ("-h", "--help"))
-        names = {**self.synonyms, **{name.lstrip("-"): name for name in own}}
-        near = nearest(option.lstrip("-"), names)
-        hint = f"the nearest known one is {names[near[0]]}, " if near else ""
-        raise UserError(f"unknown option {option}; {hint}--help lists all")
-
-
-def _with_dashes(word: str) -> str:
-    key, equals, value = word.partition("=")
-    return f"{key.replace('_', '-')}{equals}{value}" if key.startswith("--") else word
 
 
 def add_compute_options(parser: argparse.ArgumentParser, batch_size: int) -> None:
