@@ -118,7 +118,7 @@ def test_an_argument_of_the_model_that_has_a_place_of_its_own_is_sent_there(argu
 
 @pytest.mark.parametrize("option", ["--dropout", "--gpus", "--xyz"])
 def test_no_option_is_hinted_at_that_is_not_near(option):
-    with pytest.raises(UserError, match=f"^unknown option {option}; --help lists all$"):
+    with pytest.raises(UserError, match=f"^unknown option {option}; --help lists all options$"):
         load_config([option, "1"])
 
 

@@ -173,7 +173,7 @@ def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(wei
         ({"foo": torch.zeros(2)}, ["another model", "only in the file"]),
         ({"state_dict": {"foo": torch.zeros(2)}, "config": None}, ["another model"]),
         ([1], ["a list"]),
-        (b"", ["empty"]),
+        (b"", ["torch's files"]),
         (b"some text", ["torch's files"]),
     ],
 )
