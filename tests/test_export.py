@@ -404,7 +404,7 @@ def test_command_makes_a_folder_of_a_run(run):
         ([".", "model.onnx", "--device", "cuda"], "--device with .*no device"),
         ([".", "model.onnx", "--license", "mit"], "--license with .*a folder"),
         ([".", "model.onnx", "--img-size", "32", "32", "3"], "--img-size is 32 32 3"),
-        ([".", "model.onnx", "--img-size", "4"], "--img-size is 4 x 4, and a patch"),
+        ([".", "model.onnx", "--img-size", "4"], "--img-size 4 is not accepted: .*patch"),
         ([".", "model.onnx", "--batch", "0"], "--batch: '0'"),
         ([".", "model.pt2", "--device", "abacus"], "--device abacus cannot be used here"),
         ([".", "none/model.onnx"], "none is no folder"),

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.errors import UserError, reason
+from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.files import check_whole, is_as_hashed, written_aside
 from vision_longhorn.hub import save_run_for_hub
 from vision_longhorn.loading import load_model
@@ -88,14 +88,10 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
 
 
 def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
-    """Compile a model ahead of time with AOTInductor, for the device that it is on. The file's hash stands beside it.
+    """Compile a model ahead of time with AOTInductor, for the device that it is on, into a .pt2 file and its hash.
 
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
-    have imported `vision_longhorn`: the scan is an operator of this package, and the file holds only the call of it.
-
-    Args:
-        model, batch: as `export_program` takes them.
-        path: the .pt2 file to write.
+    have imported `vision_longhorn`, whose operators it calls.
 
     Raises:
         UserError: as `export_program`; `path` ends otherwise, or there is no C++ compiler.
@@ -125,11 +121,8 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
     """Write a model as an ONNX file of standard operators, in float32, and the file's hash beside it.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
-    `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass.
-
-    Args:
-        model, batch: as `export_program` takes them; the model on any device and in any dtype. It is not changed.
-        path: the file to write.
+    `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass. The
+    model may be on any device and in any dtype, and is not changed.
 
     Raises:
         UserError: as `export_program`, or onnx or onnxscript is not installed.
@@ -236,18 +229,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked, with `kind`, what to write, and `is_run`, whether the model is no name of timm."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
-    parser.add_argument(
-        "target",
-        help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm's local-dir: and the hub",
-    )
-    parser.add_argument(
-        "--img-size",
-        nargs="+",
-        type=lambda word: word if word == "any" else int(COUNT(word)),
-        metavar="N",
-        help="height and width in pixels, one number for both, "
-        "or any: the file takes all sizes in whole patches [what the model is built for]",
-    )
+    parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm")
+    about = "height and width in pixels, one number for both, or any for all sizes in whole patches [the model's]"
+    parser.add_argument("--img-size", nargs="+", type=_side, metavar="N", help=about)
     parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
     parser.add_argument("--device", help="that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
@@ -265,6 +249,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
             raise UserError(f"{target} cannot be written: {target.parent} is no folder that you may write to")
     return args
+
+
+def _side(word: str) -> Any:
+    return word if word == "any" else COUNT(word)
 
 
 def _check_options(args: argparse.Namespace) -> None:
@@ -310,13 +298,9 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
         check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
         model = create_model(args.model, pretrained=trained, **(kwargs | extra))
     if size and not extra:
-        backbone, (height, width) = _backbone(model), (size[0], size[-1])
-        rows, columns = backbone.patch_embed.patch_size
-        if height < rows or width < columns:
-            raise UserError(
-                f"--img-size is {height} x {width}, and a patch of {args.model} {rows} x {columns}: give at least that"
-            )
-        backbone.set_input_size(img_size=(height, width))
+        backbone = _backbone(model)
+        with bad_input(f"--img-size {' '.join(map(str, size))}"):  # smaller than a patch, for one
+            backbone.set_input_size(img_size=(size[0], size[-1]))
         backbone.dynamic_img_size = False
     return model, trained
 
@@ -325,22 +309,19 @@ def _write_compared(model: nn.Module, args: argparse.Namespace) -> float:
     """Write the file, which gets its name when its outputs agree with the model's; return `largest_error`."""
     import torch
 
-    try:
-        with written_aside(args.target, ending=args.kind, hashed=True) as aside:
-            if args.kind == ".onnx":
-                _write_onnx(model, aside, args.batch)
-                run = load_onnx(aside)
-            else:
-                _write_package(model, aside, args.batch)
-                run = torch._inductor.aoti_load_package(str(aside))
-            difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
-            if not difference < MAX_ERROR:
-                raise UserError(
-                    f"{args.target} was not written: the outputs of the exported model differ from the model's by "
-                    f"{difference:.1e} of the largest value; please report that, with the command"
-                )
-    except OSError as error:
-        raise UserError(f"{args.target} cannot be written ({reason(error)})") from error
+    with written_aside(args.target, ending=args.kind, hashed=True) as aside:
+        if args.kind == ".onnx":
+            _write_onnx(model, aside, args.batch)
+            run = load_onnx(aside)
+        else:
+            _write_package(model, aside, args.batch)
+            run = torch._inductor.aoti_load_package(str(aside))
+        difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
+        if not difference < MAX_ERROR:
+            raise UserError(
+                f"{args.target} was not written: the outputs of the exported model differ from the model's by "
+                f"{difference:.1e} of the largest value; please report that, with the command"
+            )
     return difference
 
 

@@ -1,7 +1,6 @@
 """What all command lines share: options that check what was typed, and errors of one line with exit code 1."""
 
 import argparse
-import codecs
 import os
 import re
 import sys
@@ -16,19 +15,6 @@ from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.settings import Range
 from vision_longhorn.signals import end_commands, note_launcher
 
-SHOWN = "vision_longhorn_shown"  # Python's name for the way in which `_show` encodes
-
-
-def _show(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encodes a letter that the output's encoding lacks: a byte of a file's name as it is, others as \\u65e5."""
-    assert isinstance(error, UnicodeEncodeError)
-    letter = error.object[error.start]
-    own_byte = "\udc80" <= letter <= "\udcff"
-    return letter.encode("utf-8", "surrogateescape") if own_byte else ascii(letter)[1:-1], error.start + 1
-
-
-codecs.register_error(SHOWN, _show)
-
 
 def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """Runs `main()`, and ends the process where it fails.
@@ -39,8 +25,10 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # Each line appears at once, in a file too. A terminal need not know all letters of a path.
-        sys.stdout.reconfigure(line_buffering=True, errors=SHOWN)
+        # Each line appears at once, in a file too. A terminal need not know all letters of a path, whose bytes need
+        # not be UTF-8.
+        utf_8 = sys.stdout.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+        sys.stdout.reconfigure(line_buffering=True, errors="surrogateescape" if utf_8 else "backslashreplace")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
         return main()
