@@ -385,7 +385,7 @@ def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
     assert "state_dict" not in model.pretrained_cfg
     with pytest.raises(UserError, match="another model .vlonghorn_test."):
         model_from_weights("vim_test", source, 3, **SIZES)
-    with pytest.raises(UserError, match="made of a run"):
+    with pytest.raises(UserError, match="is no run of train_imagenet.py"):
         export.main([source, f"{tmp_path}/other/"])
 
 

@@ -25,7 +25,6 @@ from vision_longhorn.hub import save_run_for_hub
 from vision_longhorn.loading import load_model
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_output
-from vision_longhorn.runs import timm_source
 from vision_longhorn.settings import COUNT, Range, parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -244,6 +243,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{args.target} says no format: let it end in .onnx or .pt2, or in / for a folder")
     args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
     _check_options(args)
+    size = args.img_size or []
+    if len(size) > 2 or len(size) == 2 and "any" in size:
+        raise UserError(f"--img-size is {size}: give height and width in pixels, one number, or any")
     if args.kind != "folder":
         check_output("target", target, (args.kind,), is_as_hashed, [given])
         if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
@@ -256,32 +258,19 @@ def _side(word: str) -> Any:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise UserError for an option that would change nothing, and for a folder that is to be made of no run."""
-    if args.kind == "folder":
-        idle = dict.fromkeys(
-            ("img-size", "batch", "device", "pretrained", "model-kwargs"), "a folder holds a run as it is"
-        )
-        if not args.is_run or timm_source(args.model):
-            raise UserError(
-                f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
-                "run's folder or checkpoint, or a file name that ends in .onnx or .pt2"
-            )
-    else:
-        idle = {"license": "only a folder has a card to name it on"}
-        if args.kind == ".onnx":
-            idle["device"] = "an ONNX file is for no device"
-        if args.is_run:
-            idle |= dict.fromkeys(
-                ("pretrained", "model-kwargs"), f"the model and its weights are those of {args.model}"
-            )
-    for option, why in idle.items():
-        if getattr(args, option.replace("-", "_")) not in (None, False):
-            raise UserError(f"--{option} with {args.model} and {args.target}: {why}, leave it out")
-    size = args.img_size or []
-    if len(size) > 2 or len(size) == 2 and "any" in size:
-        raise UserError(
-            f"--img-size is {' '.join(map(str, size))}: give height and width in pixels, one number, or any"
-        )
+    """Raise UserError for an option that would change nothing."""
+    folder = args.kind == "folder"  # which holds a run as it is
+    idle = {
+        "img-size": folder,
+        "batch": folder,
+        "device": folder or args.kind == ".onnx",
+        "pretrained": folder or args.is_run,
+        "model-kwargs": folder or args.is_run,
+        "license": not folder,
+    }
+    for option, is_idle in idle.items():
+        if is_idle and getattr(args, option.replace("-", "_")) not in (None, False):
+            raise UserError(f"--{option} changes nothing with {args.model} and {args.target}: leave it out")
 
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
