@@ -406,7 +406,7 @@ def test_command_makes_a_folder_of_a_run(run):
         ([".", "model.onnx", "--img-size", "32", "32", "3"], r"--img-size is \[32, 32, 3\]"),
         ([".", "model.onnx", "--img-size", "4"], "--img-size 4 is not accepted: .*patch"),
         ([".", "model.onnx", "--batch", "0"], "--batch: '0'"),
-        ([".", "model.pt2", "--device", "abacus"], "--device abacus cannot be used here"),
+        ([".", "model.pt2", "--device", "abacus"], "--device abacus is not accepted"),
         ([".", "none/model.onnx"], "none is no folder"),
         ([".", "made", "--batch", "2"], "--batch changes nothing with .*leave it out"),
         (["vlonghorn_test", "made"], "no checkpoint at vlonghorn_test"),

@@ -50,8 +50,7 @@ def _backbone(model: nn.Module) -> Any:
 def example_images(model: nn.Module, batch: int = 2, rows: int = 2) -> Tensor:
     """Make noise that `model` takes as images: (batch, in_chans, H, W) on its device and in its dtype.
 
-    H and W are those that the model is built for. Where it takes any image size, they are those of a patch, and `rows`
-    strides more in height and `rows` + 1 in width.
+    Where the model takes any image size, H is that of a patch and `rows` strides more, W of one stride more than that.
     """
     import torch
 
@@ -212,10 +211,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"wrote {args.target}")
         return
     model, trained = _load(args)
-    try:
+    with bad_input(f"--device {args.device}"):
         model.eval().to(args.device or "cpu")
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     difference = _write_compared(model, args)
     size = Path(args.target).stat().st_size / 1e6
     print(

@@ -114,9 +114,5 @@ def add_compute_options(parser: argparse.ArgumentParser, batch_size: int) -> Non
     workers, about = min(4, os.cpu_count() or 1), "processes that read images, per process that computes [4 at most]"
     parser.add_argument("--workers", type=Range(0, kind=int), default=workers, help=about)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
-    parser.add_argument(
-        "--precision",
-        choices=("auto", "bf16", "fp16", "fp32"),
-        default="auto",
-        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]",
-    )
+    kinds, about = ("auto", "bf16", "fp16", "fp32"), "[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]"
+    parser.add_argument("--precision", choices=kinds, default="auto", help=about)
