@@ -148,7 +148,7 @@ class Session:
         say = partial(print, file=sys.stderr if self.args.report else sys.stdout)
         self.places = find_places(self.args.device, self.args.per_gpu)
         self.workers = max(1, min(8, cores() // len(self.places)))  # loader processes of each
-        with StopSignals(self.out) as signals:
+        with StopSignals() as signals:
             queue = Queue(self.places, signals, time.monotonic() + self.args.budget, say)
             if self.todo:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(self.places)} at a time")
