@@ -198,8 +198,10 @@ def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
             api = HfApi(library_name="vision-longhorn")
             repo = api.create_repo(name, private=private, exist_ok=True).repo_id
             kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
-            commit = dict(ignore_patterns=kept, commit_message="Add model")
-            return str(api.upload_folder(repo_id=repo, folder_path=folder, **commit))
+            found = api.upload_folder(
+                repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model"
+            )
+            return str(found)
     except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
         raise UserError(
             f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): give USER/MODEL; `hf auth "
