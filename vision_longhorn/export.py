@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.errors import UserError, reason
+from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.files import check_whole, is_as_hashed, written_aside
 from vision_longhorn.hub import save_run_for_hub
 from vision_longhorn.loading import load_model
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_output
-from vision_longhorn.runs import timm_source
 from vision_longhorn.settings import COUNT, Range, parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
@@ -51,8 +50,7 @@ def _backbone(model: nn.Module) -> Any:
 def example_images(model: nn.Module, batch: int = 2, rows: int = 2) -> Tensor:
     """Make noise that `model` takes as images: (batch, in_chans, H, W) on its device and in its dtype.
 
-    H and W are those that the model is built for. Where it takes any image size, they are those of a patch, and `rows`
-    strides more in height and `rows` + 1 in width.
+    Where the model takes any image size, H is that of a patch and `rows` strides more, W of one stride more than that.
     """
     import torch
 
@@ -88,14 +86,10 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
 
 
 def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
-    """Compile a model ahead of time with AOTInductor, for the device that it is on. The file's hash stands beside it.
+    """Compile a model ahead of time with AOTInductor, for the device that it is on, into a .pt2 file and its hash.
 
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
-    have imported `vision_longhorn`: the scan is an operator of this package, and the file holds only the call of it.
-
-    Args:
-        model, batch: as `export_program` takes them.
-        path: the .pt2 file to write.
+    have imported `vision_longhorn`, whose operators it calls.
 
     Raises:
         UserError: as `export_program`; `path` ends otherwise, or there is no C++ compiler.
@@ -125,11 +119,8 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
     """Write a model as an ONNX file of standard operators, in float32, and the file's hash beside it.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
-    `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass.
-
-    Args:
-        model, batch: as `export_program` takes them; the model on any device and in any dtype. It is not changed.
-        path: the file to write.
+    `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass. The
+    model may be on any device and in any dtype, and is not changed.
 
     Raises:
         UserError: as `export_program`, or onnx or onnxscript is not installed.
@@ -220,10 +211,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"wrote {args.target}")
         return
     model, trained = _load(args)
-    try:
+    with bad_input(f"--device {args.device}"):
         model.eval().to(args.device or "cpu")
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     difference = _write_compared(model, args)
     size = Path(args.target).stat().st_size / 1e6
     print(
@@ -236,18 +225,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked, with `kind`, what to write, and `is_run`, whether the model is no name of timm."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
-    parser.add_argument(
-        "target",
-        help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm's local-dir: and the hub",
-    )
-    parser.add_argument(
-        "--img-size",
-        nargs="+",
-        type=lambda word: word if word == "any" else int(COUNT(word)),
-        metavar="N",
-        help="height and width in pixels, one number for both, "
-        "or any: the file takes all sizes in whole patches [what the model is built for]",
-    )
+    parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm")
+    about = "height and width in pixels, one number for both, or any for all sizes in whole patches [the model's]"
+    parser.add_argument("--img-size", nargs="+", type=_side, metavar="N", help=about)
     parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
     parser.add_argument("--device", help="that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
@@ -260,6 +240,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"{args.target} says no format: let it end in .onnx or .pt2, or in / for a folder")
     args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
     _check_options(args)
+    size = args.img_size or []
+    if len(size) > 2 or len(size) == 2 and "any" in size:
+        raise UserError(f"--img-size is {size}: give height and width in pixels, one number, or any")
     if args.kind != "folder":
         check_output("target", target, (args.kind,), is_as_hashed, [given])
         if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
@@ -267,33 +250,24 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def _side(word: str) -> Any:
+    return word if word == "any" else COUNT(word)
+
+
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise UserError for an option that would change nothing, and for a folder that is to be made of no run."""
-    if args.kind == "folder":
-        idle = dict.fromkeys(
-            ("img-size", "batch", "device", "pretrained", "model-kwargs"), "a folder holds a run as it is"
-        )
-        if not args.is_run or timm_source(args.model):
-            raise UserError(
-                f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
-                "run's folder or checkpoint, or a file name that ends in .onnx or .pt2"
-            )
-    else:
-        idle = {"license": "only a folder has a card to name it on"}
-        if args.kind == ".onnx":
-            idle["device"] = "an ONNX file is for no device"
-        if args.is_run:
-            idle |= dict.fromkeys(
-                ("pretrained", "model-kwargs"), f"the model and its weights are those of {args.model}"
-            )
-    for option, why in idle.items():
-        if getattr(args, option.replace("-", "_")) not in (None, False):
-            raise UserError(f"--{option} with {args.model} and {args.target}: {why}, leave it out")
-    size = args.img_size or []
-    if len(size) > 2 or len(size) == 2 and "any" in size:
-        raise UserError(
-            f"--img-size is {' '.join(map(str, size))}: give height and width in pixels, one number, or any"
-        )
+    """Raise UserError for an option that would change nothing."""
+    folder = args.kind == "folder"  # which holds a run as it is
+    idle = {
+        "img-size": folder,
+        "batch": folder,
+        "device": folder or args.kind == ".onnx",
+        "pretrained": folder or args.is_run,
+        "model-kwargs": folder or args.is_run,
+        "license": not folder,
+    }
+    for option, is_idle in idle.items():
+        if is_idle and getattr(args, option.replace("-", "_")) not in (None, False):
+            raise UserError(f"--{option} changes nothing with {args.model} and {args.target}: leave it out")
 
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
@@ -310,13 +284,9 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
         check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
         model = create_model(args.model, pretrained=trained, **(kwargs | extra))
     if size and not extra:
-        backbone, (height, width) = _backbone(model), (size[0], size[-1])
-        rows, columns = backbone.patch_embed.patch_size
-        if height < rows or width < columns:
-            raise UserError(
-                f"--img-size is {height} x {width}, and a patch of {args.model} {rows} x {columns}: give at least that"
-            )
-        backbone.set_input_size(img_size=(height, width))
+        backbone = _backbone(model)
+        with bad_input(f"--img-size {' '.join(map(str, size))}"):  # smaller than a patch, for one
+            backbone.set_input_size(img_size=(size[0], size[-1]))
         backbone.dynamic_img_size = False
     return model, trained
 
@@ -325,22 +295,19 @@ def _write_compared(model: nn.Module, args: argparse.Namespace) -> float:
     """Write the file, which gets its name when its outputs agree with the model's; return `largest_error`."""
     import torch
 
-    try:
-        with written_aside(args.target, ending=args.kind, hashed=True) as aside:
-            if args.kind == ".onnx":
-                _write_onnx(model, aside, args.batch)
-                run = load_onnx(aside)
-            else:
-                _write_package(model, aside, args.batch)
-                run = torch._inductor.aoti_load_package(str(aside))
-            difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
-            if not difference < MAX_ERROR:
-                raise UserError(
-                    f"{args.target} was not written: the outputs of the exported model differ from the model's by "
-                    f"{difference:.1e} of the largest value; please report that, with the command"
-                )
-    except OSError as error:
-        raise UserError(f"{args.target} cannot be written ({reason(error)})") from error
+    with written_aside(args.target, ending=args.kind, hashed=True) as aside:
+        if args.kind == ".onnx":
+            _write_onnx(model, aside, args.batch)
+            run = load_onnx(aside)
+        else:
+            _write_package(model, aside, args.batch)
+            run = torch._inductor.aoti_load_package(str(aside))
+        difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
+        if not difference < MAX_ERROR:
+            raise UserError(
+                f"{args.target} was not written: the outputs of the exported model differ from the model's by "
+                f"{difference:.1e} of the largest value; please report that, with the command"
+            )
     return difference
 
 

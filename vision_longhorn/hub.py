@@ -189,8 +189,6 @@ def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: s
 
 def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
     """Upload a run as the model `name` of the hub, and return the address. A card that is there already stays."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise UserError(f"{name} is no name on the hub: with --push give USER/MODEL")
     from huggingface_hub import HfApi
 
     run = _load(path, license)
@@ -200,13 +198,14 @@ def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
             api = HfApi(library_name="vision-longhorn")
             repo = api.create_repo(name, private=private, exist_ok=True).repo_id
             kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
-            return str(
-                api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model")
+            found = api.upload_folder(
+                repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model"
             )
+            return str(found)
     except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
         raise UserError(
-            f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth whoami` tells whether "
-            "you are logged in"
+            f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): give USER/MODEL; `hf auth "
+            "whoami` tells whether you are logged in"
         ) from error
 
 
@@ -215,11 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
     parser.add_argument("target", help="the folder to make, or with --push the hub's USER/MODEL")
-    parser.add_argument(
-        "--license",
-        metavar="ID",
-        help="of the weights, by the hub's identifier, such as mit or cc-by-4.0 [none: the card says unknown]",
-    )
+    parser.add_argument("--license", metavar="ID", help="the hub's identifier, such as mit [the card says unknown]")
     parser.add_argument("--push", action="store_true", help="to the hub, with the token of `hf auth login`")
     parser.add_argument("--private", action="store_true", help="with --push: make a repository that only you can see")
     args = parser.parse_args(argv)

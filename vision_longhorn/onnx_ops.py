@@ -94,16 +94,13 @@ def _silu(value: Any) -> Any:
     return value * op.Sigmoid(value)
 
 
-def _unit(k: Any) -> Any:
-    """k / ||k||, and 0 for a zero key: one whose square is below float32's smallest normal number."""
-    energy = op.ReduceSumSquare(k, [-1], keepdims=1)
-    return k * op.Where(energy >= torch.finfo(torch.float32).tiny, op.Reciprocal(op.Sqrt(energy)), 0.0)
-
-
 def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     """y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, whose tensors have the tokens first."""
     step = s.step if s.bias is None else s.step + s.bias
-    k = _unit(s.k) if s.rule in ("diagonal_unit", "delta") else s.k
+    k = s.k
+    if s.rule in ("diagonal_unit", "delta"):  # k / ||k||, or 0 if its square is below float32's smallest normal number
+        energy = op.ReduceSumSquare(k, [-1], keepdims=1)
+        k = k * op.Where(energy >= torch.finfo(torch.float32).tiny, op.Reciprocal(op.Sqrt(energy)), 0.0)
     x, one = _axis(s.x, 2), op.Constant(value_floats=[1.0])
     walk, fixed = _walk_decay, [one]
     if s.rule in ("mamba", "gla"):

@@ -22,16 +22,13 @@ def check_output(
     is_own: Callable[[Path], bool] = lambda _: False,
     others: Iterable[str | os.PathLike[str]] = (),
 ) -> None:
-    """Checks that a command may write a file to `path`.
+    """Raises UserError where a command may not write a file to `path`.
 
     Args:
         option: The option that gave the path, for messages.
         endings: Those that fit what the command writes.
-        is_own: Tells whether a file that is there is the command's own, from before. The new one may replace it.
+        is_own: Tells whether a file that is there is the command's own, which the new one may replace.
         others: What the same command reads, or writes as well.
-
-    Raises:
-        UserError: It would replace a file that is not the command's own, or is named like another kind of file.
     """
     named, path = f"{option} {os.fspath(path) or repr('')}", Path(path)
     if path.is_dir():  # as the path "" is

@@ -1,7 +1,6 @@
 """What all command lines share: options that check what was typed, and errors of one line with exit code 1."""
 
 import argparse
-import codecs
 import os
 import re
 import sys
@@ -13,21 +12,8 @@ from typing import Any, NoReturn
 
 import vision_longhorn
 from vision_longhorn.errors import UserError, nearest, one_line
-from vision_longhorn.settings import Range
+from vision_longhorn.settings import COUNT, Range
 from vision_longhorn.signals import end_commands, note_launcher
-
-SHOWN = "vision_longhorn_shown"  # Python's name for the way in which `_show` encodes
-
-
-def _show(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encodes a letter that the output's encoding lacks: a byte of a file's name as it is, others as \\u65e5."""
-    assert isinstance(error, UnicodeEncodeError)
-    letter = error.object[error.start]
-    own_byte = "\udc80" <= letter <= "\udcff"
-    return letter.encode("utf-8", "surrogateescape") if own_byte else ascii(letter)[1:-1], error.start + 1
-
-
-codecs.register_error(SHOWN, _show)
 
 
 def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
@@ -39,8 +25,10 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # Each line appears at once, in a file too. A terminal need not know all letters of a path.
-        sys.stdout.reconfigure(line_buffering=True, errors=SHOWN)
+        # Each line appears at once, in a file too. A terminal need not know all letters of a path, whose bytes need
+        # not be UTF-8.
+        utf_8 = sys.stdout.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+        sys.stdout.reconfigure(line_buffering=True, errors="surrogateescape" if utf_8 else "backslashreplace")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
         return main()
@@ -99,9 +87,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists all options")
 
-    def parse_args(  # type: ignore[override]  # argparse takes any object as namespace
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         words = sys.argv[1:] if args is None else args
         words = [re.sub("^--[^=]+", lambda key: key[0].replace("_", "-"), word) for word in words]
         for before, word in zip([self.prog, *words], words):
@@ -110,7 +96,7 @@ class Parser(argparse.ArgumentParser):
         positional = [action for action in self._actions if not action.option_strings]
         mixed = positional and all(action.nargs != argparse.PARSER for action in positional)
         parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
-        found, unknown = parse(words, namespace)
+        found, unknown = parse(words)
         if unknown and unknown[0].startswith("--"):
             option = unknown[0].partition("=")[0]
             names = {**self.synonyms, **{name.lstrip("-"): name for name in self._option_string_actions}}
@@ -123,22 +109,10 @@ class Parser(argparse.ArgumentParser):
 
 def add_compute_options(parser: argparse.ArgumentParser, batch_size: int) -> None:
     """Adds the options of how a model computes, with `batch_size` as the default of one."""
-    parser.add_argument(
-        "--batch-size",
-        type=Range(1, kind=int),
-        default=batch_size,
-        help=f"images at a time, per process [{batch_size}]",
-    )
-    parser.add_argument(
-        "--workers",
-        type=Range(0, kind=int),
-        default=min(4, os.cpu_count() or 1),
-        help="processes that read images, per process that computes [4, or one per core]",
-    )
+    about = f"images at a time, per process [{batch_size}]"
+    parser.add_argument("--batch-size", type=COUNT, default=batch_size, help=about)
+    workers, about = min(4, os.cpu_count() or 1), "processes that read images, per process that computes [4 at most]"
+    parser.add_argument("--workers", type=Range(0, kind=int), default=workers, help=about)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
-    parser.add_argument(
-        "--precision",
-        choices=("auto", "bf16", "fp16", "fp32"),
-        default="auto",
-        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]",
-    )
+    kinds, about = ("auto", "bf16", "fp16", "fp32"), "[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]"
+    parser.add_argument("--precision", choices=kinds, default="auto", help=about)
