@@ -61,7 +61,7 @@ def folder(tmp_path):
 
 def make(folder, out, split="train", **options):
     samples, class_names, _ = image_folder(folder, (read_index(out) or {}).get("class_names"))
-    return maker.make_shards(out, split, samples, class_names, **{"shard_size": 8, "progress": False, **options})
+    return maker.make_shards(out, split, samples, class_names, **{"shard_size": 8, **options})
 
 
 def contents(out):
