@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import braceexpand
 
@@ -164,7 +165,7 @@ def _at_paths(urls: list[str], split: str, left_out: str = "", folder: str = "")
         for entry in index["splits"].values():
             paths = [os.path.join(folder, name) for name in entry["filenames"]]
             counts.update(zip(paths, entry["shard_lengths"], strict=True))
-    about = {name: indexes[0].get(name) for name in ("num_classes", "class_names", "display_names")}
+    about: dict[str, Any] = {name: indexes[0].get(name) for name in ("num_classes", "class_names", "display_names")}
     known = [counts[url] for url in urls] if all(url in counts for url in urls) else None
     return ShardSet(urls, 0, split=split, samples_per_shard=known, left_out=left_out, **about)
 

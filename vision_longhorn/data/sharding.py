@@ -307,7 +307,10 @@ def _problem(sample: RawSample, num_classes: int | None, full: bool) -> str:
     except DataError as error:
         return str(error)
     try:
-        warn_if_dark(data, decode_image(data) if full else check_image(data), place(sample))
+        if full:
+            warn_if_dark(data, decode_image(data), place(sample))
+        else:
+            check_image(data)
         about = json.loads(sample.get("json", b"{}"))
         if isinstance(about, dict) and about.get("label", label) != label:
             return f"{place(sample)}: label {label} in .cls, but {about['label']} in .json"
