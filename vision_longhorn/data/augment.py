@@ -100,7 +100,8 @@ def _as_list(value: Any) -> Any:
 def _noting(policy: Any) -> Any:
     """A copy of one of timm's policies whose operations write down what they would do."""
     policy = copy.deepcopy(policy)
-    if isinstance(policy, auto_augment.RandAugment):
+    is_rand = isinstance(policy, auto_augment.RandAugment)
+    if is_rand:
         policy.all_ops, policy.most = policy.ops, policy.num_layers
     else:
         policy.all_ops, policy.most = [op for ops in policy.policy for op in ops], max(map(len, policy.policy))
