@@ -160,7 +160,7 @@ def _forward_kernel(
             walk.store_state(final_ptr + (sequence * D + d) * N + at.first, 1, S, at, form)
 
 
-@kernel([], specialized=["D"])
+@kernel(walk.UNALIGNED, specialized=["D"])
 def _carry_kernel(
     local_ptr, decay_ptr, start_ptr, D, size, segments, B, start_g, start_b, start_d, start_n,
     HAS_START: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, U: tl.constexpr,
