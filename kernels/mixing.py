@@ -109,7 +109,8 @@ def prepare(mix: Mix) -> Mix:
     parts = 3 if mix.A_per_token else 2
     if x_rows <= R or (x_rows - R) % parts:
         raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + {parts} d_state")
-    parameters = [None if value is None else value.contiguous() for value in mix[1 : len(TENSORS)]]
+    given: tuple[Any, ...] = mix[1 : len(TENSORS)]
+    parameters: list[Any] = [None if value is None else value.contiguous() for value in given]
     xz = mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous()
     return Mix(xz, *parameters, *mix[len(TENSORS) :])
 

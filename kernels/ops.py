@@ -60,7 +60,7 @@ def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state (empty unless `return_final_state`), and what the backward pass starts from: if `save_states`,
     the states at the starts of the chunks; else an empty tensor, and the backward pass finds them again."""
     *fields, return_final_state, save_states, backend, regime = values
-    scan = Scan(*fields, regime)
+    scan = Scan._make((*fields, regime, None))
     check(scan)
     y, final_state, saved = forward(scan, save_states, backend_for(backend, scan.x.device, regime))
     return y, final_state if return_final_state else final_state.new_empty(0), saved
@@ -68,7 +68,7 @@ def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     *fields, return_final_state, save_states, backend, regime = values
-    scan = Scan(*fields, regime)
+    scan = Scan._make((*fields, regime, None))
     check(scan)
     saved = backend_for(backend, scan.x.device, regime).saved_shape(scan) if save_states else (0,)
     return (
@@ -81,7 +81,7 @@ def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_backward(dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, *values: Any) -> tuple[Tensor, ...]:
     """The gradient of each of TENSORS, empty where the tensor is absent."""
     *fields, backend, regime = values
-    scan = Scan(*fields, regime)
+    scan = Scan._make((*fields, regime, None))
     dfinal = dfinal if dfinal is not None and dfinal.numel() else None  # of the empty state that stands for none
     grads = backward(scan, dy, dfinal, saved, backend_for(backend, scan.x.device, regime))
     return tuple(grads[name] if name in grads else scan.x.new_empty(0) for name in TENSORS)

@@ -16,8 +16,8 @@ class Sizes(NamedTuple):
     """What a rule computes from the logits, for all tokens of a span at once."""
 
     # fmt: off
-    eps: Tensor                   # (T, b, D) or what broadcasts to it: the factor of what is written
-    e: Optional[Tensor] = None    # (T, b, D): for the rule's own use
+    eps: Tensor       # (T, b, D) or what broadcasts to it: the factor of what is written
+    e: Any = None     # (T, b, D): for the rule's own use
     # fmt: on
 
 

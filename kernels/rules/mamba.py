@@ -7,7 +7,7 @@ B, C and dt are the fields `k`, `q` and `step`. A is one for all tokens, or each
 """
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,7 @@ class Mamba(Rule):
     def sizes(self, d: Any) -> Sizes:
         return Sizes(F.softplus(d.step) if d.softplus else d.step)
 
-    def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Optional[Tensor]:
+    def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
         return deps * torch.sigmoid(d.step) if d.softplus else deps
 
     def decays(self, d: Any, s: Sizes, out: Tensor) -> Tensor:
