@@ -81,11 +81,9 @@ def option(
     """Makes a field of a config.
 
     Args:
-        default: Its default.
-        doc: Its line in --help.
+        default, doc: Its default, and its line in --help.
         allowed: `Range` or tuple of words that it, or every item of a list, may be; None: whatever its type allows.
-        role: What it decides.
-        also: Its names in other trainers.
+        role, also: What it decides, and its names in other trainers.
         lengths: The numbers of items that a list may have.
         group: Heading in --help for this field and those that follow.
     """

@@ -36,9 +36,7 @@ class Config(Settings):
         "vlonghorn_tiny", "timm's name of the model, such as vlonghorn_* and vim_*", also=("arch",), group="model"
     )
     model_kwargs: dict = option(
-        {},
-        "arguments of the model, KEY=VALUE ...; they are added to those of the config file, KEY=none takes one away",
-        also=("img_size",),
+        {}, "arguments of the model, KEY=VALUE ..., added to the file's; KEY=none takes one away", also=("img_size",)
     )
     drop_path: float = option(0.0, "stochastic depth rate", BELOW_ONE)
     init: str | None = option(
@@ -77,9 +75,7 @@ class Config(Settings):
         False, "decode all images once and keep them in memory, three bytes per pixel, for small data", role="speed"
     )
     max_bad_samples: float = option(
-        0,
-        "training samples that each process may skip in an epoch because they cannot be read; below 1, a share of them",
-        NOT_NEGATIVE,
+        0, "unreadable training samples that a process may skip in an epoch; below 1, a share of them", NOT_NEGATIVE
     )
 
     # Image transforms, timm's
@@ -98,10 +94,7 @@ class Config(Settings):
     )
     ratio: list[float] = option([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
     crop_padding: int | None = option(
-        None,
-        "pad the image with so many black pixels and crop it at its own size (4 is usual on CIFAR); scale and ratio "
-        "are not used then",
-        WHOLE,
+        None, "pad the image with so many black pixels and crop its size; scale and ratio are not used then", WHOLE
     )
     hflip: float = option(0.5, "probability of a horizontal flip", SHARE)
     color_jitter: float | None = option(0.3, "strength of colour jitter; auto_augment takes its place", NOT_NEGATIVE)
@@ -128,10 +121,7 @@ class Config(Settings):
     weight_decay: float = option(0.1, "weight decay, but not of biases, norms and no_weight_decay()", NOT_NEGATIVE)
     clip_grad: float | None = option(None, "largest norm of the gradient", POSITIVE, also=("max_grad_norm",))
     batch_size: int = option(
-        1024,
-        "samples per process and pass; the global batch is batch_size x processes x grad_accum",
-        COUNT,
-        also=("per_device_train_batch_size",),
+        1024, "samples per process and pass (see grad_accum)", COUNT, also=("per_device_train_batch_size",)
     )
     grad_accum: int = option(1, "forward passes per update", COUNT, also=("gradient_accumulation_steps",))
     epochs: int = option(300, "passes over the training data", COUNT, also=("num_train_epochs",))

@@ -289,9 +289,8 @@ def speed_up(cfg: Config, model: nn.Module, size: Any, accelerator: Accelerator)
     """Compiles the model, captures its passes as CUDA graphs, or both, as cfg says."""
     if cfg.cuda_graphs and cfg.fsdp:
         accelerator.print("Note: fsdp runs without cuda_graphs.")
-    elif cfg.cuda_graphs and accelerator.device.type == "cuda":
+    if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
         images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
         capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
-        return
-    if cfg.compile:
+    elif cfg.compile:
         compile_blocks(model) if is_sharded(model) else model.compile()

@@ -35,11 +35,7 @@ from vision_longhorn.training.updates import UpdateMonitor
 
 
 def train(cfg: Config, name: str) -> Path:
-    """Trains as `cfg` says and returns the run's folder, whose default is called after `name`.
-
-    Raises:
-        UserError: Where the config, the data or the run's folder do not fit.
-    """
+    """Trains as `cfg` says and returns the run's folder, whose default is called after `name`."""
     with contextlib.ExitStack() as held:
         trainer = Trainer(cfg, name, held)
         trainer.train()
@@ -241,11 +237,7 @@ class Trainer:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a checkpoint stopped, at the same share of its epoch if that has another number of updates.
-
-        Raises:
-            UserError: Where it has another model or optimiser.
-        """
+        """Goes on where a checkpoint stopped, at the same share of its epoch if that has another number of updates."""
         path = str(self.cfg.resume)
         load_weights(self.model, state, path)
         if self.ema:

@@ -53,8 +53,7 @@ class UpdateMonitor:
         self.log_interval, self.max_bad_steps = cfg.log_interval, min(cfg.max_bad_steps, updates_per_epoch)
         self.stop, self.last = 0, dict[str, float]()
         self._loss_sum, self._losses, self._skipped = 0.0, 0, 0
-        self._bad: list[dict[str, Any]] = []  # the updates since the last good one
-        self._bad_places: dict[int, list[tuple[str, str]]] = {}  # this process's samples of each
+        self._bad: list[dict[str, Any]] = []  # the updates since the last good one, with this process's "places"
         # The begin and end of each wait for a batch, and the places of the samples, in the update that is being made
         self._waits: list[tuple[Any, Any]] = []
         self._places: list[tuple[str, str]] = []
@@ -63,12 +62,12 @@ class UpdateMonitor:
 
     def state_dict(self) -> dict[str, Any]:
         """The part of the curves that is still to be written. Call `read_all` first."""
+        bad = [{key: value for key, value in one.items() if key != "places"} for one in self._bad]
         counts = dict(loss_sum=self._loss_sum, losses=self._losses, skipped=self._skipped)
-        return {**counts, "bad": self._bad, "last": self.last}
+        return {**counts, "bad": bad, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_sum, self._losses, self._skipped = state["loss_sum"], state["losses"], state["skipped"]
-        # A checkpoint does not keep their samples.
         self._bad, self.last = [{**bad, "before_resuming": True} for bad in state["bad"]], dict(state["last"])
 
     def start_clock(self) -> None:
@@ -118,11 +117,10 @@ class UpdateMonitor:
             if math.isfinite(grad_norm):
                 self._loss_sum += sum(losses) / world_size
                 self._losses += 1
-                self._bad, self._bad_places = [], {}
+                self._bad = []
             else:
                 self._skipped += 1
-                self._bad.append({"update": number, "losses": losses, "grad_norm": grad_norm, "lr": lr})
-                self._bad_places[number] = places
+                self._bad.append(dict(update=number, losses=losses, grad_norm=grad_norm, lr=lr, places=places))
             if number % self.log_interval == 0 or number % self.updates_per_epoch == 0:
                 self._log(number, lr, grad_norm, end)
             if len(self._bad) >= self.max_bad_steps:
@@ -159,14 +157,11 @@ class UpdateMonitor:
 
     def _give_up(self) -> None:
         """Writes the bad updates with the samples of every process, and raises UserError."""
-        named = {
-            number: [place({"__url__": shard, "__key__": key}) for shard, key in places]
-            for number, places in self._bad_places.items()
-        }
-        parts = gather_object([named])
-        for bad in self._bad:
+        own = [bad.pop("places", None) for bad in self._bad]  # a checkpoint does not keep them
+        named = [places and [place({"__url__": shard, "__key__": key}) for shard, key in places] for places in own]
+        for bad, samples in zip(self._bad, zip(*gather_object([named]), strict=True), strict=True):
             bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
-            bad["samples"] = [part.get(bad["update"]) for part in parts]
+            bad["samples"] = samples
         if self.accelerator.is_main_process:
             evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
             write_text(self.run.bad_steps_file, json.dumps(evidence, indent=2) + "\n")
