@@ -25,15 +25,11 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class TrialFolder(Run):
-    """The folder of a trial: the one that another study has made for it, or its own.
-
-    Args:
-        out: Folder of the studies.
-        trial: The trial.
+    """The folder of a trial below `out`: the one that another study has made for it, or its own.
 
     Attributes:
         output_file: What its process prints.
-        hits_file: Which images its final weights get right, by the side of the images (see `lab.hits`).
+        hits_file: The records of `lab.hits`, by the side of the images.
         failed_file: Exit code and last line of a process that failed.
         beside_file: How many processes shared its device.
     """
@@ -47,8 +43,7 @@ class TrialFolder(Run):
         )
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do. Completes the results of a run that was killed between its last checkpoint
-        and these: else it could neither go on nor count as finished."""
+        """Whether nothing is left to do. Writes the results of a run that was killed just after its last checkpoint."""
         config, history = self.trial.arm.config, self.history()
         if len(history) == config.epochs - 1 and self.last.exists() and not config.is_over(history):
             checkpoint = load_checkpoint(self.last)
@@ -64,15 +59,8 @@ class TrialFolder(Run):
         return missing if missing and self.last.exists() and self.is_finished() else []
 
     def prepare(self, beside: int, workers: int) -> Path:
-        """Readies the folder for a process that begins the trial or goes on with it.
-
-        Args:
-            beside: Processes that share its device, itself included.
-            workers: Loader processes. They decide the order of the samples, so a run that has begun keeps them.
-
-        Returns:
-            The YAML file of its settings, to which the trainer's options add.
-        """
+        """Readies the folder for a process, one of `beside` on its device, that begins the trial or goes on with it;
+        the YAML file of its settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + PATIENCE
         while self.holder() and time.monotonic() < end:
@@ -98,8 +86,7 @@ class TrialFolder(Run):
         return "".join(f"\n    {line}" for line in lines[-8:])
 
     def unfinished(self) -> Record | None:
-        """How far a trial has come that is not finished, None where it has not begun: "key", "seed", "epochs", "curve",
-        and where its process failed "exit_code" and "last_line"."""
+        """How far an unfinished trial has come, with "exit_code" and "last_line" where it failed; None if not begun."""
         history, failure = self.history(), read_json(self.failed_file)
         if not history and not failure:
             return None
@@ -156,8 +143,7 @@ class TrialFolder(Run):
 
 
 def curve_of(history: list[Record]) -> dict[str, list[Any]]:
-    """What a run's epochs came to: lists "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where
-    it was not evaluated), as far as an epoch has them."""
+    """Lists of "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where it was not evaluated)."""
     curve: dict[str, list[Any]] = {
         "epoch": [entry["epoch"] for entry in history],
         "train_loss": [_round(entry["train_loss"]) for entry in history],

@@ -256,8 +256,8 @@ def draw_means(axes: Any, groups: dict[Any, list[float]], **style: Any) -> None:
 
 
 def plot(content: Record, out: Path) -> None:
-    """Draws accuracy against training cost, accuracy and loss over epochs, and accuracy over the study's resolutions, as
-    one PNG; of recall accuracy against width."""
+    """Draws accuracy against training cost, accuracy and loss over epochs, and accuracy over the study's resolutions
+    as one PNG; of recall accuracy against width."""
     if content.get("task") == "recall":
         return _plot_recall(content, out)
     reading, sizes = Reading(content), content["resolutions"]

@@ -5,7 +5,6 @@ import json
 import math
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +23,6 @@ import yaml
 from PIL import Image
 from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
 from tensorboard.plugins.hparams import metadata
-from test_lab_tables import faults_of
 from test_train import REPOSITORY, fails_with_one_line, write_digits
 
 from lab import __main__ as lab
@@ -446,8 +444,7 @@ PLACE = "studies", "pairs"
 @pytest.mark.parametrize(
     "content, words",
     [
-        (changed(*PLACE, sedes=3), ["study pairs", "'sedes'", "'seeds'"]),
-        (changed(*PLACE, overrides={"epoch": 3}), ["'epoch'", "'epochs'"]),
+        (changed(*PLACE, sedes=3), ["study pairs", "'sedes'", "give one of seeds"]),
         (changed(*PLACE, overrides={"epochs": "three"}), ["pairs, longhorn", "epochs is 'three'"]),
         (changed(*PLACE, overrides={"epochs": 2, "warmup_epochs": 2}), ["warmup_epochs is 2"]),
         (changed(*PLACE, overrides={"seed": 3}), ["'seed'", "give `seeds: [0]` beside them"]),
@@ -457,45 +454,27 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, config="nowhere"), ["no config at nowhere"]),
         (changed(*PLACE, pair=["longhorn", "exact"]), ["'exact'", "longhorn, vim"]),
         (changed(*PLACE, pair=["longhorn"]), ["give two variants"]),
-        (changed(*PLACE, variants=["longhorn", "longhorn"]), ["stands twice"]),
-        (changed(*PLACE, variants=["longhorn", {"name": "vim", "like": "longhorn"}]), ["same settings"]),
+        (changed(*PLACE, variants=["longhorn", "longhorn"]), ["longhorn and longhorn have the same name"]),
+        (changed(*PLACE, variants=["longhorn", {"name": "vim", "like": "longhorn"}]), ["longhorn and vim", "settings"]),
         (changed(*PLACE, variants=["unheard-of"]), ["'unheard-of'", "longhorn"]),
         (changed(*PLACE, variants=["longhorn", {"name": "a/b", "model": "vim_test"}]), ["'a/b'"]),
         (changed(*PLACE, seeds=0), ["seeds is 0"]),
         (changed(*PLACE, seeds=[1, 1]), ["seeds is [1, 1]"]),
         (changed(*PLACE, seeds=[-1]), ["seed is -1"]),
         (changed(*PLACE, resolutions=["big"]), ["resolutions is ['big']"]),
-        (changed(*PLACE, resolutions=16), ["resolutions is 16: give a list"]),
-        (changed(*PLACE, weights="mean"), ["weights: 'mean' is unknown: give some of ema, raw"]),
         (changed(*PLACE, weights="raw"), ["weights is 'raw': give neither pair nor resolutions"]),
-        (changed(*PLACE, contrasts=["longhorn"]), ["contrasts", "['longhorn']"]),
         (changed(*PLACE, contrasts={"a": {"plus": ["longhorn"]}}), ["contrast 'a'", "minus None: give a list of arms"]),
-        (changed(*PLACE, contrasts={"a": {"pluss": []}}), ["contrast 'a'", "'pluss'", "'plus'"]),
-        (
-            changed(*PLACE, contrasts={"a": {"plus": ["longhorn"], "minus": ["exact"]}}),
-            ["contrast 'a'", "'exact' is unknown: give some of longhorn, vim"],
-        ),
-        (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["vim"]}}), ["contrast 'a'", "vim stands twice"]),
+        (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["exact"]}}), ["contrast 'a'", "'exact'"]),
         (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["longhorn"], "over": 0}}), ["over is 0"]),
         (changed(*PLACE, variants="longhorn"), ["variants is 'longhorn': give a list"]),
-        (changed(*PLACE, pair="longhorn"), ["pair is 'longhorn': give a list"]),
-        (changed(*PLACE, config=3), ["config is 3"]),
         ({}, ["there are no studies"]),
-        ({"studies": {"one": {**PAIRS, "variants": ["longhorn"]}}}, ["'longhorn'", "no variant is shared"]),
         ({"studies": [PAIRS]}, ["studies is [", "give `key: value` pairs"]),
         ({"studies": {"one": True}}, ["study one is True", "give `key: value` pairs"]),
         ({"studies": {"one": [3]}}, ["study one is [3]"]),
         (changed(*PLACE, overrides=True), ["study pairs: overrides is True", "give `key: value` pairs"]),
-        (changed(*PLACE, model_kwargs=[1]), ["study pairs: model_kwargs is [1]"]),
         (changed(*PLACE, settings={"a": False}), ["setting a is False"]),
-        (changed(*PLACE, variants=[True]), ["study pairs: variant is True"]),
         (changed("data", few=True), ["data few is True"]),
-        (changed("variants", longhorn={"modl": "vim"}), ["'modl'", "'model'"]),
-        (changed("data", few={"samples": 3}), ["data few", "'samples'"]),
-        (
-            changed("data", few={"colours": 3}),
-            ["unknown key 'colours'; give one of train_samples, val_samples, num_classes"],
-        ),
+        (changed("data", few={"colours": 3}), ["'colours'", "give one of train_samples, val_samples, num_classes"]),
     ],
 )
 def test_mistakes_in_the_file_are_named(content, words):
@@ -517,7 +496,7 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["mixers"], ["--data tiny-imagenet-100=DIR"]),
         (["mixers", "--data", "cifar10=DIR"], ["cifar10=DIR", "tiny-imagenet-100"]),
         (["epochs", "--data", "DIR"], ["need --data cifar10=DIR tiny-imagenet-100=DIR"]),
-        (["digits", "--data", "DIR"], ["--data DIR", "built in"]),
+        (["digits", "--data", "DIR"], ["--data DIR", "need no data"]),
         (["--merge", "old.json", "mixers"], ["mixers follows", "goes before the options"]),
         (["mixers", "--merge", "old.json"], ["no file old.json"]),
         (["mixers", "--report", "--speed"], ["--report", "--speed"]),
@@ -528,20 +507,13 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
             ["mixers", "--dry-run", "--data", "nowhere"],
             ["no file or folder 'nowhere'", "train_samples=30000", "num_classes=100"],
         ),
-        (["mixers", "--dry-run", "--data", "cifar10=DIR"], ["cifar10=DIR"]),
         (["mixers", "--report", "--out", "nowhere"], ["no folder nowhere"]),
-        (["mixer"], ["unknown study 'mixer'; the nearest known one is 'mixers', --list shows all"]),
-        (["photos"], ["unknown study 'photos'; --list shows all"]),
     ]:
-        with monkeypatch.context() as patch:
-            patch.setattr(session.Session, "check_model", lambda *_: None)
-            fails_with_one_line(lab.main, [*words, "--device", "cpu"], capsys, *found)
+        fails_with_one_line(lab.main, [*words, "--device", "cpu"], capsys, *found)
     content = changed(*PLACE, model_kwargs={"wings": 2})
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
     for words in ["--data", "few"], ["--dry-run"]:
         fails_with_one_line(lab.main, ["pairs", "--file", "mine.yaml", *words], capsys, "longhorn", "wings=2")
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed(*PLACE, resolutions=[16, 7])))
-    fails_with_one_line(lab.main, ["pairs", "--file", "mine.yaml", "--dry-run"], capsys, "has 7", "8 x 8")
     assert not (tmp_path / "nowhere").exists()
 
 
@@ -564,11 +536,9 @@ def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatc
         (dict(train_samples=4, val_samples=4, num_classes=1), ["num_classes=1", "has 2 classes"]),
     ]:
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed("data", few=facts)))
-        with monkeypatch.context() as patch:
-            patch.setattr(session.Session, "check_model", lambda *_: None)
-            for more in ["--dry-run"], ["--device", "cpu"]:
-                words = ["pairs", "--file", "mine.yaml", "--data", "photos", *more]
-                fails_with_one_line(lab.main, words, capsys, *found)
+        for more in ["--dry-run"], ["--device", "cpu"]:
+            words = ["pairs", "--file", "mine.yaml", "--data", "photos", *more]
+            fails_with_one_line(lab.main, words, capsys, *found)
     content = changed(*PLACE, data="digits")
     content["data"]["digits"] = {"train_samples": 1500, "val_samples": 360, "num_classes": 10}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(content))
@@ -624,11 +594,6 @@ def test_the_shipped_studies_are_sound_and_share_what_they_can():
     assert len(unique_trials(list(studies.values()))) < sum(map(len, trials.values()))
 
 
-def test_contrasts_name_the_arms_of_their_study():
-    spec = changed(*PLACE, contrasts={"a": {"plus": ["longhorn"], "minus": ["vim"], "over": 2}})
-    assert of(spec)["pairs"].contrasts == ({"name": "a", "plus": ["longhorn"], "minus": ["vim"], "over": 2},)
-
-
 def test_twelve_lines_make_a_study_as_the_help_shows(tmp_path, monkeypatch, capsys):
     example = lab.EXAMPLE.partition("\n")[2]
     assert example.count("\n") <= 12
@@ -642,10 +607,3 @@ def test_twelve_lines_make_a_study_as_the_help_shows(tmp_path, monkeypatch, caps
     words = ["mine", "--file", "mine.yaml", "--device", "cpu"]
     lab.main([*words, "--data", "photos", "--dry-run"])  # which opens the data and builds the models
     assert "6 of 6 runs to do" in capsys.readouterr().out
-
-
-def test_a_table_that_says_something_else_is_found(whole):
-    printed = re.search(r"<!-- study.*<!-- end -->", (whole / "said").read_text(), flags=re.S)[0]
-    assert not faults_of(printed, whole / "studies")
-    assert len(faults_of(printed.replace("| 2 |", "| 3 |", 1), whole / "studies")) == 1
-    assert len(faults_of("<!-- study: gone -->\n<!-- end -->", whole / "studies")) == 1

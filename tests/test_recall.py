@@ -316,7 +316,7 @@ def changed(**values):
         (changed(task="remember"), ["task is 'remember'", "images, recall"]),
         (changed(data="few"), ["'data'"]),
         (changed(pair=["longhorn", "attention"]), ["'pair'"]),
-        (changed(overrides={"weigth": 3}), ["'weigth'", "give one of width, depth"]),
+        (changed(overrides={"weigth": 3}), ["'weigth'", "give one of"]),
         (changed(grid={"lr": 3}), ["grid", "lr is 3"]),
         (changed(grid={"pairs": [2, 200]}), ["pairs200-longhorn", "800"]),
         (changed(variants=[{"name": "vit", "model": "vit_tiny_patch16_224"}]), ["vit_tiny", "vim_*"]),
@@ -332,7 +332,7 @@ def test_what_recall_cannot_do_is_said(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     words = ["recall", "--file", "studies.yaml", "--device", "cpu"]
     fails_with_one_line(lab.main, [*words, "--speed"], capsys, "leave recall out")
-    fails_with_one_line(lab.main, [*words, "--data", "DIR"], capsys, "no data are needed")
+    fails_with_one_line(lab.main, [*words, "--data", "DIR"], capsys, "need no data")
     made = changed(variants=[{"name": "longhorn", "model_kwargs": {"wings": 2}}])
     (folder / "studies.yaml").write_text(yaml.safe_dump(made))
     fails_with_one_line(lab.main, words, capsys, "lr0.003-longhorn", "wings")
