@@ -20,8 +20,9 @@ from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.demo import locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.evaluation.evaluate import evaluate
+from vision_longhorn.files import read_json
 from vision_longhorn.loading import load_model
-from vision_longhorn.runs import Run, read_json
+from vision_longhorn.runs import Run
 
 BATCH = 256  # images, at the model's own size; larger images come in batches of as many tokens
 

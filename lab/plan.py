@@ -12,7 +12,7 @@ from typing import Any
 from lab.recall_config import RecallConfig
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.settings import read_yaml
-from vision_longhorn.training.config import Config, read_config_file, shorten_warmup
+from vision_longhorn.training.config import Config, read_config_file
 
 Mapping = dict[str, Any]
 STUDIES = Path(__file__).with_name("studies.yaml")
@@ -243,9 +243,9 @@ def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) ->
     base = read_config_file(beside if beside.is_file() else whole["config"])
     values = _merge(Config, {"model": Config.model, **base, **facts.get(whole["data"], {})}, parts)
     values["model"] = whole.get("model", values["model"])
-    if not any("warmup_epochs" in part.get("overrides", {}) for part in parts):
-        shorten_warmup(values)
     config = Config(**{key: value for key, value in values.items() if key not in Config.named("host", "start")})
+    if not any("warmup_epochs" in part.get("overrides", {}) for part in parts):
+        config.shorten_warmup()
     for fault in config.faults():
         raise UserError(fault)
     return config

@@ -109,7 +109,7 @@ class RecallRun:
         """Trains to the end, or to a signal, which loses what the epoch has done so far."""
         self.folder.open({"updates_per_epoch": self.updates_per_epoch, "global_batch": self.cfg.batch_size}, "",
                          self.updates)  # fmt: skip
-        with StopSignals(self.folder.path) as signals:
+        with StopSignals() as signals:
             while not self.cfg.is_over(self.history):
                 self.train_epoch(signals)
                 self.save()

@@ -13,9 +13,8 @@ from lab.plan import Arm, Study, Trial
 from lab.recall_config import RecallConfig
 from lab.runs import Record, TrialFolder
 from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import write_text
+from vision_longhorn.files import read_json, write_text
 from vision_longhorn.models.create import create_model
-from vision_longhorn.runs import read_json
 
 SPEEDS = "speed.json"
 RUN = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hits": dict}  # and more

@@ -12,9 +12,9 @@ import yaml
 from lab.plan import Trial
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import write_text
+from vision_longhorn.files import read_json, write_text
 from vision_longhorn.plots import read_scalars
-from vision_longhorn.runs import Run, read_json
+from vision_longhorn.runs import Run
 
 Record = dict[str, Any]
 PATIENCE = 300  # seconds to wait for a process of an earlier, killed study, which saves and ends
@@ -106,7 +106,7 @@ class TrialFolder(Run):
         Raises:
             UserError: Where its files are lost.
         """
-        history, environment = self.history(), self.environment()
+        history, environment = self.history(), read_json(self.environment_file) or {}
         try:
             _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
         except (AttributeError, KeyError, TypeError):

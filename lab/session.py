@@ -19,10 +19,9 @@ from vision_longhorn.data.loader import cores
 from vision_longhorn.data.sharding import make_digits
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, spelled
-from vision_longhorn.files import write_text
+from vision_longhorn.files import read_json, write_text
 from vision_longhorn.lock import FolderLock
 from vision_longhorn.outputs import check_output
-from vision_longhorn.runs import read_json
 from vision_longhorn.signals import StopSignals
 
 LEFT = 3  # exit code where work is left
@@ -128,7 +127,7 @@ class Session:
         say = partial(print, file=sys.stderr if self.args.report else sys.stdout)
         self.places = find_places(self.args.device, self.args.per_gpu)
         self.workers = max(1, min(8, cores() // len(self.places)))  # loader processes of each
-        with StopSignals(self.out) as signals:
+        with StopSignals() as signals:
             queue = Queue(self.places, signals, time.monotonic() + self.args.budget, say)
             if self.todo:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(self.places)} at a time")

@@ -72,6 +72,7 @@ FOREIGN_FILES = {
 }
 # fmt: on
 FOREIGN_OPTIONS = {
+    "argparse": {"--help"},
     "accelerate": {
         "--cpu",
         "--machine_rank",

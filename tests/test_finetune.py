@@ -173,7 +173,7 @@ def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(wei
         ({"foo": torch.zeros(2)}, ["another model", "only in the file"]),
         ({"state_dict": {"foo": torch.zeros(2)}, "config": None}, ["another model"]),
         ([1], ["a list"]),
-        (b"", ["empty"]),
+        (b"", ["torch's files"]),
         (b"some text", ["torch's files"]),
     ],
 )
@@ -221,8 +221,8 @@ def test_bad_samples_are_counted_in_a_run_and_stop_it_without_a_budget(tmp_path)
         train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "strict")])
     run = train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "run"), "--max-bad-samples", "2"])
     assert [entry["skipped_samples"] for entry in json.loads((run / "metrics.json").read_text())] == [1]
-    # An evaluation skips none, and says how to go on.
+    # An evaluation skips none.
     bad = (folder / "val-0.tar").read_bytes().replace(b"\x89PNG", b"\x89BAD", 1)
     (folder / "val-0.tar").write_bytes(bad)
-    with pytest.raises(UserError, match=r"val-0.tar, sample 0000: not a readable image.*--resume .*stopped goes on"):
+    with pytest.raises(UserError, match="val-0.tar, sample 0000: not a readable image"):
         train_imagenet.main([*arguments, "--run-dir", str(tmp_path / "stopped"), "--max-bad-samples", "2"])

@@ -85,7 +85,7 @@ def refuse_what_waits_for_the_gpu(rank):
         def forward(self, images):
             return super().forward(images) * images.mean().item()
 
-    with pytest.raises(UserError, match="cuda_graphs: this model cannot be captured .*: leave it out"):
+    with pytest.raises(UserError, match="cuda_graphs: this model cannot be captured .*: leave that out"):
         capture(make_accelerator("cuda", "bf16"), Waits(4, 4).cuda(), torch.randn(2, 4, device="cuda"), 1)
 
 
@@ -131,7 +131,7 @@ def test_a_model_that_does_not_compile_is_not_blamed_on_graphs_alone(monkeypatch
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda function: fails)
-    with pytest.raises(UserError, match="compile, cuda_graphs: .* \\(no compiler\\): leave one of them out"):
+    with pytest.raises(UserError, match="compile, cuda_graphs: .* \\(no compiler\\): leave that out"):
         capture(make_accelerator("cpu", "fp32"), nn.Linear(4, 4), torch.randn(2, 4), 1, compiled=True)
 
 

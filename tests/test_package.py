@@ -84,7 +84,7 @@ def built(tmp_path_factory):
         copy(found, folder / "tree" / found.name)
     from_tree = build(folder / "tree", folder / "from_tree", "sdist", "wheel")
     with tarfile.open(next(from_tree.glob("*.tar.gz"))) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     unpacked = next(folder.glob("vision_longhorn-*"))
     return from_tree, build(unpacked, folder / "from_sdist", "wheel"), unpacked
 

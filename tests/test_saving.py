@@ -375,7 +375,7 @@ def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
     loaded = load_model(eval_command.parse([source]).run)
     assert same(loaded.model, averaged)
     assert (loaded.name, loaded.weights, loaded.file) == (f"local-dir:{tmp_path / 'folder'}", "pretrained", None)
-    assert same(export._load(argparse.Namespace(model=source), True, {})[0], averaged)
+    assert same(export._load(argparse.Namespace(model=source, is_run=True, img_size=None))[0], averaged)
     model, text = model_from_weights("vlonghorn_test", source, 3, **SIZES)
     assert same(model, averaged) and "resampled" not in text and "anew" not in text
     sizes = SIZES | dict(img_size=(24, 16))
@@ -385,7 +385,7 @@ def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
     assert "state_dict" not in model.pretrained_cfg
     with pytest.raises(UserError, match="another model .vlonghorn_test."):
         model_from_weights("vim_test", source, 3, **SIZES)
-    with pytest.raises(UserError, match="made of a run"):
+    with pytest.raises(UserError, match="is no run of train_imagenet.py"):
         export.main([source, f"{tmp_path}/other/"])
 
 
@@ -444,7 +444,7 @@ def test_nothing_is_left_where_saving_fails(run, tmp_path, monkeypatch):
         (["best.pt/folder"], "best.pt/folder cannot be written"),
         (["folder", "--private"], "--private without --push"),
         (["folder", "--license", "My Own"], "--license is 'My Own'"),
-        (["some one", "--push"], "some one is no name"),
+        (["some one", "--push"], "some one could not be pushed"),
         (["folder", "--licence", "mit"], "nearest known one is --license"),
         ([], "required: target"),
     ],

@@ -1,6 +1,5 @@
 """Training runs, short ones: one process and two, what they leave on disk, going on after a stop, and mistakes."""
 
-import copy
 import importlib
 import io
 import json
@@ -23,7 +22,6 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.metadata import parse_session_start_info_plugin_data
-from timm.utils import ModelEmaV3
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -35,9 +33,7 @@ from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
 from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
 from vision_longhorn.shards import index_shards  # noqa: E402
-from vision_longhorn.training import runlog, setup, trainer  # noqa: E402
-from vision_longhorn.training.averages import Ema  # noqa: E402
-from vision_longhorn.training.config import Config  # noqa: E402
+from vision_longhorn.training import setup, trainer  # noqa: E402
 
 SMALL = ["--model", "vlonghorn_test", "--model-kwargs", "depth=1", "embed_dim=32", "img_size=8", "patch_size=4"]
 QUICK = [*SMALL, "--num-classes", "10", "--workers", "0", "--device", "cpu", "--batch-size", "16", "--repeats", "1",
@@ -213,15 +209,6 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
     assert scalars(stopped)["train/loss"] == scalars(whole)["train/loss"]
 
 
-def test_a_foreign_model_is_told_how_to_do_without_an_argument_of_the_config():
-    for model, key in ("resnet18", "depth"), ("vlonghorn_test", "dept"):
-        with pytest.raises(UserError, match=f"unexpected keyword argument '{key}'") as failed:
-            cfg = Config(model=model, model_kwargs={key: 3})
-            setup.build_model(cfg, 10, devices.make_accelerator("cpu", "fp32"), resuming=False)
-        assert ("`--model-kwargs depth=none` leaves it out" in str(failed.value)) == (model == "resnet18")
-        assert "dept=none" not in str(failed.value)
-
-
 @pytest.mark.parametrize(
     "arguments, words",
     [
@@ -297,8 +284,8 @@ def test_what_an_output_cannot_show_is_written_another_way(encoding, monkeypatch
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
     run_cli(lambda: print("b\udcffn", "日本", "é"))
     sys.stdout.flush()
-    shown = {"ascii": rb"\u65e5\u672c \xe9", "cp1252": b"\\u65e5\\u672c \xe9", "utf-8": "日本 é".encode()}[encoding]
-    assert written.getvalue() == b"b\xffn " + shown + b"\n"
+    names = {"ascii": rb"b\udcffn \u65e5\u672c \xe9", "cp1252": b"b\\udcffn \\u65e5\\u672c \xe9"}
+    assert written.getvalue() == names.get(encoding, b"b\xffn " + "日本 é".encode()) + b"\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -381,7 +368,7 @@ def test_curves_go_to_a_tracker_as_well(tmp_path, shards, monkeypatch, capsys):
             Tracker.closed += 1
 
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "wandb", Tracker)
-    for module in tracking, runlog:
+    for module in tracking, setup:
         monkeypatch.setattr(module, "get_available_trackers", lambda: [tracking.LoggerType.WANDB])
     run = train_imagenet.main(
         [*QUICK, *PLAIN, *shards, "--track", "wandb", "--epochs", "1", "--run-dir", str(tmp_path / "run")]
@@ -413,7 +400,7 @@ def test_averages_that_could_not_leave_their_start_warm_up(tmp_path, shards, cap
         {name: value for name, value in torch.load(run / "best.pt", weights_only=True)["state_dict_ema"].items()}
     )
     stuck = train_imagenet.main([*arguments, "--ema-warmup", "false", "--run-dir", str(tmp_path / "stuck")])
-    assert "--ema-warmup" in capsys.readouterr().out
+    assert "averages over" not in capsys.readouterr().out
     assert moved < 0.5 * distance(torch.load(stuck / "last.pt", weights_only=True)["state_dict_ema"])
 
 
@@ -562,7 +549,7 @@ def test_runs_of_other_precisions_follow_each_other_in_one_process_also_in_a_thr
     assert [(run / "best.pt").exists() for run in runs] == [True, True]
 
 
-WORDS_OF_HELP = dict.fromkeys(["adahessian", "lookahead_adahessian"], ["plain gradients", "adamw"])
+WORDS_OF_HELP = dict.fromkeys(["adahessian", "lookahead_adahessian"], ["second derivatives", "adamw"])
 
 
 @pytest.mark.parametrize("name", ["adahessian", "lookahead_adahessian", "bnbadam", "fusedadam", "nonsense"])
@@ -576,14 +563,6 @@ def test_a_folder_that_tensorboard_cannot_name_is_one_line_before_it_is_made(tmp
     words = [*QUICK, *PLAIN, *shards, "--run-dir", f"{tmp_path}/a\udcffb"]
     fails_with_one_line(train_imagenet.main, words, capsys, r"a\udcffb", "not UTF-8")
     assert not os.listdir(tmp_path)
-
-
-def test_trying_out_an_optimiser_draws_no_random_numbers():
-    torch.manual_seed(0)
-    before, model = torch.get_rng_state(), torch.nn.Linear(3, 3)
-    torch.set_rng_state(before)
-    setup.build_optimizer(Config(opt="adamw"), model, 1e-3)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_in_a_file_every_line_stands_alone_and_comes_in_time(tmp_path, shards):
@@ -645,31 +624,3 @@ def test_help_does_not_wait_for_torch(command):
     command = [str(REPOSITORY / word) if word.endswith(".py") else word for word in command]
     done = subprocess.run([sys.executable, "-c", code, *command], cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0 and "--device" in done.stdout, done.stderr
-
-
-def test_averaged_weights_are_timms_to_the_bit():
-    net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 2))
-    ours, timms = Ema(net, decay=0.9, use_warmup=True), ModelEmaV3(net, decay=0.9, use_warmup=True)
-
-    def train(*averages):
-        for step in range(4):
-            with torch.no_grad():
-                for parameter in net.parameters():
-                    parameter.add_(torch.randn_like(parameter))
-            net(torch.randn(9, 5))
-            for average in averages:
-                average.update(net, step=step)
-
-    def same(one, other):
-        pairs = zip(one.module.state_dict().values(), other.module.state_dict().values(), strict=True)
-        return all(torch.equal(*pair) for pair in pairs)
-
-    train(ours, timms)
-    assert same(ours, timms) and ours.module[1].num_batches_tracked == 4
-    for average in (ours, timms):
-        average.module.load_state_dict(net.state_dict())  # as a run that goes on does
-    train(ours, timms)
-    assert same(ours, timms)
-    copied = copy.deepcopy(ours)
-    train(copied, timms)
-    assert same(copied, timms) and not same(ours, timms)

@@ -27,8 +27,7 @@ sys.meta_path.append(_Checkout)  # the last finder: an installed package's own k
 
 
 def _is_own_command() -> bool:
-    """Whether this process runs one of this package's commands: `vision-longhorn`, `python -m vision_longhorn...`, or
-    a script with a global OWN_COMMAND."""
+    """Tells whether `vision-longhorn`, `python -m vision_longhorn...` or a script with OWN_COMMAND is running."""
     if sys.argv[:1] == ["-m"]:  # while Python looks for the module to run
         words = sys.orig_argv
         return "-m" in words[:-1] and words[words.index("-m") + 1].partition(".")[0] == __name__

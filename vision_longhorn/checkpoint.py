@@ -8,7 +8,6 @@ names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes the f
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import zipfile
@@ -21,19 +20,15 @@ from timm.models import clean_state_dict
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from vision_longhorn.errors import UserError, one_line
-from vision_longhorn.files import check_whole, written_aside
+from vision_longhorn.errors import UserError, reason
+from vision_longhorn.files import check_whole, read_json, written_aside
 from vision_longhorn.models.create import TimmModel, are_names, create_model
 
 __all__ = ["TimmModel", "create_model", "load_checkpoint", "load_weights", "save_checkpoint"]
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Writes the dict `state` to `path`, down to the disk, so that `path` is always whole.
-
-    Raises:
-        UserError: Where the file cannot be written, on a full disk for instance. What stood at `path` still does.
-    """
+    """Writes the dict `state` to `path`, down to the disk, so that `path` is always whole. Raises UserError."""
     try:
         with written_aside(path, lasting=True) as aside, open(aside, "wb") as file:
             torch.save(state, file)
@@ -55,7 +50,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         Dict with at least "state_dict".
 
     Raises:
-        UserError: Where the file is missing, is no checkpoint, or holds anything but tensors and plain values.
+        UserError: The file is missing, is no checkpoint, or holds anything but tensors and plain values.
     """
     path = Path(path)
     if not path.is_file():
@@ -64,13 +59,14 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         check_whole(path)
         if path.suffix == ".safetensors":
-            return {"state_dict": load_file(path), **_folder_names(path.parent)}
+            config = read_json(path.parent / "config.json")  # of a model folder in the hub's layout
+            names = config.get("label_names") if isinstance(config, dict) else None
+            return {"state_dict": load_file(path), **({"class_names": names} if are_names(names) else {})}
         with torch.serialization.safe_globals([argparse.Namespace]):  # in which timm's train.py keeps its arguments
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for damaged files
         why = str(error) if isinstance(error, UserError) else f"{path} is no checkpoint: {_reason(path, error)}"
-        whole = _whole_beside(path)
-        raise UserError(f"{why}; {whole} is whole" if whole else why) from error
+        raise UserError(why + _whole_beside(path)) from error
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint: give a .pt file of a run")
     if "state_dict" not in checkpoint:
@@ -83,33 +79,21 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     return checkpoint
 
 
-def _folder_names(folder: Path) -> dict[str, Any]:
-    """Names of classes as a checkpoint has them, where a model folder in the hub's layout has them."""
-    try:
-        names = json.loads(Path(folder, "config.json").read_bytes())["label_names"]
-    except (KeyError, OSError, TypeError, ValueError):
-        names = None
-    return dict(class_names=names, display_names=None) if are_names(names) else {}
-
-
-def _whole_beside(path: Path) -> Path | None:
-    """The newest whole checkpoint beside a damaged one."""
+def _whole_beside(path: Path) -> str:
+    """Words that name the newest whole checkpoint beside a damaged one, if there is one."""
     for other in sorted(path.parent.glob("*.pt"), reverse=True):  # update-NUMBER.pt, then last.pt and best.pt
-        with contextlib.suppress(OSError, UserError, zipfile.BadZipFile):
+        with contextlib.suppress(OSError, UserError):
             if not other.samefile(path) and zipfile.is_zipfile(other):
                 check_whole(other)
-                return other
-    return None
+                return f"; {other} is whole"
+    return ""
 
 
 def _reason(path: Path, error: Exception) -> str:
     """torch's reason without its advice, which is to run the code in the file."""
-    if not path.stat().st_size:
-        return "it is empty"
     if isinstance(error, OSError):
-        return error.strerror or one_line(error)
-    foreign = re.search(r"(?:GLOBAL|global:?|function|class) [`']?([\w.]+\.\w+)", str(error))
-    if foreign:
+        return reason(error)
+    if foreign := re.search(r"(?:GLOBAL|global:?|function|class) [`']?([\w.]+\.\w+)", str(error)):
         return f"it holds {foreign[1]}, and only tensors and plain values are read, as others could run code"
     return "it is none of torch's files, or damaged"
 
@@ -135,8 +119,7 @@ def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.Pa
         {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
         for state in (weights, model.state_dict())
     )
-    wrong = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
-    if wrong:
+    if wrong := [key for key in sorted(theirs | ours) if theirs.get(key) != ours.get(key)]:
         key = wrong[0]
         raise UserError(
             f"{path} holds another model ({checkpoint.get('arch', 'of unknown name')}): {len(wrong)} tensors do not "

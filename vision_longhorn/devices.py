@@ -12,9 +12,8 @@ from vision_longhorn.errors import UserError, one_line
 
 
 def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: int = 1, **kwargs: Any) -> Accelerator:
-    """Makes the accelerator of a command, and says which settings of accelerate's environment it does not follow.
-
-    A process may call it again with another precision and, if it works alone, another device.
+    """Makes the accelerator of a command. A process may call it again with another precision and, if it works alone,
+    another device.
 
     Args:
         device: "auto" (CUDA where there is a GPU), "cuda" or "cpu".
@@ -42,7 +41,7 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
     except UserError:
         raise
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        raise UserError(f"accelerate cannot start as its environment has it: {one_line(error)}") from error
+        raise UserError(f"accelerate cannot start with these settings: {one_line(error)}") from error
     if accelerator.device.type != ("cpu" if cpu else "cuda"):
         raise UserError(
             f"accelerate gives the device {accelerator.device}: unset ACCELERATE_TORCH_DEVICE, or start new processes"
@@ -58,26 +57,24 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
 
 
 def _choose(device: str, precision: str) -> tuple[bool, str]:
-    """(whether the CPU computes, the precision) for the arguments of `make_accelerator`."""
+    """Returns whether the CPU computes, and the precision."""
     for engine in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"):
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
             raise UserError(
-                f"ACCELERATE_USE_{engine} is set, as by `accelerate launch --use_{engine.lower()}` or its config file: "
-                "that engine does not run the models here, leave it out; only training shares out a model, with its "
-                "setting fsdp"
+                f"ACCELERATE_USE_{engine} is set, as by `accelerate launch --use_{engine.lower()}`: leave that out; "
+                "training shares out a model by its own setting fsdp"
             )
     # The scans run on CUDA and on the CPU. accelerate would take Apple's GPU by itself.
     cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     if device == "cuda" and cpu:
-        raise UserError(
-            "device is 'cuda', but PyTorch finds no CUDA GPU here, or the launcher got --cpu: give auto or cpu"
-        )
+        raise UserError("device is 'cuda', but torch finds no GPU, or the launcher got --cpu: give auto or cpu")
     if precision == "fp16" and cpu:
         raise UserError("precision is 'fp16', which needs a GPU: give bf16 or fp32")
+    if precision == "auto" and cpu:
+        return cpu, "fp32"
     if precision == "auto":
-        # GPUs of NVIDIA before the A100 (T4, V100, RTX 2080) emulate bf16, and slowly.
-        on_gpu = "bf16" if cpu or torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
-        precision = "fp32" if cpu else on_gpu
+        # NVIDIA's GPUs before the A100 (T4, V100, RTX 2080) emulate bf16, and slowly.
+        precision = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     return cpu, precision
 
 

@@ -1,5 +1,6 @@
 """What results depend on beside their settings: the commit, the versions of libraries, the machine."""
 
+import contextlib
 import os
 import platform
 import subprocess
@@ -18,30 +19,25 @@ def find_commit() -> tuple[str | None, bool | None]:
 
     The variable VISION_LONGHORN_COMMIT names the commit of a copy that git does not know.
     """
-
-    def git(*words: str) -> str | None:
-        try:
-            answer = subprocess.run(
-                ["git", *words], cwd=Path(__file__).resolve().parent, capture_output=True, text=True
-            )
-        except OSError:  # no git on this machine
-            return None
-        return answer.stdout.strip() if answer.returncode == 0 else None
-
     if told := os.environ.get("VISION_LONGHORN_COMMIT"):
         return told, None
-    changes = git("status", "--porcelain")
-    return git("rev-parse", "HEAD"), None if changes is None else bool(changes)
+    here: Any = dict(cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True)
+    try:
+        commit, changes = (
+            subprocess.check_output(["git", *words], **here).strip()
+            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+        )
+    except (OSError, subprocess.CalledProcessError):  # no git on this machine, or no clone
+        return None, None
+    return commit, bool(changes)
 
 
 def describe_environment() -> dict[str, Any]:
     """The command, the commit, versions and the machine, for JSON."""
     versions: dict[str, str | None] = dict.fromkeys(LIBRARIES)
     for name in LIBRARIES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            pass
     commit, changed = find_commit()
     return {
         "command": sys.argv,

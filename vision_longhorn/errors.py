@@ -11,8 +11,7 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Message of an exception without its line breaks. For an error of the system that is the file and what is wrong
-    with it, and no number."""
+    """Message of an exception in one line; for an error of the system the file and what is wrong with it."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -46,11 +45,7 @@ def bad_input(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def spelled(**names: str) -> Iterator[None]:
-    """Lets errors call fields as the user does: the library says `num_samples`, a command `--samples`.
-
-    Args:
-        **names: For each field, the word to say instead.
-    """
+    """Lets errors call fields as the user does: `spelled(num_samples="--samples")`."""
     try:
         yield
     except UserError as error:

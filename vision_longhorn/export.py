@@ -19,40 +19,38 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.errors import UserError, reason
+from vision_longhorn.errors import UserError, bad_input
 from vision_longhorn.files import check_whole, is_as_hashed, written_aside
+from vision_longhorn.hub import save_run_for_hub
+from vision_longhorn.loading import load_model
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_output
-from vision_longhorn.runs import timm_source
-from vision_longhorn.settings import Range, parse_pairs
+from vision_longhorn.settings import COUNT, Range, parse_pairs
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from vision_longhorn.models.vlonghorn import VisionLonghorn
-
 MAX_BATCH = 1 << 16  # torch 2.7 wants a bound where tensors are sliced
 MAX_ERROR = 1e-2  # an export that differs by more is not kept; all that were measured lie below 1e-5
 
 
-def _backbone(model: nn.Module) -> VisionLonghorn:
+def _backbone(model: nn.Module) -> Any:
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
-    found = next((module for module in model.modules() if isinstance(module, VisionLonghorn)), None)
-    if found is None:
-        raise UserError(
-            f"{type(model).__name__} holds no VisionLonghorn: give a vlonghorn_* or vim_* model, or a module around one"
-        )
-    return found
+    for module in model.modules():
+        if isinstance(module, VisionLonghorn):
+            return module
+    raise UserError(
+        f"{type(model).__name__} holds no VisionLonghorn: give a vlonghorn_* or vim_* model, or a module around one"
+    )
 
 
-def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int = 3) -> Tensor:
+def example_images(model: nn.Module, batch: int = 2, rows: int = 2) -> Tensor:
     """Make noise that `model` takes as images: (batch, in_chans, H, W) on its device and in its dtype.
 
-    H and W are those that the model is built for. For a model of any image size, they are those of a patch and `rows`
-    and `columns` strides more.
+    Where the model takes any image size, H is that of a patch and `rows` strides more, W of one stride more than that.
     """
     import torch
 
@@ -60,24 +58,18 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2, columns: int
     patches = backbone.patch_embed
     size = patches.img_size
     if backbone.dynamic_img_size:
-        size = [
-            side + more * step
-            for side, step, more in zip(patches.patch_size, patches.patch_stride, (rows, columns), strict=True)
-        ]
+        size = [patches.patch_size[i] + (rows + i) * patches.patch_stride[i] for i in range(2)]
     weight = patches.proj.weight
     return torch.randn(batch, backbone.in_chans, *size, device=weight.device, dtype=weight.dtype)
 
 
 def export_program(model: nn.Module, batch: int | None = None) -> torch.export.ExportedProgram:
-    """Export a model by `torch.export`, for any number of images or for `batch`; of any size if it takes any.
+    """Export a model by `torch.export`. Where it runs, `vision_longhorn` must be imported, whose operators it calls.
 
     Args:
-        model: a `VisionLonghorn` in evaluation mode, or a module around one whose one input are its images, such as
-            what `features_only=True` gives.
+        model: a `VisionLonghorn` in evaluation mode, or a module around one whose only input is images, such as
+            what `features_only=True` gives. If it takes any image size, so does the program.
         batch: the number of images at each call; any if None.
-
-    Returns:
-        The program. It keeps the operators of `vision_longhorn`: where it runs, the package must be imported.
 
     Raises:
         UserError: the model is in training mode, or holds no `VisionLonghorn`.
@@ -94,14 +86,10 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
 
 
 def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
-    """Compile a model ahead of time with AOTInductor, for the device that it is on. The file's hash stands beside it.
+    """Compile a model ahead of time with AOTInductor, for the device that it is on, into a .pt2 file and its hash.
 
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
-    have imported `vision_longhorn`: the scan is an operator of this package, and the file holds only the call of it.
-
-    Args:
-        model, batch: as `export_program` takes them.
-        path: the .pt2 file to write.
+    have imported `vision_longhorn`, whose operators it calls.
 
     Raises:
         UserError: as `export_program`; `path` ends otherwise, or there is no C++ compiler.
@@ -131,12 +119,8 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
     """Write a model as an ONNX file of standard operators, in float32, and the file's hash beside it.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
-    `dynamic_img_size=True` height and width, are left open. Scans are `Scan` nodes. Nothing is written that ONNX's
-    checker does not pass.
-
-    Args:
-        model, batch: as `export_program` takes them; the model on any device and in any dtype. It is not changed.
-        path: the file to write.
+    `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass. The
+    model may be on any device and in any dtype, and is not changed.
 
     Raises:
         UserError: as `export_program`, or onnx or onnxscript is not installed.
@@ -211,7 +195,7 @@ def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Seque
 
     errors = []
     for i, batch in enumerate(batches):
-        images = example_images(model, batch, rows=3 + i, columns=2)
+        images = example_images(model, batch, rows=3 + i)
         with torch.no_grad():
             wanted, found = model(images), run(images)
         wanted, found = ([value] if isinstance(value, torch.Tensor) else value for value in (wanted, found))
@@ -223,17 +207,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line of this module."""
     args = _parse(argv)
     if args.kind == "folder":
-        from vision_longhorn.hub import main as hub
-
-        hub([args.model, args.target] + (["--license", args.license] if args.license is not None else []))
+        save_run_for_hub(args.model, args.target, args.license)
+        print(f"wrote {args.target}")
         return
-    model, trained = _load(args, args.is_run, dict(dynamic_img_size=True) if args.img_size == "any" else {})
-    if args.img_size not in (None, "any"):
-        _set_size(model, args.img_size, args.model)
-    try:
+    model, trained = _load(args)
+    with bad_input(f"--device {args.device}"):
         model.eval().to(args.device or "cpu")
-    except (AssertionError, NotImplementedError, RuntimeError) as error:
-        raise UserError(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     difference = _write_compared(model, args)
     size = Path(args.target).stat().st_size / 1e6
     print(
@@ -246,17 +225,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line, checked, with `kind`, what to write, and `is_run`, whether the model is no name of timm."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
-    parser.add_argument(
-        "target",
-        help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm's local-dir: and the hub",
-    )
-    parser.add_argument(
-        "--img-size",
-        nargs="+",
-        metavar="N",
-        help="height and width in pixels, one number for both, "
-        "or any: the file takes all sizes in whole patches [what the model is built for]",
-    )
+    parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm")
+    about = "height and width in pixels, one number for both, or any for all sizes in whole patches [the model's]"
+    parser.add_argument("--img-size", nargs="+", type=_side, metavar="N", help=about)
     parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
     parser.add_argument("--device", help="that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
@@ -264,106 +235,79 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--license", metavar="ID", help="with a folder: as `python -m vision_longhorn.hub` takes it")
     args = parser.parse_args(argv)
     given, target = Path(args.model), Path(args.target)
-    args.kind = _kind(args.target)
+    args.kind = "folder" if args.target.endswith(("/", os.sep)) or not target.suffix else target.suffix
+    if args.kind not in ("folder", ".onnx", ".pt2"):
+        raise UserError(f"{args.target} says no format: let it end in .onnx or .pt2, or in / for a folder")
     args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
     _check_options(args)
-    args.img_size = _img_size(args.img_size)
+    size = args.img_size or []
+    if len(size) > 2 or len(size) == 2 and "any" in size:
+        raise UserError(f"--img-size is {size}: give height and width in pixels, one number, or any")
     if args.kind != "folder":
-        if args.kind == ".onnx":
-            _require("onnx", "onnxscript", "onnxruntime")
         check_output("target", target, (args.kind,), is_as_hashed, [given])
         if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
             raise UserError(f"{target} cannot be written: {target.parent} is no folder that you may write to")
     return args
 
 
-def _kind(target: str) -> str:
-    """ ".onnx", ".pt2" or "folder", by the name of what is to be written."""
-    suffix = Path(target).suffix
-    if target.endswith(("/", os.sep)) or not suffix:
-        return "folder"
-    if suffix not in (".onnx", ".pt2"):
-        raise UserError(f"{target} says no format: let it end in .onnx or .pt2, or in / for a folder")
-    return suffix
+def _side(word: str) -> Any:
+    return word if word == "any" else COUNT(word)
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise UserError for an option that would change nothing, and for a folder that is to be made of no run."""
-    idle: list[tuple[bool, str, str]] = [
-        (
-            args.kind == "folder",
-            "img-size batch device pretrained model-kwargs",
-            "a folder holds the run's model as it is",
-        ),
-        (args.kind == ".onnx", "device", "an ONNX file is for no device"),
-        (args.kind != "folder", "license", "only a folder has a card to name it on"),
-        (args.is_run, "pretrained model-kwargs", f"the model and its weights are those of {args.model}"),
-    ]
-    for applies, options, why in idle:
-        for option in options.split() if applies else ():
-            if getattr(args, option.replace("-", "_")) not in (None, False):
-                raise UserError(f"--{option} with {args.model} and {args.target}: {why}, leave it out")
-    if args.kind == "folder" and (not args.is_run or timm_source(args.model)):
-        raise UserError(
-            f"{args.target} would be a folder, which is made of a run, and {args.model} is none: give a "
-            "run's folder or checkpoint, or a file name that ends in .onnx or .pt2"
-        )
+    """Raise UserError for an option that would change nothing."""
+    folder = args.kind == "folder"  # which holds a run as it is
+    idle = {
+        "img-size": folder,
+        "batch": folder,
+        "device": folder or args.kind == ".onnx",
+        "pretrained": folder or args.is_run,
+        "model-kwargs": folder or args.is_run,
+        "license": not folder,
+    }
+    for option, is_idle in idle.items():
+        if is_idle and getattr(args, option.replace("-", "_")) not in (None, False):
+            raise UserError(f"--{option} changes nothing with {args.model} and {args.target}: leave it out")
 
 
-def _img_size(words: list[str] | None) -> Any:
-    """The words after --img-size as (height, width), "any" or None."""
-    if words is None or words == ["any"]:
-        return words and "any"
-    if len(words) > 2 or not all(re.fullmatch("0*[1-9][0-9]{0,5}", word) for word in words):
-        raise UserError(f"--img-size is {' '.join(words)}: give height and width in pixels, one number, or any")
-    return int(words[0]), int(words[-1])
-
-
-def _load(args: argparse.Namespace, is_run: bool, extra: dict[str, Any]) -> tuple[nn.Module, bool]:
+def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
     """The model of the command line, and whether its weights are trained."""
-    from vision_longhorn.loading import load_model
     from vision_longhorn.models.create import create_model
 
-    if is_run:
-        return load_model(args.model, **extra).model, True
-    pretrained = args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights
-    kwargs = parse_pairs(args.model_kwargs or [])
-    check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
-    return create_model(args.model, pretrained=pretrained, **(kwargs | extra)), pretrained
-
-
-def _set_size(model: nn.Module, size: tuple[int, int], name: str) -> None:
-    """Build a model for images of one size, (height, width)."""
-    backbone: Any = _backbone(model)
-    patch = backbone.patch_embed.patch_size
-    if size[0] < patch[0] or size[1] < patch[1]:
-        raise UserError(
-            f"--img-size is {size[0]} x {size[1]}, and a patch of {name} {patch[0]} x {patch[1]}: give at least that"
-        )
-    backbone.set_input_size(img_size=size)
-    backbone.dynamic_img_size = False
+    size = args.img_size
+    extra: dict[str, Any] = dict(dynamic_img_size=True) if size == ["any"] else {}
+    if args.is_run:
+        model, trained = load_model(args.model, **extra).model, True
+    else:
+        trained = args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights
+        kwargs = parse_pairs(args.model_kwargs or [])
+        check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
+        model = create_model(args.model, pretrained=trained, **(kwargs | extra))
+    if size and not extra:
+        backbone = _backbone(model)
+        with bad_input(f"--img-size {' '.join(map(str, size))}"):  # smaller than a patch, for one
+            backbone.set_input_size(img_size=(size[0], size[-1]))
+        backbone.dynamic_img_size = False
+    return model, trained
 
 
 def _write_compared(model: nn.Module, args: argparse.Namespace) -> float:
     """Write the file, which gets its name when its outputs agree with the model's; return `largest_error`."""
     import torch
 
-    try:
-        with written_aside(args.target, ending=args.kind, hashed=True) as aside:
-            if args.kind == ".onnx":
-                _write_onnx(model, aside, args.batch)
-                run = load_onnx(aside)
-            else:
-                _write_package(model, aside, args.batch)
-                run = torch._inductor.aoti_load_package(str(aside))
-            difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
-            if not difference < MAX_ERROR:
-                raise UserError(
-                    f"{args.target} was not written: the outputs of the exported model differ from the model's by "
-                    f"{difference:.1e} of the largest value; please report that, with the command"
-                )
-    except OSError as error:
-        raise UserError(f"{args.target} cannot be written ({reason(error)})") from error
+    with written_aside(args.target, ending=args.kind, hashed=True) as aside:
+        if args.kind == ".onnx":
+            _write_onnx(model, aside, args.batch)
+            run = load_onnx(aside)
+        else:
+            _write_package(model, aside, args.batch)
+            run = torch._inductor.aoti_load_package(str(aside))
+        difference = largest_error(model, run, batches=[args.batch] if args.batch else (1, 3))
+        if not difference < MAX_ERROR:
+            raise UserError(
+                f"{args.target} was not written: the outputs of the exported model differ from the model's by "
+                f"{difference:.1e} of the largest value; please report that, with the command"
+            )
     return difference
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import hashlib
+import json
 import os
 import shutil
 import struct
@@ -21,52 +22,48 @@ def written_aside(
 ) -> Iterator[Path]:
     """Gives the path of a file or folder beside `path`, for the caller to make; in the end it is renamed to `path`.
 
-    Where writing fails, it is removed. Folders above it that are missing are made.
+    Folders above it that are missing are made. A folder replaces only an empty one. Where writing fails, nothing is
+    left, what stood at `path` still does, and an OSError names `path`.
 
     Args:
-        path: The path of what is whole. A folder replaces only an empty one.
         ending: The end of its name until then.
         lasting: Bring the file and its name to the disk, so that they outlive a power cut.
         hashed: Write the file's hash beside it, for `check_whole`.
-
-    Raises:
-        OSError: Where it cannot be written. What stood at `path` still does.
     """
     aside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp{ending}")
     aside.parent.mkdir(parents=True, exist_ok=True)
     _remove(aside)  # left by a process of the same number that was killed
     try:
-        yield aside
-        if lasting:
-            _sync(aside, os.O_RDWR)
-        if hashed:
-            hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
-        os.replace(aside, path)
-        if hashed:
-            write_hash(path)
-        if lasting and os.name == "posix":
-            _sync(aside.parent, os.O_RDONLY)
-    except OSError as error:
-        _name(error, path, aside)
-        raise
+        with _named(path, aside):
+            yield aside
+            if lasting:
+                _sync(aside, os.O_RDWR)
+            if hashed:
+                hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
+            os.replace(aside, path)
+            if hashed:
+                write_hash(path)
+            if lasting and os.name == "posix":
+                _sync(aside.parent, os.O_RDONLY)
     finally:
         _remove(aside)
 
 
-def _name(error: OSError, path: str | os.PathLike[str], aside: Path | None = None) -> None:
+@contextlib.contextmanager
+def _named(path: str | os.PathLike[str], aside: Path | None = None) -> Iterator[None]:
     """Names the file `path` in an error that names `aside` or, as on a full disk, no file."""
-    if error.errno is not None and error.filename in (None, str(aside)):
-        error.filename = os.fspath(path)
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, str(aside)):
+            error.filename = os.fspath(path)
+        raise
 
 
 def append(path: str | os.PathLike[str], data: bytes) -> None:
     """Adds `data` to the end of a file. Raises an OSError that names the file where that fails."""
-    try:
-        with open(path, "ab") as file:
-            file.write(data)
-    except OSError as error:
-        _name(error, path)
-        raise
+    with _named(path), open(path, "ab") as file:
+        file.write(data)
 
 
 def _remove(path: Path) -> None:
@@ -122,13 +119,10 @@ def is_as_hashed(path: Path) -> bool:
 
 
 def check_whole(path: str | os.PathLike[str]) -> None:
-    """Compares a file with the hash beside it or, if that is missing, the members of a zip file with their CRC.
+    """Raises UserError for a file that does not fit the hash beside it or, without one, a zip file's own checksums.
 
-    torch writes the CRC, but does not compare it when it reads. If every CRC is 0, the zip file was written without
-    (`torch.serialization.set_crc32_options`). Then nothing tells whether it is whole, as for files of other kinds.
-
-    Raises:
-        UserError: Where the file is not as it was written.
+    torch writes these CRCs, but does not compare them when it reads. If all are 0, the file was written without
+    (`torch.serialization.set_crc32_options`).
     """
     if hash_file(path).is_file():
         if not is_as_hashed(Path(path)):
@@ -165,6 +159,14 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes `text` to a file that no reader ever sees half of."""
     with text_file(path) as file:
         file.write(text)
+
+
+def read_json(file: Path) -> Any:
+    """The content of a JSON file; None where there is none, or it is damaged."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@
     python -m vision_longhorn.hub runs/NAME/best.pt FOLDER              # timm.create_model("local-dir:FOLDER", ...)
     python -m vision_longhorn.hub runs/NAME/best.pt USER/MODEL --push   # timm.create_model("hf-hub:USER/MODEL", ...)
 
-timm's `save_for_hf` does the work. What is added: the run's own normalisation, crop and class names, weights as
-safetensors only, the card, and a configuration that transformers takes, too.
+timm's `save_for_hf` does the work. Added are the run's own class names, the card, and a configuration that transformers
+takes, too.
 """
 
 from __future__ import annotations
@@ -102,10 +102,9 @@ def _training_details(checkpoint: dict[str, Any]) -> dict[str, str]:
     }
     last = checkpoint["history"][-1] if checkpoint["history"] else {}  # a run's first epoch may not be finished
     if result := last.get("val_ema" if "state_dict_ema" in checkpoint else "val"):
-        place = _public(values["val_data"] or values["data"])
         details["Top-1"] = (
-            f"{result['top1']:.2f} % of {result['count']:,} images, split {values['val_split']!r} of {place}, "
-            f"after epoch {last['epoch']}"
+            f"{result['top1']:.2f} % of {result['count']:,} images, split {values['val_split']!r} of "
+            f"{_public(values['val_data'] or values['data'])}, after epoch {last['epoch']}"
         )
     return details
 
@@ -127,11 +126,9 @@ def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
     names, shown = (
         known if known and len(known) == checkpoint["num_classes"] else None for known in checkpoint_names(checkpoint)
     )
-    if not names:
-        return dict(label_names=shown) if shown else {}
     words = readable_names(names, shown)
-    if words == names:
-        return dict(label_names=names)
+    if not names or words == names:
+        return dict(label_names=words) if words else {}
     return dict(label_names=names, label_descriptions=dict(zip(names, words)))
 
 
@@ -150,11 +147,11 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
 
     folder = Path(folder)
     check_new_folder("folder", folder)
-    model, checkpoint = load_run(path)
+    run = _load(path, license)
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
-            _write(aside, model, checkpoint, f"local-dir:{folder.name}", license)
+            _write(aside, *run, f"local-dir:{folder.name}")
             write_hash(aside / "model.safetensors")
     except (OSError, SafetensorError) as error:  # the second on a full disk, for one
         raise UserError(
@@ -162,19 +159,23 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
         ) from error
 
 
-def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: str, license: str | None) -> None:
+def _load(path: str | os.PathLike[str], license: str | None) -> tuple[TimmModel, dict[str, Any]]:
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
+        raise UserError(
+            f"--license is {license!r}: give an identifier of the hub, in small letters, such as mit or other"
+        )
+    model, checkpoint = load_run(path)
+    model.pretrained_cfg["license"] = license
+    return model, checkpoint
+
+
+def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: str) -> None:
     """Write a run's weights, configuration and card into `folder`; `source` is what will load them."""
     from timm.models import save_for_hf
     from timm.models._hub import generate_readme
 
-    model.pretrained_cfg["license"] = license
-    save_for_hf(
-        model,
-        str(folder),
-        model_config=_labels(checkpoint),
-        model_args=checkpoint["config"]["model_kwargs"],
-        safe_serialization=True,
-    )
+    arguments = checkpoint["config"]["model_kwargs"]
+    save_for_hf(model, str(folder), _labels(checkpoint), arguments, safe_serialization=True)
     # timm writes the number of classes beside the model's arguments and among them, and transformers hands on both.
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
@@ -182,31 +183,29 @@ def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: s
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     # safetensors lets only the owner read what it writes.
     shutil.copymode(file, folder / "model.safetensors")
-    name = re.split("[:/]", source)[-1]
-    card = generate_readme(model_card(model, source, checkpoint), name)
+    card = generate_readme(model_card(model, source, checkpoint), re.split("[:/]", source)[-1])
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
     """Upload a run as the model `name` of the hub, and return the address. A card that is there already stays."""
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
-        raise UserError(f"{name} is no name on the hub: with --push give USER/MODEL")
     from huggingface_hub import HfApi
 
-    model, checkpoint = load_run(path)
+    run = _load(path, license)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _write(Path(folder), model, checkpoint, f"hf-hub:{name}", license)
+            _write(Path(folder), *run, f"hf-hub:{name}")
             api = HfApi(library_name="vision-longhorn")
             repo = api.create_repo(name, private=private, exist_ok=True).repo_id
             kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
-            return str(
-                api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model")
+            found = api.upload_folder(
+                repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model"
             )
+            return str(found)
     except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
         raise UserError(
-            f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): `hf auth whoami` tells whether "
-            "you are logged in"
+            f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): give USER/MODEL; `hf auth "
+            "whoami` tells whether you are logged in"
         ) from error
 
 
@@ -215,19 +214,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
     parser.add_argument("target", help="the folder to make, or with --push the hub's USER/MODEL")
-    parser.add_argument(
-        "--license",
-        metavar="ID",
-        help="of the weights, by the hub's identifier, such as mit or cc-by-4.0 [none: the card says unknown]",
-    )
+    parser.add_argument("--license", metavar="ID", help="the hub's identifier, such as mit [the card says unknown]")
     parser.add_argument("--push", action="store_true", help="to the hub, with the token of `hf auth login`")
     parser.add_argument("--private", action="store_true", help="with --push: make a repository that only you can see")
     args = parser.parse_args(argv)
-    if args.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", args.license):
-        raise UserError(
-            f"--license is {args.license!r}: give an identifier of the hub, in small letters, such as mit, "
-            "cc-by-4.0 or other"
-        )
     if args.push:
         print(f"pushed: {_push_run(args.checkpoint, args.target, args.license, args.private)}")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,10 +44,7 @@ def load_model(
     ema: bool | None = None,
     **model_kwargs: Any,
 ) -> Loaded:
-    """Loads a model and its weights onto the CPU.
-
-    The `pretrained_cfg` of a run's model gets the run's input size, normalisation, resampling and crop, so that
-    `timm.data.resolve_data_config(model=model)` gives the run's evaluation transform. It names no licence.
+    """Loads a model and its weights onto the CPU. `timm.data.resolve_data_config` gives its evaluation transform.
 
     Args:
         source: A run's folder (then its best.pt), a checkpoint, or a source of `runs.timm_source`.
@@ -85,22 +83,16 @@ def load_model(
     settings = input_settings(model, {**config, "model_kwargs": model_kwargs})
     # What timm knows about other weights of this architecture does not hold for these.
     model.pretrained_cfg.update(settings, num_classes=model.num_classes, tag=None, license=None, origin_url=None)
-    weights = "EMA" if ema else "raw"
-    return Loaded(model, name, weights, settings, *checkpoint_names(checkpoint), model_kwargs, checkpoint, file)
+    names, weights = checkpoint_names(checkpoint), "EMA" if ema else "raw"
+    return Loaded(model, name, weights, settings, *names, model_kwargs, checkpoint, file)
 
 
 def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmModel, dict[str, Any]]:
-    """Loads the model of a training run, with its averaged weights if it has any, and the checkpoint.
+    """Loads the model of a training run, with its averaged weights if it has any, and its checkpoint.
 
     Args:
         path: A run's folder (then its best.pt), or a checkpoint of train_imagenet.py.
         **model_kwargs: Arguments of the model; they override the run's own.
-
-    Returns:
-        (model, checkpoint): as `load_model` and `load_checkpoint` give them.
-
-    Raises:
-        UserError: There is no such checkpoint.
     """
     loaded = load_model(path, **model_kwargs)
     if not {"arch", "num_classes", "config"} <= loaded.checkpoint.keys():
@@ -109,22 +101,16 @@ def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmMod
 
 
 def checkpoint_names(checkpoint: dict[str, Any]) -> Names:
-    """Names of a run's classes, as its checkpoint has them; for an older one, as the index of the run's data has them.
-
-    Args:
-        checkpoint: The dict that `load_checkpoint` read.
-    """
+    """Names of a run's classes from its checkpoint or, where that is older, from the index of the run's data."""
     from vision_longhorn.data.index import read_index
 
     if "class_names" in checkpoint:
         return checkpoint["class_names"], checkpoint.get("display_names")
-    config = checkpoint.get("config")
-    data = config.get("data") if isinstance(config, dict) else None
-    if data is None:
+    config, index = checkpoint.get("config"), None
+    if isinstance(config, dict) and (data := config.get("data")):
+        with contextlib.suppress(UserError):  # a broken index does not matter to the model
+            index = read_index(Path("data", DIGITS) if data == DIGITS else data)
+    names = index.get("class_names") if index else None
+    if not index or not names or len(names) > checkpoint["num_classes"]:
         return None, None
-    try:
-        index = read_index(Path("data", DIGITS) if data == DIGITS else data) or {}
-    except UserError:  # a broken index does not matter to the model
-        index = {}
-    names = index.get("class_names")
-    return (names, index.get("display_names")) if names and len(names) <= checkpoint["num_classes"] else (None, None)
+    return names, index.get("display_names")

@@ -17,17 +17,11 @@ NAME = "run.lock"
 
 
 class FolderLock:
-    """Holds a folder for this process until `release`, or until the process ends, however it ends.
+    """Holds an existing folder for this process until `release`, or until the process ends, however it ends.
 
     The lock is the system's, on the file run.lock, whose text names the process and its host for people. NFS and most
     cluster file systems pass POSIX locks on to other machines, and a forked process does not inherit them. The file
-    stays when the lock is gone.
-
-    Args:
-        folder: The folder; it has to exist.
-
-    Attributes:
-        note: Why the folder could not be locked, on a file system without locks; else None.
+    stays when the lock is gone. On a file system without locks, `note` says that the folder could not be locked.
 
     Raises:
         UserError: Where another process holds the folder, or it is a file.

@@ -1,6 +1,6 @@
 """The operators of `vision_longhorn.kernels` in operators of the ONNX standard, for `torch.onnx.export`.
 
-A recurrence is an ONNX `Scan`, so the graph has one size for every number of tokens. Inside, tokens come first, as Scan
+A recurrence is an ONNX `Scan`, so the graph has one size for every number of tokens. Tokens come first inside, as Scan
 takes them, and channels last, so that the products of each step run over long rows. All is computed in float32, and
 only what inference needs: y stands in for the results that an operator keeps for its backward pass.
 """
@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable
 
 # Python 3.10 takes the Sequence of collections.abc, with its argument, for a class, and onnxscript fails.
-from typing import Any, NamedTuple, Sequence  # noqa: UP035
+from typing import Any, Sequence  # noqa: UP035
 
 import torch
 from onnxscript import FLOAT, graph, opset18, script
@@ -63,152 +63,85 @@ def _walk_error(S, k, q, eps, x, inputs: Sequence[int], output: Sequence[int]) -
 
 
 @_function
-def _walk_rate(S, k, q, dt, u, A, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
-    """exp(dt A) S + u k, with dt and u (L, B, 1, D) and A (N, D) for all tokens."""
+def _walk_decay(S, k, q, a, b, x, A, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
+    """exp(a b A) S + x k, with x (L, B, 1, D); a and b have a token's part, A (N, D) or (1,) is for all tokens."""
 
     @graph()
-    def step(S_0, k_t, q_t, dt_t, u_t):
-        S_t = op.Exp(dt_t * A) * S_0 + u_t * k_t
+    def step(S_0, k_t, q_t, a_t, b_t, x_t):
+        S_t = op.Exp(a_t * b_t * A) * S_0 + x_t * k_t
         y_t = op.MatMul(q_t, S_t)
         return S_t, y_t
 
     last, y = op.Scan(
-        S, k, q, dt, u, body=step, num_scan_inputs=4, scan_input_directions=inputs, scan_output_directions=output
+        S, k, q, a, b, x, body=step, num_scan_inputs=5, scan_input_directions=inputs, scan_output_directions=output
     )
     return y, last
-
-
-@_function
-def _walk_rate_per_token(S, k, q, dt, u, A, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
-    """exp(dt A) S + u k, with dt and u (L, B, 1, D) and A (L, B, N, 1)."""
-
-    @graph()
-    def step(S_0, k_t, q_t, dt_t, u_t, A_t):
-        S_t = op.Exp(dt_t * A_t) * S_0 + u_t * k_t
-        y_t = op.MatMul(q_t, S_t)
-        return S_t, y_t
-
-    last, y = op.Scan(
-        S, k, q, dt, u, A, body=step, num_scan_inputs=5, scan_input_directions=inputs, scan_output_directions=output
-    )
-    return y, last
-
-
-@_function
-def _walk_decay(S, k, q, a, x, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
-    """a S + x k, with a (L, B, N, 1) and x (L, B, 1, D)."""
-
-    @graph()
-    def step(S_0, k_t, q_t, a_t, x_t):
-        S_t = a_t * S_0 + x_t * k_t
-        y_t = op.MatMul(q_t, S_t)
-        return S_t, y_t
-
-    last, y = op.Scan(
-        S, k, q, a, x, body=step, num_scan_inputs=4, scan_input_directions=inputs, scan_output_directions=output
-    )
-    return y, last
-
-
-class _Tokens(NamedTuple):
-    """One direction of a scan."""
-
-    # fmt: off
-    x: Any      # (L, B, D)
-    step: Any   # (L, B, D, 1 or N), its bias added
-    k: Any      # (L, B, N)
-    q: Any      # (L, B, N)
-    A: Any      # (N, D), or per token (L, B, N), or None
-    state: Any  # (B, N, D)
-    A_per_token: bool
-    softplus: bool = True
-    # fmt: on
-
-
-def _longhorn(t: _Tokens, k: Any) -> tuple[Any, ...]:
-    norm = op.ReduceSumSquare(k, _ints(-1), keepdims=1)
-    eps = op.Reciprocal(op.Add(op.Add(op.Exp(op.Neg(t.step)), norm), 1.0))  # 0 where exp is infinite
-    return k, _axis(eps, 2), _axis(t.x, 2)
-
-
-def _mamba(t: _Tokens) -> tuple[Any, ...]:
-    dt = op.Softplus(t.step) if t.softplus else t.step
-    read = t.k, _axis(dt, 2), _axis(op.Mul(dt, t.x), 2)
-    return (_walk_rate_per_token, *read, _axis(t.A, 3)) if t.A_per_token else (_walk_rate, *read, t.A)
-
-
-def _gla(t: _Tokens) -> tuple[Any, ...]:
-    a = op.Exp(op.Div(op.Neg(op.Softplus(op.Neg(t.step))), TEMPERATURE))  # log(sigmoid(u)) = -softplus(-u)
-    return _walk_decay, t.k, _axis(a, 3), _axis(t.x, 2)
-
-
-# For each rule its walk, the keys (L, B, N), and what else the walk reads.
-_RULES: dict[str, Callable[[_Tokens], tuple[Any, ...]]] = {
-    "diagonal": lambda t: (_walk_diagonal, *_longhorn(t, t.k)),
-    "diagonal_unit": lambda t: (_walk_diagonal, *_longhorn(t, _unit(t.k))),
-    "exact": lambda t: (_walk_error, *_longhorn(t, t.k)),
-    "delta": lambda t: (_walk_error, _unit(t.k), _axis(op.Sigmoid(t.step), 2), _axis(t.x, 2)),
-    "mamba": _mamba,
-    "gla": _gla,
-}
-
-
-def _unit(k: Any) -> Any:
-    """k / ||k||, and 0 for a zero key: one whose square is below float32's smallest normal number."""
-    energy = op.ReduceSumSquare(k, _ints(-1), keepdims=1)
-    scale = op.Where(op.GreaterOrEqual(energy, torch.finfo(torch.float32).tiny), op.Reciprocal(op.Sqrt(energy)), 0.0)
-    return op.Mul(k, scale)
-
-
-def _ints(*values: int) -> Any:
-    return op.Constant(value_ints=list(values))
 
 
 def _axis(value: Any, axis: int) -> Any:
-    return op.Unsqueeze(value, _ints(axis))
+    return op.Unsqueeze(value, [axis])
 
 
 def _slice(value: Any, start: int, end: int, axis: int, step: int = 1) -> Any:
-    return op.Slice(value, _ints(start), _ints(end), _ints(axis), _ints(step))
+    return op.Slice(value, [start], [end], [axis], [step])
 
 
 def _entry(value: Any, index: int) -> Any:
-    return op.Gather(value, op.Constant(value_int=index), axis=0)
+    return op.Gather(value, index, axis=0)
 
 
 def _silu(value: Any) -> Any:
-    return op.Mul(value, op.Sigmoid(value))
+    return value * op.Sigmoid(value)
 
 
-def _zero_state(x: Any, d_state: int) -> Any:
-    """(B, N, D) for x (L, B, D)."""
-    return op.Expand(0.0, op.Concat(op.Shape(x, start=1, end=2), _ints(d_state), op.Shape(x, start=2, end=3), axis=0))
-
-
-def _recurrence(t: _Tokens, rule: str, backward: bool) -> tuple[Any, Any]:
-    """y (L, B, D), without the skip, and the last state (B, N, D)."""
-    walk, k, *read = _RULES[rule](t)
-    of_token = 2 + len(read) - (walk is _walk_rate)  # k, q, and the others but an A for all tokens
-    y, state = walk(t.state, _axis(k, 3), _axis(t.q, 2), *read, inputs=[int(backward)] * of_token,
-                    output=[int(backward)])  # fmt: skip
-    return op.Squeeze(y, _ints(2)), state
+def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
+    """y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, whose tensors have the tokens first."""
+    step = s.step if s.bias is None else s.step + s.bias
+    k = s.k
+    if s.rule in ("diagonal_unit", "delta"):  # k / ||k||, or 0 if its square is below float32's smallest normal number
+        energy = op.ReduceSumSquare(k, [-1], keepdims=1)
+        k = k * op.Where(energy >= torch.finfo(torch.float32).tiny, op.Reciprocal(op.Sqrt(energy)), 0.0)
+    x, one = _axis(s.x, 2), op.Constant(value_floats=[1.0])
+    walk, fixed = _walk_decay, [one]
+    if s.rule in ("mamba", "gla"):
+        ones = op.Expand(1.0, op.Concat(op.Shape(s.x, start=0, end=1), op.Constant(value_ints=[1, 1, 1]), axis=0))
+        if s.rule == "gla":
+            log_decay = -op.Softplus(-step) / TEMPERATURE  # log(sigmoid(u)) = -softplus(-u)
+            read = [_axis(log_decay, 3), ones, x]
+        else:
+            dt = op.Softplus(step) if s.softplus else step
+            read = [_axis(dt, 2), _axis(s.A, 3) if s.A_per_token else ones, _axis(dt * s.x, 2)]
+            fixed = [one if s.A_per_token else s.A]
+    else:
+        walk, fixed = _walk_diagonal if s.rule.startswith("diagonal") else _walk_error, []
+        if s.rule == "delta":
+            eps = op.Sigmoid(step)
+        else:  # 0 where exp is infinite
+            eps = op.Reciprocal(op.Exp(-step) + op.ReduceSumSquare(k, [-1], keepdims=1) + 1.0)
+        read = [_axis(eps, 2), x]
+    state = s.initial_state
+    if state is None:
+        batch, channels = op.Shape(s.x, start=1, end=2), op.Shape(s.x, start=2, end=3)
+        state = op.Expand(0.0, op.Concat(batch, op.Shape(k, start=2, end=3), channels, axis=0))
+    read = [_axis(k, 3), _axis(s.q, 2), *read]
+    y, state = walk(state, *read, *fixed, inputs=[int(backward)] * len(read), output=[int(backward)])
+    y = op.Squeeze(y, [2])
+    return y if s.D is None else y + s.D * s.x, state
 
 
 _HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float}
 
 
-def _translates(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _translates(name: str) -> Callable[[Any], Any]:
     """Give a function of *values an operator's signature: torch's exporter tells tensors from options by it."""
 
-    arguments, empty = schema(name).arguments, inspect.Parameter.empty
-    defaults = [argument.default_value if argument.has_default_value() else empty for argument in arguments]
-    kind = inspect.Parameter.POSITIONAL_ONLY
-
     def decorate(function: Any) -> Any:
-        function.__annotations__ = {"return": Any, **{each.name: _HINTS[str(each.type)] for each in arguments}}
-        function.__signature__ = inspect.Signature(
-            [inspect.Parameter(each.name, kind, default=default) for each, default in zip(arguments, defaults)]
-        )
+        function.__annotations__, parameters = {"return": Any}, []
+        for argument in schema(name).arguments:
+            function.__annotations__[argument.name] = _HINTS[str(argument.type)]
+            default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+            parameters.append(inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_ONLY, default=default))
+        function.__signature__ = inspect.Signature(parameters)
         return function
 
     return decorate
@@ -218,40 +151,27 @@ def _translates(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]
 def scan(*values: Any) -> Any:
     """`torch.ops.vision_longhorn.scan`."""
     s: Any = Scan(*values[: len(SCAN_FIELDS)])
-    both, d_state = s.direction == "both", s.k.shape[-1]
-
-    def of(g: int, value: Any, ndim: int) -> Any:
-        """Direction g's part of a tensor of `ndim` axes, or one more in front if each direction has its own."""
-        return value if value is None or len(value.shape) == ndim else _entry(value, g)
-
-    def tokens(g: int, value: Any) -> Any:
-        return op.Transpose(of(g, value, 3), perm=[1, 0, 2])
-
     ys, states = [], []
     for g, backward in enumerate(s.reversed):
-        x, step, k, q = (tokens(g, value) for value in (s.x, s.step, s.k, s.q))
-        if s.bias is not None:
-            step = op.Add(step, of(g, s.bias, 1))
-        A = None
-        if s.A is not None:
-            A = tokens(g, s.A) if s.A_per_token else op.Transpose(of(g, s.A, 2), perm=[1, 0])
-        if s.initial_state is None:
-            state = _zero_state(x, d_state)
-        else:
-            state = op.Transpose(of(g, s.initial_state, 3), perm=[0, 2, 1])
-        y, state = _recurrence(_Tokens(x, step, k, q, A, state, s.A_per_token, s.softplus), s.rule, backward)
-        if s.D is not None:
-            y = op.Add(y, op.Mul(of(g, s.D, 1), x))
+
+        def turned(value: Any, ndim: int, *perm: int, g: int = g) -> Any:
+            """Direction g's part, transposed, of a tensor of `ndim` axes, or one more if each direction has its own."""
+            if value is not None and len(value.shape) > ndim:
+                value = _entry(value, g)
+            return op.Transpose(value, perm=perm) if value is not None and perm else value
+
+        tokens = {name: turned(getattr(s, name), 3, 1, 0, 2) for name in ("x", "step", "k", "q")}
+        A = turned(s.A, 3, 1, 0, 2) if s.A_per_token else turned(s.A, 2, 1, 0)
+        state, D, bias = turned(s.initial_state, 3, 0, 2, 1), turned(s.D, 1), turned(s.bias, 1)
+        y, state = _recurrence(s._replace(**tokens, A=A, initial_state=state, D=D, bias=bias), backward)
         y = op.Transpose(y, perm=[1, 0, 2])
-        ys.append(y if s.z is None else op.Mul(y, _silu(of(g, s.z, 3))))
+        ys.append(y if s.z is None else y * _silu(turned(s.z, 3)))
         states.append(op.Transpose(state, perm=[0, 2, 1]))
-    if not both:
-        y, state = *ys, *states
-    else:
+    y, state = ys[0], states[0]
+    if s.direction == "both":
         state = op.Concat(*(_axis(value, 0) for value in states), axis=0)
         y = op.Concat(*(_axis(value, 0) for value in ys), axis=0) if s.combine == "none" else op.Add(*ys)
-        if s.combine == "mean":
-            y = op.Mul(y, 0.5)
+    y = y * 0.5 if s.combine == "mean" else y
     return y, state, op.Identity(state)
 
 
@@ -265,8 +185,8 @@ def mix(*values: Any) -> Any:
     d_state = (m.x_proj.shape[1] - rank) // (3 if per_token else 2)
     x = op.Transpose(_slice(m.xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
-    def prepared(s: int) -> _Tokens:
-        """The convolved x and what is projected from it, by the set of parameters s."""
+    def prepared(s: int) -> Scan:
+        """The scan over the convolved x, with the set of parameters s."""
         weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
         if s == 1 or m.reversed:  # against the order of the tokens
             weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]
@@ -274,27 +194,23 @@ def mix(*values: Any) -> Any:
         u = op.Transpose(_silu(u), perm=[2, 0, 1])
         low = op.MatMul(u, op.Transpose(_entry(m.x_proj, s), perm=[1, 0]))
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
-        k, q = (_slice(low, start, start + d_state, 2) for start in (rank, rank + d_state))
+        k, q, a = (_slice(low, start, start + d_state, 2) for start in range(rank, rank + 3 * d_state, d_state))
         A = None
-        if per_token:
-            a = _slice(low, rank + 2 * d_state, rank + 3 * d_state, 2)
-            A = op.Neg(op.Exp(op.Add(a, _entry(m.A_log, s))))
-        elif m.A_log is not None:
-            A = op.Neg(op.Exp(op.Transpose(_entry(m.A_log, s), perm=[1, 0])))
-        return _Tokens(u, op.Add(step, _entry(m.dt_bias, s)), k, q, A, _zero_state(u, d_state), per_token)
+        if m.A_log is not None:
+            log = _entry(m.A_log, s)
+            A = -op.Exp(a + log if per_token else op.Transpose(log, perm=[1, 0]))
+        bias, D = _entry(m.dt_bias, s), _entry(m.D, s)
+        return Scan(u, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token)
 
-    ys = []
-    parameters = [prepared(s) for s in range(sets)]
+    ys, parameters = [], [prepared(s) for s in range(sets)]
     for g in range(2 if m.shared else sets):
-        s = min(g, sets - 1)
-        y, _ = _recurrence(parameters[s], m.rule, g == 1 or m.reversed)
-        y = op.Add(y, op.Mul(_entry(m.D, s), parameters[s].x))
+        y, _ = _recurrence(parameters[min(g, sets - 1)], g == 1 or m.reversed)
         if m.shared:
-            mean = op.ReduceMean(op.Mul(y, y), _ints(-1), keepdims=1)
-            y = op.Mul(op.Div(y, op.Sqrt(op.Add(mean, m.eps))), _entry(m.norm_weight, g))
+            mean = op.ReduceMean(y * y, [-1], keepdims=1)
+            y = y / op.Sqrt(mean + m.eps) * _entry(m.norm_weight, g)
         ys.append(y)
-    y = ys[0] if len(ys) == 1 else op.Add(*ys) if m.shared else op.Mul(op.Add(*ys), 0.5)
-    y = op.Mul(op.Transpose(y, perm=[1, 0, 2]), _silu(_slice(m.xz, d_inner, 2 * d_inner, 2)))
+    y = ys[0] if len(ys) == 1 else op.Add(*ys) if m.shared else op.Add(*ys) * 0.5
+    y = op.Transpose(y, perm=[1, 0, 2]) * _silu(_slice(m.xz, d_inner, 2 * d_inner, 2))
     return y, op.Identity(y), op.Identity(y), op.Identity(y)
 
 

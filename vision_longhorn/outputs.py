@@ -22,46 +22,39 @@ def check_output(
     is_own: Callable[[Path], bool] = lambda _: False,
     others: Iterable[str | os.PathLike[str]] = (),
 ) -> None:
-    """Checks that a command may write a file to `path`.
+    """Raises UserError where a command may not write a file to `path`.
 
     Args:
         option: The option that gave the path, for messages.
         endings: Those that fit what the command writes.
-        is_own: Tells whether a file that is there is the command's own, from before. The new one may replace it.
+        is_own: Tells whether a file that is there is the command's own, which the new one may replace.
         others: What the same command reads, or writes as well.
-
-    Raises:
-        UserError: It would replace a file that is not the command's own, or is named like another kind of file.
     """
-    path, text = Path(path), os.fspath(path)
-    if not text or path.is_dir():
-        raise UserError(f"{option} {text or repr(text)} cannot be written: it is a folder, name a file")
-    if any(_is_same(path, other) for other in others):
-        raise UserError(f"{option} {text} is named twice in this command: name another file to write")
-    _check_name(option, text, f"let it end in {' or '.join(endings)}", endings)
+    named, path = f"{option} {os.fspath(path) or repr('')}", Path(path)
+    if path.is_dir():  # as the path "" is
+        raise UserError(f"{named} cannot be written: it is a folder, name a file")
+    _check_name(named, path, others, f"let it end in {' or '.join(endings)}", endings)
     if path.is_symlink() or os.path.lexists(path) and not (path.is_file() and is_own(path)):
-        raise UserError(f"{option} {text} is there already and was not written by this tool: name another file")
+        raise UserError(f"{named} is there already and was not written by this tool: name another file")
 
 
 def check_new_folder(option: str, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
     """Checks that a command may make a folder at `path`, where an empty one may be, as `check_output` does."""
-    if any(_is_same(path, other) for other in others):
-        raise UserError(f"{option} {path} is named twice in this command: name another folder to write")
-    _check_name(option, os.fspath(path), "it is to be a folder")
+    named = f"{option} {os.fspath(path)}"
+    _check_name(named, Path(path), others, "it is to be a folder")
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):
-        raise UserError(f"{option} {path} is there already: remove it, or name another folder")
+        raise UserError(f"{named} is there already: remove it, or name another folder")
 
 
-def _check_name(option: str, text: str, remedy: str, endings: Sequence[str] = ()) -> None:
-    path = Path(text)
+def _check_name(
+    named: str, path: Path, others: Iterable[str | os.PathLike[str]], remedy: str, endings: Sequence[str] = ()
+) -> None:
+    for other in others:
+        with contextlib.suppress(OSError):
+            if os.path.realpath(path) == os.path.realpath(other) or os.path.samefile(path, other):
+                raise UserError(f"{named} is named twice in this command: give another name")
     if path.suffix.lower() in ENDINGS - set(endings):
-        raise UserError(f"{option} {text} has the name of another kind of file: {remedy}")
+        raise UserError(f"{named} has the name of another kind of file: {remedy}")
     run = Run(path.parent)
     if path in run.texts and run.config_file.exists():
-        raise UserError(f"{option} {text} is what a run calls a file of its own: name another")
-
-
-def _is_same(path: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
-    with contextlib.suppress(OSError):
-        return os.path.realpath(path) == os.path.realpath(other) or os.path.samefile(path, other)
-    return False
+        raise UserError(f"{named} is what a run calls a file of its own: name another")

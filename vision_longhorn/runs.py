@@ -6,32 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import csv_file, left_aside, second_name, write_text
+from vision_longhorn.files import csv_file, left_aside, read_json, second_name, write_text
 from vision_longhorn.lock import NAME, FolderLock
 
 
 class Run:
-    """The folder of a training run. Neither the folder nor any of its files has to be there.
-
-    Attributes:
-        path: The folder.
-        last, best: The latest checkpoint, and that of the epoch with the best top-1.
-        config_file: The run's settings, YAML.
-        environment_file: What else its bits depended on, JSON. Every run begins by writing it.
-        history_file, summary_file: The results of all epochs, JSON and CSV.
-        bad_steps_file: The evidence of updates that were not finite, JSON.
-        curves_file: The picture of its curves, PNG.
-        texts: All of these files but checkpoints and the picture.
-    """
+    """The folder of a training run. Neither the folder nor any of its files has to be there."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.last, self.best = self.path / "last.pt", self.path / "best.pt"
-        self.config_file, self.environment_file = self.path / "config.yaml", self.path / "env.json"
-        self.history_file, self.summary_file = self.path / "metrics.json", self.path / "summary.csv"
-        self.bad_steps_file, self.curves_file = self.path / "bad_steps.json", self.path / "curves.png"
-        results = self.history_file, self.summary_file, self.bad_steps_file
-        self.texts = self.config_file, self.environment_file, *results
+        self.last, self.best = self.path / "last.pt", self.path / "best.pt"  # best: of the epoch with the best top-1
+        self.curves_file = self.path / "curves.png"
+        names = "config.yaml", "env.json", "metrics.json", "summary.csv", "bad_steps.json"
+        # Every run begins by writing its environment: what its bits depend on beside its settings.
+        self.texts = [self.path / name for name in names]
+        self.config_file, self.environment_file, self.history_file, self.summary_file, self.bad_steps_file = self.texts
 
     def checkpoints(self) -> dict[int, Path]:
         """The checkpoints update-NUMBER.pt by their number, the earliest first."""
@@ -45,10 +34,6 @@ class Run:
     def history(self) -> list[dict[str, Any]]:
         """The results of the finished epochs, a dict each."""
         return read_json(self.history_file) or []
-
-    def environment(self) -> dict[str, Any]:
-        """What the run's bits depended on beside its settings."""
-        return read_json(self.environment_file) or {}
 
     def has_begun(self) -> bool:
         """Whether a run has written here."""
@@ -80,11 +65,7 @@ class Run:
                 file.unlink()
 
     def save(self, state: dict[str, Any], keep: int, is_best: bool = False) -> None:
-        """Saves the checkpoint `state` as update-NUMBER.pt, of which `keep` stay, as last.pt, and perhaps as best.pt.
-
-        Raises:
-            UserError: Where a file cannot be written. All earlier checkpoints are still there.
-        """
+        """Saves a checkpoint as update-NUMBER.pt, of which `keep` stay, as last.pt, and perhaps as best.pt."""
         from vision_longhorn.checkpoint import save_checkpoint  # imports torch, for which --help need not wait
 
         newest = self.path / f"update-{state['updates']:07d}.pt"
@@ -111,14 +92,6 @@ class Run:
             writer.writerows([row.get(column) for column in columns] for row in rows)
 
 
-def read_json(file: Path) -> Any:
-    """The content of a JSON file; None where there is none, or it is damaged."""
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-
-
 def run_file(path: str | os.PathLike[str]) -> Path:
     """The checkpoint that `path` stands for: a folder's best.pt, or the file itself."""
     run = Run(path)
@@ -132,8 +105,7 @@ def run_file(path: str | os.PathLike[str]) -> Path:
 
 
 def timm_source(path: str | os.PathLike[str]) -> str | None:
-    """timm's name for a model and its weights: "local-dir:FOLDER" for a folder in the hub's layout, "hf-hub:USER/MODEL"
-    as it is. None where `path` stands for a run's folder or file."""
+    """timm's name for a folder in the hub's layout or a model on the hub; None for a run's folder or file."""
     name = os.fspath(path)
     if name.startswith(("local-dir:", "hf-hub:")):
         return name

@@ -1,4 +1,4 @@
-"""What a run does with signals that ask it to stop: its training process, its loader's workers, its shell commands."""
+"""Signals that ask a run to stop, and what its process, its loader's workers and its shell commands do with them."""
 
 import atexit
 import contextlib
@@ -16,17 +16,15 @@ import psutil
 # Slurm and others send the first two before they take a machine away; the third is Ctrl-C. Windows has no SIGUSR1.
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGINT") if hasattr(signal, name)]
 
-PARENT = "VISION_LONGHORN_PARENT"  # environment variable by which a process that starts runs tells them its number
-LAUNCHER: int | None = None  # number of the process without which this one is to stop
-
-COMMANDS: dict[int, int] = {}  # for each group of processes that runs a shell command, who started it
+PARENT = "VISION_LONGHORN_PARENT"  # environment variable in which a process that starts runs gives its own number
+LAUNCHER: int | None = None  # when this process has ended, the run stops
+COMMANDS: dict[int, int] = {}  # maps each group of processes that runs a shell command to the process that started it
 
 
 def end_command(group: int) -> None:
     """Kills a group of COMMANDS. Its first process has not been waited for, so no other group can have its number."""
-    # A forked process does not end its parent's, and another thread may just have seen this one end.
-    if COMMANDS.get(group) == os.getpid():
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # the second is macOS's word for the first
+    if COMMANDS.get(group) == os.getpid():  # a forked process must not kill its parent's commands
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS raises the second for the first
             os.killpg(group, signal.SIGKILL)
 
 
@@ -38,35 +36,28 @@ def end_commands() -> None:
 
 
 def note_launcher() -> None:
-    """Notes the LAUNCHER while it is certainly alive: the process in PARENT, or `accelerate launch`."""
+    """Sets LAUNCHER to the process in PARENT, or to `accelerate launch`, as long as that is certainly alive."""
     global LAUNCHER
     if os.environ.get(PARENT, "").isdigit():
-        LAUNCHER = int(os.environ[PARENT])  # if it has already been killed, the run is to stop as well
+        LAUNCHER = int(os.environ[PARENT])
         return
     with contextlib.suppress(psutil.Error):
-        parent = psutil.Process().parent()
-        words = parent.cmdline()[:4] if parent else []
-        if parent and any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words):
-            LAUNCHER = parent.pid
+        words = psutil.Process(os.getppid()).cmdline()[:4]
+        if any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words):
+            LAUNCHER = os.getppid()
 
 
 class StopSignals:
-    """Within this context SIGTERM, SIGUSR1 and the first Ctrl-C do not end the process but stand in `received`
-    (before: 0). Ctrl-C after one of them raises KeyboardInterrupt. In a thread other than the main one, signals do what
-    they did before.
+    """Notes SIGTERM, SIGUSR1 and the first Ctrl-C in `received` (before: 0) instead of ending the process.
 
-    `accelerate launch` of one process dies of a signal and leaves the process that it started alive, and so does a
-    parent that is killed. So the end of the LAUNCHER counts as a SIGTERM.
-
-    Args:
-        run_dir: Name of the run in messages.
+    A Ctrl-C after that raises KeyboardInterrupt. Threads other than the main one cannot take signals over.
     """
 
-    def __init__(self, run_dir: str | Path = "RUN") -> None:
-        self.run_dir, self._received = run_dir, 0
+    _received = 0
 
     @property
     def received(self) -> int:
+        # `accelerate launch` of one process dies of a signal, and leaves the process that it started alive.
         if not self._received and LAUNCHER and os.getppid() != LAUNCHER:
             self._received = signal.SIGTERM
         return self._received
@@ -86,17 +77,15 @@ class StopSignals:
     def _note(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._received:
-                raise KeyboardInterrupt(f"stopped at once; --resume {self.run_dir} goes on from the last checkpoint")
+                raise KeyboardInterrupt("stopped at once; --resume RUN goes on from the last checkpoint")
             if os.environ.get("RANK", "0") == "0":
                 print("\nCtrl-C: saving after this update; once more ends it at once", file=sys.stderr, flush=True)
         self._received = number
 
 
 def outlive_signals(_: Any = None) -> None:
-    """Lets a loader's worker ignore the signals to stop, except a SIGTERM from its parent.
-
-    Schedulers, launchers and terminals signal all processes of a job at once, and the parent still needs its workers.
-    """
+    """Lets a loader's worker ignore the signals to stop, which schedulers and terminals send to all processes of a job
+    at once, except for a SIGTERM from its parent: until then, the parent still needs it."""
     if not hasattr(signal, "sigwaitinfo"):  # macOS, Windows
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return

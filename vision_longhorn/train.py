@@ -1,8 +1,6 @@
-"""`vision-longhorn train`, which is train_imagenet.py: its command line and the config that this names.
+"""`vision-longhorn train`, which is train_imagenet.py: reads the command line and the config that it names.
 
-    vision-longhorn train --config configs/cifar10.yaml --data DIR --lr 1e-3 --model-kwargs depth=6
-
-Every field of `Config` is an option (`-` and `_` are the same there).
+vision-longhorn train --config configs/cifar10.yaml --data DIR --lr 1e-3 --model-kwargs depth=6
 """
 
 import argparse
@@ -17,7 +15,7 @@ from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.runs import Run
 from vision_longhorn.settings import coerce, parse_pairs, without_none
-from vision_longhorn.training.config import Config, config_names, read_config_file, shorten_warmup
+from vision_longhorn.training.config import Config, config_names, read_config_file
 
 
 def main(argv: Sequence[str] | None = None) -> Path:
@@ -30,13 +28,10 @@ def main(argv: Sequence[str] | None = None) -> Path:
 
 
 def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
-    """Reads the command line and the config that it names.
+    """Reads the command line `argv` (default: the process's own) and the config that it names.
 
     With neither a config nor data, that is the demo's. In a resumed run `resume` is the path of the checkpoint, and
     `run_dir` its folder; where `--resume` has no value and `--run-dir` holds no run yet, `resume` is None.
-
-    Args:
-        argv: Command line without the program's name; default: the process's own.
 
     Returns:
         The `Config`, and the name of its file without the suffix (or the model's name).
@@ -65,31 +60,25 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     if "model_kwargs" in given:
         merged = {**coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
-    values = {**values, **given}
-    notes = [] if "warmup_epochs" in given or resumes else shorten_warmup(values)
-    config = Config(**values)
-
-    unused = [f"--{key}" for key in ("scale", "ratio") if key in given]
-    if unused and config.crop_padding is not None:
-        notes.append(
-            f"with crop_padding {' and '.join(unused)} change{'s' * (len(unused) == 1)} nothing: crops have one size"
-        )
+    config = Config(**{**values, **given})
+    if not resumes and "warmup_epochs" not in given:
+        config.shorten_warmup()
     faults = config.faults()
     if faults and not resumes:
         raise UserError(faults[0])
-    config.notes = notes + faults
+    config.notes += faults
     return config, Path(path).stem if path else config.model
 
 
 def _find_run(given: dict[str, Any], config: str | None) -> Path:
-    """The settings of the run to resume. In `given`, `resume` becomes its checkpoint and `run_dir` its folder."""
-    if config:
-        raise UserError(f"--resume goes on under the run's own config: drop --config {config}")
-    if "run_dir" in given:
-        raise UserError(f"--resume goes on in the run's own folder: drop --run-dir {given['run_dir']}")
+    """Finds the settings of the run to resume. In `given`, `resume` becomes its checkpoint and `run_dir` its folder."""
+    if config or "run_dir" in given:
+        more = f"--config {config}" if config else f"--run-dir {given['run_dir']}"
+        raise UserError(f"--resume goes on in the run's own folder, under its own config: drop {more}")
     file = Path(given["resume"])
-    run = Run(file.parent if file.suffix == ".pt" else file)
-    file = file if file.suffix == ".pt" else run.last
+    if file.suffix != ".pt":
+        file = Run(file).last
+    run = Run(file.parent)
     if file != run.last and not file.is_file():
         raise UserError(f"cannot resume {file}: there is no such checkpoint; {run.last} is the last")
     if not run.config_file.is_file():
@@ -99,14 +88,15 @@ def _find_run(given: dict[str, Any], config: str | None) -> Path:
 
 
 def _parser() -> Parser:
-    """An option for each field of `Config`."""
+    """Makes an option for each field of `Config`."""
     parser = Parser(
-        description="Trains a model on image shards or a folder of images. Each value below may stand in the config "
-        "file, too; in brackets its default.",
+        description="Trains a model on image shards or a folder of images. The config file may set each value below, "
+        "too; its default is in brackets.",
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument("--config", help=f"YAML file, or the bare name of one of {', '.join(config_names())}")
     group: Any = parser
+    defaults = Config()
     for field in dataclasses.fields(Config):
         if field.metadata["group"]:
             group = parser.add_argument_group(field.metadata["group"])
@@ -118,10 +108,10 @@ def _parser() -> Parser:
             takes = {"nargs": "+"}
         elif kind is bool or field.name == "resume":
             takes = {"nargs": "?", "const": True}
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        shown = " ".join(map(str, default)) if isinstance(default, list) else "none" if default == {} else default
+        default = getattr(defaults, field.name)
+        shown = " ".join(map(str, default)) if isinstance(default, list) else default
         choice = f": {', '.join(words)}" if isinstance(words, tuple) else ""
-        about = f"{field.metadata['doc']}{choice} [{'none' if shown is None else shown}]"
+        about = f"{field.metadata['doc']}{choice} [{'none' if shown in (None, {}) else shown}]"
         group.add_argument(option, metavar="VALUE", help=about.replace("%", "%%"), **takes)
         parser.synonyms.update({word.replace("_", "-"): option for word in field.metadata["also"]})
     return parser

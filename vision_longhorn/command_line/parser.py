@@ -1,7 +1,6 @@
 """What all command lines share: options that check what was typed, and errors of one line with exit code 1."""
 
 import argparse
-import codecs
 import os
 import re
 import sys
@@ -13,21 +12,8 @@ from typing import Any, NoReturn
 
 import vision_longhorn
 from vision_longhorn.errors import UserError, nearest, one_line
-from vision_longhorn.settings import Range
+from vision_longhorn.settings import COUNT, Range
 from vision_longhorn.signals import end_commands, note_launcher
-
-SHOWN = "vision_longhorn_shown"  # Python's name for the way in which `_show` encodes
-
-
-def _show(error: UnicodeError) -> tuple[str | bytes, int]:
-    """Encodes a letter that the output's encoding lacks: a byte of a file's name as it is, others as \\u65e5."""
-    assert isinstance(error, UnicodeEncodeError)
-    letter = error.object[error.start]
-    own_byte = "\udc80" <= letter <= "\udcff"
-    return letter.encode("utf-8", "surrogateescape") if own_byte else ascii(letter)[1:-1], error.start + 1
-
-
-codecs.register_error(SHOWN, _show)
 
 
 def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
@@ -36,14 +22,13 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     A `UserError` or a failure of the system, such as a full disk, prints one line to stderr and exits with code 1.
     Ctrl-C prints `stopped`, or the text of the KeyboardInterrupt, and exits with code 130. A reader of standard output
     that has gone (`| head`) is no error; the code is 141, as a shell has it.
-
-    One of several processes exits at once: in a clean-up it might wait for the others, and its launcher would not learn
-    that it failed.
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # Each line appears at once, in a file too. A terminal need not know all letters of a path.
-        sys.stdout.reconfigure(line_buffering=True, errors=SHOWN)
+        # Each line appears at once, in a file too. A terminal need not know all letters of a path, whose bytes need
+        # not be UTF-8.
+        utf_8 = sys.stdout.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+        sys.stdout.reconfigure(line_buffering=True, errors="surrogateescape" if utf_8 else "backslashreplace")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
         return main()
@@ -67,7 +52,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
             time.sleep(5)  # a launcher ends this process meanwhile, so that only the one that failed speaks
     if message:
         print(message, file=sys.stderr, flush=True)
-    if several:
+    if several:  # a clean-up might wait for the other processes, and the launcher would not learn of the failure
         sys.stdout.flush()
         end_commands()
         os._exit(code)
@@ -89,9 +74,6 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`.
 
     Options may stand before, between and after other words.
-
-    Attributes:
-        synonyms: Maps names that other tools have for an option, without leading dashes, to the option.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -99,62 +81,38 @@ class Parser(argparse.ArgumentParser):
         if started.parent == Path(vision_longhorn.__file__).parent:
             kwargs.setdefault("prog", f"python -m vision_longhorn.{started.stem}")
         super().__init__(allow_abbrev=False, **kwargs)
-        self.synonyms: dict[str, str] = {}
+        self.synonyms: dict[str, str] = {}  # from names that other tools have for options, without dashes
         self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists all options")
 
-    def parse_args(  # type: ignore[override]  # argparse takes any object as namespace
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
-    ) -> argparse.Namespace:
-        words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
-        for number, word in enumerate(words):
+    def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
+        words = sys.argv[1:] if args is None else args
+        words = [re.sub("^--[^=]+", lambda key: key[0].replace("_", "-"), word) for word in words]
+        for before, word in zip([self.prog, *words], words):
             if not word or re.fullmatch("--[^=]+=", word):  # most often a variable that the shell does not know
-                before = word[:-1] or (words[number - 1] if number else self.prog)
-                self.error(f"{before} is followed by an empty word: give a value, or leave it out")
+                self.error(f"{word[:-1] or before} is followed by an empty word: give a value, or leave it out")
         positional = [action for action in self._actions if not action.option_strings]
         mixed = positional and all(action.nargs != argparse.PARSER for action in positional)
         parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
-        found, unknown = parse(words, namespace)
+        found, unknown = parse(words)
         if unknown and unknown[0].startswith("--"):
-            self._refuse(unknown[0].partition("=")[0])
+            option = unknown[0].partition("=")[0]
+            names = {**self.synonyms, **{name.lstrip("-"): name for name in self._option_string_actions}}
+            near = nearest(option.lstrip("-"), names)
+            self.error(f"unknown option {option}" + (f"; the nearest known one is {names[near[0]]}" if near else ""))
         if unknown:
             self.error(f"{unknown[0]!r} " + ("is one word too many" if positional else "follows no option"))
         return found
 
-    def _refuse(self, option: str) -> NoReturn:
-        """Raises UserError for an unknown option, with the name of the nearest known one."""
-        own = (name for name in self._option_string_actions if name not in ("-h", "--help"))
-        names = {**self.synonyms, **{name.lstrip("-"): name for name in own}}
-        near = nearest(option.lstrip("-"), names)
-        hint = f"the nearest known one is {names[near[0]]}, " if near else ""
-        raise UserError(f"unknown option {option}; {hint}--help lists all")
-
-
-def _with_dashes(word: str) -> str:
-    key, equals, value = word.partition("=")
-    return f"{key.replace('_', '-')}{equals}{value}" if key.startswith("--") else word
-
 
 def add_compute_options(parser: argparse.ArgumentParser, batch_size: int) -> None:
     """Adds the options of how a model computes, with `batch_size` as the default of one."""
-    parser.add_argument(
-        "--batch-size",
-        type=Range(1, kind=int),
-        default=batch_size,
-        help=f"images at a time, per process [{batch_size}]",
-    )
-    parser.add_argument(
-        "--workers",
-        type=Range(0, kind=int),
-        default=min(4, os.cpu_count() or 1),
-        help="processes that read images, per process that computes [4, or one per core]",
-    )
+    about = f"images at a time, per process [{batch_size}]"
+    parser.add_argument("--batch-size", type=COUNT, default=batch_size, help=about)
+    workers, about = min(4, os.cpu_count() or 1), "processes that read images, per process that computes [4 at most]"
+    parser.add_argument("--workers", type=Range(0, kind=int), default=workers, help=about)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
-    parser.add_argument(
-        "--precision",
-        choices=("auto", "bf16", "fp16", "fp32"),
-        default="auto",
-        help="[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]",
-    )
+    kinds, about = ("auto", "bf16", "fp16", "fp32"), "[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]"
+    parser.add_argument("--precision", choices=kinds, default="auto", help=about)

@@ -8,12 +8,12 @@ from typing import Any
 import vision_longhorn
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.model_arguments import check_names
-from vision_longhorn.settings import COUNT, POSITIVE, SHARE, Range, Settings, coerce, option, read_yaml
+from vision_longhorn.settings import COUNT, POSITIVE, SHARE, Range, Settings, option, read_yaml
 
 _HERE = Path(vision_longhorn.__file__).resolve().parent  # installed, the configs are in the package, else beside it
 CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
 _NUMBER = r"\d+(\.\d+)?"
-# timm's policies. timm drops what it does not know of them without a word.
+# timm's policies. timm silently drops words that it does not know.
 POLICIES = "|".join((
     "cifar10",
     rf"(original|originalr|v0|v0r|3a)(-mstd{_NUMBER})?",
@@ -21,6 +21,10 @@ POLICIES = "|".join((
     rf"augmix(-([mwdb]\d+|a{_NUMBER}|mstd{_NUMBER}))*",
 ))  # fmt: skip
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
+FRACTION = Range(above=0, high=1)
+BELOW_ONE = Range(0, below=1)
+NOT_NEGATIVE = Range(0)
+WHOLE = Range(0, kind=int)
 
 
 @dataclasses.dataclass
@@ -29,64 +33,49 @@ class Config(Settings):
 
     # Model
     model: str = option(
-        "vlonghorn_tiny",
-        "name of a timm model; importing vision_longhorn adds vlonghorn_* and vim_*",
-        also=("arch",),
-        group="model",
+        "vlonghorn_tiny", "timm's name of the model, such as vlonghorn_* and vim_*", also=("arch",), group="model"
     )
     model_kwargs: dict = option(
-        {},
-        "arguments of the model, KEY=VALUE ...; on the command line they add to the file's, KEY=none takes one away",
-        also=("img_size",),
+        {}, "arguments of the model, KEY=VALUE ..., added to the file's; KEY=none takes one away", also=("img_size",)
     )
-    drop_path: float = option(0.0, "stochastic depth rate", Range(0, below=1))
+    drop_path: float = option(0.0, "stochastic depth rate", BELOW_ONE)
     init: str | None = option(
         None,
-        "weights to start from: a run or another file of the model's, or a folder in the hub's layout; position "
-        "embedding, patches and classifier are fitted",
+        "weights to start from: a run, a file or a model folder in the hub's layout; position embedding, patches and "
+        "classifier are fitted",
         also=("pretrained", "finetune", "initial_checkpoint"),
     )
-    num_classes: int | None = option(None, "number of classes; default: from the data", COUNT)
+    num_classes: int | None = option(None, "number of classes; default: that of the data", COUNT)
 
     # Data
     data: str | None = option(
         None,
-        "shards (folder, brace pattern, glob or URL), or a folder of images with train/ "
-        "and val/; 'digits' is the built-in demo set",
+        "shards (folder, brace pattern, glob or URL), a folder of images with train/ and val/, or 'digits', the "
+        "built-in demo set",
         also=("data_dir", "data_path", "dataset"),
         role="host",
         group="data",
     )
-    val_data: str | None = option(
-        None, "shards or images for evaluation, where they are not part of `data`", role="host"
-    )
+    val_data: str | None = option(None, "shards or images to evaluate on, if `data` does not hold them", role="host")
     train_split: str = option("train", "split to train on")
     val_split: str = option("val", "split to evaluate on")
-    train_samples: int | None = option(None, "training samples, for shards without an index", COUNT)
-    val_samples: int | None = option(None, "evaluation samples, for shards without an index", COUNT)
+    train_samples: int | None = option(None, "number of training samples, for shards without an index", COUNT)
+    val_samples: int | None = option(None, "number of evaluation samples, for shards without an index", COUNT)
     allow_pipe: bool = option(
-        False,
-        "run the commands of `pipe:COMMAND` in data and val_data, which print shards; to be given anew to resume a run",
-        role="start",
+        False, "run the commands of `pipe:COMMAND` in data and val_data; a resumed run needs it again", role="start"
     )
     workers: int | None = option(
         None,
-        "loader processes per training process; default: one to a core, 8 at most",
-        Range(0, kind=int),
+        "loader processes per training process; default: one per core, at most 8",
+        WHOLE,
         also=("num_workers",),
         role="host",
     )
     keep_in_memory: bool = option(
-        False,
-        "decode all images at the start and keep them, three bytes a pixel, in the memory of each process: for small "
-        "data, to the same bits",
-        role="speed",
+        False, "decode all images once and keep them in memory, three bytes per pixel, for small data", role="speed"
     )
     max_bad_samples: float = option(
-        0,
-        "training samples that a process may skip in an epoch because they cannot be "
-        "read, a number, or below 1 a share of them",
-        Range(0),
+        0, "unreadable training samples that a process may skip in an epoch; below 1, a share of them", NOT_NEGATIVE
     )
 
     # Image transforms, timm's
@@ -94,76 +83,54 @@ class Config(Settings):
         None, "channel means in 0..1; default: the model's", SHARE, lengths=(1, 3), group="image transforms, timm's"
     )
     std: list[float] | None = option(
-        None, "channel standard deviations in 0..1; default: the model's", Range(above=0, high=1), lengths=(1, 3)
+        None, "channel standard deviations in 0..1; default: the model's", FRACTION, lengths=(1, 3)
     )
     interpolation: str = option(
         "bicubic", "resampling in training and evaluation", ("bilinear", "bicubic", "nearest", "lanczos", "random")
     )
-    crop_pct: float = option(0.875, "evaluation crop, as a fraction of the resized image", Range(above=0, high=1))
+    crop_pct: float = option(0.875, "evaluation crop, as a fraction of the resized image", FRACTION)
     scale: list[float] = option(
-        [0.08, 1.0], "area of the random resized crop, as fractions of the image", Range(above=0, high=1), lengths=(2,)
+        [0.08, 1.0], "area of the random resized crop, as fractions of the image", FRACTION, lengths=(2,)
     )
     ratio: list[float] = option([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
     crop_padding: int | None = option(
-        None,
-        "black pixels around an image, from which a crop of its size is cut in the place of the random resized crop: 4 "
-        "is usual on CIFAR",
-        Range(0, kind=int),
+        None, "pad the image with so many black pixels and crop its size; scale and ratio are not used then", WHOLE
     )
     hflip: float = option(0.5, "probability of a horizontal flip", SHARE)
-    color_jitter: float | None = option(
-        0.3, "strength of colour jitter; timm leaves it out where auto_augment is on", Range(0)
-    )
+    color_jitter: float | None = option(0.3, "strength of colour jitter; auto_augment takes its place", NOT_NEGATIVE)
     auto_augment: str | None = option(
-        "rand-m9-mstd0.5-inc1",
-        "timm's policy string, such as RandAugment's; cifar10: AutoAugment's for that",
-        also=("aa",),
+        "rand-m9-mstd0.5-inc1", "timm's policy, such as RandAugment's; cifar10: AutoAugment's for that", also=("aa",)
     )
     re_prob: float = option(0.25, "probability of random erasing", SHARE)
     re_mode: str = option("pixel", "filling of the erased part", ("const", "rand", "pixel"))
-    repeats: int = option(3, "repeated augmentation: views of each decoded sample in an epoch of unchanged size", COUNT)
+    repeats: int = option(3, "repeated augmentation: views of each image in an epoch, whose size stays", COUNT)
 
     # Loss
-    smoothing: float = option(0.1, "label smoothing", Range(0, below=1), group="loss")
-    mixup: float = option(0.8, "alpha of mixup, 0 is off", Range(0))
-    cutmix: float = option(1.0, "alpha of cutmix, 0 is off", Range(0))
+    smoothing: float = option(0.1, "label smoothing", BELOW_ONE, group="loss")
+    mixup: float = option(0.8, "alpha of mixup, 0 is off", NOT_NEGATIVE)
+    cutmix: float = option(1.0, "alpha of cutmix, 0 is off", NOT_NEGATIVE)
     mixup_prob: float = option(1.0, "probability that a batch is mixed", SHARE)
 
     # Optimiser and schedule
     opt: str = option("adamw", "timm's name of the optimiser", also=("optimizer",), group="optimiser and schedule")
-    lr: float = option(
-        1e-3, "peak learning rate, at `lr_base_batch` where that is set", POSITIVE, also=("learning_rate",)
-    )
-    lr_base_batch: int | None = option(
-        1024, "global batch for lr; lr scales with the actual one; none: it does not", COUNT
-    )
+    lr: float = option(1e-3, "peak learning rate, for a batch of lr_base_batch", POSITIVE, also=("learning_rate",))
+    lr_base_batch: int | None = option(1024, "batch for which lr is given; none: lr is used as it is", COUNT)
     layer_decay: float | None = option(
-        None,
-        "factor of the learning rate from a block to the one before, such as 0.75 in fine-tuning",
-        Range(above=0, high=1),
+        None, "factor of the learning rate from each block to the one before it; 0.75 is usual in fine-tuning", FRACTION
     )
-    weight_decay: float = option(
-        0.1, "weight decay; the model's no_weight_decay(), biases and norms are spared", Range(0)
-    )
-    clip_grad: float | None = option(
-        None, "largest norm of the gradient; none: no clipping", POSITIVE, also=("max_grad_norm",)
-    )
+    weight_decay: float = option(0.1, "weight decay, but not of biases, norms and no_weight_decay()", NOT_NEGATIVE)
+    clip_grad: float | None = option(None, "largest norm of the gradient", POSITIVE, also=("max_grad_norm",))
     batch_size: int = option(
-        1024,
-        "samples per process and pass; the global batch is this x processes x grad_accum",
-        COUNT,
-        also=("per_device_train_batch_size",),
+        1024, "samples per process and pass (see grad_accum)", COUNT, also=("per_device_train_batch_size",)
     )
     grad_accum: int = option(1, "forward passes per update", COUNT, also=("gradient_accumulation_steps",))
-    epochs: int = option(
-        300, "passes over as many samples as the training split holds", COUNT, also=("num_train_epochs",)
-    )
-    warmup_epochs: float = option(5, "epochs of linear warm-up, part of `epochs`", Range(0))
-    warmup_lr: float = option(1e-6, "learning rate at the start of the warm-up", Range(0))
-    min_lr: float = option(1e-5, "learning rate at the end of the cosine", Range(0))
-    ema_decay: float = option(0.99996, "decay of the averaged weights per update; 0: no averaging", Range(0, below=1))
+    epochs: int = option(300, "passes over the training data", COUNT, also=("num_train_epochs",))
+    warmup_epochs: float = option(5, "epochs of linear warm-up, part of `epochs`", NOT_NEGATIVE)
+    warmup_lr: float = option(1e-6, "learning rate at the start of the warm-up", NOT_NEGATIVE)
+    min_lr: float = option(1e-5, "learning rate at the end of the cosine", NOT_NEGATIVE)
+    ema_decay: float = option(0.99996, "decay of the averaged weights per update; 0: no averaging", BELOW_ONE)
     ema_warmup: bool | None = option(
-        None, "let the decay grow from 0 over the first updates; default: where the run is too short for it otherwise"
+        None, "let the decay grow from 0 over the first updates; default: only in a run that is too short otherwise"
     )
 
     # Run
@@ -172,12 +139,12 @@ class Config(Settings):
     )
     resume: str | None = option(
         None,
-        "go on with this run (its folder, or one of its checkpoints) under its own "
-        "config; without a value: with the run in --run-dir, if there is one yet",
+        "go on with this run (its folder, or one of its checkpoints) under its own config; without a value: with the "
+        "run in --run-dir, if there is one",
         role="start",
     )
     seed: int = option(0, "seed of weights, sample order and augmentation", Range(0, 2**32 - 1, kind=int))
-    device: str = option("auto", "auto is cuda where there is one", ("auto", "cuda", "cpu"), role="host")
+    device: str = option("auto", "auto is cuda where there is a GPU", ("auto", "cuda", "cpu"), role="host")
     precision: str = option(
         "auto",
         "auto is bf16 autocast on a GPU (fp16 on one without bf16), and fp32 on a CPU",
@@ -186,35 +153,24 @@ class Config(Settings):
     )
     compile: bool = option(False, "torch.compile the model")
     cuda_graphs: bool = option(
-        False,
-        "on a GPU, launch the model's passes as CUDA graphs: faster where the CPU cannot keep up, to the same bits; "
-        "not with fsdp",
-        role="speed",
+        False, "launch the model's passes as CUDA graphs: faster where the CPU is too slow for the GPU", role="speed"
     )
-    deterministic: bool = option(
-        False, "only algorithms of torch that give the same bits again; an error where it has none"
-    )
+    deterministic: bool = option(False, "use only deterministic algorithms of torch; an error where it has none")
     compress_gradients: bool = option(False, "average the processes' gradients in bfloat16, at half the traffic")
     fsdp: bool = option(
-        False,
-        "share out weights, gradients and the optimiser's state over the processes (FSDP2), for "
-        "models too large for one GPU",
+        False, "share out weights, gradients and optimiser over the processes (FSDP2), for models too large for one GPU"
     )
     track: str | None = option(
         None,
-        "send the curves to this tracker of accelerate as well; its package has to be installed",
+        "also send the curves to this tracker of accelerate, whose package has to be installed",
         TRACKERS,
         also=("report_to", "wandb"),
         role="host",
     )
     log_interval: int = option(50, "updates between two entries of the training curves", COUNT, role="writing")
-    eval_interval: int = option(1, "epochs between two evaluations; the last epoch is always evaluated", COUNT)
+    eval_interval: int = option(1, "epochs between two evaluations; the last epoch always has one", COUNT)
     checkpoint_interval: int = option(
-        1000,
-        "updates between two checkpoints within an epoch; its end always has one",
-        COUNT,
-        also=("save_steps",),
-        role="writing",
+        1000, "updates between two checkpoints; an epoch's end has one too", COUNT, also=("save_steps",), role="writing"
     )
     keep_checkpoints: int = option(
         2, "checkpoints to keep, beside the best", COUNT, also=("checkpoint_hist",), role="writing"
@@ -223,10 +179,9 @@ class Config(Settings):
         10, "stop after so many updates in a row whose loss or gradients are not finite", COUNT, role="writing"
     )
 
-    notes = list[str]()  # lines to print at the start of the run
-
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.notes: list[str] = []  # printed at the start of the run
         for key in ("scale", "ratio"):
             low, high = getattr(self, key)
             if low > high:
@@ -239,8 +194,17 @@ class Config(Settings):
         """Whether a run with these results of its epochs is finished."""
         return len(history) >= self.epochs
 
+    def shorten_warmup(self) -> None:
+        """Shortens a warm-up that would fill the run, and notes it."""
+        if self.warmup_epochs >= self.epochs:
+            self.notes.append(
+                f"a warm-up of {self.warmup_epochs:g} epochs would fill this run of {self.epochs}, so it takes "
+                f"{self.epochs / 20:g} epochs; --warmup-epochs gives another"
+            )
+            self.warmup_epochs = self.epochs / 20
+
     def faults(self) -> list[str]:
-        """Lines about values that a new run must not have. One that was begun with them goes on."""
+        """Lines about values that a new run must not have. A run that was begun with them goes on."""
         faults = []
         if self.auto_augment and not re.fullmatch(POLICIES, self.auto_augment):
             faults.append(
@@ -249,31 +213,14 @@ class Config(Settings):
             )
         if self.warmup_epochs >= self.epochs:
             faults.append(
-                f"warmup_epochs is {self.warmup_epochs:g} in a run of {self.epochs} epochs, which would not "
-                f"leave its warm-up: give less, such as {self.epochs / 20:g}"
+                f"warmup_epochs is {self.warmup_epochs:g}, but the run has {self.epochs} epochs: give less, such as "
+                f"{self.epochs / 20:g}"
             )
-        if self.min_lr > self.lr:
-            faults.append(f"min_lr is {self.min_lr} and lr {self.lr}: the cosine ends at min_lr, give one below lr")
         return faults
 
 
-def shorten_warmup(values: dict[str, Any]) -> list[str]:
-    """Shortens a warm-up that would fill the run's epochs, in place; returns the lines to print about that."""
-    fields = Config.__dataclass_fields__
-    epochs, warmup = (
-        coerce(key, values.get(key, fields[key].default), fields[key].type) for key in ("epochs", "warmup_epochs")
-    )
-    if not warmup >= epochs > 0:
-        return []
-    values["warmup_epochs"] = epochs / 20
-    return [
-        f"a warm-up of {warmup:g} epochs would fill this run of {epochs}, so it takes {epochs / 20:g} epochs; "
-        "--warmup-epochs gives another"
-    ]
-
-
 def read_config_file(path: str | Path) -> dict[str, Any]:
-    """Values of a YAML config, given by path or by its bare name in configs/.
+    """Reads a YAML config, given by path or by its bare name in configs/.
 
     Raises:
         UserError: Where the file is missing, is no YAML mapping, or has a key that `Config` lacks.
@@ -281,14 +228,12 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     file = next((f for f in (Path(path), CONFIGS / f"{path}.yaml") if f.is_file()), None)
     if file is None:
         raise UserError(f"no config at {path}: give a YAML file or one of {', '.join(config_names())}")
-    values = read_yaml(file)
-    fields = dataclasses.fields(Config)
+    values, fields = read_yaml(file), dataclasses.fields(Config)
     names = {word: field.name for field in fields for word in (*field.metadata["also"], field.name)}
-    for key in values:
-        if key not in Config.__dataclass_fields__:
-            near = nearest(str(key), names)
-            hint = f"the nearest known one is {names[near[0]]!r}, " if near else ""
-            raise UserError(f"{file}: unknown key {key!r}; {hint}`vision-longhorn train --help` lists all")
+    for key in (key for key in values if key not in Config.__dataclass_fields__):
+        near = nearest(str(key), names)
+        hint = f"the nearest known one is {names[near[0]]!r}, " if near else ""
+        raise UserError(f"{file}: unknown key {key!r}; {hint}`vision-longhorn train --help` lists all")
     return values
 
 

@@ -1,6 +1,7 @@
-"""The folder of a run as the trainer writes it: who may, when it is made, and what moves out of the way."""
+"""The folder of a run as training writes it."""
 
 import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -20,13 +21,9 @@ from vision_longhorn.training.runlog import RunLog
 
 
 class RunFolder:
-    """The `Run` that this training writes. All processes hold one; only the first writes.
+    """The `Run` that this training writes at `path`, where the folder need not be there yet.
 
-    Args:
-        path: The folder, which need not be there yet.
-        cfg: The run's config.
-        accelerator: Tells which process this is.
-        held: Closes the curves, and frees the folder for others, when it is closed.
+    All processes hold one; only the first writes. The end of `held` closes the curves and frees the folder for others.
 
     Raises:
         UserError: Where the folder holds another run, or another process writes to it.
@@ -35,10 +32,10 @@ class RunFolder:
     def __init__(self, path: Path, cfg: Settings, accelerator: Accelerator, held: contextlib.ExitStack) -> None:
         self.run, self.path = Run(path), path
         self.cfg, self.accelerator, self.held = cfg, accelerator, held
-        self.checkpoint = Path(cfg.resume) if cfg.resume and Path(cfg.resume).exists() else None  # to go on with
+        self.checkpoint = Path(cfg.resume) if cfg.resume and Path(cfg.resume).exists() else None
         self.lock: FolderLock | None = None
         self.log: RunLog | None = None  # from `open` on, in the first process
-        str(path).encode()  # raises for a name that is not UTF-8; TensorBoard would once the folder has been made
+        str(path).encode()  # TensorBoard would refuse a name that is not UTF-8 once the folder has been made
         self.run.check_free(goes_on=bool(cfg.resume))
         accelerator.wait_for_everyone()  # all have looked before the first one writes
         if path.exists() and accelerator.is_main_process:
@@ -52,36 +49,29 @@ class RunFolder:
                 self.accelerator.print(f"Note: {self.lock.note}.")
 
     def open(self, facts: dict[str, Any], started: str, updates: int) -> None:
-        """Makes the folder once there is something to put into it, so that a command that fails at once leaves none.
+        """Makes the folder, after the first update, so that a command that fails at once leaves none.
 
-        Earlier checkpoints beyond the run's number of `updates` are set aside, and earlier curves are hidden.
-
-        Args:
-            facts: What the run's bits depend on beside its config.
-            started: When it first started.
+        Earlier checkpoints beyond this number of `updates` are set aside, and earlier curves are hidden. `facts` are
+        what the run's bits depend on beside its config.
         """
         if self.log or not self.accelerator.is_main_process:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
-        self.run.check_free(goes_on=bool(self.cfg.resume))  # a run may have begun and ended since the first look
         self.run.clear()
         if aside := set_aside(self.run, self.checkpoint, updates):
-            before = f"a run without a checkpoint left in {self.path}"
-            what = "this run has gone back behind" if self.checkpoint else before
+            what = "this run has gone back behind" if self.checkpoint else "an earlier run left"
             self.accelerator.print(f"Note: what {what} is in {aside} now.")
         # The environment comes first: it tells a run's folder from one in which somebody keeps a config.yaml.
         write_text(self.run.environment_file, json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
         write_text(self.run.config_file, yaml.safe_dump(self.cfg.values(), sort_keys=False))
-        self.log = RunLog(
-            self.accelerator, self.run, self.cfg, started, purge_step=updates + 1 if self.checkpoint else None
-        )
+        self.log = RunLog(self.accelerator, self.run, self.cfg, started, updates + 1 if self.checkpoint else None)
         self.held.callback(self.log.close)
 
     def save(self, checkpoint: dict[str, Any], is_best: bool) -> None:
         """Saves a checkpoint, after the curves up to it."""
         if self.log:
-            self.log.flush()
+            self.log.writer.flush()
             self.run.save(checkpoint, self.cfg.keep_checkpoints, is_best)
         self.accelerator.wait_for_everyone()
 
@@ -94,12 +84,8 @@ class RunFolder:
 def set_aside(run: Run, checkpoint: Path | None = None, updates: int = 0) -> Path | None:
     """Moves all that a run has written beyond a checkpoint into a new folder within, which can be resumed like the run.
 
-    Then last.pt is that checkpoint, and best.pt the best of those up to it, if that is still there.
-
-    Args:
-        run: The run.
-        checkpoint: The file in its folder that it goes on with; None: it starts anew.
-        updates: How many it has made by then. On another number of processes, an epoch has another number of them.
+    Then last.pt is that checkpoint, and best.pt the best of those up to it, if that is still there. Without a
+    checkpoint the run starts anew. `updates` is its number with the present number of processes.
 
     Returns:
         The new folder; None where nothing is beyond.
@@ -112,9 +98,8 @@ def set_aside(run: Run, checkpoint: Path | None = None, updates: int = 0) -> Pat
     names = [name for name in (run.last, run.best) if name.exists() and _epochs_made(name) > made]
     if not (beyond or names or not checkpoint and run.has_begun()):
         return None
-    number = 1
-    while (aside := run.path / f"before-{number}").exists():
-        number += 1
+    names_aside = (run.path / f"before-{number}" for number in itertools.count(1))
+    aside = next(name for name in names_aside if not name.exists())
     aside.mkdir()
     for file in run.config_file, run.environment_file:
         if file.exists():
@@ -134,7 +119,7 @@ def set_aside(run: Run, checkpoint: Path | None = None, updates: int = 0) -> Pat
 
 
 def _best_of(checkpoint: Path | None, files: list[Path]) -> Path | None:
-    """The one of `files` with the best weights up to a checkpoint of their run."""
+    """Finds the one of `files` with the best weights up to a checkpoint of their run."""
     best = _facts(checkpoint).get("best_metric") if checkpoint else None
     for state, file in ((_facts(file), file) for file in files):
         # Within an epoch, the history ends with the accuracy of the epoch before.
@@ -146,15 +131,13 @@ def _best_of(checkpoint: Path | None, files: list[Path]) -> Path | None:
 
 
 def _epochs_made(file: Path) -> float:
-    """Epochs that a run had made at a checkpoint: they compare where updates do not, as epochs of other numbers of
-    processes have other numbers of updates. A checkpoint that cannot be read counts as beyond all others."""
+    """Epochs at a checkpoint, which compare over other numbers of processes. One that is damaged is beyond all."""
     state = _facts(file)
     return state["updates"] / state.get("facts", {}).get("updates_per_epoch", 1) if "updates" in state else math.inf
 
 
 def _facts(file: Path) -> dict[str, Any]:
     """A checkpoint whose tensors stay on the disk; {} where it cannot be read."""
-    try:
+    with contextlib.suppress(Exception):  # torch raises half a dozen types for damaged files
         return torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except Exception:  # torch raises half a dozen types for damaged files
-        return {}
+    return {}

@@ -20,14 +20,10 @@ WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the first pr
 
 
 def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = False) -> None:
-    """Shares out models' parameters over all processes, in place: each block by itself, then the rest.
+    """Shares out the parameters of timm's `models` over all processes, in place: each block by itself, then the rest.
 
     An optimiser that is made afterwards shares out its state, too. All processes have to hold the same weights before.
-
-    Args:
-        accelerator: Gives device and number of processes.
-        *models: timm's models, not wrapped, with a stack of `blocks`.
-        compress_gradients: Sum the gradients over the processes in bfloat16.
+    With `compress_gradients` the gradients are summed in bfloat16.
 
     Raises:
         UserError: A model has no `blocks` or has buffers, or a CPU is to compress gradients.
@@ -37,10 +33,7 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
         raise UserError("compress_gradients together with fsdp needs GPUs: leave one of them out")
     for model in models:
         if not hasattr(model, "blocks") or any(True for _ in model.buffers()):
-            raise UserError(
-                "fsdp takes models with a stack of `blocks` and without buffers, and "
-                f"{type(model).__name__} is none: leave fsdp out"
-            )
+            raise UserError(f"fsdp takes models with `blocks` and no buffers, not {type(model).__name__}: leave it out")
     # In torch 2.7 gloo sums where it should average float32. Torch divides sums of float64 by itself.
     dtype = torch.float64 if cpu else torch.bfloat16 if compress_gradients else None
     policy = MixedPrecisionPolicy(reduce_dtype=dtype)
@@ -52,7 +45,7 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
 
 def compile_blocks(model: Any) -> None:
     """Compiles a sharded model in place, block by block, since torch gathers weights between them."""
-    config = torch._dynamo.config  # each rate of drop path is a program of its own, and it would give up after 8
+    config = torch._dynamo.config  # each rate of drop path needs a program of its own, and torch gives up after 8
     config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
     for block in model.blocks:
         block.forward = torch.compile(block.forward)
@@ -73,17 +66,9 @@ def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) ->
     if not is_sharded(model) or not optimizer.state:  # torch would fill an empty state by a step of its own
         return optimizer.state_dict()
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=WHOLE)
-    if not state:
-        return state
-    # Here torch names the parameters; optimisers number them.
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    number = {name: i for i, name in enumerate(names)}
-    return {
-        "state": {number[name]: value for name, value in state["state"].items()},
-        "param_groups": [
-            {**group, "params": [number[name] for name in group["params"]]} for group in state["param_groups"]
-        ],
-    }
+    # torch names the parameters here, but optimisers number them.
+    names = [name for group in state.get("param_groups", ()) for name in group["params"]]
+    return _renamed(state, {name: i for i, name in enumerate(names)}) if state else state
 
 
 def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -92,11 +77,16 @@ def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, sta
         optimizer.load_state_dict(state)
         return
     name = {parameter: name for name, parameter in model.named_parameters()}
-    names = [name[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        "state": {names[i]: value for i, value in state["state"].items()},
-        "param_groups": [{**group, "params": [names[i] for i in group["params"]]} for group in state["param_groups"]],
-    }
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    state = _renamed(state, {i: name[parameter] for i, parameter in enumerate(parameters)})
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
     for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
         own.update({**group, "params": own["params"]})  # torch makes lists of tuples
+
+
+def _renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
+    """An optimiser's state with new keys for its parameters."""
+    return {
+        "state": {new[key]: value for key, value in state["state"].items()},
+        "param_groups": [{**group, "params": [new[key] for key in group["params"]]} for group in state["param_groups"]],
+    }

@@ -17,27 +17,26 @@ def capture(
 ) -> None:
     """Lets `model` replay its training passes as CUDA graphs, to the same bits. In eval mode it runs as before.
 
-    Whatever it decides or draws on the host, it decides here, once for all passes.
+    What the model decides or draws on the host stays as it is in the capture.
 
     Args:
         accelerator: Gives the precision.
         model: Changed in place. Afterwards its parameters have to keep their memory, and its batches their shape.
         images: (B, 3, H, W) on the GPU, a batch of that shape; its values do not matter.
         passes: Backward passes in an update.
-        compiled: Compile the model first; the bits are then those of the compiled model.
+        compiled: Compile the training passes first.
 
     Raises:
         UserError: The model does something that torch cannot capture, such as waiting for the GPU.
-        torch.OutOfMemoryError: The graphs do not fit.
     """
-    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # not in older torch
-        # Gradients will come from the capture's stream, for which torch waits.
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):  # not in torch 2.7
+        # Gradients come from the capture's stream, for which torch waits.
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     model.train()
     forward = model.forward
     if compiled:
         model.forward = torch.compile(forward)
-    # Without a cache, as no cast of a weight may outlive its pass in a graph
+    # No cast of a weight may outlive its pass in a graph, so autocast keeps none.
     precision = accelerator.autocast(autocast_handler=AutocastKwargs(cache_enabled=False))
     try:
         with unchanged_buffers(model), precision:
@@ -47,16 +46,13 @@ def capture(
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
-        what, remedy = "cuda_graphs: this model cannot be captured", "leave it out, or give --cuda-graphs false"
-        if compiled:
-            what, remedy = "compile, cuda_graphs: this model cannot be compiled and captured", "leave one of them out"
-        raise UserError(f"{what} ({one_line(error)}): {remedy}") from error
+        options = "compile, cuda_graphs" if compiled else "cuda_graphs"
+        raise UserError(f"{options}: this model cannot be captured ({one_line(error)}): leave that out") from error
     replay = model.forward
-    # Not compiled in eval mode, where the first and the last batch would each be compiled for.
+    # Evaluation is not compiled, as its batches have several shapes.
     model.forward = lambda images: (replay if model.training else forward)(images)
     if not apart:
-        # Copy each gradient. As the parameters' own, shared memory would be clipped once for each parameter, and
-        # the next pass would write over it.
+        # Shared memory would be clipped once for each parameter, and the next pass would write over it.
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_hook(torch.clone)
@@ -72,7 +68,7 @@ def gradients_are_apart(model: nn.Module, images: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def unchanged_buffers(net: nn.Module) -> Iterator[None]:
-    """Puts the buffers, such as those of batch norms, back to their values of before."""
+    """Restores the buffers, such as those of batch norms, at the end."""
     before = [buffer.clone() for buffer in net.buffers()]
     try:
         yield

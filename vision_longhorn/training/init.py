@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import timm
 from timm.models import clean_state_dict
@@ -15,17 +15,6 @@ from vision_longhorn.models.create import TimmModel, create_model, mismatch
 from vision_longhorn.runs import run_file, timm_source
 
 
-class Source(NamedTuple):
-    """Weights, and what their place says about them."""
-
-    place: str | os.PathLike[str]
-    kind: str  # "weights" or "EMA weights"
-    weights: dict[str, Any]
-    arch: str | None
-    img_size: Any  # for which the positions are
-    class_names: list[str] | None
-
-
 def model_from_weights(
     name: str,
     path: str | os.PathLike[str],
@@ -33,7 +22,7 @@ def model_from_weights(
     class_names: Sequence[str] | None = None,
     **kwargs: Any,
 ) -> tuple[TimmModel, str]:
-    """A model that starts from the weights in a file.
+    """Makes a model that starts from the weights in a file.
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
     All other tensors of the file and of the model have to be the same ones.
@@ -52,34 +41,37 @@ def model_from_weights(
     """
     if ":" in name:
         raise UserError(f"model {name} brings weights of its own: leave init out, or name the architecture")
-    source = _open(path)
+    place, file = _open(path)
+    kind = next((key for key in ("state_dict_ema", "model_ema") if isinstance(file.get(key), dict)), "state_dict")
+    weights = clean_state_dict(file[kind])
     create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
     cfg: Any = timm.get_pretrained_cfg(name)
     classifier = cfg.classifier[0] if isinstance(cfg.classifier, (list, tuple)) else cfg.classifier
-    head = source.weights.get(f"{classifier}.weight")
+    head = weights.get(f"{classifier}.weight")
     # With the classifier of the file, timm insists on every tensor.
     of_file = num_classes if classifier is None else 0 if head is None else len(head)
-    overlay = {"state_dict": dict(source.weights), "num_classes": of_file}
-    if source.img_size is not None and cfg.fixed_input_size:
+    overlay = {"state_dict": dict(weights), "num_classes": of_file}
+    config = file.get("config")
+    size = (config.get("model_kwargs") or {}).get("img_size") if isinstance(config, dict) else None
+    if size is not None and cfg.fixed_input_size:
         # timm would take the size of the file's positions for the model's as well.
-        size = source.img_size
         overlay["input_size"] = (3, *(size if isinstance(size, (list, tuple)) else (size, size)))
         kwargs.setdefault("img_size", cfg.input_size[-2:])
     try:
         model = create_model(name, pretrained=True, num_classes=of_file, **kwargs, pretrained_cfg_overlay=overlay)
     except UserError as error:
         raise UserError(
-            f"{source.place} holds weights of another model{f' ({source.arch})' if source.arch else ''}: "
+            f"{place} holds weights of another model ({file.get('arch') or 'of unknown name'}): "
             f"{mismatch(error.__cause__ or error)}; give the model and model_kwargs it was trained with"
         ) from error
     model.pretrained_cfg["input_size"] = cfg.input_size
     model.pretrained_cfg.pop("state_dict", None)
     own = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    theirs = {key: tuple(value.shape) for key, value in source.weights.items() if key in own}
-    text = f"{source.kind} of {source.place}: {len(own)} tensors"
+    theirs = {key: tuple(value.shape) for key, value in weights.items() if key in own}
+    text = f"{'weights' if kind == 'state_dict' else 'EMA weights'} of {place}: {len(own)} tensors"
     if resampled := [f"{key} {size} -> {own[key]}" for key, size in theirs.items() if size != own[key]]:
         text += f", resampled {', '.join(resampled)}"
-    names = source.class_names
+    names = checkpoint_names(file)[0]
     other = difference(names, class_names, "the file", "the data") if names and class_names else ""
     if of_file != num_classes:
         other = f"the file has {of_file or 'none'}"
@@ -92,22 +84,13 @@ def model_from_weights(
     return model, text
 
 
-def _open(path: str | os.PathLike[str]) -> Source:
-    if timm_source(path):
-        loaded = load_model(path)
-        weights = loaded.model.state_dict()
-        arch, size = loaded.model.pretrained_cfg["architecture"], loaded.settings["input_size"][-2:]
-        return Source(path, "weights", weights, arch, size, loaded.class_names)
-    file = run_file(path)
-    checkpoint = load_checkpoint(file)
-    key = next((key for key in ("state_dict_ema", "model_ema") if isinstance(checkpoint.get(key), dict)), "state_dict")
-    config = checkpoint.get("config")
-    size = (config.get("model_kwargs") or {}).get("img_size") if isinstance(config, dict) else None
-    return Source(
-        file,
-        "weights" if key == "state_dict" else "EMA weights",
-        clean_state_dict(checkpoint[key]),
-        checkpoint.get("arch"),
-        size,
-        checkpoint_names(checkpoint)[0],
-    )
+def _open(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], dict[str, Any]]:
+    """Reads what `path` stands for, as a checkpoint."""
+    if not timm_source(path):
+        file = run_file(path)
+        return file, load_checkpoint(file)
+    loaded = load_model(path)
+    architecture, size = loaded.model.pretrained_cfg["architecture"], loaded.settings["input_size"][-2:]
+    config = {"model_kwargs": {"img_size": size}}
+    names = dict(class_names=loaded.class_names, display_names=loaded.display_names)
+    return path, {"state_dict": loaded.model.state_dict(), "arch": architecture, "config": config, **names}

@@ -4,41 +4,25 @@ import time
 
 import yaml
 from accelerate import Accelerator
-from accelerate.tracking import get_available_trackers
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from vision_longhorn.errors import UserError
 from vision_longhorn.runs import Run
 from vision_longhorn.settings import Settings
 
-PROJECT = "vision-longhorn"
-
-# TensorBoard sorts groups of curves, and settings, by name. These names put accuracies first, the one result last, and
-# the main settings before all others.
+# TensorBoard sorts curves and settings by name. So accuracies come first, the one result last, and the main settings
+# before all others, which begin with "setting.".
 ACCURACIES = {
     "val": {"top1": "accuracy/top1", "top5": "accuracy/top5"},
     "val_ema": {"top1": "accuracy/top1_ema", "top5": "accuracy/top5_ema"},
 }
-BEST = "when_finished/best_top1"
 MAIN_SETTINGS = ("model", "mixer", "lr", "epochs", "seed")
-OTHER_SETTINGS = "setting."
-
-
-def check_tracker(name: str | None) -> None:
-    """Raises UserError where the tracker's package is missing, as accelerate would leave it out without a word."""
-    if name and name not in map(str, get_available_trackers()):
-        raise UserError(f"track is {name!r}, and its package is not installed: install it, or leave track out")
 
 
 class RunLog:
-    """Writes a run's scalars, its config, and its settings beside its results. For the first process alone.
+    """Writes a run's curves and settings. Only the first process has one.
 
-    Args:
-        accelerator: Brings the tracker, if there is one.
-        run, cfg: The run, and its config.
-        started: When it first started, by which trackers know it when it goes on.
-        purge_step: Hide earlier entries from this step on.
+    A tracker knows a run that goes on by when it first `started`. Earlier entries are hidden from `purge_step` on.
     """
 
     def __init__(
@@ -51,7 +35,7 @@ class RunLog:
         if self.tracked:
             name = run.path.name
             options = dict(name=name, id=f"{name}-{started}", dir=str(run.path), resume="allow")
-            accelerator.init_trackers(PROJECT, config=settings_of(cfg), init_kwargs={"wandb": options})
+            accelerator.init_trackers("vision-longhorn", config=settings_of(cfg), init_kwargs={"wandb": options})
 
     def add(self, scalars: dict[str, float], step: int) -> None:
         """Writes numbers by tag, at the update `step`."""
@@ -66,23 +50,18 @@ class RunLog:
             keys = [key for key in ("top1", "top5", "loss") if key in result]
             self.add({ACCURACIES[weights].get(key, f"{weights}/{key}"): result[key] for key in keys}, step)
 
-    def flush(self) -> None:
-        """Writes all entries so far to the file."""
-        self.writer.flush()
-
     def finish(self, cfg: Settings, best: float) -> None:
         """Writes a finished run's main settings, and those that are not their defaults, for TensorBoard's HPARAMS."""
         defaults = settings_of(type(cfg)())
         settings = {
-            key if key in MAIN_SETTINGS else OTHER_SETTINGS + key: value
+            key if key in MAIN_SETTINGS else f"setting.{key}": value
             for key, value in settings_of(cfg).items()
             if key in MAIN_SETTINGS or defaults.get(key) != value
         }
-        # The first summary lists settings and results. Without it, TensorBoard makes a list from all runs, in which the
-        # settings that differ stand in front, and the last value of each curve is a result.
+        # Without the first summary, TensorBoard lists the settings of all runs, and puts those that differ in front.
         for summary in hparams(settings, {})[1:]:
             self.writer._get_file_writer().add_summary(summary)
-        self.writer.add_scalar(BEST, best)
+        self.writer.add_scalar("when_finished/best_top1", best)
         self.writer.flush()
 
     def close(self) -> None:
@@ -94,10 +73,7 @@ class RunLog:
 
 
 def keep_order(run: Run) -> None:
-    """Renames event files with a time that is still to come, as the clock has gone back since.
-
-    Readers sort event files by the time in their names, and would take these for newer than those of this process.
-    """
+    """Renames event files from the future: readers sort by the time in the names, and the clock has gone back."""
     now = int(time.time())
     later = [file for file in run.event_files() if file.name.split(".")[3] >= f"{now:010d}"]
     for number, file in enumerate(later):
@@ -106,7 +82,7 @@ def keep_order(run: Run) -> None:
 
 
 def settings_of(cfg: Settings) -> dict[str, bool | int | float | str]:
-    """The run's settings as words and numbers; other values become text."""
+    """The settings as words and numbers; other values become text."""
     values = cfg.values()
     values |= {f"model_kwargs.{key}": value for key, value in values.pop("model_kwargs").items()}
     return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in values.items()}

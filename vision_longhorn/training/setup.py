@@ -1,4 +1,4 @@
-"""The parts of a run, made from its `Config`: processes, data, model, loaders, loss, optimiser, schedule."""
+"""Makes the parts of a run from its `Config`: processes, data, model, loaders, loss, optimiser, schedule."""
 
 import os
 from pathlib import Path
@@ -6,13 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs, set_seed
 from timm.data import Mixup, create_transform
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from timm.models import is_model_in_modules
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
 from torch import nn
 
 from vision_longhorn.class_names import difference
@@ -26,23 +27,22 @@ from vision_longhorn.data import (
     train_loader,
 )
 from vision_longhorn.data.augment import Finish
+from vision_longhorn.data.loader import Loader
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
-from vision_longhorn.errors import UserError, bad_input, one_line, spelled
+from vision_longhorn.errors import UserError, bad_input, spelled
 from vision_longhorn.models.create import TimmModel, create_model
-from vision_longhorn.training.averages import Ema
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
-from vision_longhorn.training.runlog import check_tracker
 
-# Optimisers that can skip an update on the device, of whole tensors and of shards
+# Optimisers that can skip an update on the device, with whole tensors and with shards
 FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
-# Optimisers that were tried with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
+# Optimisers that work with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
-SCALE = 2.0**10  # what the loss is scaled by at first in fp16; torch's 2**16 would cost the first updates
+SCALE = 2.0**10  # first scale of the loss in fp16; torch's 2**16 would cost the first updates
 
 
 def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
@@ -50,15 +50,21 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     if cfg.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first use
     torch.use_deterministic_algorithms(cfg.deterministic)
-    check_tracker(cfg.track)
+    if cfg.track and cfg.track not in map(str, get_available_trackers()):  # accelerate would leave it out silently
+        raise UserError(f"track is {cfg.track!r}, and its package is not installed: install it, or leave track out")
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         comm_hook=DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO,
         static_graph=cfg.grad_accum == 1,  # torch has none with accumulation
     )
-    options = dict(log_with=cfg.track, project_dir=str(run_dir))
-    handlers = [GradScalerKwargs(init_scale=SCALE), ddp]
-    return make_accelerator(cfg.device, cfg.precision, cfg.grad_accum, kwargs_handlers=handlers, **options)
+    return make_accelerator(
+        cfg.device,
+        cfg.precision,
+        cfg.grad_accum,
+        kwargs_handlers=[GradScalerKwargs(init_scale=SCALE), ddp],
+        log_with=cfg.track,
+        project_dir=str(run_dir),
+    )
 
 
 class Data(NamedTuple):
@@ -78,9 +84,7 @@ class Data(NamedTuple):
 def open_data(cfg: Config, accelerator: Accelerator) -> Data:
     """Finds the splits to train and to evaluate on."""
     if cfg.data is None:
-        raise UserError(
-            "no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and val/CLASS/IMAGE"
-        )
+        raise UserError("no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and val/...")
     if cfg.data == DIGITS:
         accelerator.print(
             "The data are scikit-learn's handwritten digits, which are built in: --data DIR names others."
@@ -108,28 +112,24 @@ def check_classes(names: list[str] | None, others: list[str] | None, here: str, 
 
 def build_model(
     cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool, class_names: list[str] | None = None
-) -> tuple[TimmModel, Ema | None]:
-    """The model on its device, and its averaged weights (EMA) if the run has them, which start as a copy.
+) -> tuple[TimmModel, ModelEmaV3 | None]:
+    """Makes the model on its device, and its averaged weights (EMA) if the run has them, which start as a copy.
 
-    Args:
-        class_names: The data's, if they are known. They decide whether the classifier of `cfg.init` stays.
+    The `class_names` of the data, if they are known, decide whether the classifier of `cfg.init` stays.
     """
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
-    try:
-        if cfg.init and not resuming:
-            model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
-            accelerator.print(f"init    {loaded}")
-        else:
-            model = create_model(cfg.model, **kwargs)
-    except UserError as error:
-        # A config's arguments are for its own model, and --model may name one that lacks them.
-        unknown = [key for key in cfg.model_kwargs if f"unexpected keyword argument '{key}'" in str(error)]
-        if unknown and not is_model_in_modules(cfg.model, ["vlonghorn"]):
-            raise UserError(f"{error}; `--model-kwargs {unknown[0]}=none` leaves it out") from error
-        raise
+    if cfg.init and not resuming:
+        model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
+        accelerator.print(f"init    {loaded}")
+    else:
+        model = create_model(cfg.model, **kwargs)
     model.to(accelerator.device)
-    return model, Ema(model, decay=cfg.ema_decay) if cfg.ema_decay else None
+    if not cfg.ema_decay:
+        return model, None
+    # To the same bits, timm updates fastest by parameters. With fsdp, only a state dict is sure to have the shards.
+    by_parameters = not cfg.fsdp and not any(True for _ in model.buffers())
+    return model, ModelEmaV3(model, decay=cfg.ema_decay, exclude_buffers=by_parameters)
 
 
 def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) -> None:
@@ -144,22 +144,10 @@ def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) ->
     shard(accelerator, *models, compress_gradients=cfg.compress_gradients)
 
 
-class Loaders(NamedTuple):
-    """Batches of this process; `finish` is the part of the augmentation on the GPU, `kept_bytes` is kept in memory."""
-
-    train: Any
-    val: Any
-    finish: Finish | None
-    updates_per_epoch: int
-    kept_bytes: int
-
-
-def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator: Accelerator) -> Loaders:
-    """The loaders of both splits. On a GPU the augmentation that follows the crop happens there.
-
-    Args:
-        settings: The images' settings from `input_settings`.
-    """
+def build_loaders(
+    cfg: Config, data: Data, settings: dict[str, Any], accelerator: Accelerator
+) -> tuple[Loader, Loader, Finish | None]:
+    """Makes the loaders of both splits, and on a GPU the part of the augmentation that happens there."""
     if cfg.workers is None:
         cfg.workers = default_workers()
     on_gpu = accelerator.device.type == "cuda"
@@ -169,12 +157,19 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
             transform, finish = split_transform(transform)
         except UserError as error:
             accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    share = dict(batch_size=cfg.batch_size, num_workers=cfg.workers, rank=rank, world_size=world_size)
-    share.update(num_classes=data.num_classes, pin_memory=on_gpu)
     splits = [data.train, data.val]
     if cfg.keep_in_memory:
         splits = [keep_in_memory(split, cfg.workers) for split in splits]
+        kept = sum(split.kept_bytes for split in splits) / 1e6
+        accelerator.print(f"images  kept in the memory of each process: {kept:,.1f} MB")
+    share: dict[str, Any] = dict(
+        batch_size=cfg.batch_size,
+        num_workers=cfg.workers,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        num_classes=data.num_classes,
+        pin_memory=on_gpu,
+    )
     train = train_loader(
         splits[0],
         transform,
@@ -184,18 +179,16 @@ def build_loaders(cfg: Config, data: Data, settings: dict[str, Any], accelerator
         keys=True,
         **share,
     )
-    val = eval_loader(splits[1], create_transform(**settings), **share)
-    updates_per_epoch = len(train) // cfg.grad_accum
-    if updates_per_epoch == 0:
+    if len(train) < cfg.grad_accum:
         raise UserError(
             f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give a smaller "
             "grad_accum or batch_size"
         )
-    return Loaders(train, val, finish, updates_per_epoch, sum(split.kept_bytes for split in splits))
+    return train, eval_loader(splits[1], create_transform(**settings), **share), finish
 
 
 def build_loss(cfg: Config, num_classes: int) -> tuple[Mixup | None, nn.Module]:
-    """Mixup and CutMix, if the run has them, and the loss for their targets."""
+    """Makes mixup and CutMix, if the run has them, and the loss for their targets."""
     if not (cfg.mixup or cfg.cutmix):
         return None, LabelSmoothingCrossEntropy(cfg.smoothing)
     mixup = Mixup(cfg.mixup, cfg.cutmix, prob=cfg.mixup_prob, label_smoothing=cfg.smoothing, num_classes=num_classes)
@@ -203,7 +196,7 @@ def build_loss(cfg: Config, num_classes: int) -> tuple[Mixup | None, nn.Module]:
 
 
 def peak_rate(cfg: Config, global_batch: int, accelerator: Accelerator, resuming: bool) -> float:
-    """The learning rate at the end of the warm-up, for updates of `global_batch` samples."""
+    """Returns the learning rate at the end of the warm-up, for updates of `global_batch` samples."""
     peak = cfg.lr * global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
     if cfg.min_lr > peak:
         text = (
@@ -217,28 +210,16 @@ def peak_rate(cfg: Config, global_batch: int, accelerator: Accelerator, resuming
 
 
 def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.optim.Optimizer:
-    """timm's optimiser, fused where the device can then skip an update by itself."""
+    """Makes timm's optimiser, fused where the device can then skip an update by itself."""
     if cfg.fsdp and cfg.opt not in SHARDED:
         raise UserError(f"opt is {cfg.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
     fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
-    options: dict[str, Any] = dict(lr=peak_lr, weight_decay=cfg.weight_decay, **fused)
     with bad_input(f"opt={cfg.opt}"):
-        _try_out(cfg.opt, options, next(model.parameters()).device)
-        return create_optimizer_v2(model, cfg.opt, layer_decay=cfg.layer_decay, **options)
-
-
-def _try_out(name: str, options: dict[str, Any], device: torch.device) -> None:
-    """Makes an update of a small layer. Some optimisers want more than gradients, and raise only there."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        layer = nn.Linear(2, 2, device=device)
-        optimizer = create_optimizer_v2(layer, name, **options)
-        layer(torch.ones(1, 2, device=device)).sum().backward()
-        try:
-            optimizer.step()
-        except Exception as error:
-            raise UserError(
-                f"it makes no update of plain gradients ({one_line(error)}); give another, such as adamw or lamb"
-            ) from error
+        if get_optimizer_info(cfg.opt.removeprefix("lookahead_")).second_order:
+            raise UserError("it takes second derivatives; give another, such as adamw or lamb")
+        return create_optimizer_v2(
+            model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **fused
+        )
 
 
 def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
@@ -256,15 +237,13 @@ def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimiz
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:
-    """A linear warm-up, then a whole cosine, by updates."""
+    """Makes a linear warm-up, then a whole cosine, by updates."""
     # timm takes fractions of epochs, which its types deny.
-    after: Any = max(cfg.epochs - cfg.warmup_epochs, 1 / updates_per_epoch)
-    warmup: Any = cfg.warmup_epochs
     scheduler, _ = create_scheduler_v2(
         optimizer,
         "cosine",
-        num_epochs=after,
-        warmup_epochs=warmup,
+        num_epochs=max(cfg.epochs - cfg.warmup_epochs, 1 / updates_per_epoch),  # type: ignore[arg-type]
+        warmup_epochs=cfg.warmup_epochs,  # type: ignore[arg-type]
         warmup_prefix=True,
         warmup_lr=min(cfg.warmup_lr, peak_lr),
         min_lr=cfg.min_lr,
@@ -274,30 +253,20 @@ def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: floa
     return scheduler
 
 
-def choose_ema_warmup(cfg: Config, ema: Ema, updates: int, accelerator: Accelerator) -> None:
+def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: Accelerator) -> None:
     """Lets the decay grow from 0 where the average of so many updates would not leave the first weights."""
-    start_left = cfg.ema_decay**updates
-    if start_left > 0.05 and not cfg.ema_warmup:
-        does = (
-            "so its decay grows from 0 (ema_warmup)"
-            if cfg.ema_warmup is None
-            else f"so {start_left:.0%} of the averaged weights, by which best.pt goes, will be those at the start: "
-            f"give --ema-warmup, or --ema-decay {max(0.0, 1 - 20 / updates):.4g}"
-        )
-        accelerator.print(
-            f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this run "
-            f"has {updates:,}, {does}."
-        )
     if cfg.ema_warmup is None:
-        cfg.ema_warmup = start_left > 0.05
+        cfg.ema_warmup = cfg.ema_decay**updates > 0.05
+        if cfg.ema_warmup:
+            accelerator.print(
+                f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this "
+                f"run has {updates:,}, so its decay grows from 0 (ema_warmup)."
+            )
     ema.use_warmup = cfg.ema_warmup
 
 
-Size = tuple[int, ...]  # of an image, (3, H, W)
-
-
-def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: Size, accelerator: Accelerator) -> Any:
-    """The network that trains: the model under autocast, for several processes, compiled, captured, as cfg says."""
+def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: Any, accelerator: Accelerator) -> Any:
+    """Wraps the model for training on images of a size (3, H, W): autocast, processes, compiler, CUDA graphs."""
     # Optimiser, scheduler and loaders stay out of prepare(): it would step the scheduler once per process, and feed
     # every process from the first one's stream.
     speed_up(cfg, model, size, accelerator)
@@ -305,11 +274,18 @@ def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: 
         return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     net = accelerator.prepare(model)
     if accelerator.num_processes > 1:
-        settle_buckets(accelerator, net, optimizer, torch.zeros(cfg.batch_size, *size, device=accelerator.device))
+        # DistributedDataParallel orders its buckets by the gradients of its first pass, with a static graph of its
+        # second, and the order decides how a gradient is summed over the processes. Without these passes, the first
+        # updates of a resumed run would differ in the last bit.
+        images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
+        with unchanged_buffers(net):
+            for _ in range(2):
+                accelerator.backward(net(images).sum())
+                optimizer.zero_grad()
     return net
 
 
-def speed_up(cfg: Config, model: nn.Module, size: Size, accelerator: Accelerator) -> None:
+def speed_up(cfg: Config, model: nn.Module, size: Any, accelerator: Accelerator) -> None:
     """Compiles the model, captures its passes as CUDA graphs, or both, as cfg says."""
     if cfg.cuda_graphs and cfg.fsdp:
         accelerator.print("Note: fsdp runs without cuda_graphs.")
@@ -318,17 +294,3 @@ def speed_up(cfg: Config, model: nn.Module, size: Size, accelerator: Accelerator
         capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
     elif cfg.compile:
         compile_blocks(model) if is_sharded(model) else model.compile()
-
-
-def settle_buckets(
-    accelerator: Accelerator, net: nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor
-) -> None:
-    """Makes two passes that change nothing, so that DistributedDataParallel orders its buckets before the first update.
-
-    It orders them by the gradients of its first pass, with a static graph of its second, and the order decides how a
-    gradient is summed over the processes: without this a resumed run's first updates would differ in the last bit.
-    """
-    with unchanged_buffers(net):
-        for _ in range(2):
-            accelerator.backward(net(images).sum())
-            optimizer.zero_grad()

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-
-from vision_longhorn.training.averages import Ema
 
 
 class TrainStep:
@@ -32,7 +31,7 @@ class TrainStep:
         net: Callable[[Any], Tensor],
         criterion: Callable[[Tensor, Any], Tensor],
         optimizer: torch.optim.Optimizer,
-        ema: Ema | None = None,
+        ema: ModelEmaV3 | None = None,
         clip_grad: float | None = None,
     ) -> None:
         self.accelerator, self.model, self.net, self.criterion = accelerator, model, net, criterion
@@ -57,14 +56,14 @@ class TrainStep:
         return loss, norm
 
     def gradients(self, batches: Iterable[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-        """The passes alone: leaves the clipped mean gradient in the parameters. Arguments and results as in a call."""
+        """Makes the passes alone, which leave the clipped mean gradient in the parameters."""
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.accelerator.device)
         for inputs, targets in batches:
             with self.accelerator.accumulate(self.net):
                 loss = self.criterion(self.net(inputs), targets)
                 loss_sum += loss.detach()
-                # This makes every gradient not finite where the loss is not, and so the sum over the processes.
+                # Where the loss is not finite, this makes every gradient not finite, and so the sum over the processes.
                 self.accelerator.backward(loss * (1 + 0 * loss.detach()))
         if self.accelerator.scaler:
             self.accelerator.scaler.unscale_(self.optimizer)
@@ -82,13 +81,9 @@ class TrainStep:
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-    """`optimizer.step()`, but weights, moments and step counts stay as they are where the gradient is not finite.
+    """Makes `optimizer.step()` unless the gradient's norm, () float32 on the device, is not finite.
 
     torch's fused optimisers decide that on the device. For the others the host decides, and waits for the device.
-
-    Args:
-        optimizer: The optimiser.
-        grad_norm: Norm of the whole gradient, () float32 on the device.
     """
     # The first update has to create the moments; SGD would never fill them if the device skipped it.
     if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:

@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint, load_weights
-from vision_longhorn.data import DataError, device_batches
+from vision_longhorn.data import device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
 from vision_longhorn.errors import UserError
@@ -35,11 +35,7 @@ from vision_longhorn.training.updates import UpdateMonitor
 
 
 def train(cfg: Config, name: str) -> Path:
-    """Trains as `cfg` says and returns the run's folder, whose default is called after `name`.
-
-    Raises:
-        UserError: Where the config, the data or the run's folder do not fit.
-    """
+    """Trains as `cfg` says and returns the run's folder, whose default is called after `name`."""
     with contextlib.ExitStack() as held:
         trainer = Trainer(cfg, name, held)
         trainer.train()
@@ -48,12 +44,7 @@ def train(cfg: Config, name: str) -> Path:
 
 
 class Trainer:
-    """A run, from its set-up to its end.
-
-    Args:
-        cfg: The `Config`.
-        name: The default name of the run's folder, to which the time is added.
-        held: Closes the run's files and frees its folder for others when it is closed.
+    """A run, from its set-up to its end. The end of `held` closes its files and frees its folder for others.
 
     Attributes:
         model, ema: The model, and its averaged weights if it has any. `net` is the model as it trains, wrapped.
@@ -85,24 +76,25 @@ class Trainer:
         self.evaluated = {"val": self.model, **({"val_ema": self.ema.module} if self.ema else {})}
         self.settings = input_settings(self.model, cfg.values())
         setup.share_out(cfg, list(self.evaluated.values()), accelerator)
-        self.loaders = setup.build_loaders(cfg, self.data, self.settings, accelerator)
+        self.loader, self.val_loader, self.finish_images = setup.build_loaders(
+            cfg, self.data, self.settings, accelerator
+        )
         held.callback(self.end_loaders)
         self.mixup, criterion = setup.build_loss(cfg, self.data.num_classes)
 
         # Optimiser and schedule
         self.global_batch = cfg.batch_size * accelerator.num_processes * cfg.grad_accum
-        self.updates_per_epoch = self.loaders.updates_per_epoch
+        self.updates_per_epoch = len(self.loader) // cfg.grad_accum
         self.peak_lr = setup.peak_rate(cfg, self.global_batch, accelerator, resuming)
         self.optimizer = setup.build_optimizer(cfg, self.model, self.peak_lr)
         self.scheduler = setup.build_scheduler(cfg, self.optimizer, self.peak_lr, self.updates_per_epoch)
         if self.ema:
             setup.choose_ema_warmup(cfg, self.ema, cfg.epochs * self.updates_per_epoch, accelerator)
 
-        # Signals, and the reading of each update. In a file, a bar's many lines would run into the others.
+        # Signals, and the reading of each update. In a file, the many lines of a bar would run into the others.
         shows_bar = accelerator.is_main_process and sys.stderr.isatty()
-        self.signals = StopSignals(run_dir)
+        self.signals, say = StopSignals(), None if shows_bar else self.say
         counts = self.global_batch, self.updates_per_epoch
-        say = None if shows_bar else self.say
         self.monitor = UpdateMonitor(cfg, accelerator, self.signals, self.folder.run, *counts, say)
 
         # A checkpoint comes before compiling and capturing, which take the weights as they are.
@@ -143,22 +135,24 @@ class Trainer:
                     if monitor.stop or self.updates == end or self.updates % cfg.checkpoint_interval == 0:
                         monitor.read_all()
                         if monitor.stop or self.updates < end:  # at the epoch's end, the evaluation comes first
-                            self.save()
+                            self.folder.save(self.state_dict(), is_best=False)
                     if monitor.stop:
                         self.stop()
 
-                is_best = self.end_epoch(self.epoch_facts(), self.evaluate())
+                skipped = self.accelerator.reduce(torch.tensor(self.loader.num_skipped, device=self.device))
+                facts = {**monitor.last, "skipped_samples": skipped.item()}
+                is_best = self.end_epoch(facts, self.evaluate())
                 self.report_epoch()
-                self.save(is_best)
+                self.folder.save(self.state_dict(), is_best)
                 self.folder.write_history(self.history)
         self.finish()
 
     def open_epoch(self) -> Iterator[Any]:
-        """The rest of this epoch's batches, on the device."""
+        """Returns the rest of this epoch's batches, on the device."""
         done = self.updates - self.epoch * self.updates_per_epoch
-        self.loaders.train.set_epoch(self.epoch, start_batch=done * self.cfg.grad_accum)
-        left = islice(self.loaders.train, (self.updates_per_epoch - done) * self.cfg.grad_accum)
-        batches = device_batches(left, self.device, self.loaders.finish)
+        self.loader.set_epoch(self.epoch, start_batch=done * self.cfg.grad_accum)
+        left = islice(self.loader, (self.updates_per_epoch - done) * self.cfg.grad_accum)
+        batches = device_batches(left, self.device, self.finish_images)
         self.net.train()
         self.progress.set_description(f"epoch {self.epoch + 1}/{self.cfg.epochs}")
         self.monitor.start_clock()
@@ -174,10 +168,9 @@ class Trainer:
         self.monitor.update(self.updates, loss, grad_norm, lr)
 
     def passes(self, batches: Iterator[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The batches of the next update, mixed. Each is drawn just before its pass.
+        """Yields the batches of the next update, mixed, each just before its pass.
 
-        All randomness follows from seed, batch and process, so a resumed run goes on as if it had never stopped. The
-        loader draws its own.
+        All random numbers follow from seed, batch and process, so a resumed run goes on as if it had never stopped.
         """
         seed, rank = self.cfg.seed, self.accelerator.process_index
         for part in range(self.cfg.grad_accum):
@@ -186,30 +179,15 @@ class Trainer:
             yield self.mixup(images, targets) if self.mixup else (images, targets)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Results of raw and averaged weights, "val" and "val_ema", in one pass; {} where it is not yet time for it."""
+        """Evaluates raw and averaged weights, "val" and "val_ema", in one pass; {} where it is not yet time for it."""
         done = self.epoch + 1
         if done % self.cfg.eval_interval and done != self.cfg.epochs:
             return {}
-        try:
-            return evaluate(
-                self.evaluated, self.loaders.val, self.accelerator, self.data.val.num_samples, self.cfg.batch_size
-            )
-        except DataError as error:
-            raise DataError(
-                f"{error} (an evaluation leaves nothing out: mend or remove that one; --resume {self.folder.path} goes "
-                "on from the last checkpoint)"
-            ) from None
+        count = self.data.val.num_samples
+        return evaluate(self.evaluated, self.val_loader, self.accelerator, count, self.cfg.batch_size)
 
     def end_epoch(self, facts: dict[str, Any], results: dict[str, dict[str, float]]) -> bool:
-        """Notes that an epoch is finished.
-
-        Args:
-            facts: The part of its history beside its evaluation.
-            results: Of its evaluation, {} if it had none.
-
-        Returns:
-            Whether its weights, averaged ones where there are any, are the best so far.
-        """
+        """Adds an epoch to the history. Returns whether its weights, averaged if possible, are the best so far."""
         self.epoch += 1
         self.history.append({"epoch": self.epoch, **facts, **results})
         if not results:
@@ -232,20 +210,13 @@ class Trainer:
         self.monitor.log = self.folder.log
 
     def end_loaders(self) -> None:
-        """Ends the loaders' processes with the run; Python may free it much later."""
-        del self.loaders
+        """Ends the loaders' processes with the run; Python may free them much later."""
+        del self.loader, self.val_loader
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
-    def save(self, is_best: bool = False) -> None:
-        """Saves a checkpoint, with all that a resumed run needs."""
-        self.folder.save(self.state_dict(), is_best)
-
     def state_dict(self) -> dict[str, Any]:
-        """The checkpoint. All processes take part, the first one gets whole tensors.
-
-        The schedule needs no more than the number of updates, the data no more than the place in the epoch.
-        """
+        """Returns the checkpoint. All processes take part, the first one gets whole tensors."""
         scaler = self.accelerator.scaler
         return dict(
             arch=self.cfg.model,
@@ -266,11 +237,7 @@ class Trainer:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a checkpoint stopped, at the same share of its epoch if that has another number of updates.
-
-        Raises:
-            UserError: Where it has another model or optimiser.
-        """
+        """Goes on where a checkpoint stopped, at the same share of its epoch if that has another number of updates."""
         path = str(self.cfg.resume)
         load_weights(self.model, state, path)
         if self.ema:
@@ -323,30 +290,23 @@ class Trainer:
             **({"threads": torch.get_num_threads()} if cpu else {}),
         }
 
-    def epoch_facts(self) -> dict[str, Any]:
-        """The part of an epoch's history beside its evaluation."""
-        skipped = torch.tensor(self.loaders.train.num_skipped, device=self.device)
-        return {**self.monitor.last, "skipped_samples": self.accelerator.reduce(skipped).item()}
-
     def describe(self) -> None:
         """Says what is going to happen."""
-        cfg, data, mixed = self.cfg, self.data, self.accelerator.mixed_precision
+        cfg, data, precision = self.cfg, self.data, self.accelerator.mixed_precision
         size = "x".join(map(str, self.settings["input_size"]))
         count = sum(parameter.numel() for parameter in self.model.parameters())
         left_out = dict.fromkeys(f"left out {one}" for one in (data.train.left_out, data.val.left_out) if one)
-        kept = f"kept in the memory of each process: {self.loaders.kept_bytes / 1e6:,.1f} MB"
-        beside = [*([data.train.hint] if data.train.hint else []), *left_out, *([kept] if cfg.keep_in_memory else [])]
-        self.say(f"model   {cfg.model}, {count:,} parameters, input {size}, {data.num_classes} classes")
         counts = f"{data.train.num_samples:,} samples to train on, {data.val.num_samples:,} to evaluate"
-        self.say(f"data    {data.place}: {counts}")
-        for line in beside:
-            self.say(f"        {line}")
-        self.say(
-            f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in "
-            f"{'fp32' if mixed == 'no' else mixed}, {cfg.epochs} epochs of {self.updates_per_epoch} updates of "
-            f"{self.global_batch} samples, peak lr {self.peak_lr:.2e}"
-        )
-        self.say(f"folder  {self.folder.path}")
+        precision = "fp32" if precision == "no" else precision
+        lines = [
+            f"model   {cfg.model}, {count:,} parameters, input {size}, {data.num_classes} classes",
+            f"data    {data.place}: {counts}",
+            *(f"        {line}" for line in (data.train.hint, *left_out) if line),
+            f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in {precision}, {cfg.epochs} "
+            f"epochs of {self.updates_per_epoch} updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}",
+            f"folder  {self.folder.path}",
+        ]
+        self.say("\n".join(lines))
 
     def report_epoch(self) -> None:
         """Says how the last epoch went, and adds its evaluation to the curves."""

@@ -1,4 +1,4 @@
-"""What is read of each update of a run: loss, gradient norm and signals, for the curves and the decision to stop."""
+"""Reads each update of a run: loss, gradient norm and signals, for the curves and the decision to stop."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 
 from vision_longhorn.data.samples import place
-from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
 from vision_longhorn.runs import Run
 from vision_longhorn.signals import SIGNALS, StopSignals
@@ -27,17 +27,8 @@ QUIET = 30  # seconds between two lines about how far a run without a bar is
 class UpdateMonitor:
     """Reads each update when the next one has been queued, so the device never waits for the host.
 
-    All processes read the same values of the same update, and so decide alike.
-
-    Args:
-        cfg: The run's config, for `log_interval` and `max_bad_steps`. An epoch's last update always gets an entry in
-            the curves, and an error where all of an epoch were skipped.
-        accelerator: Gives device, rank, number of processes, and the sum over them.
-        signals: `StopSignals` of this process.
-        run: The run, whose folder gets evidence of updates that were not finite.
-        images: Samples in an update, over all processes.
-        updates_per_epoch: Updates in an epoch.
-        say: Prints a line now and then about how far the run is; None where a bar shows it.
+    All processes read the same values of the same update, and so decide alike. An update has `images` samples over all
+    processes. `say` prints now and then how far the run is, where no bar shows it.
 
     Attributes:
         log: `RunLog` of the run, on the first process once the run has a folder; else None.
@@ -62,21 +53,21 @@ class UpdateMonitor:
         self.log_interval, self.max_bad_steps = cfg.log_interval, min(cfg.max_bad_steps, updates_per_epoch)
         self.stop, self.last = 0, dict[str, float]()
         self._loss_sum, self._losses, self._skipped = 0.0, 0, 0
-        self._bad: list[dict[str, Any]] = []  # the updates since the last good one
-        self._bad_places: dict[int, list[tuple[str, str]]] = {}  # this process's samples of each
-        self._waits: list[tuple[Any, Any]] = []  # of the update that is being made, as are the samples
+        self._bad: list[dict[str, Any]] = []  # the updates since the last good one, with this process's "places"
+        # The begin and end of each wait for a batch, and the places of the samples, in the update that is being made
+        self._waits: list[tuple[Any, Any]] = []
         self._places: list[tuple[str, str]] = []
         self._queue: collections.deque[tuple] = collections.deque()
         self.start_clock()
 
     def state_dict(self) -> dict[str, Any]:
         """The part of the curves that is still to be written. Call `read_all` first."""
+        bad = [{key: value for key, value in one.items() if key != "places"} for one in self._bad]
         counts = dict(loss_sum=self._loss_sum, losses=self._losses, skipped=self._skipped)
-        return {**counts, "bad": self._bad, "last": self.last}
+        return {**counts, "bad": bad, "last": self.last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._loss_sum, self._losses, self._skipped = state["loss_sum"], state["losses"], state["skipped"]
-        # A checkpoint does not keep their samples.
         self._bad, self.last = [{**bad, "before_resuming": True} for bad in state["bad"]], dict(state["last"])
 
     def start_clock(self) -> None:
@@ -84,31 +75,15 @@ class UpdateMonitor:
         self._since, self._updates, self._waited = self._now(), 0, 0.0
 
     def next_batch(self, batches: Iterator[tuple[Any, ...]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Images and targets of the next batch. Notes its samples' places, and for how long the device had to wait.
-
-        Args:
-            batches: Of (images, targets, places).
-        """
+        """Returns images and targets of the next batch, and notes its places and how long the device waited for it."""
         begin = self._now()
-        batch = next(batches, None)
-        if batch is None:
-            raise UserError(
-                "the training data ended within an epoch: check them by `vision-longhorn shards verify DIR`"
-            )
+        images, targets, places = next(batches)
         self._waits.append((begin, self._now()))
-        images, targets, places = batch
         self._places += places
         return images, targets
 
     def update(self, number: int, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float) -> None:
-        """Notes an update, and reads the one before.
-
-        Args:
-            number: Updates so far, from 1.
-            loss: This process's mean loss, () on the device.
-            grad_norm: Norm of the gradient averaged over the processes, () on the device; not finite where the update
-                was skipped.
-            lr: Learning rate.
+        """Notes the update `number`, from 1, with the results of `TrainStep`, and reads the one before.
 
         Raises:
             UserError: Too many updates in a row were skipped; bad_steps.json tells which.
@@ -117,7 +92,7 @@ class UpdateMonitor:
         facts = torch.zeros(world_size + len(SIGNALS), device=self.accelerator.device)
         facts[rank] = loss
         if self.signals.received:
-            facts[world_size + SIGNALS.index(self.signals.received)].fill_(1)  # an assignment would wait for the device
+            facts[world_size + SIGNALS.index(self.signals.received)].fill_(1)  # `= 1` would wait for the device
         facts = torch.cat([self.accelerator.reduce(facts, "sum"), grad_norm.reshape(1)])
         facts = facts.to("cpu", non_blocking=True)
         self._queue.append((number, lr, facts, self._waits, self._places, self._now()))
@@ -142,11 +117,10 @@ class UpdateMonitor:
             if math.isfinite(grad_norm):
                 self._loss_sum += sum(losses) / world_size
                 self._losses += 1
-                self._bad, self._bad_places = [], {}
+                self._bad = []
             else:
                 self._skipped += 1
-                self._bad.append({"update": number, "losses": losses, "grad_norm": grad_norm, "lr": lr})
-                self._bad_places[number] = places
+                self._bad.append(dict(update=number, losses=losses, grad_norm=grad_norm, lr=lr, places=places))
             if number % self.log_interval == 0 or number % self.updates_per_epoch == 0:
                 self._log(number, lr, grad_norm, end)
             if len(self._bad) >= self.max_bad_steps:
@@ -156,28 +130,21 @@ class UpdateMonitor:
         seconds = _seconds(self._since, end)
         loss = self._loss_sum / self._losses if self._losses else math.nan
         self.last = {"train_loss": loss, "lr": lr, "images_per_s": self._updates * self.images / seconds}
-        if self.say and time.monotonic() > self._said + QUIET and number % self.updates_per_epoch:
+        epoch, done = divmod(number, self.updates_per_epoch)
+        if self.say and done and time.monotonic() > self._said + QUIET:
             self._said = time.monotonic()
-            epoch, done = divmod(number, self.updates_per_epoch)
             speed = f"{self.last['images_per_s']:,.0f} images/s"
             self.say(f"update {done} of {self.updates_per_epoch}, epoch {epoch + 1}  loss {loss:.4f}  {speed}")
         if self.log:
-            scalars = {
-                "loss": loss,
-                "lr": lr,
-                "images_per_s": self.last["images_per_s"],
-                "grad_norm": grad_norm,
-                "epoch": number / self.updates_per_epoch,
-                "data_wait": self._waited / seconds,
-                "skipped": self._skipped,
-                **self._memory(),
-            }
+            scalars = dict(loss=loss, lr=lr, images_per_s=self.last["images_per_s"], grad_norm=grad_norm)
+            scalars.update(epoch=number / self.updates_per_epoch, data_wait=self._waited / seconds)
+            scalars.update(skipped=self._skipped, **self._memory())
             self.log.add({f"train/{tag}": value for tag, value in scalars.items()}, number)
         self._loss_sum, self._losses = 0.0, 0
         self._since, self._updates, self._waited = end, 0, 0.0
 
     def _memory(self) -> dict[str, float]:
-        """GiB on the host of this process and its loader's workers, and the device's peak since the last entry."""
+        """Memory on the host of this process with its loader's workers, and the device's peak, in GiB."""
         host = 0
         for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it may have ended
@@ -189,44 +156,25 @@ class UpdateMonitor:
         return memory
 
     def _give_up(self) -> None:
-        first, last = self._bad[0], self._bad[-1]
-        for bad in self._bad:
+        """Writes the bad updates with the samples of every process, and raises UserError."""
+        own = [bad.pop("places", None) for bad in self._bad]  # a checkpoint does not keep them
+        named = [places and [place({"__url__": shard, "__key__": key}) for shard, key in places] for places in own]
+        for bad, samples in zip(self._bad, zip(*gather_object([named]), strict=True), strict=True):
             bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
-        evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
-
-        def write() -> None:
-            if self.accelerator.is_main_process:
-                self.run.path.mkdir(parents=True, exist_ok=True)
-                write_text(self.run.bad_steps_file, json.dumps(evidence, indent=2) + "\n")
-
-        write()  # without samples first, as a process that is asked for them may be gone
-        evidence["samples_unknown"] = self._name_samples()
-        write()
-        loss = sum(last["losses"]) / len(last["losses"])
+            bad["samples"] = samples
+        if self.accelerator.is_main_process:
+            evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
+            write_text(self.run.bad_steps_file, json.dumps(evidence, indent=2) + "\n")
+        first, last = self._bad[0], self._bad[-1]
         raise UserError(
             f"{len(self._bad)} updates in a row, {first['update']} to {last['update']}, were skipped, as loss or "
-            f"gradients were not finite (loss {loss}, gradient norm {last['grad_norm']}): --resume goes on with the "
-            f"weights before them; give a lower lr, or --clip-grad 1.0; {self.run.bad_steps_file} tells more"
+            f"gradients were not finite (loss {sum(last['losses']) / len(last['losses'])}, gradient norm "
+            f"{last['grad_norm']}): --resume goes on with the weights before them; give a lower lr, or "
+            f"--clip-grad 1.0; {self.run.bad_steps_file} tells more"
         )
 
-    def _name_samples(self) -> dict[int, str]:
-        """Adds every process's samples to each bad update. Returns, by process, why they are unknown."""
-        named = {
-            number: [place({"__url__": shard, "__key__": key}) for shard, key in places]
-            for number, places in self._bad_places.items()
-        }
-        unknown = {}
-        try:
-            parts = gather_object([named])
-        except Exception as error:  # whatever it is, the bad updates are the news
-            parts = [{}] * self.accelerator.num_processes
-            unknown = dict.fromkeys(range(len(parts)), f"{type(error).__name__}: {one_line(error)}")
-        for bad in self._bad:
-            bad["samples"] = [part.get(bad["update"]) for part in parts]
-        return unknown
-
     def _now(self) -> Any:
-        """The time on the device, as an event that the host need not wait for; on a CPU in seconds."""
+        """The time: in seconds on a CPU, and on a GPU as an event for which the host need not wait."""
         if self.accelerator.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
