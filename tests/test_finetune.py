@@ -112,14 +112,14 @@ def test_a_run_compares_the_names_of_its_data(weights, tmp_path, capsys):
     """With those of the weights that it starts from, and of the checkpoint that it goes on with."""
     for split in "train", "val":
         write_digits(tmp_path / "data", split, 32, shards=1)
-    index_shards(tmp_path / "data", NAMES[::-1], progress=False)
+    index_shards(tmp_path / "data", NAMES[::-1])
     save_checkpoint(weights[0], {"state_dict": weights[1], "class_names": NAMES})
     run = train_imagenet.main(
         [*QUICK, *PLAIN, "--data", str(tmp_path / "data"), "--init", str(weights[0]), "--epochs", "1", "--model-kwargs",
          "depth=2", "embed_dim=32", "img_size=8", "patch_size=4", "--run-dir", str(tmp_path / "run")]
     )  # fmt: skip
     assert "anew (class 0 is 'n0' in the file and 'n9' in the data)" in capsys.readouterr().out
-    index_shards(tmp_path / "data", NAMES, progress=False)
+    index_shards(tmp_path / "data", NAMES)
     words = "class 0 is 'n9' in", "last.pt and 'n0' in the data"
     fails_with_one_line(train_imagenet.main, ["--resume", run, "--epochs", "2"], capsys, *words)
 

@@ -190,10 +190,10 @@ def test_dark_pictures_are_named_once_by_whatever_reads_them(tmp_path, caplog, m
     keep_in_memory(folder)
     told_once(caplog, str(tmp_path / "images" / "c"), monkeypatch)
     samples, class_names, _ = image_folder(tmp_path / "images")
-    make_shards(tmp_path / "shards", "train", samples, class_names, progress=False)
+    make_shards(tmp_path / "shards", "train", samples, class_names)
     told_once(caplog, ".png", monkeypatch)
-    assert verify(tmp_path / "shards", progress=False) == [] and not caplog.records
-    assert verify(tmp_path / "shards", full=True, progress=False) == []
+    assert verify(tmp_path / "shards") == [] and not caplog.records
+    assert verify(tmp_path / "shards", full=True) == []
     told_once(caplog, "sample 000000", monkeypatch)
 
 
@@ -279,8 +279,8 @@ def folder(request, tmp_path):
 def test_every_file_goes_through_shards_and_transforms(folder, tmp_path):
     samples, class_names, _ = image_folder(folder)
     assert {s.name for s in samples} == {p.relative_to(folder).as_posix() for p in folder.glob("*/*")}
-    assert make_shards(tmp_path / "shards", "train", samples, class_names, shard_size=10, progress=False) == []
-    assert verify(tmp_path / "shards", full=True, progress=False) == []
+    assert make_shards(tmp_path / "shards", "train", samples, class_names, shard_size=10) == []
+    assert verify(tmp_path / "shards", full=True) == []
     shards = open_shards(tmp_path / "shards")
     assert shards.num_samples == len(samples)
     assert shards.class_names == sorted(p.name for p in folder.iterdir() if p.is_dir())

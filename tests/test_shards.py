@@ -61,7 +61,7 @@ def folder(tmp_path):
 
 def make(folder, out, split="train", **options):
     samples, class_names, _ = image_folder(folder, (read_index(out) or {}).get("class_names"))
-    return maker.make_shards(out, split, samples, class_names, **{"shard_size": 8, "progress": False, **options})
+    return maker.make_shards(out, split, samples, class_names, **{"shard_size": 8, **options})
 
 
 def contents(out):
@@ -98,7 +98,7 @@ def test_images_above_max_side_are_stored_smaller(tmp_path):
     }
     assert image_of(found["small"]) == (tmp_path / "src" / "class0" / "small.JPEG").read_bytes()
     assert np.abs(np.asarray(decode_image(image_of(found["high"])), int) - (200, 100, 50)).max() <= 3
-    assert maker.verify(tmp_path / "out", full=True, progress=False) == []
+    assert maker.verify(tmp_path / "out", full=True) == []
     for other in (None, 50):
         with pytest.raises(DataError, match=rf"made with max_side 40 \(now {other}\)"):
             make(tmp_path / "src", tmp_path / "out", max_side=other)
@@ -429,7 +429,7 @@ def test_two_processes_make_the_digits_at_once_and_they_are_those_of_scikit_lear
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
     (out / "val-000001.tar").unlink()
     make_digits(out)
-    assert maker.verify(out, full=True, progress=False) == []
+    assert maker.verify(out, full=True) == []
 
 
 def test_digits_do_not_overwrite_other_data(folder, tmp_path):
@@ -468,12 +468,12 @@ def damage(out, what):
 )
 def test_verify_names_what_is_wrong(folder, tmp_path, what, message, capsys):
     make(folder, tmp_path / "out")
-    assert maker.verify(tmp_path / "out", full=True, progress=False) == []
+    assert maker.verify(tmp_path / "out", full=True) == []
     damage(tmp_path / "out", what)
     with pytest.raises(SystemExit) as raised:
         run_cli(lambda: maker.main(["verify", str(tmp_path / "out")]))
     assert raised.value.code == 1
-    assert len(maker.verify(tmp_path / "out", progress=False)) == 1
+    assert len(maker.verify(tmp_path / "out")) == 1
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -694,7 +694,7 @@ def test_an_index_of_others_may_say_less_or_more(indexed, changed, classes):
     folder = indexed(b"\xef\xbb\xbf" + json.dumps(index_with(changed)).encode())  # as some editors begin a file
     shards = open_shards(folder)
     assert (shards.num_samples, shards.num_classes, shards.samples_per_shard) == (3, classes, [2, 1])
-    assert maker.verify(folder, progress=False) == []
+    assert maker.verify(folder) == []
 
 
 def test_no_index_is_written_that_could_not_be_read(indexed):
@@ -718,7 +718,7 @@ def test_folders_without_an_index_or_samples(tmp_path):
     with pytest.raises(DataError, match="hold no samples"):
         maker.main(["index", str(tmp_path)])
     (tmp_path / "_info.json").write_text('{"splits": {}}')
-    assert maker.verify(tmp_path, progress=False) == [f"the index of {tmp_path} names no shards"]
+    assert maker.verify(tmp_path) == [f"the index of {tmp_path} names no shards"]
 
 
 def test_names_alone_tell_the_number_of_classes(tmp_path):

@@ -325,7 +325,7 @@ def test_what_a_run_says_of_itself_is_in_tensorboard_and_in_its_checkpoint(tmp_p
     write_digits(tmp_path / "data", "train", 70)
     write_digits(tmp_path / "data", "val", 37)
     names = [f"digit {i}" for i in range(10)]
-    index_shards(tmp_path / "data", names, progress=False)
+    index_shards(tmp_path / "data", names)
     run = train_imagenet.main(
         [*QUICK, *PLAIN, "--data", str(tmp_path / "data"), "--epochs", "1", "--run-dir", str(tmp_path / "run")]
     )
@@ -423,7 +423,7 @@ def test_evaluation_data_with_other_classes_is_refused(tmp_path, capsys):
     for part, names in ("a", "0123456789"), ("b", "0123456798"), ("c", "abcdefghij"):
         write_digits(tmp_path / part, "train", 40)
         write_digits(tmp_path / part, "val", 20)
-        index_shards(tmp_path / part, list(names), progress=False)
+        index_shards(tmp_path / part, list(names))
     for part, words in ("b", ["class '9' has index 8", "but 9"]), ("c", ["class 0", "'0'", "'a'"]):
         fails_with_one_line(
             train_imagenet.main,

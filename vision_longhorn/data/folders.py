@@ -1,6 +1,5 @@
 """Folders of images, one folder per class: which splits and classes they have, and their files as samples."""
 
-import contextlib
 import dataclasses
 import os
 import random
@@ -40,7 +39,7 @@ def alike(split: str, names: Iterable[str]) -> list[str]:
     return [split] if split in names else [name for name in names if same_split(name, split)]
 
 
-def beside(folder: str | os.PathLike[str], used: Container[str], most: int = 8) -> list[str]:
+def beside(folder: str | os.PathLike[str], used: Container[str]) -> list[str]:
     """What else in a folder may be data: names of folders, images, tar files and broken links that are not `used`."""
     names = [
         entry.name
@@ -48,7 +47,7 @@ def beside(folder: str | os.PathLike[str], used: Container[str], most: int = 8) 
         if entry.name not in used
         and (kind in (FOLDER, BROKEN) or kind != HIDDEN and (is_image(entry.name) or shard_stem(entry.name)))
     ]
-    return names[:most] + ([f"{len(names) - most} more"] if len(names) > most else [])
+    return names[:8] + ([f"{len(names) - 8} more"] if len(names) > 8 else [])
 
 
 def find_splits(
@@ -57,14 +56,9 @@ def find_splits(
     """Find the splits of a folder ROOT/SPLIT/CLASS/IMAGE: folders spelt as in `SPELLINGS`, or that mean `split`.
 
     Folders with images right in them, named like splits, are classes if other classes lie beside them, or if all of
-    them are among `class_names`.
-
-    Returns:
-        path of each split by the name of its folder, none if the folders are classes themselves; names of what else
-        lies beside the splits and may be data
-
-    Raises:
-        DataError: if there is no such folder, or if its folders may be splits or classes.
+    them are among `class_names`. Returns the path of each split by the name of its folder, none if the folders are
+    classes themselves, and the names of what else lies beside the splits and may be data. Raises DataError if there is
+    no such folder, or if its folders may be splits or classes.
     """
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder; check the path")
@@ -92,23 +86,25 @@ def find_splits(
 def splits_above(folder: str) -> dict[str, str]:
     """Path of each split, by name, in the folder above `folder`, if `folder` is one of them; else none."""
     above, own = os.path.split(os.path.abspath(folder))
-    with contextlib.suppress(DataError):
-        inside = [entry for entry, kind in scan(above) if kind == FOLDER and known_split(entry.name)]
-        paths = {entry.name: entry.path for entry in inside if _holds_folders(entry.path)}
-        return paths if own in paths else {}
-    return {}
+    inside = [entry for entry, kind in _inside(above) if kind == FOLDER and known_split(entry.name)]
+    paths = {entry.name: entry.path for entry in inside if _holds_folders(entry.path)}
+    return paths if own in paths else {}
 
 
 def _holds_folders(folder: str) -> bool:
-    with contextlib.suppress(DataError):  # reading it later is an error
-        return any(kind == FOLDER for _, kind in scan(folder))
-    return False
+    return any(kind == FOLDER for _, kind in _inside(folder))
 
 
 def _holds_images(folder: str) -> bool:
-    with contextlib.suppress(DataError):
-        return any(kind in (FILE, BROKEN) and is_image(entry.name) for entry, kind in scan(folder))
-    return False
+    return any(kind in (FILE, BROKEN) and is_image(entry.name) for entry, kind in _inside(folder))
+
+
+def _inside(folder: str) -> list[tuple[os.DirEntry[str], str]]:
+    """As `scan`, but nothing for a folder that cannot be read, which is an error once it is asked for."""
+    try:
+        return scan(folder)
+    except DataError:
+        return []
 
 
 def list_images(
@@ -116,17 +112,9 @@ def list_images(
 ) -> tuple[list[tuple[str, int]], list[str], list[tuple[str, str]]]:
     """List a folder of one folder per class, as torchvision's ImageFolder does: classes are sorted by name.
 
-    Args:
-        folder: holds the class folders.
-        class_names: the classes by index, if another split has fixed them; some may be without images.
-
-    Returns:
-        (file name relative to `folder`, class index) of each image, none if there are no class folders; class_names;
-        and what is left out, as in `Walk.others`
-
-    Raises:
-        DataError: if there is no such folder, a class without images, one that is not in `class_names`, or one that
-            stands there twice.
+    `class_names` are the classes by index, if another split has fixed them; some may be without images. Returns
+    (file name relative to `folder`, class index) of each image, none if there are no class folders; class_names; and
+    what is left out, as in `Walk.others`. Raises DataError if classes and folders do not fit together.
     """
     if not os.path.isdir(folder):
         raise DataError(f"{folder} is not a folder; check the path")
@@ -160,19 +148,12 @@ def list_images(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageFiles:
-    """Labelled image files, in runs that serve as shards. `samples.image_of` reads a file when it is wanted.
-
-    They are arrays because each worker would soon have its own copy of lists.
-
-    Attributes:
-        folder: where they lie.
-        names: bytes array (N,), their names relative to `folder`.
-        labels: int32 array (N,), their class indices.
-    """
+    """Labelled image files, in runs that serve as shards. `samples.image_of` reads a file when it is wanted."""
 
     folder: str
-    names: np.ndarray
-    labels: np.ndarray
+    # Arrays, because each worker would soon have its own copy of lists
+    names: np.ndarray  # (N,) bytes, relative to `folder`
+    labels: np.ndarray  # (N,) int32, class indices
 
     @classmethod
     def mixed(cls, folder: str, listed: list[tuple[str, int]]) -> "ImageFiles":
@@ -199,18 +180,11 @@ class ImageFiles:
 
 
 def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None = None) -> list[str]:
-    """Read what people call the classes.
+    """Read what people call the classes, by class index.
 
-    Args:
-        path: text file (UTF-8). Each line is a class, a tab and its readable name; or all are readable names, in the
-            order of the classes.
-        class_names: the classes by index, None if only their number is known.
-
-    Returns:
-        readable names by class index
-
-    Raises:
-        DataError: if it cannot be read, or does not name every class.
+    Each line of the text file is a class, a tab and its readable name; or all are readable names, in the order of the
+    classes. `class_names` are the classes by index, None if only their number is known. Raises DataError if the file
+    cannot be read, or does not name every class.
     """
     lines = read_lines(path)
     names = {line.split("\t", 1)[0].strip(): line.split("\t", 1)[1].strip() for line in lines if "\t" in line}

@@ -3,13 +3,12 @@
 It is the file that timm's `ReaderWds` reads, with `num_classes`, `class_names` and `display_names` added.
 """
 
-import dataclasses
 import json
 import os
 import re
 import reprlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vision_longhorn.errors import one_line, reason
@@ -21,14 +20,8 @@ INDEX_NAMES = ("_info.json", "info.json")
 
 
 def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Read the index of a directory of shards.
-
-    Returns:
-        dict with "splits" and perhaps "num_classes", "class_names" and "display_names"; None if there is none.
-
-    Raises:
-        DataError: if there is one that cannot be understood.
-    """
+    """Read the index of a directory of shards: a dict with "splits" and perhaps "num_classes", "class_names" and
+    "display_names"; None if there is none. Raises DataError if there is one that cannot be understood."""
     for name in INDEX_NAMES:
         path = os.path.join(directory, name)
         if not os.path.isfile(path):
@@ -56,15 +49,8 @@ def write_index(
     num_classes: int | None = None,
     display_names: Sequence[str] | None = None,
 ) -> None:
-    """Write the index of a directory. Splits that are not named stay as they are.
-
-    Args:
-        directory: where the shards lie.
-        splits: dict of split name -> (file names, samples per shard, dict of further facts to keep).
-        class_names: name of each class by its index, if known.
-        num_classes: number of classes, if there are no names.
-        display_names: what people call each class, by its index, if known.
-    """
+    """Write the index of a directory. `splits` has file names, samples per shard and further facts for each split;
+    splits that it does not name stay as they are. `num_classes` counts only where there are no `class_names`."""
     index = read_index(directory) or {"splits": {}}
     for name, (filenames, lengths, facts) in splits.items():
         index["splits"][name] = {
@@ -88,92 +74,78 @@ def write_index(
         aside.write_bytes(json.dumps(index, indent=1).encode())
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """A kind of value in an index: a test, the words for what passes it, and the kind of a list's items."""
-
-    fits: Callable[[Any], bool]
-    right: str
-    required: bool = False
-    items: "_Kind | None" = None
-
-    def check(self, field: str, value: Any, of: str = "") -> None:
-        """Raises DataError, which calls the value `field`, if it is of another kind."""
-        if value is None and not self.required:
-            return
-        if not self.fits(value):
-            raise DataError(f"{field}{of} is {'missing' if value is None else _short(value)}; it must be {self.right}")
-        for number, item in enumerate(value if self.items else ()):
-            self.items.check(f"{field}[{number}]", item, of)  # type: ignore[union-attr]
-
-
-def _whole(low: int, high: int, required: bool = False) -> _Kind:
-    # isinstance would take true for 1.
-    return _Kind(
-        lambda value: type(value) is int and low <= value <= high, f"a whole number from {low} to {high:,}", required
-    )
-
-
-def _is(kind: type, right: str, required: bool = False, items: _Kind | None = None) -> _Kind:
-    return _Kind(lambda value: isinstance(value, kind), right, required, items)
-
-
-_NAME = _Kind(lambda value: isinstance(value, str) and value != "", "a name, in quotes", required=True)
-_NAMES = _Kind(lambda value: isinstance(value, list) and value != [], "a list of names", items=_NAME)
-_INDEX = {
-    "splits": _is(dict, "an object with an entry for each split", required=True),
-    "num_classes": _whole(1, 10**7),
-    "class_names": _NAMES,
-    "display_names": _NAMES,
-}
-_SPLIT = {
-    "filenames": dataclasses.replace(_NAMES, required=True),
-    "shard_lengths": _is(
-        list, "a list, the number of samples in each shard", required=True, items=_whole(0, 10**12, required=True)
-    ),
-    "name": _is(str, "a text"),
-    "source": _is(str, "a text"),
-    "made_with": _is(dict, "an object"),
-    "skipped": _is(list, "a list of names"),
-}
-
-
 def check_index(index: Any) -> None:
     """Fill in the fields that follow from others. Raises DataError, which names the field, if one is wrong."""
-    _is(dict, "an object with splits", required=True).check("it", index)
-    for field, kind in _INDEX.items():
-        kind.check(field, index.get(field))
+    _check("it", index, dict, "an object with splits")
+    _check("splits", index.get("splits"), dict, "an object with an entry for each split")
     for split, entry in index["splits"].items():
-        of = f" of split {_short(split)}"
-        _is(dict, "an object with filenames and shard_lengths", required=True).check("the entry", entry, of)
-        for field, kind in _SPLIT.items():
-            kind.check(field, entry.get(field), of)
-        names, lengths = entry["filenames"], entry["shard_lengths"]
-        _check_once(f"filenames{of}", names, "name each shard once")
-        for name in names:
-            if (
-                os.path.isabs(name)
-                or re.match("pipe:", name, re.I)
-                or "://" in name
-                or ".." in re.split(r"[/\\]", name)
-            ):
-                raise DataError(f"filenames{of} name {_short(name)}, which is outside of its folder")
-        if len(lengths) != len(names):
-            raise DataError(
-                f"there are {len(names)} filenames{of}, but {len(lengths)} shard_lengths; give each its own"
-            )
-        if entry.get("num_samples") is None:
-            entry["num_samples"] = sum(lengths)
-        total = entry["num_samples"]
-        if type(total) is not int or total != sum(lengths):
-            right = f"{sum(lengths)}, which is what shard_lengths add up to"
-            raise DataError(f"num_samples{of} is {_short(total)}; it must be {right}")
+        _check_split(f" of split {_short(split)}", entry)
+    if index.get("num_classes") is not None:
+        _check_number("num_classes", index["num_classes"], 1, 10**7)
     for field in ("class_names", "display_names"):
-        if names := index.get(field):
-            if index.get("num_classes") is None:
-                index["num_classes"] = len(names)
-            if len(names) != index["num_classes"]:
-                raise DataError(f"{field} has {len(names)} names for {index['num_classes']} classes; give one for each")
+        names = index.get(field)
+        if names is None:
+            continue
+        _check_names(field, "", names)
+        if index.get("num_classes") is None:
+            index["num_classes"] = len(names)
+        if len(names) != index["num_classes"]:
+            raise DataError(f"{field} has {len(names)} names for {index['num_classes']} classes; give one for each")
+
+
+def _check_split(of: str, entry: Any) -> None:
+    _check(f"the entry{of}", entry, dict, "an object with filenames and shard_lengths")
+    names, lengths = entry.get("filenames"), entry.get("shard_lengths")
+    _check_names("filenames", of, names)
+    _check(f"shard_lengths{of}", lengths, list, "a list, the number of samples in each shard")
+    for number, length in enumerate(lengths):
+        _check_number(f"shard_lengths[{number}]{of}", length, 0, 10**12)
+    for field, kind, right in _OPTIONAL:
+        if entry.get(field) is not None:
+            _check(f"{field}{of}", entry[field], kind, right)
+    _check_once(f"filenames{of}", names, "name each shard once")
+    for name in names:
+        if os.path.isabs(name) or re.match("pipe:", name, re.I) or "://" in name or ".." in re.split(r"[/\\]", name):
+            raise DataError(f"filenames{of} name {_short(name)}, which is outside of its folder")
+    if len(lengths) != len(names):
+        raise DataError(f"there are {len(names)} filenames{of}, but {len(lengths)} shard_lengths; give each its own")
+    total, right = entry.setdefault("num_samples", None), sum(lengths)
+    if total is None:
+        entry["num_samples"] = right
+    elif type(total) is not int or total != right:
+        raise DataError(
+            f"num_samples{of} is {_short(total)}; it must be {right}, which is what shard_lengths add up to"
+        )
+
+
+_OPTIONAL = (
+    ("name", str, "a text"),
+    ("source", str, "a text"),
+    ("made_with", dict, "an object"),
+    ("skipped", list, "a list of names"),
+)
+
+
+def _check(field: str, value: Any, kind: type, right: str) -> None:
+    if not isinstance(value, kind):
+        raise _wrong(field, value, right)
+
+
+def _check_names(field: str, of: str, names: Any) -> None:
+    if not isinstance(names, list) or not names:
+        raise _wrong(f"{field}{of}", names, "a list of names")
+    for number, name in enumerate(names):
+        if not isinstance(name, str) or not name:
+            raise _wrong(f"{field}[{number}]{of}", name, "a name, in quotes")
+
+
+def _check_number(field: str, value: Any, low: int, high: int) -> None:
+    if type(value) is not int or not low <= value <= high:  # isinstance would take true for 1
+        raise _wrong(field, value, f"a whole number from {low} to {high:,}")
+
+
+def _wrong(field: str, value: Any, right: str) -> DataError:
+    return DataError(f"{field} is {'missing' if value is None else _short(value)}; it must be {right}")
 
 
 def _check_once(field: str, names: Sequence[str], remedy: str) -> None:

@@ -39,8 +39,7 @@ class ShardSet:
     """The shards of one split.
 
     Attributes:
-        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`; for an image folder its path, once for each run of
-            files that serves as a shard.
+        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`; the path of an image folder for each run of files.
         num_samples: samples in all shards together.
         num_classes: number of classes, None if unknown.
         class_names: name of each class by its index, None if unknown.
@@ -51,8 +50,7 @@ class ShardSet:
         files: the `ImageFiles` of an image folder, None for shards.
         hint: for an image folder, a line with the command that makes shards of it; else "".
         left_out: a line about what else may be data but is not read, or "".
-        kept: the samples of each of `urls` in memory (see `keep_in_memory`); None for a shard, or for all, that are
-            read anew in each pass.
+        kept: the samples of each of `urls` in memory (see `keep_in_memory`), None for what is read in each pass.
     """
 
     urls: list[str]
@@ -93,20 +91,16 @@ def open_shards(
 ) -> ShardSet:
     """Find the shards of a split, or the images of a folder, and learn how many samples and classes they hold.
 
-    A folder without shards is read as it is: `spec/SPLIT/CLASS/IMAGE`, or `spec/CLASS/IMAGE` for whatever split.
-
     Args:
-        spec: a directory of shards or of images; or a path, glob or brace pattern (`train-{000000..000015}.tar`), local
-            or http(s); or with `allow_pipe` a shell command that prints a shard, `pipe:COMMAND`, with brace patterns as
-            well.
+        spec: a directory of shards, or of images (`spec/SPLIT/CLASS/IMAGE`, or `spec/CLASS/IMAGE` for any split); a
+            path, glob or brace pattern (`train-{000000..000015}.tar`), local or http(s); or with `allow_pipe` a shell
+            command that prints a shard, `pipe:COMMAND`, with brace patterns as well.
         split: which split of a directory, in any of `folders.SPELLINGS`.
         num_samples: number of samples, if no index tells it.
         num_classes: number of classes, if neither index nor folder tells it (or to use a model with more).
         allow_pipe: run the command of a `pipe:` in `spec`.
-        train: the ShardSet to train on, if this one is to evaluate: it has the same classes. An image folder without
-            splits cannot be both.
-        class_names: the classes by index that labels are to follow; default those of `train`. Without either, the
-            classes of an image folder are its folders by name: those of `spec/train`, if there is one.
+        train: the ShardSet to train on, if this one is to evaluate: it has the same classes.
+        class_names: the classes by index; default those of `train`, or the folders of an image folder by name.
 
     Raises:
         DataError: if shards are missing, the count is unknown, the classes are not those that they should be, or the
@@ -117,7 +111,10 @@ def open_shards(
     if num_classes is not None and num_classes < 1:
         raise DataError(f"num_classes={num_classes}; it must be at least 1")
     if allow_pipe and _is_pipe(spec):
-        found = ShardSet(_expand_command(spec), 0, split=split, pipes=True)
+        if not spec[5:].strip():
+            raise DataError(f"{spec!r} names no command; write 'pipe:cat train-{{000000..000015}}.tar'")
+        # Backslashes, and braces without a pattern in them, are left to the shell.
+        found = ShardSet(_expand_braces(spec, escape=False), 0, split=split, pipes=True)
     elif "://" not in spec and os.path.isdir(spec):
         found = _in_directory(spec, split, train, class_names)
     else:
@@ -139,7 +136,12 @@ def open_shards(
 
 def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: list[str] | None) -> ShardSet:
     index = read_index(spec)
-    splits: Mapping[str, Any] = find_shards(spec) if index is None else index["splits"]
+    if index is None:
+        splits = find_shards(spec)
+    else:
+        splits = {
+            name: [os.path.join(spec, file) for file in entry["filenames"]] for name, entry in index["splits"].items()
+        }
     if index is None and not alike(split, splits):
         is_folder = not splits
         with contextlib.suppress(DataError):  # an archive of the images, say, may lie beside them
@@ -149,45 +151,30 @@ def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: li
     split = _pick(split, splits, spec)
     folders = [entry.name for entry, kind in scan(spec) if kind == FOLDER and entry.name not in splits]
     left_out = _left_out(spec, split, _twins(split, [*splits, *folders]))
-    if index is None:
-        return _at_paths(splits[split], split, left_out)
-    urls = [os.path.join(spec, name) for name in splits[split]["filenames"]]
-    return _indexed(index, urls, list(splits[split]["shard_lengths"]), split, left_out)
+    return _at_paths(splits[split], split, left_out, "" if index is None else spec)
 
 
-def _at_paths(urls: list[str], split: str, left_out: str = "") -> ShardSet:
-    """The shards at `urls`, with what the indexes in their folders say about them."""
+def _at_paths(urls: list[str], split: str, left_out: str = "", folder: str = "") -> ShardSet:
+    """The shards at `urls`, with what the index in `folder` says of them, or else the indexes in their own folders."""
     if "://" in urls[0]:
         return ShardSet(urls, 0, split=split)
+    folders = [folder] if folder else list(dict.fromkeys(map(os.path.dirname, urls)))
+    indexes = [read_index(folder or ".") or {"splits": {}} for folder in folders]
     counts: dict[str, int] = {}
-    for folder in {os.path.dirname(url) for url in urls}:
-        for entry in (read_index(folder or ".") or {"splits": {}})["splits"].values():
+    for folder, index in zip(folders, indexes, strict=True):
+        for entry in index["splits"].values():
             paths = [os.path.join(folder, name) for name in entry["filenames"]]
             counts.update(zip(paths, entry["shard_lengths"], strict=True))
+    about: dict[str, Any] = {name: indexes[0].get(name) for name in ("num_classes", "class_names", "display_names")}
     known = [counts[url] for url in urls] if all(url in counts for url in urls) else None
-    return _indexed(read_index(os.path.dirname(urls[0]) or ".") or {}, urls, known, split, left_out)
-
-
-def _indexed(
-    index: Mapping[str, Any], urls: list[str], counts: list[int] | None, split: str, left_out: str
-) -> ShardSet:
-    return ShardSet(
-        urls,
-        0,
-        index.get("num_classes"),
-        index.get("class_names"),
-        split,
-        counts,
-        display_names=index.get("display_names"),
-        left_out=left_out,
-    )
+    return ShardSet(urls, 0, split=split, samples_per_shard=known, left_out=left_out, **about)
 
 
 def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names: list[str] | None) -> ShardSet:
     """The images of `spec/SPLIT`, or of `spec` if it holds classes. The splits of the folder above count as well."""
     root, folder, (splits, others) = spec, spec, find_splits(spec, split, class_names)
     if splits:
-        split = _pick(split, splits, spec)
+        split = _pick(split, {name: [path] for name, path in splits.items()}, spec)
         folder, others = splits[split], _twins(split, splits) + others
     elif splits := splits_above(spec):
         root = os.path.dirname(os.path.abspath(spec))
@@ -289,25 +276,20 @@ def _left_out(spec: str, split: str, names: Sequence[str]) -> str:
     return f"beside {os.path.join(spec, split)}: {', '.join(names)}" if names else ""
 
 
-def _pick(split: str, splits: Mapping[str, Any], spec: str) -> str:
-    """The name in `splits` that means `split`. Raises DataError if there is none, or more than one."""
+def _pick(split: str, splits: Mapping[str, list[str]], spec: str) -> str:
+    """The name in `splits` (paths by name) that means `split`. Raises DataError if there is none, or more than one."""
     found = alike(split, splits)
     if len(found) == 1:
         return found[0]
     if found:
         raise DataError(f"{spec!r} has {', '.join(found)}, each of which may be {split!r}; name one of these")
-    used = {*splits, *(os.path.basename(path) for entry in splits.values() for path in _files_of(entry))}
+    used = {*splits, *(os.path.basename(path) for entry in splits.values() for path in entry)}
     others = beside(spec, used)
     have = ", ".join(sorted(splits)) or "no shards"
     raise DataError(
         f"{spec!r} has no split {split!r}; it has {have}{', and beside these ' if others else ''}{', '.join(others)}; "
         f"name one of these, or other data for {split!r}"
     )
-
-
-def _files_of(entry: Any) -> list[str]:
-    """The files of a split: an entry of an index, a list of paths, or the path of a folder."""
-    return entry["filenames"] if isinstance(entry, dict) else entry if isinstance(entry, list) else []
 
 
 def _is_pipe(spec: str) -> bool:
@@ -336,14 +318,6 @@ def _expand(spec: str) -> list[str]:
     return found
 
 
-def _expand_command(spec: str) -> list[str]:
-    """The `pipe:` commands that a pattern stands for, in order. Backslashes, and braces without a pattern in them, are
-    left to the shell."""
-    if not spec[5:].strip():
-        raise DataError(f"{spec!r} names no command; write 'pipe:cat train-{{000000..000015}}.tar'")
-    return _expand_braces(spec, escape=False)
-
-
 def _expand_braces(spec: str, **options: bool) -> list[str]:
     for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
         if int(low) > int(high):
@@ -359,13 +333,8 @@ def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
 
     `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val,
     `test/0.tar` to test, also if `directory` is the folder test. A folder of a split is looked into only if it holds no
-    folders (which would be classes) and no shard right in `directory` is of that split.
-
-    Returns:
-        dict of split name -> sorted paths
-
-    Raises:
-        DataError: if there is no such directory.
+    folders (which would be classes) and no shard right in `directory` is of that split. Returns sorted paths by split;
+    raises DataError if there is no such directory.
     """
     if not os.path.isdir(directory):
         raise DataError(f"{directory} is not a folder; check the path")

@@ -19,11 +19,7 @@ def nbytes(sample: RawSample) -> int:
 
 
 def image_of(sample: RawSample) -> bytes:
-    """Bytes of a sample's image.
-
-    Raises:
-        DataError: if it has none, or its file cannot be read.
-    """
+    """Bytes of a sample's image. Raises DataError if it has none, or its file cannot be read."""
     for extension in EXTENSIONS:
         if extension in sample:
             image = sample[extension]
@@ -38,11 +34,7 @@ def image_of(sample: RawSample) -> bytes:
 
 
 def label_of(sample: RawSample, num_classes: int | None = None) -> int:
-    """Class index of a sample.
-
-    Raises:
-        DataError: if it has none, or one outside 0 <= label < num_classes.
-    """
+    """Class index of a sample. Raises DataError if it has none, or one outside 0 <= label < num_classes."""
     text = sample.get("cls")
     if text is None:
         raise DataError(f"{place(sample)}: no label (cls, with the class index){_found_instead(sample)}")

@@ -4,8 +4,6 @@ import os
 import sys
 from argparse import Namespace
 
-from tqdm import tqdm
-
 from vision_longhorn.errors import spelled
 
 from . import sources
@@ -19,29 +17,32 @@ from .walk import list_others
 @spelled(on_bad="--on-bad", synsets="--synsets")
 def carry_out(args: Namespace) -> None:
     """Carry out the command line `args` of `vision_longhorn.shards`. Raises UserError, of one line."""
+    if args.command == "verify":
+        return _verify(args)
+    directory = args.directory if args.command == "index" else args.out
     if args.command == "imagefolder":
         _imagefolder(args)
     elif args.command == "imagenet":
         _imagenet(args)
     elif args.command == "digits":
-        make_digits(args.out)
-    elif args.command == "verify":
-        problems = verify(args.directory, args.full)
-        for problem in problems:
-            print(problem, file=sys.stderr)
-        if problems:
-            raise DataError(f"{args.directory} has {len(problems)} problems; fetch or make these shards again")
-        print(f"{args.directory}: no problems")
-        return
-    elif args.command == "index":
-        index_shards(args.directory, read_lines(args.classes) if args.classes else None, names=args.names)
-    directory = args.directory if args.command == "index" else args.out
+        make_digits(directory)
+    else:
+        index_shards(directory, read_lines(args.classes) if args.classes else None, names=args.names)
     index = read_index(directory) or {"splits": {}}
     for name, entry in index["splits"].items():
         print(
             f"{directory}: {name}, {entry['num_samples']} images in {len(entry['filenames'])} shards, "
             f"{index['num_classes']} classes"
         )
+
+
+def _verify(args: Namespace) -> None:
+    problems = verify(args.directory, args.full)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    if problems:
+        raise DataError(f"{args.directory} has {len(problems)} problems; fetch or make these shards again")
+    print(f"{args.directory}: no problems")
 
 
 def _imagefolder(args: Namespace) -> None:
@@ -83,7 +84,7 @@ def _imagenet(args: Namespace) -> None:
     if args.train_tar == "-":
         class_names = (read_index(args.out) or {}).get("class_names") or sorted(set(truth or ()))
     else:
-        train, class_names = sources.ilsvrc_train(args.train_tar, lambda names: tqdm(names, "listing", unit="class"))
+        train, class_names = sources.ilsvrc_train(args.train_tar)
     # List both before anything is written, so that a val tar that does not fit is an error at once.
     val = None if truth is None else sources.ilsvrc_val(args.val_tar, truth, class_names)
     for split, samples in ("val", val), ("train", train):

@@ -13,7 +13,7 @@ import re
 import shlex
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ def make_shards(
     on_bad: str = "stop",
     source: str = "",
     threads: int | None = None,
-    progress: bool = True,
     max_side: int | None = None,
 ) -> list[str]:
     """Write samples into shards in an order shuffled over all classes, and the index when all are done.
@@ -54,14 +53,11 @@ def make_shards(
 
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
-        split: name of the split.
-        samples: what to store.
         class_names: name of each class by its index.
         shard_size: samples per shard at most; they are filled evenly.
-        seed: of the order.
         on_bad: "stop" or "skip" at an image that cannot be decoded.
         source: word for the index about where the samples come from.
-        threads, progress: readers and decoders, one per core by default; show a bar.
+        threads: readers and decoders, one per core by default.
         max_side: store images whose longer side is above it smaller, with that side, as JPEG of quality 95; at least 1.
 
     Returns:
@@ -78,7 +74,7 @@ def make_shards(
     shards = _shuffled(split, samples, seed, shard_size)
     with (
         concurrent.futures.ThreadPoolExecutor(threads or os.cpu_count()) as pool,
-        tqdm(total=len(samples), unit="img", desc=split, disable=not progress) as bar,
+        tqdm(total=len(samples), unit="img", desc=split, disable=None) as bar,
     ):
         writer = _Writer(class_names, on_bad, max_side, pool, bar)
         for name, part in shards.items():
@@ -235,15 +231,8 @@ def _key(position: int, name: str) -> str:
 
 
 def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str, list[int] | None]:
-    """Read and decode an image, and encode it anew if a side is above `max_side`.
-
-    Returns:
-        bytes to store, the extension by which readers find them, and [width, height] of the original if it is smaller
-        now
-
-    Raises:
-        DataError: if the image cannot be read or decoded.
-    """
+    """Read and decode an image, and encode it anew if a side is above `max_side`. Returns the bytes to store, the
+    extension by which readers find them, and [width, height] of the original if it is smaller now."""
     data = sample.read()
     try:
         image = decode_image(data)
@@ -260,17 +249,8 @@ def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, st
 
 
 def make_digits(out_dir: Path | str) -> Path | str:
-    """Make the shards of the built-in demo set, unless they are there. Several processes may do so at once.
-
-    Args:
-        out_dir: folder for 4 training and 2 validation shards with their index.
-
-    Returns:
-        out_dir
-
-    Raises:
-        DataError: if `out_dir` holds other data.
-    """
+    """Make the shards of the built-in demo set in `out_dir`, unless they are there, and return it. Several processes
+    may do so at once. Raises DataError if `out_dir` holds other data."""
     index = read_index(out_dir)
     if index is not None:
         if {entry.get("source") for entry in index["splits"].values()} != {"digits"}:
@@ -281,8 +261,8 @@ def make_digits(out_dir: Path | str) -> Path | str:
     os.makedirs(out_dir, exist_ok=True)
     # Each process makes the same bytes in a folder of its own and moves them over, so any of them may be first.
     with tempfile.TemporaryDirectory(dir=out_dir, prefix=".making-") as aside:
-        make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits", progress=False)
-        make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits", progress=False)
+        make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits")
+        make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits")
         names = sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0])
         pairs = [(Path(aside, name), Path(out_dir, name)) for name in names]
         for made, there in pairs if index is None else ():
@@ -293,20 +273,9 @@ def make_digits(out_dir: Path | str) -> Path | str:
     return out_dir
 
 
-def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool = True) -> list[str]:
-    """Read all shards of an index again.
-
-    Args:
-        directory: folder of shards with an index.
-        full: decode every image, not only its header.
-        progress: show a bar.
-
-    Returns:
-        what is wrong, a line each
-
-    Raises:
-        DataError: if there is no such folder or no index, or the index cannot be understood.
-    """
+def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
+    """Read all shards of an index again, and decode every image if `full`, else its header. Returns what is wrong, a
+    line each; raises DataError if there is no such folder or no index, or the index cannot be understood."""
     index = read_index(directory)
     if index is None:
         if not find_shards(directory):
@@ -314,16 +283,11 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
         command = f"python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}"
         raise DataError(f"{directory} has no index; `{command}` writes it")
     problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
-    look = functools.partial(
-        _problem, num_classes=index.get("num_classes"), check=decode_image if full else check_image
-    )
-    shards = [
-        (os.path.join(directory, name), length)
-        for entry in index["splits"].values()
-        for name, length in zip(entry["filenames"], entry["shard_lengths"], strict=True)
-    ]
+    look = functools.partial(_problem, num_classes=index.get("num_classes"), full=full)
+    shards = [shard for s in index["splits"].values() for shard in zip(s["filenames"], s["shard_lengths"], strict=True)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        for path, expected in tqdm(shards, unit="shard", disable=not progress):
+        for name, expected in tqdm(shards, unit="shard", disable=None):
+            path = os.path.join(directory, name)
             try:
                 found = list(pool.map(look, read_shard(path)))
             except DataError as error:
@@ -335,7 +299,7 @@ def verify(directory: str | os.PathLike[str], full: bool = False, progress: bool
     return problems
 
 
-def _problem(sample: RawSample, num_classes: int | None, check: Callable[[bytes], Any]) -> str:
+def _problem(sample: RawSample, num_classes: int | None, full: bool) -> str:
     """What is wrong with a sample, or ""."""
     try:
         label = label_of(sample, num_classes)
@@ -343,7 +307,10 @@ def _problem(sample: RawSample, num_classes: int | None, check: Callable[[bytes]
     except DataError as error:
         return str(error)
     try:
-        warn_if_dark(data, check(data), place(sample))
+        if full:
+            warn_if_dark(data, decode_image(data), place(sample))
+        else:
+            check_image(data)
         about = json.loads(sample.get("json", b"{}"))
         if isinstance(about, dict) and about.get("label", label) != label:
             return f"{place(sample)}: label {label} in .cls, but {about['label']} in .json"
@@ -355,7 +322,6 @@ def _problem(sample: RawSample, num_classes: int | None, check: Callable[[bytes]
 def index_shards(
     directory: str | os.PathLike[str],
     class_names: list[str] | None = None,
-    progress: bool = True,
     names: str | os.PathLike[str] | None = None,
 ) -> dict[str, Any]:
     """Count the samples in shards made by others, and write their index.
@@ -363,7 +329,6 @@ def index_shards(
     Args:
         directory: folder of shards, whose names or folders tell their splits.
         class_names: name of each class by its index, if known.
-        progress: show a bar.
         names: text file of what people call the classes, see `data.folders.read_names`.
 
     Returns:
@@ -380,7 +345,7 @@ def index_shards(
     most = -1
     for split, paths in find_shards(directory).items():
         lengths = []
-        for path in tqdm(paths, unit="shard", desc=split, disable=not progress):
+        for path in tqdm(paths, unit="shard", desc=split, disable=None):
             labels = [label_of(sample) for sample in read_shard(path)]
             lengths.append(len(labels))
             most = max([most, *labels])

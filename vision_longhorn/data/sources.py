@@ -5,10 +5,11 @@ import io
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import IO, cast
 
 from PIL import Image
+from tqdm import tqdm
 
 from vision_longhorn.errors import reason
 
@@ -22,17 +23,10 @@ _WNID = re.compile(r"n\d{8}")
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """An image to be stored.
+    """An image to be stored: `size` bytes at `offset` of the file `path`, perhaps a tar; or `data`, the bytes."""
 
-    Attributes:
-        name: file name in its source, with a folder if it has one.
-        label: class index.
-        path, offset, size: where its bytes lie, perhaps inside of a tar file.
-        data: the bytes themselves, if they lie in no file.
-    """
-
-    name: str
-    label: int
+    name: str  # file name in its source, with a folder if it has one
+    label: int  # class index
     path: str = ""
     offset: int = 0
     size: int = 0
@@ -56,18 +50,7 @@ class Sample:
 def image_folder(
     root: str | os.PathLike[str], class_names: Sequence[str] | None = None
 ) -> tuple[list[Sample], list[str], list[tuple[str, str]]]:
-    """List a folder of one folder per class, as torchvision's and timm's ImageFolder do: classes are sorted by name.
-
-    Args:
-        root: the folder.
-        class_names: the classes by index, if other splits have fixed them.
-
-    Returns:
-        samples, class_names, and what is left out, as in `Walk.others`
-
-    Raises:
-        DataError: if there are no classes, a class without images, or one that is not in `class_names`.
-    """
+    """The images of `folders.list_images` as samples, with its class names and what it left out."""
     listed, class_names, others = list_images(root, class_names)
     if not listed:
         raise DataError(
@@ -85,21 +68,9 @@ def image_folder(
     return samples, class_names, others
 
 
-def ilsvrc_train(
-    path: str | os.PathLike[str], progress: Callable[[list[str]], Iterable[str]] | None = None
-) -> tuple[list[Sample], list[str]]:
-    """List the tar of ILSVRC-2012's training images, a tar of one tar per class. Only headers are read.
-
-    Args:
-        path: ILSVRC2012_img_train.tar.
-        progress: called with the classes, returns them (tqdm).
-
-    Returns:
-        samples, class_names (WordNet ids, sorted)
-
-    Raises:
-        DataError: if it is not such a tar, or is cut short.
-    """
+def ilsvrc_train(path: str | os.PathLike[str]) -> tuple[list[Sample], list[str]]:
+    """List ILSVRC2012_img_train.tar, a tar of one tar per class, by its headers alone. Returns the samples and the
+    classes (WordNet ids, sorted); raises DataError if it is not such a tar, or is cut short."""
     listed = {}
     with _open_tar(path) as outer:
         members = {os.path.splitext(os.path.basename(m.name))[0]: m for m in _files(outer, path)}
@@ -108,7 +79,7 @@ def ilsvrc_train(
             first = strange[0] if strange else "nothing"
             raise DataError(f"{path} holds {first}, not one tar per class (n01440764.tar)")
         names = sorted(members, key=lambda name: members[name].offset)
-        for name in progress(names) if progress else names:
+        for name in tqdm(names, "listing", unit="class", disable=None):
             start = members[name].offset_data
             with _open_tar(path, outer.extractfile(members[name])) as inner:
                 files = _files(inner, f"{path}: {name}.tar")
@@ -123,16 +94,8 @@ def ilsvrc_train(
 
 
 def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: Sequence[str]) -> list[Sample]:
-    """List the tar of ILSVRC-2012's validation images.
-
-    Args:
-        path: ILSVRC2012_img_val.tar.
-        truth: WordNet id of each image, in the order of their numbers (see `ground_truth`).
-        class_names: WordNet ids by class index.
-
-    Raises:
-        DataError: if images and labels do not fit together.
-    """
+    """List ILSVRC2012_img_val.tar. `truth` has the WordNet id of each image by its number (see `ground_truth`). Raises
+    DataError if images, labels and classes do not fit together."""
     labels = {name: label for label, name in enumerate(class_names)}
     with _open_tar(path) as tar:
         members = {}
@@ -178,15 +141,12 @@ def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] |
         return lines
     if not lines or not all(line.isdigit() for line in lines):
         raise DataError(f"{path}: every line must be one WordNet id (n01440764) or one ILSVRC id (1 to 1000)")
-    if synsets:
-        names = _synset_order(_read(synsets), synsets)
-    elif meta:
-        names = _synset_order(meta, "meta.mat")
-    else:
+    if not synsets and not meta:
         raise DataError(
             f"{path} holds ILSVRC ids, which only the devkit can translate; give ILSVRC2012_devkit_t12.tar.gz in its "
             "place, put meta.mat beside it, or name a list with synsets"
         )
+    names = _synset_order(_read(synsets), synsets) if synsets else _synset_order(meta or b"", "meta.mat")
     unknown = [line for line in lines if int(line) not in names]
     if unknown:
         raise DataError(f"{path}: {unknown[0]} is not an ILSVRC id (1 to {max(names)}); are these class indices?")
@@ -229,10 +189,7 @@ def digits() -> tuple[dict[str, list[Sample]], list[str]]:
     """scikit-learn's handwritten digits: 1797 scans of 8 x 8 pixels, 360 of them held out, stratified by class.
 
     Source: UCI "Optical Recognition of Handwritten Digits", as shipped inside scikit-learn. The 17 gray levels are
-    spread over 0 to 255, stored as PNG without loss.
-
-    Returns:
-        split name -> samples, class_names
+    spread over 0 to 255, stored as PNG without loss. Returns the samples of each split, and the class names.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

@@ -42,11 +42,8 @@ def shard_stem(name: str) -> str:
 
 
 def no_file(path: str | os.PathLike[str]) -> str:
-    """Name the kind of thing at a path that could block its reader, such as "a pipe"; "" for files and folders.
-
-    Raises:
-        OSError: if it cannot be looked at.
-    """
+    """The kind of thing at a path that could block its reader, such as "a pipe"; "" for files and folders. Raises
+    OSError if it cannot be looked at."""
     mode = os.stat(path).st_mode
     kinds = {stat.S_IFREG: "", stat.S_IFDIR: "", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
@@ -75,32 +72,20 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 @dataclasses.dataclass
 class Walk:
-    """What `walk` has found. Names are relative to its folder, with / between their parts.
+    """What `walk` has found. Names are relative to its folder, with / between their parts."""
 
-    Attributes:
-        folders: names of the folders right in it.
-        images: names of the images by name, sorted by their folder in `folders`, then by the whole folder, as
-            torchvision's ImageFolder has them. Links that lead nowhere are among them: reading them is an error.
-        others: (name, why) of what was left out, HIDDEN or NO_IMAGE files last. The names of folders end in /.
-    """
-
-    folders: list[str] = dataclasses.field(default_factory=list)
-    images: list[str] = dataclasses.field(default_factory=list)
-    others: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    folders: list[str]  # right in it
+    # Sorted by their folder in `folders`, then by the whole folder, as torchvision's ImageFolder has them. Links that
+    # lead nowhere are among them: reading them is an error.
+    images: list[str]
+    others: list[tuple[str, str]]  # (name, why) of what was left out, HIDDEN or NO_IMAGE files last; folders end in /
 
 
 def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
     """Go through a folder and all folders in it. Links are followed, but no folder is read twice. Of two ways to a
-    folder, one right in `root` comes before a deeper one, and then a folder itself before a link to it.
-
-    Args:
-        root: the folder.
-        deep: go into the folders right in it, too.
-
-    Raises:
-        DataError: if a folder cannot be read.
-    """
-    found = Walk()
+    folder, one right in `root` comes before a deeper one, and then a folder itself before a link to it. Without `deep`
+    only the folders right in `root` are named. Raises DataError if a folder cannot be read."""
+    found = Walk([], [], [])
     seen = {_identity(root)}
     parts: list[tuple[str, list[str]]] = []
     todo: deque[tuple[str, str]] = deque()
@@ -162,7 +147,7 @@ def _is_above(path: str, root: str | os.PathLike[str]) -> bool:
     return any(Path(os.path.realpath(place)).is_relative_to(target) for place in (os.path.dirname(path), root))
 
 
-def list_others(others: list[tuple[str, str]], most: int = 5) -> str:
+def list_others(others: list[tuple[str, str]]) -> str:
     """List what a Walk left out, for a message: "2 (cat/z.jpg: a pipe, cat/a.gif: no image by its name)"."""
-    named = [f"{name}: {why}" for name, why in others[:most]]
-    return f"{len(others)} ({', '.join(named)}{', ...' if len(others) > most else ''})"
+    named = [f"{name}: {why}" for name, why in others[:5]]
+    return f"{len(others)} ({', '.join(named)}{', ...' if len(others) > 5 else ''})"
