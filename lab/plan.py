@@ -25,7 +25,7 @@ SETTING = {"config": str, "data": str, **DIFFERENCES}
 RECALL = {"asks": str, "task": str, **DIFFERENCES, "settings": dict, "grid": dict, "variants": list, "baseline": str}
 IMAGES = {**RECALL, **SETTING, "weights": str, "pair": list, "contrasts": dict, "resolutions": list}
 CONTRAST = {"plus": list, "minus": list, "over": int}
-REMEDIES = {dict: "`key: value` pairs", list: "a list", str: "a word", int: "a number"}
+REMEDIES: dict[Any, str] = {dict: "`key: value` pairs", list: "a list", str: "a word", int: "a number"}
 REMEDIES[int, list] = "a number or a list"
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # Those that a training step's speed depends on
