@@ -24,14 +24,13 @@ from .fragments import (
     product_tf32,
     put_shared,
     read_two,
-    reciprocal,
     shared_room,
     sum_column,
     sum_quad,
     transposed,
     wait_group,
 )
-from .lanes import LOG2E, kernel, offset_of
+from .lanes import LOG2E, kernel, offset_of, reciprocal, scale_row
 
 # What a chunk's work leaves, beside the states before it: the gradients of x, logits and z of the lane's tokens; dD and
 # dbias so far; pairs of states of sums over channels; and `pairs`, products of dO (above) and -U (below) with W, rows
@@ -65,7 +64,7 @@ def _load_chunk(place, rows, lane, c, HOW: tl.constexpr, form):
 
 @triton.jit
 def _first_chunks(place, rows, lane, chunks, form):
-    """Start with what comes before the loop: in registers, or on its way to shared memory."""
+    """Starts the loads that come before the loop, to registers or to shared memory."""
     ahead = ()
     if form.STAGES > 0:
         for n in tl.static_range(form.STAGES - 1):
@@ -78,7 +77,7 @@ def _first_chunks(place, rows, lane, chunks, form):
 
 @triton.jit
 def _next_chunk(place, rows, lane, n, c, ahead, form):
-    """Chunk c, the n-th to be taken, `ahead` or from shared memory, to which a later one is then on its way."""
+    """Chunk c, the n-th to be taken: `ahead`, or from shared memory, to which a later one then starts on its way."""
     if form.STAGES > 0:
         wait_group(form.WAIT, place)
         chunk = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, TAKE, form)
@@ -92,7 +91,6 @@ def _next_chunk(place, rows, lane, n, c, ahead, form):
 
 @triton.jit
 def _load_ahead(place, rows, lane, c, ahead, form):
-    """Chunk c in registers, where there is no shared memory for it."""
     if form.STAGES == 0:
         ahead = _load_chunk(place, rows, lane, c, DIRECT, form)
     return ahead
@@ -110,7 +108,7 @@ def _within(words, first, L, form):
 @triton.jit
 def _gate_back(dy, z, unscale):
     """dy silu(z) / unscale, and dy silu'(z) / unscale."""
-    sigmoid = reciprocal(1.0 + exp2(z * -LOG2E))
+    sigmoid = reciprocal(1.0 + exp2(z * -LOG2E), True)
     dy = dy * (1.0 / unscale)
     h = dy * sigmoid
     into = z * h
@@ -157,7 +155,7 @@ def _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp: tl.conste
             else:
                 dz = dz + (across * o[j],)
     else:
-        dO = tiles.scaled(dy, 1.0 / unscale)
+        dO = scale_row(dy, 1.0 / unscale)
     return dO, dz
 
 
@@ -324,7 +322,7 @@ def _backward_kernel(
     anchor_row = anchor_ptr + sequence * anchors * (D * N)
     of_block = (i % blocks * directions + G) * B + b
     sums_row = sums_ptr + of_block * L * (2 * N) + lane.state
-    bias = tiles.scaled(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
+    bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
     skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
     room = shared_room(form.ROOM, r)
     place = room + r * 8

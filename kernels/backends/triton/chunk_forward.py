@@ -16,11 +16,10 @@ from .fragments import (
     probe,
     product_8,
     product_tf32,
-    reciprocal,
     shared_room,
     wait_group,
 )
-from .lanes import LOG2E, kernel, offset_of, part_of
+from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
 
 
 @triton.jit
@@ -33,7 +32,7 @@ def _start_chunk(place, rows, lane, meeting, c, form):
 
 @triton.jit
 def _first_chunks(place, rows, lane, meeting, form):
-    """Start with what comes before the loop: in registers, or on its way to shared memory."""
+    """Starts the loads that come before the loop, to registers or to shared memory."""
     ahead = ()
     if form.STAGES > 0:
         for c in tl.static_range(form.STAGES - 1):
@@ -45,7 +44,7 @@ def _first_chunks(place, rows, lane, meeting, form):
 
 @triton.jit
 def _next_chunk(place, rows, lane, meeting, c, ahead, form):
-    """Chunk c, `ahead` or from shared memory, to which a later one is then on its way."""
+    """Chunk c: `ahead`, or from shared memory, to which a later one then starts on its way."""
     if form.STAGES > 0:
         wait_group(form.WAIT, place)
         chunk = loads.load_chunk(place + c % form.STAGES * form.STAGE, rows, lane, 8 * c, lane.left, TAKE, form)
@@ -57,7 +56,6 @@ def _next_chunk(place, rows, lane, meeting, c, ahead, form):
 
 @triton.jit
 def _load_ahead(place, rows, lane, meeting, c, ahead, form):
-    """Chunk c in registers, where there is no shared memory for it."""
     if form.STAGES == 0:
         ahead = loads.load_chunk(place, rows, lane, 8 * c, tl.where(c < meeting, 0, lane.left), DIRECT, form)
     return ahead
@@ -148,15 +146,15 @@ def _gate(values, zs, others, unscale, ADD: tl.constexpr, form):
         if form.HAS_Z:
             z = tiles.numbers(zs, cp, form)
             for j in tl.static_range(4):
-                out = out + ((o[j] * z[j]) * reciprocal(unscale + unscale * exp2(z[j] * -LOG2E)),)
+                out = out + ((o[j] * z[j]) * reciprocal(unscale + unscale * exp2(z[j] * -LOG2E), True),)
         else:
-            out = out + tiles.scaled(o, 1.0 / unscale)
+            out = out + scale_row(o, 1.0 / unscale)
     return out
 
 
 @triton.jit
 def _load_others(y_row, at, next_at, left, ok, next_ok, place, form):
-    """What the other direction left for the lane's tokens, where `ok` and `next_ok`."""
+    """Loads what the other direction left for the lane's tokens, where `ok` and `next_ok`."""
     first_left = tl.where(ok, left, 0)
     words = loads.load_words(place, y_row + at, first_left, form.CP, form.WORD, False, DIRECT, form)
     second_left = tl.where(next_ok, left, 0)
@@ -166,7 +164,7 @@ def _load_others(y_row, at, next_at, left, ok, next_ok, place, form):
 @triton.jit
 def _put_where_they_meet(place, y_row, at, next_at, ys, z, others, first, early, next_early, c, meeting, lane, unscale,
                          form):  # fmt: skip
-    """Store y as it is for tokens that this direction comes to first, and the sum under the gate for the others."""
+    """Stores y as it is for tokens that this direction comes to first, and the gated sum for the others."""
     left = lane.left
     loads.put_tokens(y_row, at, next_at, ys, left, early, next_early, form)
     if c >= meeting:
@@ -222,7 +220,7 @@ def _forward_kernel(
     rows = loads.Chunk(k, q, x, step, z, (), (), ())
     written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
     anchor_row = anchor_ptr + (G * B + b) * anchors * (D * N)
-    bias = tiles.scaled(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
+    bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
     skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
     if form.HAS_START:
         S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, form)

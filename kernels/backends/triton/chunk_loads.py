@@ -113,13 +113,13 @@ def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: t
 
 @triton.jit
 def load_states(place, tokens, token, COUNT: tl.constexpr, WORD: tl.constexpr, HOW: tl.constexpr, form):
-    """A lane's share of a row of keys, queries or low-rank logits."""
+    """Loads a lane's share of a row of keys, queries or low-rank logits."""
     return load_words(place, tokens.row + token * tokens.stride, 0, COUNT, WORD, True, HOW, form)
 
 
 @triton.jit
 def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.constexpr, form):
-    """The lane's channels of the tokens `first` and `second`."""
+    """Loads the lane's channels of the tokens `first` and `second`."""
     CP: tl.constexpr = form.CP
     WHOLE: tl.constexpr = ALL and form.WORD == 4
     words = load_words(place, tokens.row + first * tokens.stride, left, CP, form.WORD, WHOLE, HOW, form)
@@ -129,7 +129,7 @@ def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.con
 
 @triton.jit
 def load_scalar(place, tokens, token, HOW: tl.constexpr):
-    """One logit for all channels, in the low half of a word."""
+    """Loads the logit that all channels share into the low half of a word."""
     ptr = tokens.row + token * tokens.stride
     if HOW == DIRECT:
         words = (tl.load(ptr.to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32) & 65535,)
@@ -144,7 +144,7 @@ def load_scalar(place, tokens, token, HOW: tl.constexpr):
 
 @triton.jit
 def load_chunk(place, rows, lane, i, left_of_z, HOW: tl.constexpr, form):
-    """The `Chunk` from the i-th token of the scan on; beyond the last token that one again."""
+    """Loads the `Chunk` from the scan's i-th token on; the last token is repeated beyond the end."""
     last = lane.L - 1
     row = lane.origin + lane.sign * tl.maximum(tl.minimum(i + lane.g, last), 0)
     first = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t, last), 0)
@@ -201,7 +201,7 @@ def store_channels(ptr, words, left, ok, form):
 
 @triton.jit
 def put_tokens(row, at, next_at, values, left, ok, next_ok, form):
-    """Store what lies tile by tile as C, the lane's two tokens where `ok` and `next_ok`, in 16 bits."""
+    """Stores in 16 bits what lies tile by tile as C: the lane's two tokens, where `ok` and `next_ok`."""
     early = ()
     late = ()
     for cp in tl.static_range(form.CP):
@@ -236,7 +236,7 @@ def kept_projection(place, cp: tl.constexpr, form):
 
 @triton.jit
 def load_state(row, lane, stride_d, stride_n, form):
-    """The states of a lane's tiles, tile by tile as C lies, from row[d, state]."""
+    """Loads the states of a lane's tiles, tile by tile as C lies, from row[d, state]."""
     S = ()
     for i in tl.static_range(form.CP * form.NP):
         pair = 2 * (i // form.NP)
@@ -250,7 +250,7 @@ def load_state(row, lane, stride_d, stride_n, form):
 
 @triton.jit
 def store_state(row, lane, S, form):
-    """The reverse, to contiguous (D, N) in float32."""
+    """Stores the same to contiguous (D, N) in float32."""
     for i in tl.static_range(form.CP * form.NP):
         pair = 2 * (i // form.NP)
         at = row + (lane.d + pair) * form.N + (lane.state + 2 * (i % form.NP))
@@ -261,7 +261,7 @@ def store_state(row, lane, S, form):
 
 @triton.jit
 def load_weights(ptr, lane, stride_d, HAS: tl.constexpr, zero, form):
-    """A number for each channel of the lane, zeros if there are none."""
+    """Loads a number for each channel of the lane, or zeros if there are none."""
     values = ()
     for i in tl.static_range(2 * form.CP):
         if HAS:

@@ -8,11 +8,10 @@ import triton
 import triton.language as tl
 
 from .chunk_loads import kept_projection
-from .fragments import exp2, from_lane, high, low, packed, product_8, product_16, reciprocal, transposed
-from .lanes import LOG2E
+from .fragments import exp2, from_lane, high, low, packed, product_8, product_16, transposed
+from .lanes import LOG2E, reciprocal
 
-# A sign bit in both halves of a word.
-SIGNS = tl.constexpr(-2147450880)
+SIGNS = tl.constexpr(-2147450880)  # the sign bits of both halves of a word
 # e = exp(-logit) is held below 2^125, so that eps e has a value; eps is no number that float32 could show there.
 MAX_EXPONENT = tl.constexpr(125.0)
 
@@ -31,14 +30,6 @@ def zeros(zero, COUNT: tl.constexpr):
     for _ in tl.static_range(COUNT):
         values = values + (zero,)
     return values
-
-
-@triton.jit
-def scaled(values, factor):
-    out = ()
-    for i in tl.static_range(len(values)):
-        out = out + (values[i] * factor,)
-    return out
 
 
 @triton.jit
@@ -138,4 +129,7 @@ def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, form):
                 word = words[form.CP * (i % 2) + cp]
                 u = low(word) if i < 2 else high(word)
             e = e + (exp2(tl.minimum(u * -LOG2E + bias[2 * cp + i // 2], MAX_EXPONENT)),)
-    return (reciprocal(n0 + e[0]), reciprocal(n1 + e[1]), reciprocal(n0 + e[2]), reciprocal(n1 + e[3])), e
+    eps = ()
+    for i in tl.static_range(4):
+        eps = eps + (reciprocal((n1 if i % 2 else n0) + e[i], True),)
+    return eps, e

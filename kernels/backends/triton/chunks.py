@@ -49,7 +49,6 @@ _SHAPES = {
 
 
 def choose(kernel: str, scan: Scan) -> Shape:
-    """For "forward" or "backward"."""
     G, B, _, D, N = scan.sizes
     many, few = _SHAPES[kernel]
     pairs = many.pairs if N <= 16 else many.pairs // 2
@@ -137,20 +136,20 @@ def _aligned(values: Sequence[Tensor], size: int) -> bool:
 
 
 def _word(values: list[Tensor], whole: bool) -> int:
-    """How many channels one load takes; `whole`: no lane has channels beyond the last."""
+    """The number of channels that one load takes. `whole`: no lane has channels beyond the last."""
     if whole and _aligned(values, 4):
         return 4
     return 2 if values[0].shape[-1] % 2 == 0 and _aligned(values, 2) else 1
 
 
 def _share(numbers: int, *values: Tensor) -> int:
-    """How many of a lane's `numbers` of a row one load takes."""
+    """The number of a lane's `numbers` of a row that one load takes."""
     return next((size for size in (4, 2) if numbers % size == 0 and _aligned(values, size)), 1)
 
 
 def _in_turn(scan: Scan, shape: Shape) -> bool:
-    """Whether the directions take turns, where one alone keeps all schedulers busy: the second adds to the results of
-    the first, which saves a pass that does."""
+    """Whether the directions take turns, since one alone keeps all schedulers busy: the second then adds to the results
+    of the first, and no pass has to."""
     _, B, _, D, _ = scan.sizes
     warps = B * ceil_div(D, shape.channels) * shape.warps
     return _combined(scan) and warps >= 8 * multiprocessors(scan.x.device)
@@ -164,14 +163,8 @@ def _combined(scan: Scan) -> bool:
 def _common(
     launch: Launch, shape: Shape, channels: int, *others: Tensor, extra: int = 0, exchange: int = 0
 ) -> dict[str, Any]:
-    """The arguments that both kernels take.
-
-    Args:
-        channels: of one sequence, that a program takes.
-        others: tensors that are read or written as x is.
-        extra: how many tensors' tokens are read beside those of x, logits and z.
-        exchange: bytes of shared memory that are for other use.
-    """
+    """The arguments that both kernels take. A program has `channels` of one sequence; `others` are read or written as x
+    is; `extra` tensors are read beside x, logits and z; `exchange` bytes of shared memory are for other use."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     step = launch.args["step_ptr"]

@@ -2,11 +2,11 @@
 
 A program is one warp that walks through a segment of a sequence, channels along its lanes. It reads each token of x
 once for both directions: the K tokens up to s, which stay in registers, give the first direction its token s and the
-second one its token s - (K - 1). Loads are of U tokens and stand one part before their use, since a warp alone could
-not hide them. Tokens outside the sequence are read as zeros, so the walk needs no other condition than that of its
-stores. The second direction alone (G = 1, REVERSED) takes the place of the first, with its reads K - 1 tokens further.
+second one its token s - (K - 1). U tokens are loaded at a time, one part before their use, since a warp alone could not
+hide the wait. Tokens outside the sequence are read as zeros, so only stores need a condition. If the second direction
+runs alone (G = 1, REVERSED), it takes the place of the first and reads K - 1 tokens further on.
 
-Channels beyond D repeat the last one and nothing of them is stored.
+Channels beyond D repeat the last one, and nothing of them is stored.
 """
 
 from typing import Any, Optional
@@ -18,42 +18,29 @@ from torch import Tensor
 
 from ...contract import ceil_div
 from .finish import sum_taps
-from .lanes import (
-    LOG2E,
-    all_lanes,
-    channels_of,
-    fill,
-    gate,
-    kernel,
-    reciprocal,
-    takes_ptx,
-    warp_lanes,
-    work_of,
-)
+from .lanes import LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of
 from .tuning import multiprocessors
 
-# Only what changes the code is compiled for: not lengths, not strides. Those are given in units of `UNIT`: where it is
-# 16, the compiler sees that numbers side by side may be loaded together.
-_UNALIGNED = ["weight_ptr", "bias_ptr"]
-# Bytes of a channel in a part, forward and backward: 8 and 4 tokens of 16-bit numbers. Backward, more would leave
-# registers for fewer programs at once.
+# Bytes of a channel in a part, forward and backward: 8 and 4 tokens of 16-bit numbers. Backward, a longer part takes so
+# many registers that fewer programs run at once.
 _FORWARD_PART = 16
 _BACKWARD_PART = 8
 _SHORTEST = 32  # tokens of a segment: each repeats K - 1 tokens of its neighbours
 
-
-_kernel = kernel(_UNALIGNED)
+# A length or a stride compiles nothing anew. Strides are in units of UNIT: where that is 16, the compiler sees that
+# numbers side by side may be loaded together.
+_kernel = kernel(["weight_ptr", "bias_ptr"])
 
 
 @triton.jit
 def _exists(t, L, BC: tl.constexpr):
-    """Whether 0 <= t < L, (1, BC); one comparison, as a negative number is a huge unsigned one."""
+    """Tells whether 0 <= t < L, (1, BC), by one comparison: a negative number is a huge unsigned one."""
     return all_lanes(t, 1, BC).to(tl.uint32) < L.to(tl.uint32)
 
 
 @triton.jit
 def _load_tokens(row, t, step, L, U: tl.constexpr, BC: tl.constexpr):
-    """U tokens from token t on, each (1, BC), as they lie in memory, `step` apart; zeros outside the sequence."""
+    """Loads U tokens from token t on, `step` apart, each (1, BC), with zeros outside the sequence."""
     ptrs = row + t.to(tl.int64) * step
     tokens = ()
     for j in tl.static_range(U):
@@ -63,7 +50,7 @@ def _load_tokens(row, t, step, L, U: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def _load_floats(ptr, N: tl.constexpr, stride: tl.constexpr):
-    """N numbers of each channel, each (1, BC), float32."""
+    """Loads N numbers of each channel, each (1, BC), as float32."""
     values = ()
     for i in tl.static_range(N):
         values = values + (tl.load(ptr + i * stride).to(tl.float32),)
@@ -87,19 +74,19 @@ def _but_first(values):
 
 
 @triton.jit
-def _grad_of_pre(dy, pre, PTX: tl.constexpr):
-    gated, grad = gate(dy, pre, PTX)
-    return grad
-
-
-@triton.jit
 def _convolve(window, weight, bias, K: tl.constexpr, FUTURE: tl.constexpr):
-    """The pre-activation, (1, BC), from K tokens in the order of the sequence; FUTURE: of the first of them, which sees
-    those after it."""
+    """Finds the pre-activation, (1, BC), of the last of K tokens or (FUTURE) of the first, which sees those after."""
     total = bias
     for i in tl.static_range(K):
         total += weight[i] * window[K - 1 - i if FUTURE else i]
     return total
+
+
+@triton.jit
+def _grad_of_pre(dy, window, weight, bias, K: tl.constexpr, FUTURE: tl.constexpr, PTX: tl.constexpr):
+    dy = dy.to(tl.float32)
+    _, grad = gate(dy, _convolve(window, weight, bias, K, FUTURE), PTX)
+    return grad
 
 
 @_kernel
@@ -108,8 +95,8 @@ def _conv_forward_kernel(
     D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, REVERSED: tl.constexpr, BC: tl.constexpr, U: tl.constexpr,
     WHOLE: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """The steps from segment * span on, of BC channels of one sequence. There are L steps, and K - 1 more for the
-    second direction, which is that much behind: no segment computes what another one does."""
+    """Takes the steps of one segment, for BC channels of one sequence. The second direction is K - 1 tokens behind the
+    first, so both together take L + K - 1 steps, and no segment computes what another one does."""
     block, segment, b, _ = work_of(blocks, segments)
     d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
     PAST: tl.constexpr = K - 1
@@ -152,14 +139,13 @@ def _conv_backward_kernel(
     D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, REVERSED: tl.constexpr, BC: tl.constexpr, U: tl.constexpr,
     WHOLE: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """dx of the segment's tokens, of BC channels of one sequence, and the segment's part of the other gradients.
+    """Finds dx of a segment's tokens, for BC channels of one sequence, and the segment's part of the other gradients.
 
-    dx of token u takes the gradients of K pre-activations, of u and what follows it in the first direction, of u and
-    what precedes it in the second: rolling windows like that of x. Those of other segments are found here again. A
-    weight's gradient is the sum over u of x of token u times that gradient in the windows that the weight connects it
-    with; so each token of x is counted once, by the program it belongs to, and zeros beyond the end need no mask.
-
-    sums: (B, segments, G, K + 1, D), the gradients of the K weights and the bias.
+    dx of token u takes the gradients of K pre-activations: of u and the tokens after it in the first direction, of u
+    and those before it in the second. They roll on in windows, as x does, and those of other segments are found again.
+    A weight's gradient sums, over the tokens u, x of u times the gradient that the weight connects it with. So each
+    token of x is counted once, by its own program, and zeros beyond the end need no mask. `sums` is
+    (B, segments, G, K + 1, D): the gradients of the K weights and the bias.
     """
     block, segment, b, _ = work_of(blocks, segments)
     d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
@@ -174,7 +160,7 @@ def _conv_backward_kernel(
     dy_row = dy_ptr + b * L * D + d
     dy2_row = dy_ptr + (b + B * (G - 1)) * L * D + d
 
-    # Before the first step: tokens up to that before the first (second direction), and PAST tokens on (first one).
+    # Load what comes before the first step. The first direction is PAST tokens ahead of the second.
     window = _floats(_load_tokens(x_row, begin - PAST, x_step, L, PAST, BC))
     early_xs = _load_tokens(x_row, begin, x_step, L, PAST, BC)
     early_gs = _load_tokens(dy_row, begin - PAST + AHEAD, D, L, PAST, BC)
@@ -190,15 +176,13 @@ def _conv_backward_kernel(
     weight = _load_floats(weight_ptr + d * K, K, 1)
     bias = _load_floats(bias_ptr + d, G, D)
 
-    grads = ()  # of the pre-activations that the present step's dx needs, in the order of the sequence
+    grads = ()  # of the pre-activations that the present step's dx needs
     grads2 = ()
     for j in tl.static_range(PAST):
         window = window + (early_xs[j].to(tl.float32),)
-        grad = _grad_of_pre(early_gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, REVERSED), PTX)
-        grads = grads + (grad,)
+        grads = grads + (_grad_of_pre(early_gs[j], window, weight, bias[0], K, REVERSED, PTX),)
         if G == 2:
-            grad = _grad_of_pre(early_gs2[j].to(tl.float32), _convolve(window, weight2, bias[1], K, True), PTX)
-            grads2 = grads2 + (grad,)
+            grads2 = grads2 + (_grad_of_pre(early_gs2[j], window, weight2, bias[1], K, True, PTX),)
         window = _but_first(window)
     dweight = fill(0.0, K, 1, BC)
     dbias = tl.zeros([1, BC], tl.float32)
@@ -216,8 +200,7 @@ def _conv_backward_kernel(
         for j in tl.static_range(U):
             # x and the first direction are PAST tokens ahead of the second direction and dx.
             window = window + (xs[j].to(tl.float32),)
-            grad = _grad_of_pre(gs[j].to(tl.float32), _convolve(window, weight, bias[0], K, REVERSED), PTX)
-            grads = grads + (grad,)
+            grads = grads + (_grad_of_pre(gs[j], window, weight, bias[0], K, REVERSED, PTX),)
             x = window[0]
             dx = grads[0] * weight[0 if REVERSED else K - 1]
             for n in tl.static_range(1, K):
@@ -228,7 +211,7 @@ def _conv_backward_kernel(
             dweight = new
             dbias += grads[K - 1 if REVERSED else 0]
             if G == 2:
-                grad = _grad_of_pre(gs2[j].to(tl.float32), _convolve(window, weight2, bias[1], K, True), PTX)
+                grad = _grad_of_pre(gs2[j], window, weight2, bias[1], K, True, PTX)
                 grads2 = grads2 + (grad,)
                 new = ()
                 for n in tl.static_range(K):
@@ -255,28 +238,24 @@ def _conv_backward_kernel(
 
 
 def _cut(L: int, programs: int, device: torch.device, part: int) -> tuple[int, int]:
-    """(segments, span) of a walk of L steps, given that whole walks make `programs` programs: about two rounds of 24
-    programs on each multiprocessor, unless whole walks fill most of one round. `span` is a multiple of `part`."""
+    """Cuts a walk of L steps, `programs` of which run, into (segments, span), span a multiple of `part`. Segments make
+    about two rounds of 24 programs on each multiprocessor, unless whole walks fill most of one round."""
     capacity = 24 * multiprocessors(device)
     segments = 1 if 3 * programs >= 2 * capacity else 2 * capacity // max(programs, 1)
     span = max(_SHORTEST, ceil_div(ceil_div(L, segments), part) * part)
     return ceil_div(L, span), span
 
 
-def _aligned(value: Tensor) -> bool:
-    """Whether every token starts at a multiple of 16 numbers and 16 bytes."""
-    return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[-3:-1])
-
-
 def _prepare(
     steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor, reversed: bool, **others: Tensor
 ) -> tuple[int, dict]:
-    """(programs, arguments) of a kernel whose walk through a sequence has so many steps; `others` are y, dy and dx."""
+    """Prepares a walk of `steps` steps: (programs, arguments). `others` are y, dy and dx."""
     if x.dtype == torch.float64:
         raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
     B, L, D = x.shape
     G, _, K = weight.shape
-    aligned = D % 16 == 0 and all(map(_aligned, (x, *others.values())))
+    aligned = D % 16 == 0 and all(v.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in v.stride()[-3:-1])
+                                  for v in (x, *others.values()))  # fmt: skip
     # Two channels a lane where they can be loaded together and no lane is idle.
     lanes = warp_lanes(x.device)
     width = 2 * lanes if aligned and D % (2 * lanes) == 0 else lanes

@@ -1,5 +1,5 @@
-"""The sums that follow the scans' kernels: over blocks of channels, over sequences, over both directions. Each is in a
-fixed order, so that gradients have the same bits in every run."""
+"""The sums that follow the kernels: over blocks of channels, over sequences, over both directions. They are added in a
+fixed order, so gradients have the same bits in every run."""
 
 from typing import Optional
 
@@ -17,7 +17,7 @@ def _finish_rows_kernel(
     sums_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks,
     GROUPS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Rows of dk and dq are STRIDE numbers apart: a constant, or its stores would be of single numbers."""
+    """Sums the blocks' rows. STRIDE, between rows of dk and dq, is a constant: else numbers are stored one by one."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     column = tl.arange(0, BLOCK)[None, :]  # of the groups side by side
     ok = (row < rows) & (column < GROUPS * N)
@@ -54,7 +54,7 @@ def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pai
 
 @triton.jit
 def _sum_parts(row, d, parts, D, R: tl.constexpr, C: tl.constexpr):
-    """Of `parts` rows of D numbers, the first of them at `row`, the sums of columns d (1, C)."""
+    """Sums columns d (1, C) of `parts` rows of D numbers, the first at `row`."""
     total = tl.zeros([R, C], tl.float32)
     for i in range(0, parts, R):
         part = i + tl.arange(0, R)[:, None]
@@ -78,7 +78,7 @@ def _finish_columns_kernel(
 
 
 def sum_sequences(*values: Tensor) -> list[Tensor]:
-    """Of one or two float32 tensors (G, ..., D) of one shape, contiguous, the sums over all axes between, (G, D)."""
+    """Sums one or two contiguous float32 tensors (G, ..., D) of one shape over all axes between: (G, D) each."""
     G, D = values[0].shape[0], values[0].shape[-1]
     sums = [value.new_empty(G, D) for value in values]
     parts = values[0].numel() // (G * D)
@@ -105,8 +105,8 @@ def _finish_taps_kernel(
 
 
 def sum_taps(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a convolution's weight, (G, D, K), and bias, (G, D), from their parts `sums`, float32
-    (parts, G, K + 1, D). (A transposed view of the sums would have to be copied.)"""
+    """The gradients of a convolution's weight, (G, D, K), and bias, (G, D), from their float32 parts
+    (parts, G, K + 1, D)."""
     parts, G, taps, D = sums.shape
     dweight, dbias = sums.new_empty(G, D, taps - 1), sums.new_empty(G, D)
     with torch.cuda.device_of(sums):
@@ -130,7 +130,7 @@ def _add_kernel(
 
 
 def add_directions(pair: Tensor, out: Tensor) -> None:
-    """out (B, L, D), of any strides but the last, = pair[0] + pair[1]; torch.add takes twice as long."""
+    """Writes pair[0] + pair[1] to `out` (B, L, D), whose last axis is contiguous; torch.add takes twice as long."""
     B, L, D = out.shape
     block = power_of_2(D)
     with torch.cuda.device_of(out):

@@ -24,12 +24,13 @@ operands number what they sum over alike, C is such an A too.
 import triton
 import triton.language as tl
 
-# The compute capability that the products need.
-CAPABILITY = 80
+from .lanes import reciprocal
+
+CAPABILITY = 80  # of a GPU that has the products
 
 
 def _product(kind: str, columns: int, words: int, b_words: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """PTX of C += A B with A of 16 rows and B of 8 columns, and its constraints."""
+    """The PTX of C += A B, where A has 16 rows and B 8 columns, and its constraints."""
     a = ", ".join(f"${4 + i}" for i in range(words))
     b = ", ".join(f"${4 + words + i}" for i in range(b_words))
     c = ", ".join(f"${4 + words + b_words + i}" for i in range(4))
@@ -60,6 +61,11 @@ def product_16(c, a0, a1, a2, a3, b0, b1):
 
 
 @triton.jit
+def bits(v):
+    return v.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def product_tf32(c, a, b0, b1):
     """c + A B of float32 cut to TF32, summing over 8; A as C lies."""
     return tl.inline_asm_elementwise(
@@ -69,14 +75,8 @@ def product_tf32(c, a, b0, b1):
 
 
 @triton.jit
-def bits(v):
-    return v.to(tl.int32, bitcast=True)
-
-
-@triton.jit
 def transposed(word):
-    """An 8 x 8 matrix of 16-bit numbers, in words as C's rows g (columns 2t, 2t + 1), to its transpose in the same
-    order; which is that matrix as a B."""
+    """Transposes an 8 x 8 matrix of 16-bit numbers that lies as C's rows g: it then lies as a B."""
     return tl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -91,8 +91,7 @@ def from_lane(v, lane):
 
 
 @triton.jit
-def from_partner(v, mask):
-    """The float32 that the lane whose number differs in the bits of `mask` holds."""
+def _from_partner(v, mask):
     return tl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, mask], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -101,16 +100,16 @@ def from_partner(v, mask):
 @triton.jit
 def sum_quad(v, lane):
     """The sum over the four lanes of the same g, in each of them."""
-    v = v + from_partner(v, lane * 0 + 1)
-    return v + from_partner(v, lane * 0 + 2)
+    v = v + _from_partner(v, lane * 0 + 1)
+    return v + _from_partner(v, lane * 0 + 2)
 
 
 @triton.jit
 def sum_column(v, lane):
     """The sum over the eight lanes of the same t, in each of them."""
-    v = v + from_partner(v, lane * 0 + 4)
-    v = v + from_partner(v, lane * 0 + 8)
-    return v + from_partner(v, lane * 0 + 16)
+    v = v + _from_partner(v, lane * 0 + 4)
+    v = v + _from_partner(v, lane * 0 + 8)
+    return v + _from_partner(v, lane * 0 + 16)
 
 
 @triton.jit
@@ -134,19 +133,14 @@ def high(word):
 
 @triton.jit
 def exp2(v):
-    # The hardware's own: Triton's guards subnormal results, at three instructions.
+    # Triton's own guards subnormal results, at three instructions.
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
-def reciprocal(v):
-    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def probe(index):
-    """Zero; NaN where element `index` of a tensor does not belong to lane index % 32, as everything here takes it: a
-    wrong layout must not give a wrong number."""
+    """Zero, or NaN where element `index` of a tensor does not belong to lane index % 32: a wrong layout must not give
+    a wrong number."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 lane, own; .reg .pred p; mov.u32 lane, %laneid; and.b32 own, $1, 31; setp.ne.u32 p, own, lane; "
         "selp.f32 $0, 0f7FFFFFFF, 0f00000000, p; }",
@@ -160,7 +154,6 @@ def room(size: int) -> str:
 
 @triton.jit
 def shared_room(ROOM: tl.constexpr, index):
-    """The address of a program's own shared memory, `room`, in every lane."""
     return tl.inline_asm_elementwise(ROOM, "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1)
 
 
@@ -184,8 +177,8 @@ DIRECT, START, TAKE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def read_two(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
-    """Two words from `ptr`, of 64-bit numbers, zeros where not `ok`; ALL: it is everywhere. `place` is the lane's own
-    eight bytes of shared memory."""
+    """Reads a 64-bit number at `ptr` as two words, or zeros where not `ok` (ALL promises that it holds everywhere).
+    `place` is the lane's own eight bytes of shared memory."""
     words = ()
     if HOW == START:
         size = place * 0 + 8 if ALL else tl.where(ok, 8, 0)
@@ -204,7 +197,7 @@ def read_two(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
 
 @triton.jit
 def read_one(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
-    """The same for one word, from `ptr` of 32-bit numbers."""
+    """Reads one word in the same way."""
     words = ()
     if HOW == START:
         size = place * 0 + 4 if ALL else tl.where(ok, 4, 0)
@@ -215,14 +208,13 @@ def read_one(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
         word = tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [place], tl.int32, is_pure=False, pack=1)
         words = (word,)
     else:
-        word = tl.load(ptr) if ALL else tl.load(ptr, mask=ok, other=0)
-        words = (word,)
+        words = (tl.load(ptr) if ALL else tl.load(ptr, mask=ok, other=0),)
     return words
 
 
 @triton.jit
 def end_group(place):
-    """What was started since the last call is one group."""
+    """Makes one group of the copies that were started since the last call."""
     tl.inline_asm_elementwise(
         "cp.async.commit_group; mov.u32 $0, $1;", "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -244,5 +236,5 @@ def _probe_kernel(out_ptr):
     r = tl.arange(0, 32)
     zero = probe(r)
     c = product_16((zero, zero, zero, zero), r, r, r, r, transposed(r), r)
-    c = product_tf32(product_8(c, r, r, packed(zero, zero)), c, exp2(zero), reciprocal(zero))
+    c = product_tf32(product_8(c, r, r, packed(zero, zero)), c, exp2(zero), reciprocal(zero, True))
     tl.store(out_ptr + r, from_lane(c[0], r).to(tl.int32, bitcast=True))

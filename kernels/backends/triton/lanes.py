@@ -1,5 +1,5 @@
-"""On which GPU kernels run, and what they share: where a program works, sums over states and sums over channels. Names
-and shapes are those of `walk`; what a rule computes stands with the rule, in `kernels/rules`.
+"""The GPU that kernels run on, and what they share: where a program works, sums over states and over channels. Names
+and shapes are those of `walk`.
 """
 
 import inspect
@@ -21,8 +21,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 def kernel(
     unaligned: Sequence[str] = (), specialized: Sequence[str] = (), form: Any = None
 ) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit` that compiles nothing anew for other numbers among the arguments, except those in `specialized`, nor
-    for pointers in `unaligned` that lie at other addresses. `form`: the namedtuple of the argument `form`."""
+    """`triton.jit`, but other numbers compile nothing anew unless they are in `specialized`, nor do other addresses of
+    pointers in `unaligned`. `form` is the namedtuple of the argument `form`."""
 
     # A pointer and its strides would read better as one tuple, too, but Triton specialises the members of a tuple
     # whatever `do_not_specialize` says, so that another stride would be another kernel.
@@ -44,7 +44,7 @@ def kernel(
 
 
 def form_of(form: Any, args: dict[str, Any]) -> Any:
-    """Collects the constants that a kernel is compiled for from the arguments of a launch. A missing one is False."""
+    """Collects a kernel's constants from the arguments of a launch. A missing one is False."""
     values = {name: args.get(name, False) for name in form._fields}
     if INTERPRETED:
         return SimpleNamespace(**values)  # the interpreter would make tensors of the numbers in a tuple
@@ -53,7 +53,7 @@ def form_of(form: Any, args: dict[str, Any]) -> Any:
 
 @cache
 def target_of(device: torch.device) -> Optional[GPUTarget]:
-    """What Triton compiles for on this GPU (backend, architecture, lanes of a warp); None where it interprets."""
+    """The backend, architecture and warp size that Triton compiles for; None where it interprets."""
     if INTERPRETED or device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -61,7 +61,7 @@ def target_of(device: torch.device) -> Optional[GPUTarget]:
 
 
 def takes_ptx(device: torch.device, capability: int = 0) -> bool:
-    """Whether kernels on `device` may hold PTX that needs this compute capability at least, 80 for 8.0."""
+    """Whether kernels on `device` may hold PTX that needs at least this compute capability, 80 for 8.0."""
     target = target_of(device)
     return target is not None and target.backend == "cuda" and target.arch >= capability
 
@@ -84,7 +84,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)  # as kernels may read it
 
 @triton.jit
 def operand(value):
-    """`value` as `tl.dot` takes it: the interpreter multiplies bfloat16 as if its bits were integers."""
+    """Makes `value` an operand of `tl.dot`: the interpreter multiplies bfloat16 as if its bits were integers."""
     if _INTERPRETED:
         value = value.to(tl.float32)
     return value
@@ -112,15 +112,15 @@ def offset_of(index, stride, ALIGNED: tl.constexpr):
 
 @triton.jit
 def work_of(blocks, segments):
-    """(block of channels, segment of time, sequence, direction) of this program. Blocks, segments and sequences share
-    the grid's first axis: only that one may be longer than 65,535."""
+    """(block of channels, segment of time, sequence, direction) of this program. The grid's first axis holds all but
+    the direction, since only that axis may be longer than 65,535."""
     i = tl.program_id(0)
     return i % blocks, i // blocks % segments, (i // blocks // segments).to(tl.int64), tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
 def channels_of(block, D: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr):
-    """(channels (1, BC), which of them exist, the first state that each lane keeps (NS, BC)). WHOLE: all exist."""
+    """(channels (1, BC), which of them exist, each lane's first state (NS, BC)). WHOLE: all exist."""
     lane = block * BC + tl.arange(0, BC)[None, :]
     first = tl.arange(0, NS)[:, None] * NI + tl.zeros([NS, BC], tl.int32)
     return lane if WHOLE else tl.minimum(lane, D - 1), lane < D, first
@@ -134,7 +134,6 @@ def all_lanes(value, NS: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def part_of(values, j: tl.constexpr, parts: tl.constexpr):
-    """The j-th of equal parts of a tuple."""
     part = ()
     for i in tl.static_range(len(values) // parts):
         part = part + (values[j * (len(values) // parts) + i],)
@@ -151,7 +150,7 @@ def _term(a, b, i: tl.constexpr):
 
 @triton.jit
 def dot(a, b):
-    """Sum over the states of a * b, or of a if b is empty, (1, BC), in up to four chains."""
+    """Sums a * b, or a if b is empty, over the states in up to four chains, (1, BC)."""
     c0 = _term(a, b, 0)
     if len(a) < 4:
         for i in tl.static_range(1, len(a)):
@@ -201,7 +200,7 @@ def gate(dy, z, PTX: tl.constexpr):
 
 @triton.jit
 def channels_of_a_lane(v, NS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
-    """(NS, BC) -> (NS, W): the sum over the channels that a lane holds."""
+    """Sums over the channels that a lane holds: (NS, BC) to (NS, W)."""
     if BC == W:
         return v
     else:
@@ -231,8 +230,7 @@ def fold_lanes(values, V: tl.constexpr, NS: tl.constexpr, W: tl.constexpr):
     return values
 
 
-# The compute capability that products of TF32 matrices need.
-FOLD_CAPABILITY = 80
+FOLD_CAPABILITY = 80  # of a GPU that multiplies TF32 matrices
 
 
 def _matrix_fold(values: int) -> tuple[str, str]:

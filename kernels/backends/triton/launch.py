@@ -12,7 +12,7 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 
 class Launch:
-    """A scan, and the arguments that all of its kernels take: tensors with a direction axis, strides, options."""
+    """The arguments that all kernels of a scan take: tensors with a direction axis, strides, options."""
 
     def __init__(self, scan: Scan):
         if scan.x.dtype == torch.float64:
@@ -42,12 +42,12 @@ def rows(scan: Scan, value: Tensor, ndim: int) -> Tensor:
 
 
 def strides(name: str, value: Optional[Tensor], axes: str) -> dict[str, int]:
-    """The strides of a tensor as arguments of a kernel; zeros where there is none."""
+    """The strides of a tensor as arguments of a kernel, zeros where it is absent."""
     return {f"{name}_{axis}": 0 if value is None else value.stride(i) for i, axis in enumerate(axes)}
 
 
 def pointer(name: str, value: Optional[Tensor], axes: str, absent: Optional[Tensor] = None) -> dict[str, Any]:
-    """A tensor and its strides as arguments of a kernel; `absent` is given for one that is not there, and not read."""
+    """A tensor and its strides as arguments of a kernel. For a missing one `absent` is passed, and not read."""
     return {f"{name}_ptr": absent if value is None else value, **strides(name, value, axes)}
 
 
@@ -57,7 +57,7 @@ def aligned(value: Tensor) -> bool:
 
 
 def run(kernel: Any, grid: tuple[int, int], args: dict[str, Any]) -> None:
-    """Launch `kernel` with what it takes of `args`, and with the options of Triton's that are there."""
+    """Launch `kernel` with those of `args` that it takes or that are options of Triton."""
     args = args | dict(form=form_of(kernel.form, args))
     names = (*kernel.arg_names, *(name for name in _OPTIONS if name in args))
     kernel[grid](**{name: args[name] for name in names})

@@ -1,4 +1,4 @@
-"""`backends.torch.norm` on a GPU: one program takes whole rows, so that each tensor is read and written once."""
+"""`backends.torch.norm` on a GPU. A program takes whole rows, so each tensor is read and written once."""
 
 import torch
 import triton
@@ -14,7 +14,6 @@ _RUNTIME = ["rows", "L", "z_b", "z_l", "dy_b", "dy_l", "dz_b", "dz_l"]
 
 @triton.jit
 def _normed(o_ptr, at, ok, D: tl.constexpr, eps):
-    """(normed row, its scale)."""
     o = tl.load(o_ptr + at, mask=ok, other=0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(o * o, 0) / D + eps)
     return o * scale, scale
@@ -48,7 +47,7 @@ def _gated_norm_backward_kernel(
     dy_ptr, o_ptr, z_ptr, weight_ptr, do_ptr, dz_ptr, dweight_ptr, rows, L, dy_b, dy_l, z_b, z_l, dz_b, dz_l, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """A program takes every so many-th row and leaves its sum over them in dweight (programs, 2, D)."""
+    """Takes every `programs`-th row, and leaves its sum over them in dweight (programs, 2, D)."""
     d = tl.arange(0, BLOCK)
     ok = d < D
     second_at = rows.to(tl.int64) * D
@@ -84,7 +83,6 @@ def _gated_norm_backward_kernel(
 
 
 def _options(*views: Tensor) -> dict[str, int]:
-    """For (B, L, D) tensors of any strides but the last."""
     D = views[0].shape[-1]
     block = power_of_2(D)
     aligned = D % 16 == 0 and all(s % 16 == 0 for view in views for s in view.stride()[:2])

@@ -1,9 +1,9 @@
-"""`backends.torch.projections` on a GPU. The backward passes are bound by bytes, so each makes both of its products in
-one pass over the tokens.
+"""`backends.torch.projections` on a GPU. Memory bounds the backward passes, so each makes both of its products in one
+pass over the tokens.
 
-A program goes through some tiles of tokens with a block of channels, whose sums for the projection stay in registers
-until the end. All sums are in a fixed order. These two kernels are for Hopper: they would run on other GPUs, but nobody
-has timed them beside torch's products there.
+A program goes through some tiles of tokens with a block of channels, and keeps their sums for the projection in
+registers until the end. All sums are in a fixed order. Both kernels run on Hopper only: elsewhere nobody has timed them
+against torch.
 """
 
 import torch
@@ -27,7 +27,7 @@ _PAD_BLOCK = 1024
 @triton.jit
 def _move(plain_ptr, wide_ptr, i, size, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
           BACK: tl.constexpr):  # fmt: skip
-    """Numbers i of the wide tensor (.., ROWS, INNER) from or (BACK) to the plain one, which has no rows R to WIDTH."""
+    """Copies numbers i of a wide tensor (.., ROWS, INNER) from or (BACK) to the plain one, without rows R to WIDTH."""
     GAP: tl.constexpr = WIDTH - R
     row = i // INNER % ROWS
     after = row >= WIDTH
@@ -47,7 +47,7 @@ def _pad_kernel(
     x_ptr, dt_ptr, wide_x_ptr, wide_dt_ptr, x_size, dt_size, x_blocks,
     ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Both matrices, since each is so small that a launch is what it costs."""
+    """Takes both matrices at once: they are so small that the launch is the cost."""
     block = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     if block < x_blocks:
@@ -113,13 +113,13 @@ def _x_proj_backward_kernel(
 
 
 def _takes(tokens: Tensor, *others: Tensor) -> bool:
-    """Whether a kernel is for these: 16-bit numbers in whole blocks of channels, contiguous, on Hopper."""
+    """Whether a kernel takes these: on Hopper, contiguous 16-bit numbers in whole blocks of channels."""
     fits = tokens.dtype.itemsize == 2 and tokens.shape[2] % 128 == 0
     return on_hopper(tokens.device) and fits and all(value.is_contiguous() for value in (tokens, *others))
 
 
 def _parts(tokens: Tensor, tile: int, blocks: int) -> int:
-    """Into how many parts the tokens of a set are cut: one program on each multiprocessor, and at least one part, which
+    """The number of parts of a set's tokens: as many as give each multiprocessor a program, and at least one, which
     writes zeros where there is no token."""
     S, T, _ = tokens.shape
     return max(1, min(ceil_div(T, tile), multiprocessors(tokens.device) // (S * blocks)))

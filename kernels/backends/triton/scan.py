@@ -1,13 +1,4 @@
-"""The scans on a GPU: in which of three regimes they run, and the launches of those that walk.
-
-Many sequences: one warp walks through each block of channels of each sequence, from its first token to its last. Few
-long sequences would leave most of the GPU idle so; rules whose transition is one number for each state (kind "decay")
-then cut time into segments that run side by side. A first pass finds what each segment adds to the state and how much
-of the state it keeps, a short walk over the segments carries the state through, and a second pass starts each segment
-from its state. The backward pass does the same with the adjoint.
-
-The exact rule goes in chunks of tokens on tensor cores where it can (`chunks`).
-"""
+"""The scans on a GPU: the choice of one of the three regimes that docs/scan.md explains, and the launches of walks."""
 
 from typing import Any, NamedTuple, Optional
 
@@ -23,17 +14,14 @@ from .launch import Launch, aligned, pointer, rows, run, strides
 from .tuning import Choice, choose, first_choice, multiprocessors
 
 CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
-# A rule of kind "error" keeps what each token wrote, and a state every so many tokens.
-ANCHOR = 64
-# The most states that a lane keeps; more are spread over lanes.
-_LANE_STATES = 16
-# Tokens of a segment that is worth its share of the first pass in any case.
-_LONG = 128
+ANCHOR = 64  # the same for a rule of kind "error", which keeps what each token wrote
+_LANE_STATES = 16  # the most that a lane keeps; more are spread over lanes
+_LONG = 128  # tokens of a segment that is worth its share of the first pass in any case
 
 
 class Plan(NamedTuple):
-    """How a kernel goes over its work: `segments` pieces of `span` tokens side by side (1: one walk through time), in
-    programs of `channels` channels of one sequence and direction; `regime` is what "auto" comes to."""
+    """A kernel's work: `segments` pieces of `span` tokens side by side (1: one walk through time), in programs of
+    `channels` channels of one sequence and direction. `regime` is what "auto" comes to."""
 
     segments: int
     span: int
@@ -42,12 +30,11 @@ class Plan(NamedTuple):
 
 
 def _cut(scan: Scan, programs: int, resident: int, backward: bool) -> tuple[int, int]:
-    """(segments, span), given that a walk through all of time makes `programs` programs, of which the GPU runs
-    `resident` at once.
+    """(segments, span), where a walk through time makes `programs` programs, of which the GPU runs `resident` at once.
 
-    One walk, unless that fills less than a quarter of the GPU, or less than a half for a long time. Else as many
-    segments as fill it once, twice or three times with the least left over, none shorter than 4 chunks, since each pays
-    for its share of the first pass. The backward pass makes it twice at least where segments stay long: its first pass
+    Time stays whole unless one walk fills less than a quarter of the GPU, or less than a half for a long time. Else
+    segments fill it once, twice or three times with the least left over. None is shorter than 4 chunks, since each pays
+    for its share of the first pass. The backward pass fills it at least twice where segments stay long: its first pass
     has more channels in a program, and would fill half of the GPU.
     """
     L = scan.sizes[2]
@@ -68,7 +55,7 @@ def _cut(scan: Scan, programs: int, resident: int, backward: bool) -> tuple[int,
 
 
 def _pack(value: Tensor, states: int) -> int:
-    """How many numbers of a row of k or q one 64-bit load takes: as many as fit, if every lane's share is aligned."""
+    """The numbers of a row of k or q that one 64-bit load takes: as many as fit, if every lane's share is aligned."""
     pack = 8 // value.element_size()
     whole = value.data_ptr() % 8 == 0 and all(s % pack == 0 for s in value.stride()[:3])
     return pack if whole and states % pack == 0 else 1
@@ -84,7 +71,6 @@ class _Walk(Launch):
         A = scan.A
         if A is not None:
             A = rows(scan, A, 3) if scan.A_per_token else stack(scan, A, 2)
-        # A lane takes up to 16 states of a channel.
         NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
         NI = ceil_div(N, NS)
         self.lanes = warp_lanes(x.device) // NS  # that hold channels
@@ -122,7 +108,7 @@ class _Walk(Launch):
         run(kernel, (blocks * segments * B, G), args)
 
     def carry(self, local: Tensor, decay: Tensor, start: Optional[Tensor], reverse: bool) -> None:
-        """Make states (or adjoints) at the starts of the segments of what each segment adds, `local`, in its place."""
+        """Replace what each segment adds, `local`, by the state (or adjoint) at its start."""
         G, B, L, D, N = self.sizes
         scan_forward._carry_kernel[(ceil_div(N * D, 64), G * B)](
             local, decay, local if start is None else start, D, N * D, local.shape[2], B,
@@ -160,12 +146,11 @@ class _Walk(Launch):
 
 
 def _segment_strides(name: str, value: Optional[Tensor], segmented: bool) -> dict[str, int]:
-    """The strides of states (G, B, D, N), or of one for each segment, (G, B, segments, N, D)."""
+    """The strides of states (G, B, D, N), or (G, B, segments, N, D) with one for each segment."""
     return {f"{name}_s": 0, **strides(name, value, "gbsnd" if segmented else "gbdn")}
 
 
 def _norms(scan: Scan) -> int:
-    """How many numbers `_Walk.norms` finds."""
     G, B, L, _, _ = scan.sizes
     return G * B * ceil_div(L, CHUNK) * CHUNK if rule_of(scan).takes_norm else 0
 

@@ -37,10 +37,8 @@ def _adjoint_kernel(
     step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n, z_g, z_b, z_l,
     bias_g, bias_d, dy_g, dy_b, dy_l, scale, form, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what each segment adds to the adjoint of the state, and the product of its decays.
-
-    It is `_forward_kernel` with SUMMARY, walking the other way, for the rules whose decay is one number a state.
-    """
+    """Finds what each segment adds to the adjoint, and the product of its decays: `_forward_kernel` with SUMMARY, the
+    other way."""
     at = walk.place_of(blocks, segments, span, L, form)
     if at.segment == 0:
         return  # no segment follows it on the way back
@@ -97,9 +95,9 @@ def _adjoint_kernel(
 
 @triton.jit
 def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, at, RULE: tl.constexpr, form):
-    """The states of a part, from the saved state before its chunk. The first part to be taken of a chunk walks to
-    itself, and leaves the states before the others at `scratch_row` on its way. The state after the last of all parts,
-    which is the first to be taken (r = 0), is found here; later ones are handed on as S."""
+    """Finds the states of a part, from the saved state before its chunk. The part of a chunk that is taken first walks
+    to its place and leaves the states before the others at `scratch_row`. S, the state after the part, is found here
+    for the first part of all (r = 0) and handed on after that."""
     T: tl.constexpr = form.T
     U: tl.constexpr = form.U
     start = saved_row
@@ -132,8 +130,7 @@ def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, a
 
 @triton.jit
 def _states_around(S, G, states, do, j: tl.constexpr, k, q, w, RULE: tl.constexpr, form):
-    """The state before the part's j-th token (of a rule that is undone, S - w k), the adjoint with the token's read-out
-    (9), and this lane's part of dq (10)."""
+    """The state before the part's j-th token, the adjoint with its read-out (9), and the lane's part of dq (10)."""
     before = ()
     now = ()
     dq = ()
@@ -149,7 +146,7 @@ def _states_around(S, G, states, do, j: tl.constexpr, k, q, w, RULE: tl.constexp
 
 @triton.jit
 def _store_rows(rows, t, dk, dq, k, dlog, eps, i, end, RULE: tl.constexpr, form):
-    """Sums over channels of dq and dk of token t: (10), and (13), (16) or (18)."""
+    """Stores the sums over channels of token t: dq (10), and dk (13), (16) or (18)."""
     # The flags are Python's own; Triton 3.3 combines constexprs only.
     TAKES_NORM: tl.constexpr = RULE.value.takes_norm
     HALVES: tl.constexpr = RULE.value.halves_key_sums
@@ -167,7 +164,7 @@ def _store_rows(rows, t, dk, dq, k, dlog, eps, i, end, RULE: tl.constexpr, form)
 
 @triton.jit
 def _add_dA(dA, dA_t, row, i, end, form):
-    """The gradient of A: summed over channels and stored for the token, or added to that of all tokens."""
+    """Stores the token's gradient of A, summed over channels, or adds it to that of all tokens."""
     new = ()
     if form.A_PER_TOKEN:
         for n in tl.static_range(form.NI):
@@ -190,11 +187,11 @@ def _backward_kernel(
     adjoint_g, adjoint_b, adjoint_s, adjoint_d, adjoint_n, scale,
     form, RULE: tl.constexpr,
 ):  # fmt: skip
-    """One segment of `span` tokens backwards, BC channels of one sequence and direction.
+    """Goes back over one segment of `span` tokens, for BC channels of one sequence and direction.
 
-    The tokens are taken in parts of U, the last part first: walk forward to the part from a saved state, through it
-    with its states kept in registers, then back over them. A rule that is undone needs no walk forward: what each token
-    wrote is subtracted, from the saved state after every T-th token on.
+    Tokens are taken in parts of U, the last part first: forward to the part from a saved state, through it with its
+    states kept in registers, then back. A rule that is undone needs no way forward: from the saved state after every
+    T-th token, it subtracts what each token wrote.
     """
     at = walk.place_of(blocks, segments, span, L, form)
     d, g = at.d, at.g

@@ -11,7 +11,7 @@ from .lanes import LOG2E, all_lanes, dot, kernel, offset_of, part_of, reciprocal
 @kernel(walk.UNALIGNED)
 def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: tl.constexpr, N: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
+    """Finds ||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
     blocks = (padded + BLOCK - 1) // BLOCK
     block, _, b, g = work_of(blocks, 1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -26,7 +26,7 @@ def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: t
 
 @triton.jit
 def _load_part(inputs, z, at, i, form):
-    """x, logits and z of U tokens from the i-th on."""
+    """Loads x, logits and z of U tokens from the i-th on."""
     xs = walk.load_tokens(inputs.x, at, i, form)
     us = walk.load_tokens(inputs.step, at, i, form)
     zs = ()
@@ -37,7 +37,7 @@ def _load_part(inputs, z, at, i, form):
 
 @triton.jit
 def _load_rows(inputs, q, at, i, COUNT: tl.constexpr, form):
-    """Rows of k and q of COUNT tokens from the i-th on."""
+    """Loads rows of k and q of COUNT tokens from the i-th on."""
     ks = walk.load_rows(inputs.k, at, i, COUNT, form.K_PACK, form)
     qs = ()
     if form.OUTPUT:
@@ -66,12 +66,11 @@ def _forward_kernel(
     z_g, z_b, z_l, D_g, bias_g, bias_d, start_g, start_b, start_s, start_d, start_n, scale,
     form, RULE: tl.constexpr,
 ):  # fmt: skip
-    """One segment of `span` tokens, BC channels of one sequence and direction.
+    """Walks through one segment of `span` tokens, for BC channels of one sequence and direction.
 
-    OUTPUT writes y. SAVE keeps what the backward pass starts from: the state before every T-th token, or, for a rule
-    that is undone, the states after T tokens each and what every token wrote, w. The state after the segment goes to
-    final_ptr: with SUMMARY as (G, B, segments, N, D), beside the product of its decays at decay_ptr, else, for the last
-    segment alone, as (G, B, D, N).
+    SAVE keeps the state before every T-th token, or, for a rule that is undone, the state after every T-th and each
+    token's w. The state after the segment goes to final_ptr: with SUMMARY as (G, B, segments, N, D), beside the product
+    of the decays at decay_ptr; else for the last segment alone, as (G, B, D, N).
     """
     at = walk.place_of(blocks, segments, span, L, form)
     if form.SUMMARY:
@@ -160,14 +159,13 @@ def _forward_kernel(
             walk.store_state(final_ptr + (sequence * D + d) * N + at.first, 1, S, at, form)
 
 
-@kernel([], specialized=["D"])
+@kernel(walk.UNALIGNED, specialized=["D"])
 def _carry_kernel(
     local_ptr, decay_ptr, start_ptr, D, size, segments, B, start_g, start_b, start_d, start_n,
     HAS_START: tl.constexpr, REVERSED: tl.constexpr, BLOCK: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """The state that enters each segment, in the place of what the segment adds to it: a walk over the segments with
-    state = decay * state + local, from the first or (REVERSED, for adjoints) from the last. A state has `size` numbers,
-    (N, D)."""
+    """Walks over the segments from the first or (REVERSED, for adjoints) the last with state = decay * state + local,
+    and puts the state that enters a segment in the place of `local`. A state has `size` numbers, (N, D)."""
     row = tl.program_id(1).to(tl.int64)  # of (G, B)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size

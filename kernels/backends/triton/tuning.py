@@ -1,7 +1,7 @@
-"""With what each kernel of the scans is launched: a table, from which the sizes of a scan choose.
+"""How each kernel of the scans is launched: a table, from which the sizes of a scan choose.
 
-A `Choice` groups the sums over channels, so results differ in the last bits from one choice to another. The same sizes
-take the same choice in every process.
+A `Choice` groups the sums over channels, so it changes the last bits of results. Equal sizes take the same choice in
+every process.
 """
 
 from collections.abc import Callable
@@ -47,12 +47,11 @@ TABLE: dict[tuple[str, Optional[str]], tuple[Choice, ...]] = {
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of the GPU; 4 for the interpreter."""
+    """The number of the GPU's multiprocessors; 4 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def choices(kernel: str, scan: Scan) -> tuple[Choice, ...]:
-    """The choices for "forward", "backward", "summary" or "adjoint"."""
     rule = rule_of(scan)
     found = TABLE.get((kernel, rule.name)) or TABLE[kernel, rule.tuned_as]
     if torch.version.hip is not None:

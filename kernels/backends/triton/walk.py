@@ -65,21 +65,20 @@ def place_of(blocks, segments, span, L, form):
 
 @triton.jit
 def token_at(at, i):
-    """The i-th token of the scan, the last one again beyond the end."""
+    """The place in the sequence of the scan's i-th token, beyond the end that of the last one."""
     return at.origin + at.sign * tl.minimum(i, at.L - 1)
 
 
 @triton.jit
 def channels_at(ptr, at, stride_g, stride_b, stride, stride_d, form):
-    """The `Tokens` of the lane's channels."""
     row = ptr + offset_of(at.g, stride_g, form.ALIGNED) + offset_of(at.b, stride_b, form.ALIGNED)
     return Tokens(row + at.d * stride_d, stride)
 
 
 @triton.jit
 def states_at(ptr, at, stride_g, stride_b, stride, form):
-    """The `Tokens` of k, q and A, from the lane's first state on: for all lanes at once where they keep all states, so
-    that loads are of scalars."""
+    """The `Tokens` of k, q or A from the lane's first state on. Lanes that keep all states share them: loads of
+    scalars."""
     row = ptr + at.g * stride_g + at.b * stride_b
     if form.NS > 1:
         row = row + at.first
@@ -88,13 +87,12 @@ def states_at(ptr, at, stride_g, stride_b, stride, form):
 
 @triton.jit
 def result_at(ptr, at, row, form):
-    """Where a result (G, B, L, D) of this direction and sequence begins; `row` is its first token's."""
     return ptr + offset_of(row, form.D, form.ALIGNED) + at.d
 
 
 @triton.jit
 def load_tokens(tokens, at, i, form):
-    """U tokens from the i-th of the scan on, zeros beyond the last one and before the first."""
+    """Loads U tokens from the scan's i-th on, with zeros beyond the last and before the first."""
     ptrs = tokens.row + offset_of(at.origin + at.sign * i, tokens.stride, form.ALIGNED)
     values = ()
     for j in tl.static_range(form.U):
@@ -106,7 +104,7 @@ def load_tokens(tokens, at, i, form):
 
 @triton.jit
 def load_row(ptr, at, PACK: tl.constexpr, form):
-    """A lane's share of N numbers at `ptr`, as they lie in memory: with PACK > 1, PACK of them in 64 bits."""
+    """Loads a lane's share of N numbers at `ptr`, PACK of them in 64 bits if PACK > 1."""
     row = ()
     if PACK > 1:
         packed = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
@@ -123,7 +121,7 @@ def load_row(ptr, at, PACK: tl.constexpr, form):
 
 @triton.jit
 def load_rows(rows, at, i, COUNT: tl.constexpr, PACK: tl.constexpr, form):
-    """`load_row` of COUNT tokens from the i-th of the scan on, the last one again beyond the end."""
+    """`load_row` of COUNT tokens from the scan's i-th on; the last one is repeated."""
     values = ()
     for j in tl.static_range(COUNT):
         t = at.origin + at.sign * tl.maximum(tl.minimum(i + j, at.L - 1), 0)
@@ -133,7 +131,7 @@ def load_rows(rows, at, i, COUNT: tl.constexpr, PACK: tl.constexpr, form):
 
 @triton.jit
 def unpack(row, source, PACK: tl.constexpr, form):
-    """The numbers of `load_row` as float32; `source` are the `Tokens` that they come from."""
+    """The numbers of `load_row`, which come from the `Tokens` `source`, as float32."""
     values = ()
     for i in tl.static_range(form.NI):
         if PACK == 1:
@@ -157,7 +155,6 @@ def unpack(row, source, PACK: tl.constexpr, form):
 
 @triton.jit
 def load_bias(ptr, RULE: tl.constexpr, form):
-    """The bias of the step size, (1, BC), as the rule's `step_size` takes it."""
     if form.HAS_BIAS:
         return RULE.value.scaled_bias(tl.load(ptr).to(tl.float32))
     else:
@@ -166,7 +163,6 @@ def load_bias(ptr, RULE: tl.constexpr, form):
 
 @triton.jit
 def load_skip(ptr, form):
-    """The skip weight, (1, BC)."""
     if form.HAS_D:
         return tl.load(ptr).to(tl.float32)
     else:
@@ -175,7 +171,6 @@ def load_skip(ptr, form):
 
 @triton.jit
 def load_norm(ptr, i, RULE: tl.constexpr):
-    """||k||^2 of the i-th token of the scan, for rules that take it."""
     if RULE.value.takes_norm:
         return tl.load(ptr + i)
     else:
@@ -192,7 +187,7 @@ def load_norms(ptr, i, RULE: tl.constexpr, form):
 
 @triton.jit
 def load_A(ptr, at, A_d, A_n, RULE: tl.constexpr, form):
-    """A of all tokens, for exp2; empty if each has its own, or the rule takes none. `ptr` is that of the sequence."""
+    """Loads A of all tokens, for exp2; it is empty if each token has its own, or the rule takes none."""
     A = ()
     if RULE.value.takes_A:
         if not form.A_PER_TOKEN:
@@ -212,7 +207,6 @@ def A_of(inputs, at, t, form):
 
 @triton.jit
 def load_state(ptr, n_stride, at, form):
-    """State i of the lane from ptr + i n_stride; `ptr` points at its first state."""
     state = ()
     for i in tl.static_range(form.NI):
         if form.NS * form.NI == form.N:
