@@ -1,4 +1,4 @@
-"""Runs processes side by side, on several GPUs or on the CPU, until all are done, a signal comes, or time is over."""
+"""Runs processes side by side, on several GPUs or on the CPU, until all are done or a signal comes."""
 
 import contextlib
 import os
@@ -57,31 +57,24 @@ class Job:
 
 
 class Queue:
-    """Runs jobs. A failing one stops no other. A signal or the deadline, a time of `time.monotonic()`, asks those that
-    still run to save and end.
+    """Runs jobs; `failed` counts those that fail, which stop no other. A signal asks all to save and end."""
 
-    Attributes:
-        failed, left: How many jobs failed, and how many are left undone.
-    """
-
-    def __init__(
-        self, places: list[str], signals: StopSignals, deadline: float = float("inf"), say: Callable[[str], Any] = print
-    ) -> None:
-        self.places, self.signals, self.deadline, self.say = places, signals, deadline, say
-        self.failed, self.left, self.running = 0, 0, list[Job]()
+    def __init__(self, places: list[str], signals: StopSignals, say: Callable[[str], Any]) -> None:
+        self.places, self.signals, self.say = places, signals, say
+        self.failed, self.running = 0, list[Job]()
 
     def run(self, jobs: list[Job]) -> None:
         """Runs the jobs, as far as they can be run."""
         self.waiting = list(jobs)
         try:
-            while (self.waiting or self.running) and not self._is_over():
+            while (self.waiting or self.running) and not self.signals.received:
                 for job in [job for job in self.running if job.process.poll() is not None]:
                     self._note(job)
                 free = list(self.places)
                 for job in self.running:
                     free.remove(job.place)
                 for place in free:
-                    if self.waiting and not self._is_over():
+                    if self.waiting and not self.signals.received:
                         self._start(self.waiting.pop(0), place)
                 time.sleep(0.1)
             self._stop()
@@ -91,10 +84,6 @@ class Queue:
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C for the second time
                 raise KeyboardInterrupt("stopped at once; the same command goes on from the last checkpoints") from None
             raise
-        self.left += len(self.waiting)
-
-    def _is_over(self) -> bool:
-        return bool(self.signals.received) or time.monotonic() > self.deadline
 
     def _start(self, job: Job, place: str) -> None:
         words, log = job.start()
@@ -138,6 +127,5 @@ class Queue:
                 code = job.kill()
             if code in STOPPED:
                 self.running.remove(job)
-                self.left += 1
             else:  # it was about to end anyway
                 self._note(job)

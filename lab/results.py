@@ -31,7 +31,6 @@ class Known:
 
     def __init__(self, out: Path, files: Iterable[Path] = ()) -> None:
         self.out = out
-        self.own: dict[tuple[str, int], Record] = {}  # the same as `runs`, from folders
         self.runs: dict[tuple[str, int], Record] = {}
         self.unfinished: dict[tuple[str, int], Record] = {}
         self.parameters: dict[str, int] = {}
@@ -41,8 +40,7 @@ class Known:
             content = read_json(file)
             if not file.exists():
                 raise UserError(f"there is no file {file} of a study's results")
-            is_ours = isinstance(content, dict) and ({"arms", "runs"} <= content.keys() or "speeds" in content)
-            if not is_ours:
+            if not isinstance(content, dict) or not ({"arms", "runs"} <= content.keys() or "speeds" in content):
                 raise UserError(f"{file} is no result of a study: give a JSON that `python -m lab` has written")
             try:
                 self._take(content)
@@ -94,11 +92,9 @@ class Known:
         folder, before = TrialFolder(self.out, trial), self.runs.get(trial.identity, {})
         with contextlib.suppress(UserError):  # files of it are lost
             if folder.is_finished():
-                if trial.identity not in self.own:
-                    self.own[trial.identity] = folder.result()
                 # The weights for the earlier hits may be gone.
                 hits = {**before.get("hits", {}), **(read_json(folder.hits_file) or {})}
-                return {**self.own[trial.identity], "hits": hits}
+                return {**folder.result(), "hits": hits}
         return before
 
     def count_parameters(self, arm: Arm, num_classes: int | None = None) -> int | None:
@@ -150,15 +146,10 @@ def collect(study: Study, known: Known) -> Record:
     earlier = read_json(known.out / f"{study.name}.json") or {}
     stay = {(run["key"], run["seed"]) for run in runs}
     left = [run for part in ("runs", "before") for run in earlier.get(part, [])]
+    fields = "task", "asks", "baseline", "weights", "pair", "contrasts", "resolutions"
     return {
         "study": study.name,
-        "task": study.task,
-        "asks": study.asks,
-        "baseline": study.baseline,
-        "weights": study.weights,
-        "pair": list(study.pair),
-        "contrasts": list(study.contrasts),
-        "resolutions": list(study.resolutions),
+        **{field: getattr(study, field) for field in fields},
         "arms": [_describe(arm, known, classes.get(arm.key)) for arm in study.arms],
         "runs": runs,
         "unfinished": unfinished,

@@ -94,51 +94,26 @@ class TrialFolder(Run):
         return {**about, "curve": curve_of(history), **(failure or {})}
 
     def result(self) -> Record:
-        """What came of a finished trial, fit for JSON and without a path.
-
-        Returns:
-            Dict with "key" (of its settings), "seed", "epochs", "final" ("raw", "ema": top-1 in per cent of the last
-            epoch), "curve" (a list for each: "epoch", "train_loss", "raw", "ema"), "seconds" (of training, without
-            evaluation), "images_per_s", "wall_seconds" (from its first update, evaluation included), "side_by_side"
-            (processes on its device), "skipped_updates" and "environment". A trial of recall has the share of answered
-            queries as its top-1, and sequences for images.
-
-        Raises:
-            UserError: Where its files are lost.
-        """
+        """Makes the record of a finished trial, fit for JSON and without a path: "final" is the top-1 in per cent after
+        the last epoch, "seconds" are those of training alone. Raises UserError where files of it are lost."""
         history, environment = self.history(), read_json(self.environment_file) or {}
         try:
             _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
         except (AttributeError, KeyError, TypeError):
             raise UserError(f"{self.environment_file} does not say what its run was: remove {self.path}") from None
-        curve = curve_of(history)
-        clock = self._clock(updates * batch)
-        images = len(history) * updates * batch
+        curve, scalars = curve_of(history), read_scalars(self.path)
+        epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
+        seconds = float((np.diff(epochs, prepend=0) * updates * batch / rates).sum())
         return {
             "key": self.trial.arm.key,
             "seed": self.trial.seed,
             "epochs": len(history),
             "final": {name: curve[name][-1] for name in ("raw", "ema") if name in curve},
             "curve": curve,
-            **clock,
-            "images_per_s": _round(images / clock["seconds"]) if clock["seconds"] else None,
+            "seconds": _round(seconds),
+            "skipped_updates": int(scalars["train/skipped"][1][-1]),
             "side_by_side": (read_json(self.beside_file) or {}).get("side_by_side", 1),
             "environment": environment,
-        }
-
-    def _clock(self, images_per_epoch: int) -> Record:
-        """Seconds and skipped updates, from the events of all times that the run was begun or gone on with."""
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        scalars = read_scalars(self.path)
-        epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
-        seconds = float((np.diff(epochs, prepend=0) * images_per_epoch / rates).sum())
-        times = [[event.wall_time for event in EventFileLoader(str(file)).Load()] for file in self.event_files()]
-        wall = sum(stretch[-1] - stretch[0] for stretch in times if stretch)
-        return {
-            "seconds": _round(seconds),
-            "wall_seconds": _round(max(wall, seconds)),  # what a kill kept from the file is in neither event
-            "skipped_updates": int(scalars["train/skipped"][1][-1]),
         }
 
 
@@ -155,5 +130,5 @@ def curve_of(history: list[Record]) -> dict[str, list[Any]]:
 
 
 def _round(number: float) -> float:
-    """Six digits: more say nothing, and fill files."""
+    """Keeps six digits: more say nothing, and fill files."""
     return float(f"{number:.6g}")

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from vision_longhorn.files import read_json, write_text
 from vision_longhorn.lock import FolderLock
 from vision_longhorn.outputs import check_output
 from vision_longhorn.signals import StopSignals
-
-LEFT = 3  # exit code where work is left
 
 
 class Session:
@@ -128,7 +125,7 @@ class Session:
         self.places = find_places(self.args.device, self.args.per_gpu)
         self.workers = max(1, min(8, cores() // len(self.places)))  # loader processes of each
         with StopSignals() as signals:
-            queue = Queue(self.places, signals, time.monotonic() + self.args.budget, say)
+            queue = Queue(self.places, signals, say)
             if self.todo:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(self.places)} at a time")
                 queue.run([self.training(trial) for trial in self.todo])
@@ -140,9 +137,9 @@ class Session:
             came = signals.received
         for study in self.studies:
             self.report(study)
-        if came or queue.left:
+        if came:
             print("work is left: the same command goes on from here", file=sys.stderr)
-        return 128 + came if came else 1 if queue.failed else LEFT if queue.left else 0
+        return 128 + came if came else int(queue.failed > 0)
 
     def training(self, trial: Trial) -> Job:
         """A process that begins a trial or goes on with it."""
