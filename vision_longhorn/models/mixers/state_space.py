@@ -155,7 +155,7 @@ class BidirectionalMixer(nn.Module):
             x = get_backend("torch").conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
             step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
             found = get_rule(self.rule).maps(step, k, A)
-        return torch.stack(found).expand(2, 2, -1, -1).transpose(1, 2)
+        return found.expand(2, 2, -1, -1).transpose(1, 2)
 
     def describe(self) -> str:
         """For a model card."""
