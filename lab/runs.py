@@ -12,7 +12,7 @@ import yaml
 from lab.plan import Trial
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import read_json, write_text
+from vision_longhorn.files import LOCK, FolderLock, read_json, write_text
 from vision_longhorn.plots import read_scalars
 from vision_longhorn.runs import Run
 
@@ -42,12 +42,25 @@ class TrialFolder(Run):
             self.path / name for name in ("output.log", "hits.json", "failed.json", "study.json")
         )
 
+    def history(self) -> list[Record]:
+        """The results of the finished epochs."""
+        return read_json(self.history_file) or []
+
+    def is_held(self) -> bool:
+        """Whether another process writes there."""
+        if (self.path / LOCK).exists():
+            try:
+                FolderLock(self.path).release()
+            except UserError:
+                return True
+        return False
+
     def is_finished(self) -> bool:
         """Whether nothing is left to do. Writes the results of a run that was killed just after its last checkpoint."""
         config, history = self.trial.arm.config, self.history()
         if len(history) == config.epochs - 1 and self.last.exists() and not config.is_over(history):
             checkpoint = load_checkpoint(self.last)
-            if checkpoint["epoch"] == config.epochs and not self.holder():
+            if checkpoint["epoch"] == config.epochs and not self.is_held():
                 history = checkpoint["history"]
                 self.write_history(history)
         return config.is_over(history)
@@ -63,7 +76,7 @@ class TrialFolder(Run):
         the YAML file of its settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + PATIENCE
-        while self.holder() and time.monotonic() < end:
+        while self.is_held() and time.monotonic() < end:
             time.sleep(0.2)
         self.failed_file.unlink(missing_ok=True)
         before = (read_json(self.beside_file) or {}).get("side_by_side", beside)

@@ -18,8 +18,7 @@ from vision_longhorn.data.loader import cores
 from vision_longhorn.data.sharding import make_digits
 from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, spelled
-from vision_longhorn.files import read_json, write_text
-from vision_longhorn.lock import FolderLock
+from vision_longhorn.files import FolderLock, read_json, write_text
 from vision_longhorn.outputs import check_output
 from vision_longhorn.signals import StopSignals
 

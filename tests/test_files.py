@@ -16,10 +16,11 @@ from timm.utils import CheckpointSaver
 from lab import __main__ as lab
 from vision_longhorn import curves, export, hub, maps, plots, predict, shards
 from vision_longhorn import eval as evaluation
-from vision_longhorn.checkpoint import create_model, load_checkpoint, save_checkpoint
+from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import load_onnx
 from vision_longhorn.files import hash_file, written_aside
+from vision_longhorn.models.create import create_model
 from vision_longhorn.runs import Run
 from vision_longhorn.training.init import model_from_weights
 

@@ -18,9 +18,10 @@ from test_train import (  # noqa: F401  (three are fixtures)
 )
 
 import train_imagenet
-from vision_longhorn.checkpoint import create_model, save_checkpoint
+from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.data.sharding import index_shards
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.create import create_model
 from vision_longhorn.training.init import model_from_weights
 
 MODEL = dict(depth=2, embed_dim=32, patch_size=4)

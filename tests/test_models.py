@@ -15,8 +15,8 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 from vision_longhorn import VisionLonghorn
-from vision_longhorn.checkpoint import create_model
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.create import create_model
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import BidirectionalMixer
 from vision_longhorn.models.pos_embed import resample_pos_embed

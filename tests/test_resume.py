@@ -39,7 +39,7 @@ from timm.optim import create_optimizer_v2
 
 import eval as eval_script
 import train_imagenet
-from vision_longhorn import lock, runs
+from vision_longhorn import files, runs
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import open_shards, train_loader
@@ -313,7 +313,7 @@ def test_what_was_started_not_to_hear_ctrl_c_does_not():
 
 def hold(folder, connection):
     """Holds a run's folder until it is killed."""
-    held = lock.FolderLock(folder)
+    held = files.FolderLock(folder)
     connection.send("held")
     time.sleep(600)
     held.release()
@@ -346,7 +346,7 @@ def test_a_run_whose_launcher_was_ended_saves_and_ends(tmp_path, arguments):
          "--mixed_precision", "no", "--dynamo_backend", "no", str(REPOSITORY / "train_imagenet.py"), *arguments,
          "--epochs", "10000", "--run-dir", "run"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True)  # fmt: skip
-    file = tmp_path / "run" / lock.NAME
+    file = tmp_path / "run" / files.LOCK
     while not file.exists() and launcher.poll() is None:
         time.sleep(0.1)
     time.sleep(1)  # until its text is there
@@ -362,8 +362,8 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(lock.fcntl, "lockf", refuse)
-    assert "cannot be locked" in lock.FolderLock(tmp_path).note
+    monkeypatch.setattr(files.fcntl, "lockf", refuse)
+    assert "cannot be locked" in files.FolderLock(tmp_path).note
 
 
 def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_path, undisturbed, capsys, monkeypatch):
@@ -637,7 +637,7 @@ def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_p
 def test_the_summary_is_a_table_also_where_epochs_were_not_evaluated(tmp_path):
     history = [{"epoch": 1, "lr": 0.5}, {"epoch": 2, "lr": 0.1, "val": {"top1": 9.5}}]
     runs.Run(tmp_path).write_history(history)
-    assert runs.Run(tmp_path).history() == history
+    assert json.loads((tmp_path / "metrics.json").read_text()) == history
     assert (tmp_path / "summary.csv").read_text() == "epoch,lr,val_top1\n1,0.5,\n2,0.1,9.5\n"
 
 

@@ -22,13 +22,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_whole, read_json, written_aside
-from vision_longhorn.models.create import TimmModel, are_names, create_model
-
-__all__ = ["TimmModel", "create_model", "load_checkpoint", "load_weights", "save_checkpoint"]
+from vision_longhorn.models.create import are_names
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Writes the dict `state` to `path`, down to the disk, so that `path` is always whole. Raises UserError."""
+    """Writes `state` to `path`, down to the disk, so that `path` is always whole. Raises UserError."""
     try:
         with written_aside(path, lasting=True) as aside, open(aside, "wb") as file:
             torch.save(state, file)
@@ -44,13 +42,9 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a checkpoint, or a bare state dict, onto the CPU; code inside the file is never run.
+    """Reads a checkpoint, or a bare state dict, onto the CPU, as a dict with at least "state_dict".
 
-    Returns:
-        Dict with at least "state_dict".
-
-    Raises:
-        UserError: The file is missing, is no checkpoint, or holds anything but tensors and plain values.
+    Code inside the file is never run. Raises UserError where it holds anything but tensors and plain values.
     """
     path = Path(path)
     if not path.is_file():
@@ -61,7 +55,8 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             config = read_json(path.parent / "config.json")  # of a model folder in the hub's layout
             names = config.get("label_names") if isinstance(config, dict) else None
-            return {"state_dict": load_file(path), **({"class_names": names} if are_names(names) else {})}
+            known = {"class_names": names} if are_names(names) else {}
+            return {"state_dict": load_file(path), **known}
         with torch.serialization.safe_globals([argparse.Namespace]):  # in which timm's train.py keeps its arguments
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for damaged files
@@ -80,7 +75,6 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _whole_beside(path: Path) -> str:
-    """Words that name the newest whole checkpoint beside a damaged one, if there is one."""
     for other in sorted(path.parent.glob("*.pt"), reverse=True):  # update-NUMBER.pt, then last.pt and best.pt
         with contextlib.suppress(OSError, UserError):
             if not other.samefile(path) and zipfile.is_zipfile(other):
@@ -90,24 +84,18 @@ def _whole_beside(path: Path) -> str:
 
 
 def _reason(path: Path, error: Exception) -> str:
-    """torch's reason without its advice, which is to run the code in the file."""
     if isinstance(error, OSError):
         return reason(error)
     if foreign := re.search(r"(?:GLOBAL|global:?|function|class) [`']?([\w.]+\.\w+)", str(error)):
         return f"it holds {foreign[1]}, and only tensors and plain values are read, as others could run code"
-    return "it is none of torch's files, or damaged"
+    return "it is none of torch's files, or damaged"  # torch advises to run the code in it
 
 
 def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.PathLike[str], ema: bool = False) -> None:
-    """Loads the raw or the averaged weights of `checkpoint` into `model`; every tensor must fit.
+    """Loads the raw weights of `checkpoint`, or with `ema` the averaged ones, into `model`, which must not be wrapped.
 
-    Args:
-        model: The model, not wrapped; where it is sharded (`fsdp.shard`), all processes have to do this.
-        checkpoint, path: The dict of `load_checkpoint`, and the file that it read, for messages.
-        ema: Take the averaged weights.
-
-    Raises:
-        UserError: The weights belong to another model, or there are no averaged ones.
+    `path` is the checkpoint's file, for messages. Where the model is sharded (`fsdp.shard`), all processes have to do
+    this. Raises UserError where not every tensor fits.
     """
     weights = checkpoint.get("state_dict_ema") if ema else checkpoint["state_dict"]
     if weights is None:

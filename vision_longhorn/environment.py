@@ -1,4 +1,4 @@
-"""What results depend on beside their settings: the commit, the versions of libraries, the machine."""
+"""The commit, the versions of libraries and the machine, on which results depend beside their settings."""
 
 import contextlib
 import os
@@ -15,10 +15,7 @@ LIBRARIES = "torch", "torchvision", "triton", "timm", "accelerate", "webdataset"
 
 
 def find_commit() -> tuple[str | None, bool | None]:
-    """The commit of this code, and whether there are changes beside it; None where git does not know.
-
-    The variable VISION_LONGHORN_COMMIT names the commit of a copy that git does not know.
-    """
+    """The commit of this code, which VISION_LONGHORN_COMMIT names for a copy without git, and if there are changes."""
     if told := os.environ.get("VISION_LONGHORN_COMMIT"):
         return told, None
     here: Any = dict(cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError, spelled
+from vision_longhorn.files import read_json
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_new_folder, check_output
-from vision_longhorn.runs import read_json
 from vision_longhorn.settings import Range, parse_pairs
 
 

@@ -48,10 +48,7 @@ def _backbone(model: nn.Module) -> Any:
 
 
 def example_images(model: nn.Module, batch: int = 2, rows: int = 2) -> Tensor:
-    """Make noise that `model` takes as images: (batch, in_chans, H, W) on its device and in its dtype.
-
-    Where the model takes any image size, H is that of a patch and `rows` strides more, W of one stride more than that.
-    """
+    """Make noise that `model` takes as images; where it takes any size, of `rows` + 1 rows of patches."""
     import torch
 
     backbone = _backbone(model)
@@ -70,9 +67,6 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
         model: a `VisionLonghorn` in evaluation mode, or a module around one whose only input is images, such as
             what `features_only=True` gives. If it takes any image size, so does the program.
         batch: the number of images at each call; any if None.
-
-    Raises:
-        UserError: the model is in training mode, or holds no `VisionLonghorn`.
     """
     import torch
 
@@ -88,11 +82,7 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
 def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
     """Compile a model ahead of time with AOTInductor, for the device that it is on, into a .pt2 file and its hash.
 
-    `torch._inductor.aoti_load_package(path)` gives the function from images to outputs. The process that loads it must
-    have imported `vision_longhorn`, whose operators it calls.
-
-    Raises:
-        UserError: as `export_program`; `path` ends otherwise, or there is no C++ compiler.
+    `torch._inductor.aoti_load_package(path)` gives the function from images to outputs; import `vision_longhorn` first.
     """
     if Path(path).suffix != ".pt2":
         raise UserError(f"{path} is no name of a package: let it end in .pt2")
@@ -118,12 +108,8 @@ def _write_package(model: nn.Module, path: Path, batch: int | None) -> None:
 def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> None:
     """Write a model as an ONNX file of standard operators, in float32, and the file's hash beside it.
 
-    The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. Batch, and with
-    `dynamic_img_size=True` height and width, are left open. Nothing is written that ONNX's checker does not pass. The
-    model may be on any device and in any dtype, and is not changed.
-
-    Raises:
-        UserError: as `export_program`, or onnx or onnxscript is not installed.
+    The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. The model may be on
+    any device and in any dtype, and is not changed. Nothing is written that ONNX's checker does not pass.
     """
     with written_aside(path, hashed=True) as aside:
         _write_onnx(model, aside, batch)
@@ -171,11 +157,7 @@ def _require(*packages: str) -> None:
 
 
 def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
-    """Load an ONNX file into onnxruntime on the CPU: a function from images to the list of outputs.
-
-    Raises:
-        UserError: onnxruntime is not installed, or the file is not the one whose hash stands beside it.
-    """
+    """Load an ONNX file into onnxruntime on the CPU: a function from images to the list of outputs."""
     check_whole(path)
     _require("onnxruntime")
     import torch
@@ -187,10 +169,7 @@ def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
 
 
 def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Sequence[int] = (1, 3)) -> float:
-    """Compare the outputs of `run` and of `model` on noise: the largest difference over the largest value.
-
-    Each of `batches` is a number of images; where the model takes any image size, each has another one.
-    """
+    """Compare the outputs of `run` and `model` on `batches` of noise: the largest difference over the largest value."""
     import torch
 
     errors = []
@@ -222,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, checked, with `kind`, what to write, and `is_run`, whether the model is no name of timm."""
+    """Reads the command line, and adds `kind`, what to write, and `is_run`, whether the model is no name of timm."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
     parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm")
@@ -245,8 +224,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError(f"--img-size is {size}: give height and width in pixels, one number, or any")
     if args.kind != "folder":
         check_output("target", target, (args.kind,), is_as_hashed, [given])
-        if not (target.parent.is_dir() and os.access(target.parent, os.W_OK)):
-            raise UserError(f"{target} cannot be written: {target.parent} is no folder that you may write to")
     return args
 
 
@@ -256,22 +233,18 @@ def _side(word: str) -> Any:
 
 def _check_options(args: argparse.Namespace) -> None:
     """Raise UserError for an option that would change nothing."""
-    folder = args.kind == "folder"  # which holds a run as it is
-    idle = {
-        "img-size": folder,
-        "batch": folder,
-        "device": folder or args.kind == ".onnx",
-        "pretrained": folder or args.is_run,
-        "model-kwargs": folder or args.is_run,
-        "license": not folder,
-    }
-    for option, is_idle in idle.items():
-        if is_idle and getattr(args, option.replace("-", "_")) not in (None, False):
+    if args.kind == "folder":  # which holds a run as it is
+        idle = ["img_size", "batch", "device", "pretrained", "model_kwargs"]
+    else:
+        idle = ["license"] + ["device"] * (args.kind == ".onnx") + ["pretrained", "model_kwargs"] * args.is_run
+    for name in idle:
+        if getattr(args, name):
+            option = name.replace("_", "-")
             raise UserError(f"--{option} changes nothing with {args.model} and {args.target}: leave it out")
 
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
-    """The model of the command line, and whether its weights are trained."""
+    """Make the model of the command line; say, too, whether its weights are trained."""
     from vision_longhorn.models.create import create_model
 
     size = args.img_size

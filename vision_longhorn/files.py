@@ -1,12 +1,15 @@
-"""Files and folders that are whole under their name or not there, and whether a file still is as it was written."""
+"""Files and folders that are whole or not there, have one writer, and can be told to be as they were written."""
 
 import contextlib
 import csv
+import errno
 import hashlib
 import json
 import os
 import shutil
+import socket
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -15,20 +18,23 @@ from typing import Any, TextIO
 
 from vision_longhorn.errors import UserError, one_line
 
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+LOCK = "run.lock"
+
 
 @contextlib.contextmanager
 def written_aside(
     path: str | os.PathLike[str], ending: str = "", lasting: bool = False, hashed: bool = False
 ) -> Iterator[Path]:
-    """Gives the path of a file or folder beside `path`, for the caller to make; in the end it is renamed to `path`.
+    """Gives a path beside `path`, with a name that ends in `ending`, for the caller to make a file or folder there.
 
-    Folders above it that are missing are made. A folder replaces only an empty one. Where writing fails, nothing is
-    left, what stood at `path` still does, and an OSError names `path`.
-
-    Args:
-        ending: The end of its name until then.
-        lasting: Bring the file and its name to the disk, so that they outlive a power cut.
-        hashed: Write the file's hash beside it, for `check_whole`.
+    In the end that is renamed to `path`; a folder replaces only an empty one. Missing folders above are made. Where
+    writing fails, nothing is left, what stood at `path` still does, and an OSError names `path`. If `lasting`, the file
+    outlives a power cut. If `hashed`, its hash is written beside it, for `check_whole`.
     """
     aside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp{ending}")
     aside.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +57,7 @@ def written_aside(
 
 @contextlib.contextmanager
 def _named(path: str | os.PathLike[str], aside: Path | None = None) -> Iterator[None]:
-    """Names the file `path` in an error that names `aside` or, as on a full disk, no file."""
+    """Names `path` in an error that names `aside` or, as on a full disk, no file."""
     try:
         yield
     except OSError as error:
@@ -61,7 +67,7 @@ def _named(path: str | os.PathLike[str], aside: Path | None = None) -> Iterator[
 
 
 def append(path: str | os.PathLike[str], data: bytes) -> None:
-    """Adds `data` to the end of a file. Raises an OSError that names the file where that fails."""
+    """Adds `data` to the end of a file; an OSError names the file."""
     with _named(path), open(path, "ab") as file:
         file.write(data)
 
@@ -96,12 +102,11 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def hash_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a file's hash, as `sha256sum` writes and checks it."""
+    """The path of a file's hash, which `sha256sum -c` checks."""
     return Path(f"{os.fspath(path)}.sha256")
 
 
 def write_hash(path: str | os.PathLike[str]) -> None:
-    """Writes the hash of a file beside it."""
     write_text(hash_file(path), f"{_sha256(path)}  {Path(path).name}\n")
 
 
@@ -135,12 +140,10 @@ def check_whole(path: str | os.PathLike[str]) -> None:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 members = archive.infolist()
-                for member in members if any(member.CRC for member in members) else ():
-                    if member.external_attr & 0x10 and not member.is_dir():
-                        raise zipfile.BadZipFile(f"{member.filename} is marked as a folder")  # torch would read zeros
-                    with archive.open(member) as file:
-                        while file.read(1 << 20):
-                            pass
+                # torch would read zeros from a file that is marked as a folder.
+                folders = [member.filename for member in members if member.external_attr & 0x10 and not member.is_dir()]
+                if any(member.CRC for member in members) and (wrong := folders or archive.testzip()):
+                    raise zipfile.BadZipFile(f"{wrong} in it is not as it was written")
     except (EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error) as error:
         # A damaged directory may call a member compressed or encrypted, which raises all types but BadZipFile.
         raise UserError(f"{path} is damaged ({one_line(error)})") from error
@@ -148,7 +151,7 @@ def check_whole(path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def text_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
-    """Opens a text file, UTF-8, that gets its name `path` when it is whole."""
+    """Opens a file for text in UTF-8. It gets its name `path` when it is whole."""
     with written_aside(path) as aside:
         # Text may have names of files in it, which need not be UTF-8.
         with open(aside, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
@@ -156,7 +159,6 @@ def text_file(path: str | os.PathLike[str]) -> Iterator[TextIO]:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes `text` to a file that no reader ever sees half of."""
     with text_file(path) as file:
         file.write(text)
 
@@ -171,6 +173,47 @@ def read_json(file: Path) -> Any:
 
 @contextlib.contextmanager
 def csv_file(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """Opens a csv.writer whose file gets its name `path` when it is whole."""
+    """Opens a csv.writer; its file gets its name `path` when it is whole."""
     with text_file(path) as file:
         yield csv.writer(file, lineterminator="\n")
+
+
+class FolderLock:
+    """Holds an existing folder for this process until `release`, or until the process ends, however it ends.
+
+    The system locks the file run.lock, whose text names the process and its host. NFS and most cluster file systems
+    pass POSIX locks on to other machines, and a forked process does not inherit them. On a file system without locks,
+    `note` says that the folder could not be locked.
+
+    Raises:
+        UserError: Where another process holds the folder, or it is a file.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.note: str | None = None
+        path = Path(folder, LOCK)
+        if path.parent.is_file():
+            raise UserError(f"{folder} is a file: name a folder for the run")
+        self._file = open(path, "a+", encoding="utf-8")
+        try:
+            if sys.platform == "win32":
+                self._file.seek(1 << 30)  # behind the text, so that others may read that
+                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+                self.note = f"{path} cannot be locked ({error.strerror}): see to it that no other process writes there"
+                return
+            self._file.close()
+            holder = path.read_text(encoding="utf-8").strip() or "another process"
+            raise UserError(
+                f"{folder} is being written by {holder}: end that one first, it saves on SIGTERM; if that "
+                f"machine is gone, remove {path}"
+            ) from None
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def release(self) -> None:
+        self._file.close()

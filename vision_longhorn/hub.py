@@ -29,8 +29,6 @@ from vision_longhorn.outputs import check_new_folder
 if TYPE_CHECKING:
     from vision_longhorn.models.create import TimmModel
 
-__all__ = ["load_run", "main", "model_card", "save_run_for_hub"]
-
 USAGE = """`import vision_longhorn` makes timm know the architecture.
 
 ```python
@@ -62,9 +60,9 @@ def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None 
     """Describe a model, in the form in which `push_to_hf_hub` takes its `model_card`.
 
     Args:
-        model: a model of timm; the licence is that of its `pretrained_cfg`, and "unknown" where there is none.
+        model: a model of timm; the licence is that of its `pretrained_cfg`.
         source: what loads it: "hf-hub:USER/MODEL" or "local-dir:FOLDER".
-        checkpoint: the dict of the run that it comes from; None for a model that no run of this trainer made.
+        checkpoint: the dict of the run that it comes from, if it does.
     """
     from vision_longhorn.models.mixers import describe_mixer
     from vision_longhorn.models.vlonghorn import VisionLonghorn
@@ -110,7 +108,7 @@ def _training_details(checkpoint: dict[str, Any]) -> dict[str, str]:
 
 
 def _public(place: str | None) -> str:
-    """A place of data without what may be secret: of a URL neither user nor query, of a path the last name."""
+    """A place of data without what may be secret: a URL without user and query, the last name of a path."""
     if place is None:
         return "unknown"
     if place[:5].lower() == "pipe:":
@@ -122,7 +120,7 @@ def _public(place: str | None) -> str:
 
 
 def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Class names for timm's config.json: those of the data, and beside them those for people where they differ."""
+    """Class names for timm's config.json: the data's, and beside them those for people where they differ."""
     names, shown = (
         known if known and len(known) == checkpoint["num_classes"] else None for known in checkpoint_names(checkpoint)
     )
@@ -135,13 +133,7 @@ def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
     """Write a training run as a folder in the hub's layout: model.safetensors and its hash, config.json, README.md.
 
-    Args:
-        path: as `load_run` takes it.
-        folder: the folder to make, which may be there if it is empty.
-        license: the hub's identifier of the weights' licence, such as "mit"; None if they have none.
-
-    Raises:
-        UserError: as `load_run`; `folder` is there already, or cannot be written, and no part of it is left.
+    `path` is as `load_run` takes it, `license` the hub's identifier of the weights' licence, such as "mit".
     """
     from safetensors import SafetensorError
 
@@ -170,7 +162,7 @@ def _load(path: str | os.PathLike[str], license: str | None) -> tuple[TimmModel,
 
 
 def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: str) -> None:
-    """Write a run's weights, configuration and card into `folder`; `source` is what will load them."""
+    """Write weights, configuration and card into `folder`; `source` is what will load them."""
     from timm.models import save_for_hf
     from timm.models._hub import generate_readme
 
@@ -198,10 +190,7 @@ def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
             api = HfApi(library_name="vision-longhorn")
             repo = api.create_repo(name, private=private, exist_ok=True).repo_id
             kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
-            found = api.upload_folder(
-                repo_id=repo, folder_path=folder, ignore_patterns=kept, commit_message="Add model"
-            )
-            return str(found)
+            return str(api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept))
     except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
         raise UserError(
             f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): give USER/MODEL; `hf auth "

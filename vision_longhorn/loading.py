@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 
 class Loaded(NamedTuple):
-    """A model, and what its source says about it."""
-
     model: TimmModel  # in training mode on the CPU
     name: str  # timm's
     weights: str  # "EMA", "raw" or "pretrained"
@@ -52,9 +50,6 @@ def load_model(
         num_classes: Number of classes of a checkpoint; default: what it says.
         ema: Take the averaged weights of a checkpoint, or the raw ones; None: the averaged ones where there are any.
         **model_kwargs: Arguments of the model; they override the source's.
-
-    Raises:
-        UserError: There is no such model, or the weights do not fit it.
     """
     from vision_longhorn.checkpoint import load_checkpoint, load_weights
     from vision_longhorn.data.transforms import input_settings
@@ -88,11 +83,9 @@ def load_model(
 
 
 def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmModel, dict[str, Any]]:
-    """Loads the model of a training run, with its averaged weights if it has any, and its checkpoint.
+    """Loads the model of a run's folder (then of its best.pt) or checkpoint, and the checkpoint.
 
-    Args:
-        path: A run's folder (then its best.pt), or a checkpoint of train_imagenet.py.
-        **model_kwargs: Arguments of the model; they override the run's own.
+    The weights are the averaged ones where there are any. `model_kwargs` override the run's own.
     """
     loaded = load_model(path, **model_kwargs)
     if not {"arch", "num_classes", "config"} <= loaded.checkpoint.keys():

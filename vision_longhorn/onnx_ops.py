@@ -95,7 +95,7 @@ def _silu(value: Any) -> Any:
 
 
 def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
-    """y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, whose tensors have the tokens first."""
+    """Give y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, with the tokens first."""
     step = s.step if s.bias is None else s.step + s.bias
     k = s.k
     if s.rule in ("diagonal_unit", "delta"):  # k / ||k||, or 0 if its square is below float32's smallest normal number
@@ -149,7 +149,6 @@ def _translates(name: str) -> Callable[[Any], Any]:
 
 @_translates("scan")
 def scan(*values: Any) -> Any:
-    """`torch.ops.vision_longhorn.scan`."""
     s: Any = Scan(*values[: len(SCAN_FIELDS)])
     ys, states = [], []
     for g, backward in enumerate(s.reversed):
@@ -177,7 +176,6 @@ def scan(*values: Any) -> Any:
 
 @_translates("mix")
 def mix(*values: Any) -> Any:
-    """`torch.ops.vision_longhorn.mix`."""
     m: Any = Mix(*values[: len(FIELDS)], *values[len(FIELDS) + 2 :])
     sets, d_inner, taps = m.conv_weight.shape
     rank = m.dt_proj.shape[2]

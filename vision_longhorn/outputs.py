@@ -22,13 +22,10 @@ def check_output(
     is_own: Callable[[Path], bool] = lambda _: False,
     others: Iterable[str | os.PathLike[str]] = (),
 ) -> None:
-    """Raises UserError where a command may not write a file to `path`.
+    """Raises UserError where a command may not write a file to `path`, which `option` gave.
 
-    Args:
-        option: The option that gave the path, for messages.
-        endings: Those that fit what the command writes.
-        is_own: Tells whether a file that is there is the command's own, which the new one may replace.
-        others: What the same command reads, or writes as well.
+    Its name may have one of `endings`. A file that is there is replaced if `is_own` says that it is the command's own.
+    `others` are what the same command reads, or writes as well.
     """
     named, path = f"{option} {os.fspath(path) or repr('')}", Path(path)
     if path.is_dir():  # as the path "" is
@@ -39,7 +36,7 @@ def check_output(
 
 
 def check_new_folder(option: str, path: str | os.PathLike[str], others: Iterable[str | os.PathLike[str]] = ()) -> None:
-    """Checks that a command may make a folder at `path`, where an empty one may be, as `check_output` does."""
+    """Checks a folder to make, as `check_output` does a file; an empty one may be there."""
     named = f"{option} {os.fspath(path)}"
     _check_name(named, Path(path), others, "it is to be a folder")
     if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path) or os.listdir(path)):

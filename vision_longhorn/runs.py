@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import csv_file, left_aside, read_json, second_name, write_text
-from vision_longhorn.lock import NAME, FolderLock
+from vision_longhorn.files import csv_file, left_aside, second_name, write_text
 
 
 class Run:
@@ -31,12 +30,7 @@ class Run:
         """TensorBoard's files, one for each time that the run was started, sorted by the time in their names."""
         return sorted(self.path.glob("events.out.tfevents.*"))
 
-    def history(self) -> list[dict[str, Any]]:
-        """The results of the finished epochs, a dict each."""
-        return read_json(self.history_file) or []
-
     def has_begun(self) -> bool:
-        """Whether a run has written here."""
         return self.environment_file.exists() or any(self.path.glob("*.pt"))
 
     def check_free(self, goes_on: bool) -> None:
@@ -49,17 +43,8 @@ class Run:
             if os.path.lexists(file):
                 raise UserError(f"{self.path} holds a {file.name} that no run has written: give another --run-dir")
 
-    def holder(self) -> str:
-        """Which other process holds the folder, in a sentence; "" where none does."""
-        if (self.path / NAME).exists():
-            try:
-                FolderLock(self.path).release()
-            except UserError as error:
-                return str(error)
-        return ""
-
     def clear(self) -> None:
-        """Removes temporary files left by processes that were killed while writing."""
+        """Removes what killed processes left half written."""
         for name in *self.texts, self.curves_file, self.last, self.best, self.path / "update-*.pt":
             for file in left_aside(name):
                 file.unlink()

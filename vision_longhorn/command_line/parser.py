@@ -1,6 +1,7 @@
 """What all command lines share: options that check what was typed, and errors of one line with exit code 1."""
 
 import argparse
+import codecs
 import os
 import re
 import sys
@@ -16,19 +17,27 @@ from vision_longhorn.settings import COUNT, Range
 from vision_longhorn.signals import end_commands, note_launcher
 
 
+def _show(error: Any) -> tuple[str | bytes, int]:
+    """Encodes a letter that the output's encoding lacks: a byte of a file's name as it is, others as \\u65e5."""
+    error.end = error.start + 1
+    is_byte = "\udc80" <= error.object[error.start] <= "\udcff"
+    return codecs.lookup_error("surrogateescape" if is_byte else "backslashreplace")(error)
+
+
+codecs.register_error("vision_longhorn_shown", _show)
+
+
 def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """Runs `main()`, and ends the process where it fails.
 
-    A `UserError` or a failure of the system, such as a full disk, prints one line to stderr and exits with code 1.
-    Ctrl-C prints `stopped`, or the text of the KeyboardInterrupt, and exits with code 130. A reader of standard output
-    that has gone (`| head`) is no error; the code is 141, as a shell has it.
+    A `UserError` or a failure of the system, such as a full disk, prints one line to stderr; the exit code is 1. Ctrl-C
+    prints `stopped`, or the text of the KeyboardInterrupt; the code is 130. Where the reader of standard output has
+    gone (`| head`), nothing is said, and the code is 141, as a shell has it.
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # Each line appears at once, in a file too. A terminal need not know all letters of a path, whose bytes need
-        # not be UTF-8.
-        utf_8 = sys.stdout.encoding.lower().replace("_", "-") in ("utf-8", "utf8")
-        sys.stdout.reconfigure(line_buffering=True, errors="surrogateescape" if utf_8 else "backslashreplace")
+        # Each line appears at once, in a file too. A terminal need not know all letters of a path.
+        sys.stdout.reconfigure(line_buffering=True, errors="vision_longhorn_shown")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
         return main()
@@ -60,7 +69,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
 
 
 def _output_fails() -> bool:
-    """Whether standard output can no longer be written. What is left to print goes nowhere then."""
+    """Tries to write to standard output. Where that fails, what is left to print goes nowhere."""
     try:
         sys.stdout.write("\n")  # the buffer may have lost what could not be written
         sys.stdout.flush()
@@ -71,10 +80,7 @@ def _output_fails() -> bool:
 
 
 class Parser(argparse.ArgumentParser):
-    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`.
-
-    Options may stand before, between and after other words.
-    """
+    """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`."""
 
     def __init__(self, **kwargs: Any) -> None:
         started = Path(sys.argv[0])
@@ -94,8 +100,8 @@ class Parser(argparse.ArgumentParser):
             if not word or re.fullmatch("--[^=]+=", word):  # most often a variable that the shell does not know
                 self.error(f"{word[:-1] or before} is followed by an empty word: give a value, or leave it out")
         positional = [action for action in self._actions if not action.option_strings]
-        mixed = positional and all(action.nargs != argparse.PARSER for action in positional)
-        parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
+        has_commands = any(action.nargs == argparse.PARSER for action in positional)
+        parse = self.parse_known_args if has_commands else self.parse_known_intermixed_args
         found, unknown = parse(words)
         if unknown and unknown[0].startswith("--"):
             option = unknown[0].partition("=")[0]

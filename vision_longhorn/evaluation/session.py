@@ -21,9 +21,8 @@ from vision_longhorn.devices import leave, make_accelerator
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
 from vision_longhorn.evaluation.report import Predictions
-from vision_longhorn.files import write_text
+from vision_longhorn.files import read_json, write_text
 from vision_longhorn.loading import load_model
-from vision_longhorn.runs import read_json
 
 
 class Session:

@@ -13,8 +13,7 @@ import yaml
 from accelerate import Accelerator
 
 from vision_longhorn.environment import describe_environment
-from vision_longhorn.files import second_name, write_text
-from vision_longhorn.lock import FolderLock
+from vision_longhorn.files import FolderLock, second_name, write_text
 from vision_longhorn.runs import Run
 from vision_longhorn.settings import Settings
 from vision_longhorn.training.runlog import RunLog
