@@ -16,8 +16,8 @@ from timm.data import create_transform
 from lab.runs import write_json
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.data import eval_loader, open_shards
+from vision_longhorn.data.sharding import locate_data
 from vision_longhorn.data.transforms import input_settings
-from vision_longhorn.demo import locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.evaluation.evaluate import evaluate
 from vision_longhorn.files import read_json

@@ -16,10 +16,10 @@ from lab.tables import markdown, plot
 from vision_longhorn.data import DataError, open_shards
 from vision_longhorn.data.loader import cores
 from vision_longhorn.data.sharding import make_digits
-from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import FolderLock, read_json, write_text
 from vision_longhorn.outputs import check_output
+from vision_longhorn.settings import DIGITS
 from vision_longhorn.signals import StopSignals
 
 

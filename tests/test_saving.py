@@ -375,7 +375,8 @@ def test_tools_take_a_folder_as_they_take_a_run(prefix, run, tmp_path):
     loaded = load_model(eval_command.parse([source]).run)
     assert same(loaded.model, averaged)
     assert (loaded.name, loaded.weights, loaded.file) == (f"local-dir:{tmp_path / 'folder'}", "pretrained", None)
-    assert same(export._load(argparse.Namespace(model=source, is_run=True, img_size=None))[0], averaged)
+    args = argparse.Namespace(model=source, is_run=True, img_size=None, model_kwargs=None)
+    assert same(export._load(args)[0], averaged)
     model, text = model_from_weights("vlonghorn_test", source, 3, **SIZES)
     assert same(model, averaged) and "resampled" not in text and "anew" not in text
     sizes = SIZES | dict(img_size=(24, 16))
@@ -442,8 +443,6 @@ def test_nothing_is_left_where_saving_fails(run, tmp_path, monkeypatch):
     "words,message",
     [
         (["best.pt/folder"], "best.pt/folder cannot be written"),
-        (["folder", "--private"], "--private without --push"),
-        (["folder", "--license", "My Own"], "--license is 'My Own'"),
         (["some one", "--push"], "some one could not be pushed"),
         (["folder", "--licence", "mit"], "nearest known one is --license"),
         ([], "required: target"),

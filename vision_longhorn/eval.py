@@ -9,7 +9,7 @@ from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import read_json
 from vision_longhorn.model_arguments import check_names
-from vision_longhorn.outputs import check_new_folder, check_output
+from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import Range, parse_pairs
 
 
@@ -64,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.predictions is not None:
         check_output("--predictions", args.predictions, (".csv",), others=[args.report] if args.report else [])
     if args.report is not None:
-        check_new_folder("--report", args.report)
+        check_output("--report", args.report)
     return args
 
 

@@ -190,9 +190,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"wrote {args.target}")
         return
     model, trained = _load(args)
-    with bad_input(f"--device {args.device}"):
-        model.eval().to(args.device or "cpu")
-    difference = _write_compared(model, args)
+    if args.kind == ".pt2":
+        with bad_input(f"--device {args.device}"):
+            model.to(args.device)
+    difference = _write_compared(model.eval(), args)
     size = Path(args.target).stat().st_size / 1e6
     print(
         f"wrote {args.target}, {size:.1f} MB{'' if trained else ', random weights'}; its outputs differ from the "
@@ -208,9 +209,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     about = "height and width in pixels, one number for both, or any for all sizes in whole patches [the model's]"
     parser.add_argument("--img-size", nargs="+", type=_side, metavar="N", help=about)
     parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
-    parser.add_argument("--device", help="that a .pt2 is for [cpu]")
+    parser.add_argument("--device", default="cpu", help="that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
-    parser.add_argument("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="with a name: arguments of the model")
+    parser.add_argument("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--license", metavar="ID", help="with a folder: as `python -m vision_longhorn.hub` takes it")
     args = parser.parse_args(argv)
     given, target = Path(args.model), Path(args.target)
@@ -218,12 +219,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.kind not in ("folder", ".onnx", ".pt2"):
         raise UserError(f"{args.target} says no format: let it end in .onnx or .pt2, or in / for a folder")
     args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
-    _check_options(args)
     size = args.img_size or []
     if len(size) > 2 or len(size) == 2 and "any" in size:
         raise UserError(f"--img-size is {size}: give height and width in pixels, one number, or any")
     if args.kind != "folder":
         check_output("target", target, (args.kind,), is_as_hashed, [given])
+    elif size or args.batch or args.model_kwargs:
+        raise UserError(f"{target} is a folder, for a run as it is: leave out --img-size, --batch and --model-kwargs")
     return args
 
 
@@ -231,32 +233,20 @@ def _side(word: str) -> Any:
     return word if word == "any" else COUNT(word)
 
 
-def _check_options(args: argparse.Namespace) -> None:
-    """Raise UserError for an option that would change nothing."""
-    if args.kind == "folder":  # which holds a run as it is
-        idle = ["img_size", "batch", "device", "pretrained", "model_kwargs"]
-    else:
-        idle = ["license"] + ["device"] * (args.kind == ".onnx") + ["pretrained", "model_kwargs"] * args.is_run
-    for name in idle:
-        if getattr(args, name):
-            option = name.replace("_", "-")
-            raise UserError(f"--{option} changes nothing with {args.model} and {args.target}: leave it out")
-
-
 def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
     """Make the model of the command line; say, too, whether its weights are trained."""
     from vision_longhorn.models.create import create_model
 
-    size = args.img_size
-    extra: dict[str, Any] = dict(dynamic_img_size=True) if size == ["any"] else {}
+    size, kwargs = args.img_size, parse_pairs(args.model_kwargs or [])
+    check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
+    if size == ["any"]:
+        kwargs["dynamic_img_size"] = True
+    trained = args.is_run or args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights
     if args.is_run:
-        model, trained = load_model(args.model, **extra).model, True
+        model = load_model(args.model, **kwargs).model
     else:
-        trained = args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights
-        kwargs = parse_pairs(args.model_kwargs or [])
-        check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
-        model = create_model(args.model, pretrained=trained, **(kwargs | extra))
-    if size and not extra:
+        model = create_model(args.model, pretrained=trained, **kwargs)
+    if size and size != ["any"]:
         backbone = _backbone(model)
         with bad_input(f"--img-size {' '.join(map(str, size))}"):  # smaller than a patch, for one
             backbone.set_input_size(img_size=(size[0], size[-1]))

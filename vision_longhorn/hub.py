@@ -23,7 +23,7 @@ from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, one_line, reason
 from vision_longhorn.files import write_hash, written_aside
 from vision_longhorn.loading import checkpoint_names, load_run
-from vision_longhorn.outputs import check_new_folder
+from vision_longhorn.outputs import check_output
 
 # What takes long to import is imported where it is used: the command line is read before.
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     from safetensors import SafetensorError
 
     folder = Path(folder)
-    check_new_folder("folder", folder)
+    check_output("folder", folder)
     run = _load(path, license)
     try:
         with written_aside(folder) as aside:
@@ -152,10 +152,6 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
 
 
 def _load(path: str | os.PathLike[str], license: str | None) -> tuple[TimmModel, dict[str, Any]]:
-    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
-        raise UserError(
-            f"--license is {license!r}: give an identifier of the hub, in small letters, such as mit or other"
-        )
     model, checkpoint = load_run(path)
     model.pretrained_cfg["license"] = license
     return model, checkpoint
@@ -210,8 +206,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.push:
         print(f"pushed: {_push_run(args.checkpoint, args.target, args.license, args.private)}")
         return
-    if args.private:
-        raise UserError(f"--private without --push: {args.target} would be a folder; give both, or neither")
     save_run_for_hub(args.checkpoint, args.target, args.license)
     print(f"wrote {args.target}")
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vision_longhorn.class_names import Names, model_names
-from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError
 from vision_longhorn.runs import run_file, timm_source
+from vision_longhorn.settings import DIGITS
 
 # `load_model` imports what needs torch: commands import this module before they read their command line.
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError
-from vision_longhorn.outputs import check_new_folder, check_output
+from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import Range
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.out is not None:
         check_output("--out", args.out, (".txt", ".csv", ".json"))
     if args.maps is not None:
-        check_new_folder("--maps", args.maps, [args.out] if args.out else [])
+        check_output("--maps", args.maps, others=[args.out] if args.out else [])
     return args
 
 
@@ -95,13 +95,10 @@ def load_classifier(
     Raises:
         UserError: There is no such model, or it has no classes.
     """
-    if name is None and source is None:
-        raise UserError("no model: give a run's folder or a checkpoint, or the name of a model")
     from vision_longhorn.loading import load_model  # for which --help need not wait
 
     loaded = load_model(None if name else source, name)
-    if not loaded.model.num_classes:
-        raise UserError(f"{name or source} has no classifier: give a model with classes")
+    loaded.check_classes()
     return loaded.model, loaded.class_names, loaded.display_names
 
 

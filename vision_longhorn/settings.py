@@ -60,6 +60,7 @@ class Range:
 
 POSITIVE = Range(above=0)
 COUNT = Range(1, kind=int)
+DIGITS = "digits"  # the built-in demo set, as a user gives it as --data
 SHARE = Range(0, 1)
 
 

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.runs import Run
-from vision_longhorn.settings import coerce, parse_pairs, without_none
+from vision_longhorn.settings import DIGITS, coerce, parse_pairs, without_none
 from vision_longhorn.training.config import Config, config_names, read_config_file
 
 

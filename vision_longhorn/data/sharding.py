@@ -15,7 +15,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import webdataset as wds
 from PIL import Image
@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from vision_longhorn.errors import one_line, reason
 from vision_longhorn.files import append, left_aside, written_aside
+from vision_longhorn.settings import DIGITS
 
 from . import sources
 from .folders import read_names
@@ -31,6 +32,9 @@ from .index import INDEX_NAMES, read_index, write_index
 from .places import find_shards
 from .samples import RawSample, image_of, label_of, place
 from .tars import read_shard
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def make_shards(
@@ -271,6 +275,17 @@ def make_digits(out_dir: Path | str) -> Path | str:
         for made, there in pairs:
             made.replace(there)
     return out_dir
+
+
+def locate_data(spec: str, accelerator: "Accelerator") -> str:
+    """`spec` itself, or the folder ./data/digits for the built-in digits, which are made there if they are missing."""
+    if spec != DIGITS:
+        return spec
+    folder = Path("data", DIGITS)
+    if accelerator.is_local_main_process:
+        make_digits(folder)
+    accelerator.wait_for_everyone()
+    return str(folder)
 
 
 def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:

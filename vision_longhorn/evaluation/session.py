@@ -16,13 +16,14 @@ from tqdm import tqdm
 from vision_longhorn.class_names import ClassMap, imagenet_names, match_classes, readable_names
 from vision_longhorn.data import eval_loader, open_shards
 from vision_longhorn.data.folders import same_split
-from vision_longhorn.demo import DIGITS, locate_data
+from vision_longhorn.data.sharding import locate_data
 from vision_longhorn.devices import leave, make_accelerator
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
 from vision_longhorn.evaluation.report import Predictions
 from vision_longhorn.files import read_json, write_text
 from vision_longhorn.loading import load_model
+from vision_longhorn.settings import DIGITS
 
 
 class Session:

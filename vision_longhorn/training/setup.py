@@ -28,11 +28,12 @@ from vision_longhorn.data import (
 )
 from vision_longhorn.data.augment import Finish
 from vision_longhorn.data.loader import Loader
+from vision_longhorn.data.sharding import locate_data
 from vision_longhorn.data.transforms import train_transform
-from vision_longhorn.demo import DIGITS, locate_data
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, spelled
 from vision_longhorn.models.create import TimmModel, create_model
+from vision_longhorn.settings import DIGITS
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state, shard
 from vision_longhorn.training.graphs import capture, unchanged_buffers
