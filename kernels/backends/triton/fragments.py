@@ -1,8 +1,7 @@
 """Tensor cores in plain Triton: PTX on tensors of one number a lane, and the fragments of matrices that lanes hold.
 
-The kernels of the chunks are written as one writes for a single lane: every tensor is one-dimensional with as many
-elements as the program has lanes, and element r belongs to lane r % 32 of warp r // 32. Triton has one layout for such
-a tensor; `probe` finds out at run time whether that still holds.
+The kernels of the chunks are written as for a single lane: every tensor has one element for each lane of the program,
+and element r belongs to lane r % 32 of warp r // 32. `probe` finds out at run time whether Triton still lays it out so.
 
 Lane 4 g + t of a warp, g = 0..7 and t = 0..3, holds of the matrices of a product C += A B
 
@@ -16,9 +15,9 @@ Lane 4 g + t of a warp, g = 0..7 and t = 0..3, holds of the matrices of a produc
     B   rows 2t, 2t+1      b0 (word)                         16 rows; with 8 there is b0 alone
         rows 2t+8, 2t+9    b1 (word)
 
-so that the two columns of a C, rounded and put into one word, are an A of the next product. With 32-bit operands (TF32,
-of which the products take the upper 19 bits) A's columns t and t + 4 stand in the place of 2t and 2t + 1: if both
-operands number what they sum over alike, C is such an A too.
+so that the two columns of a C, rounded and put into one word, are an A of the next product. With 32-bit operands (TF32:
+the products take the upper 19 bits) A's columns t and t + 4 take the place of 2t and 2t + 1. If both operands number
+what they sum over in the same order, C is such an A too.
 """
 
 import triton

@@ -98,27 +98,25 @@ def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, a
     """Finds the states of a part, from the saved state before its chunk. The part of a chunk that is taken first walks
     to its place and leaves the states before the others at `scratch_row`. S, the state after the part, is found here
     for the first part of all (r = 0) and handed on after that."""
-    T: tl.constexpr = form.T
-    U: tl.constexpr = form.U
     start = saved_row
-    walked = i // T * T
-    if (i % T - (T - U)) * r == 0:  # either is zero
+    walked = i // form.T * form.T
+    if (i % form.T - (form.T - form.U)) * r == 0:  # either is zero
         walked = i
-    elif i % T > 0:
-        start = scratch_row + (i % T // U - 1) * (form.N * form.D)
+    elif i % form.T > 0:
+        start = scratch_row + (i % form.T // form.U - 1) * (form.N * form.D)
     state = walk.load_state(start, form.D, at, form)
-    state = walk.rebuild(state, inputs, scratch_row, i // T * T, walked, at, RULE, form)
+    state = walk.rebuild(state, inputs, scratch_row, i // form.T * form.T, walked, at, RULE, form)
     states = state
     epss = ()
     es = ()
-    for j in tl.static_range(U):
+    for j in tl.static_range(form.U):
         keep = tl.where(all_lanes(i + j, 1, form.BC) < at.end, 1.0, 0.0)
         eps, e = RULE.value.step_size(part.step[j], inputs.bias, norms[j], keep, form)
         epss = epss + (eps,)
         es = es + (e,)
         k = walk.unpack(k_row, inputs.k, form.K_PACK, form)
         A = walk.A_of(inputs, at, walk.token_at(at, i + j), form)
-        if j + 1 < U:
+        if j + 1 < form.U:
             k_row = walk.load_rows(inputs.k, at, i + j + 1, 1, form.K_PACK, form)
             state, w = RULE.value.advance(state, part.x[j].to(tl.float32), k, A, eps, e)
             states = states + state
@@ -154,11 +152,11 @@ def _store_rows(rows, t, dk, dq, k, dlog, eps, i, end, RULE: tl.constexpr, form)
     sums = ()
     if TAKES_NORM and form.N > 1:
         through_eps = channels_of_a_lane(RULE.value.through_norm(dlog, eps), 1, form.W, form.BC)
-        for n in tl.static_range(form.NI):
-            sums = sums + (channels_of_a_lane(dk[n], form.NS, form.W, form.BC) + k[n] * through_eps,)
-    else:
-        for n in tl.static_range(form.NI):
-            sums = sums + (channels_of_a_lane(dk[n], form.NS, form.W, form.BC),)
+    for n in tl.static_range(form.NI):
+        total = channels_of_a_lane(dk[n], form.NS, form.W, form.BC)
+        if TAKES_NORM and form.N > 1:
+            total += k[n] * through_eps
+        sums = sums + (total,)
     store_sums(rows.row + t.to(tl.int64) * rows.stride, sums + dq, i, end, 2, FACTOR, form)
 
 
