@@ -20,8 +20,7 @@ from .fragments import (
     product_tf32,
     put_shared,
     shared_room,
-    sum_column,
-    sum_quad,
+    sum_lanes,
     transposed,
 )
 from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
@@ -195,7 +194,7 @@ def _put_sums(found, shared, sums_row, dstep_row, at, next_at, exchange, n, c, l
         for cp in tl.static_range(form.CP):
             even += found.dstep[4 * cp] + found.dstep[4 * cp + 2]
             odd += found.dstep[4 * cp + 1] + found.dstep[4 * cp + 3]
-        parts = parts + (sum_column(even, lane.r), sum_column(odd, lane.r))
+        parts = parts + (sum_lanes(even, lane.r, 4, 3), sum_lanes(odd, lane.r, 4, 3))
     total = _sum_warps(parts, exchange, warp, n % 2, form.NW)
     row = lane.origin + lane.sign * (8 * c + g)
     for j in tl.static_range((2 * form.NP + form.NW - 1) // form.NW):
@@ -226,9 +225,7 @@ def _backward_kernel(
     (blocks, G, B, L, 2 N); dD and dbias are sums over the tokens of each sequence, (G, B, D). IN_TURN there is one
     launch for each `direction`: the second, OTHER, makes dz of its own read-out and the one that the first left there.
     """
-    N: tl.constexpr = form.N
     D: tl.constexpr = form.D
-    CP: tl.constexpr = form.CP
     r = tl.arange(0, 32 * form.NW)
     warp = r // 32
     zero = probe(r)
@@ -251,9 +248,9 @@ def _backward_kernel(
     q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
     written = loads.written_at(written_ptr, lane, sequence, chunks, form)
     rows = loads.Chunk(k, q, x, step, z, dz, written, dy)
-    anchor_row = anchor_ptr + sequence * anchors * (D * N)
+    anchor_row = anchor_ptr + sequence * anchors * (D * form.N)
     of_block = (i % blocks * directions + G) * B + b
-    sums_row = sums_ptr + of_block * L * (2 * N) + lane.state
+    sums_row = sums_ptr + of_block * L * (2 * form.N) + lane.state
     bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
     skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
     room = shared_room(form.ROOM, r)
@@ -262,24 +259,24 @@ def _backward_kernel(
     kept = place + (form.STAGES * form.STAGE + form.EXCHANGE)
     if form.RP > 0:
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
-    S = tiles.zeros(zero, 4 * CP * form.NP)
+    S = tiles.zeros(zero, 4 * form.CP * form.NP)
     P = S
     if form.HAS_ADJOINT:
         P = loads.load_state(adjoint_ptr + G * adjoint_g + b * adjoint_b, lane, adjoint_d, adjoint_n, form)
-    dskip = tiles.zeros(zero, 2 * CP)
-    dbias = tiles.zeros(zero, 2 * CP)
+    dskip = tiles.zeros(zero, 2 * form.CP)
+    dbias = tiles.zeros(zero, 2 * form.CP)
     ahead = loads.first_chunks(place, rows, lane, 0, chunks - 1, form)
     for n in tl.range(0, chunks, num_stages=1):
         c = chunks - 1 - n
         if (c + 1) % form.ANCHOR == 0 or n == 0:
-            S = loads.load_state(anchor_row + c // form.ANCHOR * (D * N), lane, N, 1, form)
+            S = loads.load_state(anchor_row + c // form.ANCHOR * (D * form.N), lane, form.N, 1, form)
         chunk = loads.next_chunk(place, rows, lane, 0, n, c, ahead, form)
         ahead = loads.load_ahead(place, rows, lane, 0, c - 1, ahead, form)
         first = 8 * c + 2 * t
         dys = _within(chunk.dy, first, L, form)
         shared = _shared(chunk.k, chunk.q, c, zero, lane, form)
         found = Found((), (), (), (), (), (), (), tiles.zeros(zero, 4 * form.NP), (zero, zero, zero, zero))
-        for cp in tl.static_range(CP):
+        for cp in tl.static_range(form.CP):
             found = _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp, form)
         S = found.S
         P = found.P
@@ -296,9 +293,9 @@ def _backward_kernel(
             loads.put_tokens(dstep_ptr + of_sequence, at * D, next_at * D, found.dstep, left, ok, next_ok, form)
         _put_sums(found, shared, sums_row, dstep_ptr + of_block * L, at, next_at, exchange, n, c, lane, warp, form)
     if form.HAS_INITIAL:
-        loads.store_state(dinitial_ptr + sequence * (D * N), lane, P, form)
-    for j in tl.static_range(2 * CP):
+        loads.store_state(dinitial_ptr + sequence * (D * form.N), lane, P, form)
+    for j in tl.static_range(2 * form.CP):
         if form.HAS_D:
-            tl.store(dD_ptr + sequence * D + d + j, sum_quad(dskip[j], r), mask=(j < left) & (t == 0))
+            tl.store(dD_ptr + sequence * D + d + j, sum_lanes(dskip[j], r, 1, 2), mask=(j < left) & (t == 0))
         if form.HAS_BIAS:
-            tl.store(dbias_ptr + sequence * D + d + j, sum_quad(dbias[j], r), mask=(j < left) & (t == 0))
+            tl.store(dbias_ptr + sequence * D + d + j, sum_lanes(dbias[j], r, 1, 2), mask=(j < left) & (t == 0))

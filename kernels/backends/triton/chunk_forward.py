@@ -137,10 +137,7 @@ def _forward_kernel(
     SAVE keeps w, (G, B, chunks, pairs of channels, 4) of two words (the lane's tokens of either channel), and the state
     before every ANCHOR-th chunk but the first and after the last, (G, B, anchors, D, N). `unscale` is 1 / scale of y.
     """
-    N: tl.constexpr = form.N
     D: tl.constexpr = form.D
-    CP: tl.constexpr = form.CP
-    NP: tl.constexpr = form.NP
     r = tl.arange(0, 32 * form.NW)
     zero = probe(r)
     i = tl.program_id(0)
@@ -164,13 +161,13 @@ def _forward_kernel(
     q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
     rows = loads.Chunk(k, q, x, step, z, (), (), ())
     written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
-    anchor_row = anchor_ptr + (G * B + b) * anchors * (D * N)
+    anchor_row = anchor_ptr + (G * B + b) * anchors * (D * form.N)
     bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
     skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
     if form.HAS_START:
         S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, form)
     else:
-        S = tiles.zeros(zero, 4 * CP * NP)
+        S = tiles.zeros(zero, 4 * form.CP * form.NP)
     place = r * 8
     if form.STAGES + form.RP > 0:
         place = place + shared_room(form.ROOM, r)
@@ -205,5 +202,5 @@ def _forward_kernel(
                 loads.put_tokens(y_row, at, next_at, ys, left, early, next_early, form)
         if form.SAVE:
             if (c + 1) % form.ANCHOR == 0 or c == chunks - 1:
-                loads.store_state(anchor_row + (c // form.ANCHOR) * (D * N), lane, S, form)
-    loads.store_state(final_ptr + (G * B + b) * (D * N), lane, S, form)
+                loads.store_state(anchor_row + (c // form.ANCHOR) * (D * form.N), lane, S, form)
+    loads.store_state(final_ptr + (G * B + b) * (D * form.N), lane, S, form)

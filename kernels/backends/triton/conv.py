@@ -229,13 +229,11 @@ def _conv_backward_kernel(
         gs2 = next_gs2
 
     sums = sums_ptr + (b * segments + segment) * (G * (K + 1) * D) + d
-    for i in tl.static_range(K):
-        tl.store(sums + i * D, dweight[i], mask=d_ok)
-    tl.store(sums + K * D, dbias, mask=d_ok)
+    found = dweight + (dbias,)
     if G == 2:
-        for i in tl.static_range(K):
-            tl.store(sums + (K + 1 + i) * D, dweight2[i], mask=d_ok)
-        tl.store(sums + (2 * K + 1) * D, dbias2, mask=d_ok)
+        found = found + dweight2 + (dbias2,)
+    for i in tl.static_range(G * (K + 1)):
+        tl.store(sums + i * D, found[i], mask=d_ok)
 
 
 def _cut(L: int, programs: int, device: torch.device, part: int) -> tuple[int, int]:

@@ -90,25 +90,13 @@ def from_lane(v, lane):
 
 
 @triton.jit
-def _from_partner(v, mask):
-    return tl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, mask], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def sum_quad(v, lane):
-    """The sum over the four lanes of the same g, in each of them."""
-    v = v + _from_partner(v, lane * 0 + 1)
-    return v + _from_partner(v, lane * 0 + 2)
-
-
-@triton.jit
-def sum_column(v, lane):
-    """The sum over the eight lanes of the same t, in each of them."""
-    v = v + _from_partner(v, lane * 0 + 4)
-    v = v + _from_partner(v, lane * 0 + 8)
-    return v + _from_partner(v, lane * 0 + 16)
+def sum_lanes(v, lane, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Sums over the lanes whose numbers differ in COUNT bits from FIRST on: 1, 2 is a quad, 4, 3 all lanes of one t."""
+    for i in tl.static_range(COUNT):
+        v = v + tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, lane * 0 + (FIRST << i)], dtype=tl.float32,
+            is_pure=True, pack=1)  # fmt: skip
+    return v
 
 
 @triton.jit

@@ -193,7 +193,6 @@ def _backward_kernel(
     """
     at = walk.place_of(blocks, segments, span, L, form)
     d, g = at.d, at.g
-    N: tl.constexpr = form.N
     D: tl.constexpr = form.D
     T: tl.constexpr = form.T
     U: tl.constexpr = form.U
@@ -212,12 +211,12 @@ def _backward_kernel(
     dstep_row = walk.result_at(dstep_ptr, at, row, form)
     dz_row = walk.result_at(dz_ptr, at, row, form)
     written = walk.Tokens(walk.result_at(written_ptr, at, row, form), D)
-    SUMS: tl.constexpr = 3 * N if form.A_PER_TOKEN else 2 * N
+    SUMS: tl.constexpr = 3 * form.N if form.A_PER_TOKEN else 2 * form.N
     sums = walk.Tokens(sums_ptr + (at.block * tl.num_programs(1).to(tl.int64) * B * L + row) * SUMS, SUMS)
-    saved_row = saved_ptr + (g * ((L + T - 1) // T) * B + at.b) * (N * D) + at.first * D + d
-    saved_c = B.to(tl.int64) * (N * D)
+    saved_row = saved_ptr + (g * ((L + T - 1) // T) * B + at.b) * (form.N * D) + at.first * D + d
+    saved_c = B.to(tl.int64) * (form.N * D)
     # (G, B, segments, T / U - 1, N, D): each lane reads what it wrote.
-    scratch_row = scratch_ptr + (sequence * segments + at.segment) * ((T // U - 1) * N * D) + at.first * D + d
+    scratch_row = scratch_ptr + (sequence * segments + at.segment) * ((T // U - 1) * form.N * D) + at.first * D + d
 
     skip = walk.load_skip(D_ptr + g * D_g + d, form)
     bias = walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form)
@@ -296,7 +295,7 @@ def _backward_kernel(
             G, dx, dlog, dk, dA_t = RULE.value.step_back(now, before, x_t, w, k_t, A_t, eps, e, form)
             dstep = RULE.value.logit_back(dlog, part.step[j], inputs.bias, eps, e, inside, form)
             if TAKES_A:
-                dA = _add_dA(dA, dA_t, sums.row + t.to(tl.int64) * SUMS + 2 * N, i + j, at.end, form)
+                dA = _add_dA(dA, dA_t, sums.row + t.to(tl.int64) * SUMS + 2 * form.N, i + j, at.end, form)
             dD += do * x_t  # (8)
             dbias += dstep
             tl.store(dx_row + place, (dx + skip * do).to(dx_ptr.dtype.element_ty), mask=ok)
@@ -309,11 +308,11 @@ def _backward_kernel(
     piece = sequence * segments + at.segment
     if form.HAS_INITIAL:
         if at.segment == 0:
-            walk.store_state(dinitial_ptr + (sequence * D + d) * N + at.first, 1, G, at, form)
+            walk.store_state(dinitial_ptr + (sequence * D + d) * form.N + at.first, 1, G, at, form)
     if form.HAS_D:
         tl.store(dD_ptr + piece * D + d, dD, mask=at.d_ok)
     if form.HAS_BIAS:
         tl.store(dbias_ptr + piece * D + d, dbias, mask=at.d_ok)
     if TAKES_A:
         if not form.A_PER_TOKEN:
-            walk.store_state(dA_ptr + piece * N * D + at.first * D + d, D, dA, at, form)
+            walk.store_state(dA_ptr + piece * form.N * D + at.first * D + d, D, dA, at, form)
