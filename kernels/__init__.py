@@ -17,7 +17,7 @@ from .checks import check
 from .contract import BACKENDS, Scan, check_option
 from .dispatch import HAS_TRITON, choose_backend
 from .ops import scan_plan
-from .reference import longhorn_step, selective_step
+from .reference import LONGHORN, longhorn_step, selective_step
 
 __all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "recurrent_scan", "scan_plan",
            "selective_scan", "selective_step"]  # fmt: skip
@@ -49,33 +49,30 @@ def longhorn_scan(
         exact:    S_t[d] = S_{t-1}[d] + eps_t[d] (x_t[d] - S_{t-1}[d] . k_t) k_t
         y_t[d]  = (S_t[d] . q_t + D[d] x_t[d]) * silu(z_t[d])
 
-    Inputs may be bfloat16, float16 or float32, mixed as you like (float64 too, but not with Triton); sums and states
-    are in float32 (float64). Views are taken without a copy where their last axis is contiguous. With
-    `direction="both"` every tensor may have a leading axis of 2, (values for the forward scan, for the backward scan);
-    without it both directions read the same values.
+    Inputs may be of any float dtypes (float64 not with Triton); sums and states are in float32 (float64). With
+    `direction="both"` every tensor may have a leading axis of 2, one entry for each direction; without it both
+    directions read the same values.
 
     Args:
         x: (B, L, D) values, L >= 1.
         beta: (B, L, D), or (B, L, 1) for one step size for all channels; logits, before the sigmoid.
-        k: (B, L, N) keys, of any size whose square float32 can hold (norms up to 1e18).
+        k: (B, L, N) keys, with norms up to 1e18.
         q: (B, L, N) queries.
         z: (B, L, D) gate, or None.
         D: (D,) skip weight, or None.
-        beta_bias: (D,), or (1,) with a scalar beta; added to `beta` in float32.
+        beta_bias: (D,), or (1,) with a scalar beta; added to `beta`.
         initial_state: (B, D, N), with `direction="both"` (2, B, D, N); zeros if None.
         rule: "diagonal" or "exact".
         direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
         combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
         return_final_state: also return the state after the last token scanned.
-        save_states: keep what the backward pass starts from, instead of finding it again there: the state of every
-            8th token, D N / 2 bytes a token and direction, or with Triton's exact rule what each token wrote and some
-            states, D (4 + N / 16) bytes, in chunks D (2 + N / 64). By default, if an input requires a gradient.
-        backend: "auto", "torch", "triton", or "reference" for the plain loop under autograd. "auto" is triton on a GPU
-            and torch elsewhere.
-        regime: how Triton goes through time: "sequential", a walk for each block of channels; "parallel", in segments
-            side by side, for few long sequences ("diagonal" only); "chunked", in chunks of 8 tokens on tensor cores
-            ("exact" only: x, beta, k, q and z in bfloat16, N 8, 16 or 32, an NVIDIA GPU of compute capability 8.0);
-            "auto" chooses from the sizes and the GPU. `scan_plan` tells what is chosen.
+        save_states: keep the states that the backward pass starts from, D N / 2 bytes a token and direction (Triton's
+            exact rule D (4 + N / 16), in chunks D (2 + N / 64)), instead of computing them again. By default, if an
+            input requires a gradient.
+        backend: "auto" (triton on a GPU, else torch), "torch", "triton", or "reference", the plain loop.
+        regime: how Triton goes through time: "sequential"; "parallel", in segments side by side, for few long sequences
+            ("diagonal" only); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,
+            16 or 32, an NVIDIA GPU of compute capability 8.0); "auto" chooses. `scan_plan` tells what is chosen.
 
     Returns:
         y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with
@@ -85,7 +82,7 @@ def longhorn_scan(
         ValueError: a shape, dtype, device or option is not as above.
         RuntimeError: a backend was forced that cannot run on this device.
     """
-    reference.check_longhorn(rule)
+    check_option("rule", rule, LONGHORN)
     return recurrent_scan(
         x, beta, k, q, z, D, beta_bias, initial_state, rule=rule, direction=direction, combine=combine,
         return_final_state=return_final_state, save_states=save_states, backend=backend, regime=regime,

@@ -14,16 +14,8 @@ def check(scan: Scan) -> None:
     check_option("direction", scan.direction, DIRECTIONS)
     check_option("combine", scan.combine, COMBINES)
     check_option("regime", scan.regime, REGIMES)
-    if scan.regime == "parallel" and rule.kind != "decay":
-        raise ValueError(
-            f"regime='parallel' with rule={scan.rule!r}: its steps are no products of numbers; "
-            "use regime='auto' or rule='diagonal'"
-        )
-    if scan.regime == "chunked" and rule.name != "exact":
-        raise ValueError(
-            f"regime='chunked' with rule={scan.rule!r}: its transition differs for each channel and state; "
-            "use regime='auto' or rule='exact'"
-        )
+    if (scan.regime == "parallel" and rule.kind != "decay") or (scan.regime == "chunked" and rule.name != "exact"):
+        raise ValueError(f"regime={scan.regime!r} is not possible with rule={scan.rule!r}; use regime='auto'")
     if scan.combine != "none" and scan.direction != "both":
         raise ValueError(f"combine={scan.combine!r} adds two directions; with direction={scan.direction!r} use 'none'")
     _check_shapes(scan, rule)

@@ -3,7 +3,6 @@
 from functools import cache
 
 import torch
-from torch.autograd import forward_ad
 
 from .backends import Backend
 from .contract import BACKENDS, check_option
@@ -11,8 +10,8 @@ from .rules.base import HAS_TRITON
 
 
 def choose_backend(backend: str, device: torch.device) -> str:
-    """The backend, "torch" or "triton", that `backend` means on `device`. "auto" is triton on a GPU where Triton is
-    installed, and torch everywhere else.
+    """The backend, "torch" or "triton", that `backend` means on `device`: with "auto" triton on a GPU where it is
+    installed, else torch.
 
     Raises:
         ValueError: `backend` is not known.
@@ -24,15 +23,14 @@ def choose_backend(backend: str, device: torch.device) -> str:
     if backend == "triton":
         if not HAS_TRITON:
             raise RuntimeError(
-                "backend='triton' was asked for and triton is not installed; "
-                "use backend='auto' or install a build of torch that brings triton"
+                "backend='triton': triton is not installed; use backend='auto' or a build of torch that brings triton"
             )
         from .backends.triton.lanes import INTERPRETED  # Triton is optional
 
         if device.type != "cuda" and not INTERPRETED:
             raise RuntimeError(
-                f"backend='triton' was asked for and the tensors are on {device}; move them to a GPU, "
-                "or set TRITON_INTERPRET=1 before the first import to run the kernels on a CPU"
+                f"backend='triton': the tensors are on {device}; move them to a GPU, or set TRITON_INTERPRET=1 before "
+                "the first import to run the kernels on a CPU"
             )
     return backend
 
@@ -47,11 +45,13 @@ def get_backend(name: str) -> Backend:
     return TritonBackend()
 
 
-def refuse_forward_mode() -> None:
-    """Raise NotImplementedError within forward-mode differentiation: an operator sees values alone and would silently
-    lose their tangents."""
-    if getattr(forward_ad, "_current_level", -1) >= 0:
-        raise NotImplementedError(
-            "the scans have no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
-            "backward(), torch.autograd.grad or torch.autograd.functional, and call models without tangents outside"
-        )
+def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Backend:
+    """The backend that `backend` means on `device`.
+
+    Raises:
+        ValueError: it does not have the regime.
+    """
+    found = get_backend(choose_backend(backend, device))
+    if regime not in found.regimes:
+        raise ValueError(f"regime={regime!r} is one of the Triton kernels', not of the torch path; use regime='auto'")
+    return found

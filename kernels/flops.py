@@ -43,9 +43,6 @@ def _mix_macs(*values: Any) -> int:
     return prod(mix.xz[:-1]) * of_token
 
 
-_MACS: dict[str, Callable[..., int]] = {"scan": _scan_macs, "mix": _mix_macs}
-
-
 def _register(name: str, macs: Callable[..., int]) -> None:
     """Tell torch the cost of an operator and of its backward operator, which takes other tensors first."""
     first = schema(name).arguments[0].name
@@ -60,6 +57,7 @@ def _register(name: str, macs: Callable[..., int]) -> None:
         return 2 * 2 * macs(*shapes[before:])
 
 
+_MACS: dict[str, Callable[..., int]] = {"scan": _scan_macs, "mix": _mix_macs}
 for _name in _MACS:
     _register(_name, _MACS[_name])
 

@@ -2,10 +2,8 @@
 queries, the scan in one or both directions, gate and mean (or norms).
 
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
-keys and queries, and, where norms follow the scan, their input. The convolution and the step sizes cost less to find
-again than to keep, and so, unless `save_states`, do the states of the scan. Kept states weigh several times as much as
-the convolved x and the step sizes; then these are kept, too. Compilers lose nothing: matrix products stand before and
-after.
+keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
+With `save_states` the states are kept, and also the convolved x and the step sizes, which weigh much less.
 """
 
 from typing import Any, NamedTuple, Optional
@@ -17,7 +15,7 @@ from . import ops
 from .backends import Backend
 from .checks import check
 from .contract import Scan, ceil_div, wide
-from .dispatch import choose_backend, get_backend, refuse_forward_mode
+from .dispatch import backend_for
 from .operators import arguments, define, define_gradients
 from .rules import get_rule
 
@@ -46,13 +44,9 @@ class Mix(NamedTuple):
     def shared(self) -> bool:
         return self.norm_weight is not None
 
-    @property
-    def directions(self) -> int:
-        return 2 if self.shared else len(self.conv_weight)
-
     def kept_shape(self, save_states: bool) -> tuple[int, ...]:
-        """The shape of what is kept beside the states, where each chunk keeps one ("decay"): the convolved x, and the
-        step sizes if each channel has its own. With norms, their input is kept instead."""
+        """The shape of the convolved x, and of the step sizes if each channel has its own, where they are kept. With
+        norms, the input of these is kept instead."""
         if not save_states or get_rule(self.rule).kind != "decay" or self.shared:
             return (0,)
         S, D, _ = self.conv_weight.shape
@@ -64,18 +58,13 @@ class Mix(NamedTuple):
         return self.A_log is not None and self.A_log.ndim == 2
 
     @property
-    def rank(self) -> int:
-        return self.dt_proj.shape[2]
-
-    @property
     def width(self) -> int:
-        """Columns of the low-rank step size: R, rounded up with columns of zeros so that matrix products load whole
-        vectors."""
-        return ceil_div(self.rank, 8) * 8
+        """Columns of the low-rank step size: R and columns of zeros, so that matrix products load whole vectors."""
+        return ceil_div(self.dt_proj.shape[2], 8) * 8
 
     @property
     def low_width(self) -> int:
-        return self.width + self.x_proj.shape[1] - self.rank
+        return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
         """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width); or step at
@@ -86,7 +75,6 @@ class Mix(NamedTuple):
         D, bias = self.D, self.dt_bias
         direction, combine = "both", "mean"
         if len(self.conv_weight) == 1:
-            # Without the leading axis both directions read the same values.
             x, step, k, q, D, bias = x[0], step[0], k[0], q[0], D[0], bias[0]
             A = None if A is None else A[0]
             step_proj = None if step_proj is None else step_proj[0]
@@ -103,13 +91,9 @@ FIELDS = Mix._fields[:11]  # in whose order programs call the operator
 
 
 def prepare(mix: Mix) -> Mix:
-    """`mix` as the backends take it: with shapes checked, and contiguous where they need that.
-
-    Raises:
-        ValueError: naming the tensor, its shape and what would be right. (`check` looks at the inputs of the scan.)
-    """
+    """`mix` as the backends take it: with shapes checked, and contiguous. (`check` looks at the inputs of the scan.)"""
     S, D = (1 if mix.shared else min(2, len(mix.conv_weight))), mix.D.shape[-1]
-    R, steps, x_rows = mix.rank, mix.dt_proj.shape[1], mix.x_proj.shape[1]
+    x_rows, (_, steps, R) = mix.x_proj.shape[1], mix.dt_proj.shape
     right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "x_proj": (S, x_rows, D),
              "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D), "norm_weight": (2, D),
              "xz": (*mix.xz.shape[:2], 2 * D)}  # fmt: skip
@@ -120,19 +104,15 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
-    if mix.reversed and mix.directions == 2:
+    if mix.reversed and (mix.shared or S == 2):
         raise ValueError("reversed=True is for one direction alone: leave it out with two sets of parameters or norms")
     parts = 3 if mix.A_per_token else 2
     if x_rows <= R or (x_rows - R) % parts:
         raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + {parts} d_state")
-    return mix._replace(
-        xz=mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous(),
-        conv_weight=mix.conv_weight.contiguous(),
-        conv_bias=mix.conv_bias.contiguous(),
-        x_proj=mix.x_proj.contiguous(),
-        dt_proj=mix.dt_proj.contiguous(),
-        norm_weight=None if mix.norm_weight is None else mix.norm_weight.contiguous(),
-    )
+    given: tuple[Any, ...] = mix[1 : len(TENSORS)]
+    parameters: list[Any] = [None if value is None else value.contiguous() for value in given]
+    xz = mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous()
+    return Mix(xz, *parameters, *mix[len(TENSORS) :])
 
 
 # At this rate a token forgets everything. From 89 on A would be infinite in float32, and its gradient not a number.
@@ -140,7 +120,7 @@ _MAX_LOG_RATE = 60.0
 
 
 def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tensor]:
-    """A, in float32 or float64: (S, D, N) from A_log alone, (S, B, L, N) with each token's part `a`."""
+    """A, in the dtype of sums: (S, D, N) from A_log alone, (S, B, L, N) with each token's part `a`."""
     if A_log is None:
         return None
     if a is None:
@@ -161,7 +141,7 @@ def token_facts(
 
 
 def _rows(value: Tensor) -> Tensor:
-    """(S, B, L, n) -> (S, B L, n)."""
+    """(S, B, L, n) to (S, B L, n)."""
     return value.flatten(1, 2)
 
 
@@ -173,7 +153,7 @@ def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, o
         if backend.takes_projection(scan):
             return scan
     step = low.new_empty(*low.shape[:3], dt_proj.shape[1]) if out is None else out
-    backend.dt_proj(_rows(low), dt_proj, _rows(step))
+    torch.bmm(_rows(low)[..., : mix.width], dt_proj.transpose(1, 2), out=_rows(step))
     return mix.scan(x, step, low)
 
 
@@ -187,7 +167,7 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     places = list(kept) if kept.ndim == 5 else []
     x = backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
-    low = backend.x_proj(_rows(x), x_proj).view(len(x), B, L, mix.low_width)
+    low = torch.bmm(_rows(x), x_proj.transpose(1, 2)).view(len(x), B, L, mix.low_width)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -213,18 +193,11 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
     dlow = low.new_empty(low.shape)  # contiguous, as the backend takes it
     dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
-    # Values that serve both directions get the sum of two gradients, which the backend cannot write in place.
-    in_place = None if mix.shared else (dk, dq)
-    found = ops.backward(scan, dy, None, saved, backend, dz, in_place)
+    found = ops.backward(scan, dy, None, saved, backend, dz, (dk, dq))
     if len(mix.conv_weight) == 1:
         found = {name: value.unsqueeze(0) for name, value in found.items()}
-
-    if in_place is None:
-        dk.copy_(found["k"])
-        dq.copy_(found["q"])
     if mix.A_per_token:
-        assert scan.A is not None
-        da = found["A"] * scan.A  # d exp(A_log + a) is the rate itself
+        da = found["A"] * scan.A  # type: ignore[operator]
         of_A[0].copy_(da)
         grads["A_log"] = da.sum((1, 2))
     elif mix.A_log is not None:
@@ -240,16 +213,14 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     return grads | {"D": found["D"], "dt_bias": found["bias"]}
 
 
-# The operator. Its arguments are FIELDS, save_states, backend and reversed, which older exported programs do not give.
+# Older exported programs do not give `reversed`.
 
 
 def _mix(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`forward`. The first result is y, (B, L, D) in the dtype of xz; the others are for the backward pass."""
-    refuse_forward_mode()
     fields, (save_states, backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
     mix = Mix(*fields, *reversed)
-    with torch.autocast(mix.xz.device.type, enabled=False):  # xz has the dtype that is meant
-        return forward(mix, save_states, get_backend(choose_backend(backend, mix.xz.device)))
+    return forward(mix, save_states, backend_for(backend, mix.xz.device))
 
 
 def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -260,7 +231,7 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low = empty(S, B, L, mix.low_width)
     scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
-    saved = ops.backend_of(scan, backend).saved_shape(scan) if save_states else (0,)
+    saved = backend_for(backend, mix.xz.device).saved_shape(scan) if save_states else (0,)
     kept = (2, B, L, D) if mix.shared else mix.kept_shape(save_states)
     return empty(B, L, D), low, empty(saved, dtype=scan.accumulator), empty(kept)
 
@@ -269,9 +240,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
     """The gradient of each of TENSORS, empty where the tensor is absent."""
     fields, (backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
     mix = Mix(*fields, *reversed)
-    backend = get_backend(choose_backend(backend, mix.xz.device))
-    with torch.autocast(mix.xz.device.type, enabled=False):
-        grads = backward(mix, dy.contiguous(), low, saved, kept, backend)
+    grads = backward(mix, dy.contiguous(), low, saved, kept, backend_for(backend, mix.xz.device))
     return tuple(
         mix.xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
         for name, value in zip(TENSORS, values)

@@ -5,11 +5,11 @@ default.
 """
 
 from collections.abc import Callable, Sequence
-from operator import itemgetter
 from typing import Any, Optional, get_type_hints
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 _TYPES = {Tensor: "Tensor", Optional[Tensor]: "Tensor?", str: "str", bool: "bool", float: "float"}
 
@@ -27,10 +27,23 @@ def schema(name: str) -> Any:
 
 def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
     """The operator `vision_longhorn::NAME`, whose results are tensors. `fake` makes uninitialised ones of the same
-    shapes. Both functions get the arguments in order; one at the end may be missing if it has its default."""
-    results = ", ".join(["Tensor"] * outputs)
+    shapes. Both functions get the arguments in order, without those at the end that have their defaults."""
+
+    def undisturbed(*values: Any) -> Any:
+        if getattr(forward_ad, "_current_level", -1) >= 0:  # an operator would silently lose the tangents
+            raise NotImplementedError(
+                "the scans have no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
+                "backward(), torch.autograd.grad or torch.autograd.functional"
+            )
+        device = next(value.device.type for value in values if isinstance(value, Tensor))
+        with torch.autocast(device, enabled=False):  # the dtypes of the arguments are the ones that are meant
+            return run(*values)
+
     operator = torch.library.custom_op(
-        f"vision_longhorn::{name}", run, mutates_args=(), schema=f"({arguments}) -> ({results})"
+        f"vision_longhorn::{name}",
+        undisturbed,
+        mutates_args=(),
+        schema=f"({arguments}) -> ({', '.join(['Tensor'] * outputs)})",
     )
     operator.register_fake(fake)
     return operator
@@ -54,11 +67,10 @@ def define_gradients(
 
     backward = define(f"{name}_backward", arguments, tensors, run, fake)
     taken = {argument.name for argument in schema(f"{name}_backward").arguments}
-    options = itemgetter(*(i for i, name in enumerate(names) if i >= tensors and name in taken))
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*output[differentiable:], *inputs[:tensors])
-        ctx.options = options(inputs)
+        ctx.options = [value for name, value in zip(names[tensors:], inputs[tensors:]) if name in taken]
         ctx.set_materialize_grads(False)
 
     def differentiate(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:

@@ -1,18 +1,16 @@
 """The scans as torch operators: schema, shapes, autograd, and the choice of the backend that runs.
 
-An operator is opaque to `torch.compile`, `torch.export` and FX, so each of them takes it on any device. What runs
-inside is chosen by the device of the inputs, or forced by `backend`.
+An operator is opaque to `torch.compile`, `torch.export` and FX, so each of them takes it on any device.
 """
 
 from typing import Any, Optional
 
-import torch
 from torch import Tensor
 
 from .backends import Backend
 from .checks import check
 from .contract import Pair, Scan
-from .dispatch import choose_backend, get_backend, refuse_forward_mode
+from .dispatch import backend_for
 from .operators import arguments, define, define_gradients
 from .rules import rule_of
 
@@ -39,51 +37,32 @@ def backward(
     dz: Optional[Tensor] = None, dkq: Optional[Pair] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """A gradient for each tensor of `scan`, by field; that of z is written to `dz` instead, and those of k and q to
-    `dkq`, if given (see `backends.torch.scan.backward`)."""
+    `dkq`, (G, B, L, N) each for G sets of parameters, if given."""
     rule = rule_of(scan)
     prepared = rule.prepare(scan)
-    in_place = dkq if prepared.k is scan.k else None
+    # The backend cannot write the sum of two directions' gradients in place, nor what `restore` changes.
+    in_place = dkq if dkq and prepared.k is scan.k and len(dkq[0]) == len(scan.reversed) else None
     grads = rule.restore(scan, prepared, backend.scan_backward(prepared, dy, dfinal, saved, dz, in_place))
-    for name, out in zip(("k", "q"), dkq or ()):
-        if name in grads:
+    for name, out in zip(("z", "k", "q"), (dz, *(dkq or ()))):
+        if out is not None and name in grads:
             out.copy_(grads.pop(name))
     return grads
-
-
-def backend_of(scan: Scan, backend: str) -> Backend:
-    """The backend that runs `scan`.
-
-    Raises:
-        ValueError: the backend does not have the regime that `scan` asks for.
-    """
-    found = get_backend(choose_backend(backend, scan.x.device))
-    if scan.regime not in found.regimes:
-        raise ValueError(
-            f"regime={scan.regime!r} is one of the Triton kernels', and these tensors take the torch path; "
-            "use regime='auto'"
-        )
-    return found
 
 
 def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int, str]]:
     """How the Triton kernels would run `scan`: for "forward" and "backward" the segments into which time is cut, their
     tokens, the channels of a program, and the regime, as a named tuple. Empty where `scan` takes the torch path."""
     check(scan)
-    return get_backend(choose_backend(backend, scan.x.device)).plan(rule_of(scan).prepare(scan))
-
-
-# The operator. Its arguments are FIELDS, return_final_state, save_states, backend and regime.
+    return backend_for(backend, scan.x.device).plan(rule_of(scan).prepare(scan))
 
 
 def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state (empty unless `return_final_state`), and what the backward pass starts from: if `save_states`,
     the states at the starts of the chunks; else an empty tensor, and the backward pass finds them again."""
-    refuse_forward_mode()
     *fields, return_final_state, save_states, backend, regime = values
     scan = Scan._make((*fields, regime, None))
     check(scan)
-    with torch.autocast(scan.x.device.type, enabled=False):  # sums are in float32, whatever surrounds the operator
-        y, final_state, saved = forward(scan, save_states, backend_of(scan, backend))
+    y, final_state, saved = forward(scan, save_states, backend_for(backend, scan.x.device, regime))
     return y, final_state if return_final_state else final_state.new_empty(0), saved
 
 
@@ -91,7 +70,7 @@ def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     *fields, return_final_state, save_states, backend, regime = values
     scan = Scan._make((*fields, regime, None))
     check(scan)
-    saved = backend_of(scan, backend).saved_shape(scan) if save_states else (0,)
+    saved = backend_for(backend, scan.x.device, regime).saved_shape(scan) if save_states else (0,)
     return (
         scan.x.new_empty(scan.output_shape),
         scan.x.new_empty(scan.state_shape if return_final_state else (0,), dtype=scan.accumulator),
@@ -104,8 +83,7 @@ def _scan_backward(dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor
     *fields, backend, regime = values
     scan = Scan._make((*fields, regime, None))
     dfinal = dfinal if dfinal is not None and dfinal.numel() else None  # of the empty state that stands for none
-    with torch.autocast(scan.x.device.type, enabled=False):
-        grads = backward(scan, dy, dfinal, saved, backend_of(scan, backend))
+    grads = backward(scan, dy, dfinal, saved, backend_for(backend, scan.x.device, regime))
     return tuple(grads[name] if name in grads else scan.x.new_empty(0) for name in TENSORS)
 
 

@@ -1,8 +1,6 @@
 """The scans as the papers write them: one token after the other, in plain torch, differentiable by autograd.
 
-The backends are tested against this loop. Each rule's formula is its `update` in `rules/`. The papers are Liu et al.,
-"Longhorn: State Space Models are Amortized Online Learners" (arXiv 2407.14207), and Gu and Dao, "Mamba: Linear-Time
-Sequence Modeling with Selective State Spaces" (arXiv 2312.00752).
+The backends are tested against this loop. Each rule's formula is its `update` in `rules/`.
 """
 
 from typing import Any, Optional
@@ -10,14 +8,11 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .contract import Scan, stack
+from .contract import Scan, check_option, stack
 from .rules import get_rule, rule_of
 from .rules.base import read_out
 
-
-def check_longhorn(rule: str) -> None:
-    if rule not in ("diagonal", "exact"):
-        raise ValueError(f"rule={rule!r} is not known; choose 'diagonal' or 'exact'")
+LONGHORN = ("diagonal", "exact")
 
 
 def longhorn_step(
@@ -42,14 +37,7 @@ def longhorn_step(
 
     Args:
         state: (B, D, N), the state after the tokens so far; zeros before the first.
-        x: (B, D) values.
-        beta: (B, D), or (B, 1) for one step size for all channels; logits, the sigmoid is taken here.
-        k: (B, N) keys.
-        q: (B, N) queries.
-        z: (B, D) gate; the output is multiplied by silu(z).
-        D: (D,) skip weight; D * x is added before the gate.
-        beta_bias: (D,) or (1,), added to `beta`.
-        rule: "diagonal" or "exact".
+        x, beta, k, q, z, D, beta_bias, rule: as in `longhorn_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).
@@ -57,7 +45,7 @@ def longhorn_step(
     Raises:
         ValueError: `rule` is neither "diagonal" nor "exact".
     """
-    check_longhorn(rule)
+    check_option("rule", rule, LONGHORN)
     beta = beta if beta_bias is None else beta + beta_bias
     state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
     return read_out(state, x, q, z, D), state
@@ -79,15 +67,9 @@ def selective_step(
     """One token of Mamba's selective scan (arXiv 2312.00752, Algorithm 2, with B discretised as dt * B).
 
     Args:
-        state: (B, D, N).
-        x: (B, D) values.
-        dt: (B, D) or (B, 1) step sizes, before the softplus if `dt_softplus`.
-        A: (D, N), or (B, 1, N) where A depends on the token; negative, so that exp(dt A) decays.
-        B: (B, N) input weights, the keys of Longhorn.
-        C: (B, N) read-out weights, the queries of Longhorn.
-        z, D: gate and skip as in `longhorn_step`.
-        dt_bias: (D,) or (1,), added to `dt` before the softplus.
-        dt_softplus: whether the step size is softplus(dt + dt_bias).
+        state: (B, D, N), the state after the tokens so far.
+        A: (D, N), or (B, 1, N) where A depends on the token.
+        x, dt, B, C, z, D, dt_bias, dt_softplus: as in `selective_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).

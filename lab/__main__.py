@@ -2,17 +2,15 @@
 
 The same command goes on after whatever stopped it: finished runs are not repeated, others resume. OUT/runs holds the
 runs (`tensorboard --logdir OUT/runs` shows them side by side), OUT/STUDY.json all that came of them, OUT/STUDY.md and
-OUT/STUDY.png what that says. Exit codes: 0 all is done, 1 a run failed, 3 work is left as time was over, 128 and the
-signal's number where one came.
+OUT/STUDY.png what that says. A signal stops what still runs; results are written after it. Exit codes: 0 all is done,
+1 a run failed, 128 and the signal's number where one came.
 """
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from lab.plan import STUDIES, read_studies
 from vision_longhorn.command_line.parser import Parser, run_cli
-from vision_longhorn.demo import DIGITS
 from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.settings import Range
 
@@ -45,8 +43,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
            "finished runs of the same settings, data and seed count as done")  # fmt: skip
     option("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
     option("--per-gpu", type=Range(1, kind=int), default=1, help="runs side by side on each GPU, or on the CPU [1]")
-    option("--budget", type=Range(above=0), default=float("inf"), metavar="SECONDS", help="then stop what still runs, "
-           "which the same command goes on with; results are written after it")  # fmt: skip
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="names, what each asks, and how many runs are done")
     what.add_argument("--dry-run", action="store_true", help="every run with its state; start nothing")
@@ -61,16 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Does as the command line `argv` says (default: the process's own)."""
     args = parse(argv)
     everything = read_studies(args.file)
-    for word in (*args.data, *args.merge):
-        if word in everything and word != DIGITS and not Path(word).exists():
-            raise UserError(f"{word} follows --data or --merge: a study's name goes before the options")
     for name in args.names:
         if name not in everything:
-            near = nearest(name, everything)
-            hint = f"the nearest known one is {near[0]!r}, " if near else ""
-            raise UserError(f"unknown study {name!r}; {hint}--list shows all")
+            raise UserError(f"unknown study {name!r}: give {' '.join(nearest(name, everything)) or 'one of --list'}")
     if not args.names and not args.list:
-        raise UserError(f"say which study: give names of {', '.join(everything)}, or --list")
+        raise UserError(f"say which study, before the options: give names of {', '.join(everything)}, or --list")
     studies = [everything[name] for name in dict.fromkeys(args.names)] or list(everything.values())
     from lab.session import Session  # which imports torch: mistakes are told before
 

@@ -1,6 +1,6 @@
-"""Which images the final weights of runs get right, one by one: the process that a study starts for that.
+"""Finds which images the final weights of a run get right, one by one: the process that a study starts for that.
 
-python -m lab.hits RUN:SIZE,SIZE ... --data DIR
+python -m lab.hits RUN:SIZE,SIZE --data DIR
 """
 
 import base64
@@ -23,37 +23,29 @@ from vision_longhorn.evaluation.evaluate import evaluate
 from vision_longhorn.files import read_json
 from vision_longhorn.loading import load_model
 from vision_longhorn.runs import Run
-from vision_longhorn.settings import Range
 
 BATCH = 256  # images, at the model's own size; larger images come in batches of as many tokens
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluates each run at its sizes, and adds what it finds to the run's hits.json."""
+    """Evaluates a run at the given sizes, and adds what it finds to the run's hits.json."""
     parser = Parser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("runs", nargs="+", metavar="RUN:SIZE,SIZE", help="folder of a run, and sides of images")
+    parser.add_argument("run", metavar="RUN:SIZE,SIZE", help="folder of a run, and sides of images")
     parser.add_argument("--data", required=True, help="folder of shards or images")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="[cuda if there is one]")
-    parser.add_argument("--workers", type=Range(0, kind=int), default=1, help="loader processes [1]")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes [1]")
     args = parser.parse_args(argv)
     accelerator = make_accelerator(args.device)
-    for word in args.runs:
-        folder, _, sizes = word.rpartition(":")
-        file = Path(folder, "hits.json")
-        for size in map(int, sizes.split(",")):
-            found = hits_of(Run(folder).last, size, args.data, args.workers, accelerator)
-            write_json(file, {**(read_json(file) or {}), str(size): found})
+    folder, _, sizes = args.run.rpartition(":")
+    file = Path(folder, "hits.json")
+    for size in map(int, sizes.split(",")):
+        found = hits_of(Run(folder).last, size, args.data, args.workers, accelerator)
+        write_json(file, {**(read_json(file) or {}), str(size): found})
 
 
 def hits_of(checkpoint: Path, size: int, data: str, workers: int, accelerator: Accelerator) -> dict[str, Any]:
-    """What the averaged weights of a checkpoint get right, or its raw ones where it has no others.
-
-    Args:
-        checkpoint: The file.
-        size: Height and width of the images in pixels; the model's position embedding is resampled.
-        data: Place of the data; the run's own validation split is taken.
-        workers: Loader processes.
-        accelerator: Gives device and precision.
+    """Evaluates the averaged weights of a checkpoint, or its raw ones where it has no others, on images of `size`
+    pixels. The position embedding is resampled.
 
     Returns:
         Dict with "count", "top1" in per cent, "bits": base64 of a bit for each image, in the order of the names of
@@ -78,7 +70,7 @@ def hits_of(checkpoint: Path, size: int, data: str, workers: int, accelerator: A
     )
     found: list[tuple[str, str, bool]] = []
 
-    def note(_: str, logits: Any, targets: Any, rank: Any, places: list[tuple[str, str]]) -> None:
+    def note(logits: Any, targets: Any, rank: Any, places: list[tuple[str, str]]) -> None:
         found.extend((Path(url).name, key, hit) for (url, key), hit in zip(places, (rank < 1).tolist(), strict=True))
 
     result = evaluate({"model": model}, loader, accelerator, shards.num_samples, batch, on_batch=note)["model"]

@@ -22,36 +22,21 @@ ROWS = 4096  # sequences that are drawn at once, with a float for each word of t
 
 
 class Sequences(NamedTuple):
-    """Sequences of L tokens with K queries each.
+    """Sequences of L tokens with K queries each, in the order of their pairs; all int32."""
 
-    Attributes:
-        tokens: (count, L) int32.
-        places: (count, K) int32, where the queries stand, in the order of their pairs.
-        answers: (count, K) int32, the value that each asks for.
-    """
-
-    tokens: Tensor
-    places: Tensor
-    answers: Tensor
+    tokens: Tensor  # (count, L)
+    places: Tensor  # (count, K), where the queries stand
+    answers: Tensor  # (count, K), the value that each asks for
 
 
 def draw_sequences(
     count: int, length: int, pairs: int, vocab_size: int, power: float, seed: int, device: Any = "cpu"
 ) -> Sequences:
-    """Random sequences as arXiv 2312.04927 has them.
+    """Draws sequences as arXiv 2312.04927 has them, the same ones from the same seed on the same kind of device.
 
     Keys (1 to vocab_size / 2 - 1) and values (from there on) each differ within a sequence. A query stands on one of
     every two tokens behind the pairs; the i-th of these places, from 1, is drawn with weight i^(power - 1), without
-    repetition. All other tokens are 0.
-
-    Args:
-        count: How many.
-        length: L, tokens of each; even, 4 x `pairs` or more.
-        pairs: K.
-        vocab_size: Even, above 2 x `pairs`.
-        power: Of the places.
-        seed: The same sequences come of the same seed on the same kind of device.
-        device: Where they are drawn and stay.
+    repetition. All other tokens are 0. `length` is even, 4 x `pairs` or more, and `vocab_size` even, above 2 x `pairs`.
     """
     draw = torch.Generator(device).manual_seed(seed)
     words = torch.ones(vocab_size // 2, device=device)
@@ -77,19 +62,8 @@ class RecallModel(nn.Module):
 
     Attention, which has no order of its own, gets a learned position embedding, as in arXiv 2312.04927; the head is
     tied there, too. Other than there, all mixers have the same blocks, with an RMS norm and without dropout, and
-    attention has a head for each 64 channels, where it has one there.
-
-    Args:
-        vocab_size: Tokens that there are.
-        length: Tokens of a sequence, for the position embedding.
-        width: Of the tokens.
-        depth: Number of blocks.
-        mixer: Name of the mixer, see `vision_longhorn.models.mixers`.
-        mixer_args: Its options.
-
-    Raises:
-        TypeError: The mixer has no such option.
-        ValueError: There is no such mixer, or an option has a value that it does not know.
+    attention has a head for each 64 channels, where it has one there. `mixer` names one of
+    `vision_longhorn.models.mixers`, which takes `mixer_args`.
     """
 
     def __init__(self, vocab_size: int, length: int, width: int, depth: int, mixer: str, **mixer_args: Any) -> None:
@@ -112,8 +86,8 @@ class RecallModel(nn.Module):
         return {f"*.mixer.{name}" for block in self.blocks for name in cast(Any, block).mixer.NO_WEIGHT_DECAY}
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """(B, L) tokens to scores (B, K, vocab_size) at their `places` (B, K): elsewhere nothing is asked, and most of
-        the arithmetic would be the head's."""
+        """Maps tokens (B, L) to scores (B, K, vocab_size) at the `places` (B, K) of the queries alone: most of the
+        arithmetic would be the head's."""
         x = self.embed(tokens)  # (B, L, width)
         if self.pos_embed is not None:
             x = x + self.pos_embed

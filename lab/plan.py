@@ -25,13 +25,8 @@ SETTING = {"config": str, "data": str, **DIFFERENCES}
 RECALL = {"asks": str, "task": str, **DIFFERENCES, "settings": dict, "grid": dict, "variants": list, "baseline": str}
 IMAGES = {**RECALL, **SETTING, "weights": str, "pair": list, "contrasts": dict, "resolutions": list}
 CONTRAST = {"plus": list, "minus": list, "over": int}
-REMEDIES = {
-    dict: "`key: value` pairs",
-    list: "a list",
-    str: "a word",
-    int: "a number",
-    (int, list): "a number or a list",
-}
+REMEDIES: dict[Any, str] = {dict: "`key: value` pairs", list: "a list", str: "a word", int: "a number"}
+REMEDIES[int, list] = "a number or a list"
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # Those that a training step's speed depends on
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
@@ -43,14 +38,7 @@ BESIDE = {"seed": "`seeds: [0]`", "model_kwargs": "it", "mixer": "`model_kwargs:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One variant in one setting.
-
-    Attributes:
-        study, setting, variant: Their names; the setting of a study that names none is "".
-        data: Name of its data, "" where the task makes its own.
-        config: Its settings; places, workers and device are the defaults.
-        seeds: Seeds of its trials.
-    """
+    """One variant in one setting, which is "" if the study names none. `data` is "" where the task makes its own."""
 
     study: str
     setting: str
@@ -66,10 +54,8 @@ class Arm:
 
     @cached_property
     def key(self) -> str:
-        """Eight hexadecimal digits of its effective settings and the name of its data.
-
-        Settings at their default are left out, so that a new field of the config changes no key.
-        """
+        """Eight hexadecimal digits of its data's name and its settings, without those at their default: so a new field
+        of the config changes no key."""
         usual = type(self.config)().values()
         values = {key: value for key, value in self.config.decisive(self.settings()).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
@@ -111,12 +97,7 @@ class Trial:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """A study; lab/studies.yaml explains its parts.
-
-    Attributes:
-        arms: All variants in the first setting, in the second, ...
-        contrasts: Dicts with "name", "plus", "minus" (labels of arms) and "over".
-    """
+    """A study; lab/studies.yaml explains its parts. `contrasts` are dicts with "name", "plus", "minus" and "over"."""
 
     name: str
     asks: str
@@ -149,11 +130,7 @@ def unique_trials(studies: Iterable[Study]) -> list[Trial]:
 
 
 def read_studies(path: str | Path = STUDIES) -> dict[str, Study]:
-    """All studies of a file, by name.
-
-    Raises:
-        UserError: For whatever in the file is unknown, missing or contradicts something else.
-    """
+    """Reads all studies of a file, by name. Raises UserError for what is unknown, missing or contradictory."""
     if not Path(path).is_file():
         raise UserError(f"there is no file of studies at {path}: give a YAML file like lab/studies.yaml")
     try:
@@ -182,11 +159,9 @@ def _study(name: str, spec: Any, facts: Mapping, shared: Mapping) -> Study:
                  for key, own in settings.items() for variant in variants)  # fmt: skip
     labels, keys = [arm.label for arm in arms], [arm.key for arm in arms]
     for label, key in zip(labels, keys):
-        if labels.count(label) > 1:
-            raise UserError(f"{where}: the variant {label} stands twice: give one another name")
-        if keys.count(key) > 1:
-            alike = " and ".join(label for label, other in zip(labels, keys) if other == key)
-            raise UserError(f"{where}: {alike} have the same settings: leave one out")
+        alike = [other for other, own in zip(labels, keys) if own == key or other == label]
+        if len(alike) > 1:
+            raise UserError(f"{where}: {' and '.join(alike)} have the same name or settings: leave one out")
     names = [variant["name"] for variant in variants]
     pair = _some(f"{where}: pair", spec.get("pair", []), names)
     if len(pair) not in (0, 2):
@@ -198,9 +173,7 @@ def _study(name: str, spec: Any, facts: Mapping, shared: Mapping) -> Study:
         raise UserError(f"{where}: resolutions is {list(sizes)}: give sides of images, in pixels")
     _some(f"{where}: weights", [weights], ["ema", "raw"])
     if weights == "raw" and (pair or sizes):
-        raise UserError(
-            f"{where}: weights is 'raw': give neither pair nor resolutions, for which the averaged ones are evaluated"
-        )
+        raise UserError(f"{where}: weights is 'raw': give neither pair nor resolutions, which need the averaged ones")
     contrasts = tuple(_contrast(where, title, own, labels) for title, own in spec.get("contrasts", {}).items())
     return Study(name, spec.get("asks", ""), task, arms, baseline, weights, pair, contrasts, sizes)
 
@@ -244,8 +217,8 @@ def _variant(where: str, item: Any, shared: Mapping) -> Mapping:
     _check_name(item.get("name"))
     source = item.get("like", item["name"])
     if source not in shared and ("like" in item or len(item) == 1):
-        remedy = f"give one of {', '.join(map(str, shared))}, or " if shared else "no variant is shared here, "
-        raise UserError(f"{where}: variant {source!r} is not known: {remedy}say what it is")
+        known = ", ".join(map(str, shared)) or "no variant is"
+        raise UserError(f"{where}: variant {source!r} is not shared ({known}): say what it is")
     taken = shared.get(source, {})
     merged = {key: {**taken.get(key, {}), **item.get(key, {})} for key in ("model_kwargs", "overrides")}
     return {**taken, **item, **merged}
@@ -311,25 +284,21 @@ def _seeds(seeds: Any) -> tuple[int, ...]:
 
 
 def _some(where: str, given: list[Any], known: list[str]) -> tuple[str, ...]:
-    """`given` as a tuple of different words that are all known."""
     for word in given:
-        if word not in known:
-            raise UserError(f"{where}: {word!r} is unknown: give some of {', '.join(known)}")
-        if given.count(word) > 1:
-            raise UserError(f"{where}: {word} stands twice: give it once")
+        if word not in known or given.count(word) > 1:
+            raise UserError(f"{where}: {word!r} is unknown or stands twice: give some of {', '.join(known)}")
     return tuple(given)
 
 
 def _mapping(where: str, value: Any, kinds: Mapping, empty: bool = False) -> Mapping:
-    """A mapping of the file, without empty values unless `empty`, once its keys and the types of these are checked."""
+    """Checks keys and types of a mapping of the file, and drops empty values unless `empty`."""
     at = f"{where}: " if where else ""
     if not isinstance(value or {}, dict) or value is False:
         raise UserError(f"{where or 'this file'} is {value!r}: give {REMEDIES[dict]}")
     for key, found in (value or {}).items():
         if key not in kinds:
-            near, few = nearest(str(key), kinds), f"give one of {', '.join(kinds)}"
-            few = few if len(kinds) < 20 else "`vision-longhorn train --help` has them all"
-            raise UserError(f"{at}unknown key {key!r}; {f'the nearest known one is {near[0]!r}' if near else few}")
+            known = nearest(str(key), kinds) or kinds
+            raise UserError(f"{at}unknown key {key!r}: give one of {', '.join(known)}")
         kind = kinds[key]
         if found is not None and kind is not object and (isinstance(found, bool) or not isinstance(found, kind)):
             raise UserError(f"{at}{key} is {found!r}: give {REMEDIES[kind]}")

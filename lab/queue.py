@@ -1,4 +1,4 @@
-"""Runs processes side by side, on several GPUs or on the CPU, until all are done, a signal comes, or time is over."""
+"""Runs processes side by side, on several GPUs or on the CPU, until all are done or a signal comes."""
 
 import contextlib
 import os
@@ -17,21 +17,14 @@ from vision_longhorn.data.loader import cores
 from vision_longhorn.errors import UserError
 from vision_longhorn.signals import PARENT, SIGNALS, StopSignals
 
-POLL = 0.1  # seconds between two looks at the processes
-GRACE = 120  # seconds that a process has to save and end, once it was asked to
-FOLDER = str(Path(__file__).parents[1])  # where processes find this package, wherever they start
+GRACE = 120  # seconds that a process has to save and end once it was asked to
+STOPPED = (-signal.SIGTERM, -signal.SIGKILL, *(128 + number for number in SIGNALS))  # exit codes
+FOLDER = str(Path(__file__).parents[1])  # where processes find this package
 
 
 def find_places(device: str, side_by_side: int) -> list[str]:
-    """Where processes run, one at a time each: numbers of GPUs as CUDA_VISIBLE_DEVICES has them, "" for the CPU.
-
-    Args:
-        device: "auto", "cuda" or "cpu", as the trainer has it.
-        side_by_side: Processes on each GPU that CUDA shows, or on the CPU.
-
-    Raises:
-        UserError: Where CUDA is asked for and there is none.
-    """
+    """Where processes run, one at a time each: numbers of GPUs as CUDA_VISIBLE_DEVICES has them, "" for the CPU. Raises
+    UserError where CUDA is asked for and there is none."""
     count = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and not count:
         raise UserError("device is 'cuda', but PyTorch finds no CUDA GPU here: use --device auto or --device cpu")
@@ -46,85 +39,60 @@ class Job:
     Attributes:
         name: For messages.
         start: Called when it is about to start; gives the words after `python -m`, and the file for its output.
-        done: Called with the exit code when it has ended by itself; gives whether all is well, a text, and jobs that
-            come next, before all others.
+        done: Called with the exit code when it has ended; gives whether all is well, a text, and jobs that come next.
     """
 
     name: str
     start: Callable[[], tuple[list[str], Path]]
     done: Callable[[int], tuple[bool, str, list["Job"]]]
-
-
-@dataclass
-class Child:
-    """A job's process, and the place where it runs."""
-
-    job: Job
-    place: str
-    process: subprocess.Popen
-    started: float
+    place: str = ""
+    process: Any = None
+    started: float = 0.0
 
     def kill(self) -> int:
-        """Ends the process with its loader's at once; its exit code."""
+        """Ends the process and those of its loader at once; its exit code."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
 
 class Queue:
-    """Runs jobs. A failing one stops no other.
+    """Runs jobs; `failed` counts those that fail, which stop no other. A signal asks all to save and end."""
 
-    Args:
-        places: Where processes run, see `find_places`.
-        signals: When one has come, what still runs is asked to save and end.
-        deadline: Time of `time.monotonic()` at which it is asked, too.
-        say: Takes a line.
-
-    Attributes:
-        failed, left: How many jobs failed, and how many are left undone.
-    """
-
-    def __init__(
-        self, places: list[str], signals: StopSignals, deadline: float = float("inf"), say: Callable[[str], Any] = print
-    ) -> None:
-        self.places, self.signals, self.deadline, self.say = places, signals, deadline, say
-        self.failed, self.left, self.running = 0, 0, list[Child]()
+    def __init__(self, places: list[str], signals: StopSignals, say: Callable[[str], Any]) -> None:
+        self.places, self.signals, self.say = places, signals, say
+        self.failed, self.running = 0, list[Job]()
 
     def run(self, jobs: list[Job]) -> None:
         """Runs the jobs, as far as they can be run."""
         self.waiting = list(jobs)
         try:
-            while (self.waiting or self.running) and not self._is_over():
-                for child in [child for child in self.running if child.process.poll() is not None]:
-                    self.running.remove(child)
-                    self._note(child)
+            while (self.waiting or self.running) and not self.signals.received:
+                for job in [job for job in self.running if job.process.poll() is not None]:
+                    self._note(job)
                 free = list(self.places)
-                for child in self.running:
-                    free.remove(child.place)
+                for job in self.running:
+                    free.remove(job.place)
                 for place in free:
-                    if self.waiting and not self._is_over():
+                    if self.waiting and not self.signals.received:
                         self._start(self.waiting.pop(0), place)
-                time.sleep(POLL)
+                time.sleep(0.1)
             self._stop()
         except BaseException as error:
-            for child in self.running:
-                child.kill()
+            for job in self.running:
+                job.kill()
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C for the second time
                 raise KeyboardInterrupt("stopped at once; the same command goes on from the last checkpoints") from None
             raise
-        self.left += len(self.waiting)
-
-    def _is_over(self) -> bool:
-        return bool(self.signals.received) or time.monotonic() > self.deadline
 
     def _start(self, job: Job, place: str) -> None:
         words, log = job.start()
-        # Threads of their own, as many as cores, would wait for those of the others.
+        # As many threads as cores in each process would wait for one another.
         threads = {"OMP_NUM_THREADS": str(max(1, cores() // len(self.places)))}
         own = {"PYTHONPATH": os.pathsep.join(filter(None, [FOLDER, os.environ.get("PYTHONPATH")]))}
         own |= {"CUDA_VISIBLE_DEVICES": place} if place else {}
         with open(log, "ab") as output:
-            process = subprocess.Popen(
+            job.process = subprocess.Popen(
                 [sys.executable, "-m", *words],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -132,32 +100,32 @@ class Queue:
                 env={**threads, **os.environ, PARENT: str(os.getpid()), **own},
                 start_new_session=True,  # Ctrl-C is for this process, which hands it on
             )
-        self.running.append(Child(job, place, process, time.monotonic()))
+        job.place, job.started = place, time.monotonic()
+        self.running.append(job)
         self.say(f"start   {job.name}  {f'GPU {place}' if place else 'CPU'}")
 
-    def _note(self, child: Child) -> None:
-        """Takes note of a process that has ended by itself."""
-        well, text, following = child.job.done(child.process.wait())
+    def _note(self, job: Job) -> None:
+        self.running.remove(job)
+        well, text, following = job.done(job.process.wait())
         self.waiting[:0] = following
         self.failed += not well
         head, line, details = text.partition("\n")
-        seconds, left = time.monotonic() - child.started, f"; {len(self.waiting)} to start" if self.waiting else ""
-        self.say(f"{'done   ' if well else 'FAILED '} {child.job.name}  {head}, {seconds:,.0f} s{left}{line}{details}")
+        seconds, left = time.monotonic() - job.started, f"; {len(self.waiting)} to start" if self.waiting else ""
+        self.say(f"{'done   ' if well else 'FAILED '} {job.name}  {head}, {seconds:,.0f} s{left}{line}{details}")
 
     def _stop(self) -> None:
         """Asks what still runs to save and end, and waits for it."""
         if self.running:
-            self.say(f"stopping {len(self.running)}: {', '.join(child.job.name for child in self.running)}")
-        for child in self.running:
-            child.process.terminate()
+            self.say(f"stopping {len(self.running)}: {', '.join(job.name for job in self.running)}")
+        for job in self.running:
+            job.process.terminate()
         end = time.monotonic() + GRACE
-        for child in self.running:
+        for job in list(self.running):
             try:
-                code = child.process.wait(max(0.0, end - time.monotonic()))
+                code = job.process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
-                code = child.kill()
-            if code in (-signal.SIGTERM, -signal.SIGKILL, *(128 + number for number in SIGNALS)):
-                self.left += 1
+                code = job.kill()
+            if code in STOPPED:
+                self.running.remove(job)
             else:  # it was about to end anyway
-                self._note(child)
-        self.running = []
+                self._note(job)

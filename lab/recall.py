@@ -1,8 +1,8 @@
-"""A run of multi-query associative recall: the process that a study starts for it.
+"""Trains a model on multi-query associative recall: the process that a study starts for that.
 
 python -m lab.recall --config FILE --run-dir DIR
 
-Its folder holds what a trainer's does, where "top1" is the share of queries that are answered and "images_per_s" counts
+Its folder is like that of the trainer; "top1" is the share of queries that are answered, and "images_per_s" counts
 sequences. The same command goes on from the last epoch.
 """
 
@@ -61,14 +61,7 @@ def mean_loss(scores: Tensor, answers: Tensor) -> Tensor:
 
 
 class RecallRun:
-    """A run, from its set-up to its end.
-
-    Args:
-        cfg: Its settings.
-        path: Folder of the run, which goes on where it holds a checkpoint.
-        device: "auto", "cuda" or "cpu".
-        held: Closes what the run holds open, and lets others have its folder.
-    """
+    """A run in the folder `path`, which goes on where that holds a checkpoint. `held` closes what it holds open."""
 
     def __init__(self, cfg: RecallConfig, path: Path, device: str, held: contextlib.ExitStack) -> None:
         self.cfg, last = cfg, Run(path).last
@@ -104,7 +97,7 @@ class RecallRun:
 
     @property
     def updates(self) -> int:
-        """Updates that were made up to the last epoch."""
+        """How many updates were made up to the last epoch."""
         return len(self.history) * self.updates_per_epoch
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -113,7 +106,7 @@ class RecallRun:
             return self.model(*batch)
 
     def train(self) -> None:
-        """Trains to the end, or to a signal; then what the epoch has done so far is lost."""
+        """Trains to the end, or to a signal, which loses what the epoch has done so far."""
         self.folder.open({"updates_per_epoch": self.updates_per_epoch, "global_batch": self.cfg.batch_size}, "",
                          self.updates)  # fmt: skip
         with StopSignals() as signals:
@@ -126,7 +119,7 @@ class RecallRun:
             self.folder.log.finish(self.cfg, max(entry["val"]["top1"] for entry in self.history))
 
     def train_epoch(self, signals: StopSignals) -> None:
-        """The updates of an epoch, and its evaluation."""
+        """Makes the updates of an epoch, evaluates, and reports both."""
         epoch, cfg = len(self.history), self.cfg
         order = torch.from_numpy(np.random.default_rng([cfg.seed, epoch]).permutation(cfg.train_samples))
         batches = order.to(self.device).split(cfg.batch_size)[: self.updates_per_epoch]
@@ -150,10 +143,19 @@ class RecallRun:
         self.skipped += len(batches) - count
         facts = {"train_loss": loss_sum.item() / count, "lr": self.scheduler.optimizer.param_groups[0]["lr"]}
         self.history.append({"epoch": epoch + 1, **facts, "images_per_s": rate, "val": self.evaluate()})
-        self.report()
+        entry = self.history[-1]
+        print(
+            f"epoch {epoch + 1:3d}  loss {entry['train_loss']:.4f}  {rate:,.0f} sequences/s  "
+            f"accuracy {entry['val']['top1']:.2f} %"
+        )
+        if self.folder.log:
+            curves = {f"train/{key}": entry[key] for key in ("lr", "images_per_s", "epoch")}
+            curves |= {"train/loss": entry["train_loss"], "train/skipped": self.skipped}
+            self.folder.log.add(curves, self.updates)
+            self.folder.log.add_results({"val": entry["val"]}, self.updates)
 
     def update(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """One update, by the samples of these numbers, (batch_size,) int64: its loss and the gradient's norm."""
+        """Makes an update by the samples of these numbers, (batch_size,) int64: its loss and the gradient's norm."""
         self.index.copy_(index)
         if self.graph:
             self.graph.replay()
@@ -163,7 +165,7 @@ class RecallRun:
         return self.captured
 
     def passes(self) -> tuple[Tensor, Tensor]:
-        """The gradients of the samples of `index`: loss and norm."""
+        """Computes the gradients of the samples of `index`: loss and norm."""
         tokens, places, answers = (part[self.index] for part in self.data)
         return self.step.gradients([((tokens, places), answers)])
 
@@ -173,7 +175,7 @@ class RecallRun:
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
-            for _ in range(3):  # what is compiled or chosen at first sight is, and what is allocated once
+            for _ in range(3):  # kernels are compiled and chosen, and memory is allocated
                 self.passes()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
@@ -183,7 +185,7 @@ class RecallRun:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Dict of "top1", the share of the evaluation's queries that are answered in per cent, and "loss"."""
+        """Gives "top1", the share of the evaluation's queries that are answered in per cent, and "loss"."""
         self.model.eval()
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -193,29 +195,10 @@ class RecallRun:
             right += (scores.argmax(-1) == answers).sum()
         return {"top1": 100 * right.item() / self.val.answers.numel(), "loss": loss_sum.item() / len(self.val.tokens)}
 
-    def report(self) -> None:
-        """Says how the last epoch went, and adds it to the curves."""
-        entry = self.history[-1]
-        print(
-            f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  {entry['images_per_s']:,.0f} sequences/s  "
-            f"accuracy {entry['val']['top1']:.2f} %"
-        )
-        if self.folder.log:
-            curves = {f"train/{key}": entry[key] for key in ("lr", "images_per_s", "epoch")}
-            curves |= {"train/loss": entry["train_loss"], "train/skipped": self.skipped}
-            self.folder.log.add(curves, self.updates)
-            self.folder.log.add_results({"val": entry["val"]}, self.updates)
-
     def save(self) -> None:
-        """Saves a checkpoint; that of a run which is over has no moments, two thirds of its size."""
-        state = dict(
-            epoch=len(self.history),
-            updates=self.updates,
-            history=self.history,
-            config=self.cfg.values(),
-            state_dict=self.model.state_dict(),
-            skipped=self.skipped,
-        )
+        """Saves a checkpoint; once the run is over, without the moments, two thirds of its size."""
+        state = dict(epoch=len(self.history), updates=self.updates, history=self.history, skipped=self.skipped,
+                     config=self.cfg.values(), state_dict=self.model.state_dict())  # fmt: skip
         if not self.cfg.is_over(self.history):
             state["optimizer"] = self.step.optimizer.state_dict()
         self.folder.save(state, is_best=False)

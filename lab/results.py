@@ -17,36 +17,20 @@ from vision_longhorn.files import read_json, write_text
 from vision_longhorn.models.create import create_model
 
 SPEEDS = "speed.json"
-RUN = {
-    "key": str,
-    "seed": int,
-    "epochs": int,
-    "final": dict,
-    "curve": dict,
-    "hits": dict,
-}  # and more
+RUN = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hits": dict}  # and more
 
 
 class Known:
-    """What earlier JSONs tell of trials and of speeds.
-
-    Args:
-        out: Folder of the studies.
-        files: JSONs of studies, or speed.json.
+    """What earlier JSONs (`files`: of studies, or speed.json) and the trials' folders below `out` tell.
 
     Attributes:
-        runs: The records of finished trials by (key of settings, seed).
-        unfinished: Those of others.
+        runs, unfinished: The records of trials by (key of settings, seed).
         parameters, configs: Numbers of parameters, and settings, by their key.
         speeds: By key of a step's settings, then by hardware.
-
-    Raises:
-        UserError: For a file that is neither.
     """
 
     def __init__(self, out: Path, files: Iterable[Path] = ()) -> None:
         self.out = out
-        self.own: dict[tuple[str, int], Record] = {}  # the same as `runs`, from folders
         self.runs: dict[tuple[str, int], Record] = {}
         self.unfinished: dict[tuple[str, int], Record] = {}
         self.parameters: dict[str, int] = {}
@@ -56,8 +40,7 @@ class Known:
             content = read_json(file)
             if not file.exists():
                 raise UserError(f"there is no file {file} of a study's results")
-            is_ours = isinstance(content, dict) and ({"arms", "runs"} <= content.keys() or "speeds" in content)
-            if not is_ours:
+            if not isinstance(content, dict) or not ({"arms", "runs"} <= content.keys() or "speeds" in content):
                 raise UserError(f"{file} is no result of a study: give a JSON that `python -m lab` has written")
             try:
                 self._take(content)
@@ -89,8 +72,8 @@ class Known:
             self.speeds[key].update(speeds)
 
     def check(self, arms: Iterable[Arm]) -> None:
-        """Raises UserError where an earlier result of an arm's key was made with other settings: the key leaves out
-        defaults, which may have changed since."""
+        """Raises UserError where an earlier result of an arm has other settings: its key leaves out defaults, which may
+        have changed since."""
         for arm in arms:
             now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
             before = arm.config.decisive({"model_kwargs": {}, **self.configs.get(arm.key, now)})
@@ -102,23 +85,20 @@ class Known:
                     )
 
     def is_done(self, trial: Trial) -> bool:
-        """Whether nothing is left to do for a trial: it is finished in its folder, or a JSON has it."""
         return trial.identity in self.runs or TrialFolder(self.out, trial).is_finished()
 
     def result(self, trial: Trial) -> Record:
-        """What came of a trial, from its folder if it is finished there, else from a JSON; {} where it is not done."""
+        """The record of a trial, from its folder if it is finished there, else from a JSON; {} where it is not done."""
         folder, before = TrialFolder(self.out, trial), self.runs.get(trial.identity, {})
         with contextlib.suppress(UserError):  # files of it are lost
             if folder.is_finished():
-                if trial.identity not in self.own:
-                    self.own[trial.identity] = folder.result()
                 # The weights for the earlier hits may be gone.
                 hits = {**before.get("hits", {}), **(read_json(folder.hits_file) or {})}
-                return {**self.own[trial.identity], "hits": hits}
+                return {**folder.result(), "hits": hits}
         return before
 
     def count_parameters(self, arm: Arm, num_classes: int | None = None) -> int | None:
-        """How many numbers of an arm's model are learnt; None where the data alone tell its classes."""
+        """Counts what an arm's model learns; None where the data alone tell its classes."""
         classes = num_classes or getattr(arm.config, "num_classes", 0)
         if arm.key not in self.parameters and classes is not None:
             model = build(arm, classes)
@@ -132,8 +112,7 @@ def _expect(field: str, value: Any, kind: Any) -> None:
 
 
 def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:
-    """The model of an arm, on the CPU; default: with as many classes as its settings say. Raises UserError where there
-    is no such model, or it refuses its arguments."""
+    """Builds the model of an arm on the CPU, with as many classes as its settings say by default."""
     cfg = arm.config
     try:
         if isinstance(cfg, RecallConfig):
@@ -148,22 +127,13 @@ def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:
 
 
 def machine(device: str) -> str:
-    """Whose speed is measured: the GPU's name, or CPU."""
+    """Name of the GPU, or CPU."""
     return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else "CPU"
 
 
 def collect(study: Study, known: Known) -> Record:
-    """The content of a study's JSON.
-
-    Args:
-        study: The study.
-        known: What is known of its trials beside their folders.
-
-    Returns:
-        Dict of the study's fields, with "arms" (a dict for each, with "key", "parameters", "config" and "speed"),
-        "runs" (see `TrialFolder.result`), "unfinished" (trials that failed, or have not had all epochs) and "before"
-        (runs of other settings or seeds that its last JSON had).
-    """
+    """Makes the content of a study's JSON: its fields, "arms", "runs" (see `TrialFolder.result`), "unfinished" (trials
+    that failed, or have not had all epochs) and "before" (runs of other settings or seeds that its last JSON had)."""
     runs, unfinished, classes = [], [], dict[str, int | None]()
     for trial in study.trials():
         folder, record = TrialFolder(known.out, trial), known.result(trial)
@@ -176,15 +146,10 @@ def collect(study: Study, known: Known) -> Record:
     earlier = read_json(known.out / f"{study.name}.json") or {}
     stay = {(run["key"], run["seed"]) for run in runs}
     left = [run for part in ("runs", "before") for run in earlier.get(part, [])]
+    fields = "task", "asks", "baseline", "weights", "pair", "contrasts", "resolutions"
     return {
         "study": study.name,
-        "task": study.task,
-        "asks": study.asks,
-        "baseline": study.baseline,
-        "weights": study.weights,
-        "pair": list(study.pair),
-        "contrasts": list(study.contrasts),
-        "resolutions": list(study.resolutions),
+        **{field: getattr(study, field) for field in fields},
         "arms": [_describe(arm, known, classes.get(arm.key)) for arm in study.arms],
         "runs": runs,
         "unfinished": unfinished,
@@ -193,7 +158,7 @@ def collect(study: Study, known: Known) -> Record:
 
 
 def _unfinished(folder: TrialFolder) -> Record | None:
-    """What is known of a trial that is not done; of one whose files are lost, what its folder lacks."""
+    """The record of a trial that is not done, or what the folder of a finished one lacks."""
     if folder.is_finished():
         try:
             folder.result()

@@ -25,15 +25,11 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class TrialFolder(Run):
-    """The folder of a trial: the one that another study has made for it, or its own.
-
-    Args:
-        out: Folder of the studies.
-        trial: The trial.
+    """The folder of a trial below `out`: the one that another study has made for it, or its own.
 
     Attributes:
         output_file: What its process prints.
-        hits_file: Which images its final weights get right, by the side of the images (see `lab.hits`).
+        hits_file: The records of `lab.hits`, by the side of the images.
         failed_file: Exit code and last line of a process that failed.
         beside_file: How many processes shared its device.
     """
@@ -47,8 +43,7 @@ class TrialFolder(Run):
         )
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do. Completes the results of a run that was killed between its last checkpoint
-        and these: else it could neither go on nor count as finished."""
+        """Whether nothing is left to do. Writes the results of a run that was killed just after its last checkpoint."""
         config, history = self.trial.arm.config, self.history()
         if len(history) == config.epochs - 1 and self.last.exists() and not config.is_over(history):
             checkpoint = load_checkpoint(self.last)
@@ -64,15 +59,8 @@ class TrialFolder(Run):
         return missing if missing and self.last.exists() and self.is_finished() else []
 
     def prepare(self, beside: int, workers: int) -> Path:
-        """Readies the folder for a process that begins the trial or goes on with it.
-
-        Args:
-            beside: Processes that share its device, itself included.
-            workers: Loader processes. They decide the order of the samples, so a run that has begun keeps them.
-
-        Returns:
-            The YAML file of its settings, to which the trainer's options add.
-        """
+        """Readies the folder for a process, one of `beside` on its device, that begins the trial or goes on with it;
+        the YAML file of its settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + PATIENCE
         while self.holder() and time.monotonic() < end:
@@ -98,8 +86,7 @@ class TrialFolder(Run):
         return "".join(f"\n    {line}" for line in lines[-8:])
 
     def unfinished(self) -> Record | None:
-        """How far a trial has come that is not finished, None where it has not begun: "key", "seed", "epochs", "curve",
-        and where its process failed "exit_code" and "last_line"."""
+        """How far an unfinished trial has come, with "exit_code" and "last_line" where it failed; None if not begun."""
         history, failure = self.history(), read_json(self.failed_file)
         if not history and not failure:
             return None
@@ -107,57 +94,31 @@ class TrialFolder(Run):
         return {**about, "curve": curve_of(history), **(failure or {})}
 
     def result(self) -> Record:
-        """What came of a finished trial, fit for JSON and without a path.
-
-        Returns:
-            Dict with "key" (of its settings), "seed", "epochs", "final" ("raw", "ema": top-1 in per cent of the last
-            epoch), "curve" (a list for each: "epoch", "train_loss", "raw", "ema"), "seconds" (of training, without
-            evaluation), "images_per_s", "wall_seconds" (from its first update, evaluation included), "side_by_side"
-            (processes on its device), "skipped_updates" and "environment". A trial of recall has the share of answered
-            queries as its top-1, and sequences for images.
-
-        Raises:
-            UserError: Where its files are lost.
-        """
+        """Makes the record of a finished trial, fit for JSON and without a path: "final" is the top-1 in per cent after
+        the last epoch, "seconds" are those of training alone. Raises UserError where files of it are lost."""
         history, environment = self.history(), read_json(self.environment_file) or {}
         try:
             _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
         except (AttributeError, KeyError, TypeError):
             raise UserError(f"{self.environment_file} does not say what its run was: remove {self.path}") from None
-        curve = curve_of(history)
-        clock = self._clock(updates * batch)
-        images = len(history) * updates * batch
+        curve, scalars = curve_of(history), read_scalars(self.path)
+        epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
+        seconds = float((np.diff(epochs, prepend=0) * updates * batch / rates).sum())
         return {
             "key": self.trial.arm.key,
             "seed": self.trial.seed,
             "epochs": len(history),
             "final": {name: curve[name][-1] for name in ("raw", "ema") if name in curve},
             "curve": curve,
-            **clock,
-            "images_per_s": _round(images / clock["seconds"]) if clock["seconds"] else None,
+            "seconds": _round(seconds),
+            "skipped_updates": int(scalars["train/skipped"][1][-1]),
             "side_by_side": (read_json(self.beside_file) or {}).get("side_by_side", 1),
             "environment": environment,
         }
 
-    def _clock(self, images_per_epoch: int) -> Record:
-        """Seconds and skipped updates, from the events of all times that the run was begun or gone on with."""
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        scalars = read_scalars(self.path)
-        epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
-        seconds = float((np.diff(epochs, prepend=0) * images_per_epoch / rates).sum())
-        times = [[event.wall_time for event in EventFileLoader(str(file)).Load()] for file in self.event_files()]
-        wall = sum(stretch[-1] - stretch[0] for stretch in times if stretch)
-        return {
-            "seconds": _round(seconds),
-            "wall_seconds": _round(max(wall, seconds)),  # what a kill kept from the file is in neither event
-            "skipped_updates": int(scalars["train/skipped"][1][-1]),
-        }
-
 
 def curve_of(history: list[Record]) -> dict[str, list[Any]]:
-    """What a run's epochs came to: lists "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where
-    it was not evaluated), as far as an epoch has them."""
+    """Lists of "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where it was not evaluated)."""
     curve: dict[str, list[Any]] = {
         "epoch": [entry["epoch"] for entry in history],
         "train_loss": [_round(entry["train_loss"]) for entry in history],
@@ -169,5 +130,5 @@ def curve_of(history: list[Record]) -> dict[str, list[Any]]:
 
 
 def _round(number: float) -> float:
-    """Six digits: more say nothing, and fill files."""
+    """Keeps six digits: more say nothing, and fill files."""
     return float(f"{number:.6g}")

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,9 @@ from vision_longhorn.lock import FolderLock
 from vision_longhorn.outputs import check_output
 from vision_longhorn.signals import StopSignals
 
-LEFT = 3  # exit code where work is left
-
 
 class Session:
-    """Some studies, and what is known of them.
-
-    Args:
-        studies: The studies.
-        own: Names of files in OUT that may hold results which they share.
-        args: The command line.
-    """
+    """Some studies, and what is known of them, also from the files `own` in OUT. `args` is the command line."""
 
     def __init__(self, studies: list[Study], own: list[str], args: argparse.Namespace) -> None:
         self.studies, self.args, self.out = studies, args, Path(args.out)
@@ -85,51 +76,36 @@ class Session:
             elif len(names) == 1 and not equals:
                 places[next(iter(names))] = word
             else:
-                needed = (
-                    f"these studies need --data {needs}" if needs else "no data are needed, the digits are built in"
-                )
-                raise UserError(f"--data {word}: {needed}")
+                needed = f"need --data {needs}" if needs else "need no data, the digits are built in"
+                raise UserError(f"--data {word}: these studies {needed}")
         for name in set() if self.args.dry_run else {trial.arm.data for trial in self.todo} - {"", *places}:
             raise UserError(f"no place of the data {name}: give --data {needs}, folders of shards or images")
         return places
 
     def check(self) -> None:
-        """Raises UserError where models or data of what is to be trained are not what the studies say: before the first
-        run starts, not in each of them."""
+        """Raises UserError before the first run where models or data are not what the studies say."""
         wanted = {trial.arm.key for trial in self.todo}
         for study in self.studies:
             for arm in study.arms:
                 if arm.key in wanted:
-                    self.check_model(study, arm)
+                    build(arm)
         for arm in {trial.arm.data: trial.arm for trial in self.todo if trial.arm.data in self.data}.values():
             check_data(arm, self.data[arm.data])
 
-    def check_model(self, study: Study, arm: Arm) -> None:
-        model = build(arm)
-        patch = getattr(getattr(model, "patch_embed", None), "patch_size", (1, 1))
-        for size in study.sizes(arm) if arm.data else ():
-            if size < max(patch):
-                raise UserError(
-                    f"study {study.name}, {arm.label}: resolutions has {size}, which holds no patch of "
-                    f"{patch[0]} x {patch[1]}: give larger ones"
-                )
-
     def show(self) -> None:
-        """Prints the names, what each asks, and how many of its runs are done."""
         for study in self.studies:
             trials = study.trials()
             done = sum(map(self.known.is_done, trials))
             print(f"{study.name:14} {done:3} of {len(trials):3} runs done  {study.asks}")
 
     def dry_run(self) -> None:
-        """Prints every run with its state."""
         for trial in self.trials:
             epochs = f"{len(TrialFolder(self.out, trial).history())} of {trial.arm.config.epochs} epochs"
             print(f"{trial.name:50} {epochs if trial in self.todo else 'done'}")
         print(f"{len(self.todo)} of {len(self.trials)} runs to do")
 
     def measure_speeds(self) -> None:
-        """Measures every variant's training step alone, into OUT/speed.json: first those of which no speed is known."""
+        """Measures every variant's training step alone, into OUT/speed.json, those that are not known first."""
         if other := [study.name for study in self.studies if study.task != "images"]:
             raise UserError(f"--speed measures training on images: leave {', '.join(other)} out")
         name, speeds = machine(self.args.device), (read_json(self.out / SPEEDS) or {}).get("speeds", {})
@@ -149,7 +125,7 @@ class Session:
         self.places = find_places(self.args.device, self.args.per_gpu)
         self.workers = max(1, min(8, cores() // len(self.places)))  # loader processes of each
         with StopSignals() as signals:
-            queue = Queue(self.places, signals, time.monotonic() + self.args.budget, say)
+            queue = Queue(self.places, signals, say)
             if self.todo:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(self.places)} at a time")
                 queue.run([self.training(trial) for trial in self.todo])
@@ -161,9 +137,9 @@ class Session:
             came = signals.received
         for study in self.studies:
             self.report(study)
-        if came or queue.left:
+        if came:
             print("work is left: the same command goes on from here", file=sys.stderr)
-        return 128 + came if came else 1 if queue.failed else LEFT if queue.left else 0
+        return 128 + came if came else int(queue.failed > 0)
 
     def training(self, trial: Trial) -> Job:
         """A process that begins a trial or goes on with it."""
@@ -204,8 +180,7 @@ class Session:
         return [job] if self.unseen(trial) and trial.arm.data in self.data else []
 
     def report(self, study: Study) -> None:
-        """Writes a study's JSON, table and plot, and prints the table between the marks that a document has around
-        it."""
+        """Writes a study's JSON, table and plot, and prints the table between a document's marks."""
         path = self.out / f"{study.name}.json"
         content = collect(study, self.known)
         text = markdown(content)

@@ -19,10 +19,6 @@ from vision_longhorn.training.step import TrainStep
 def measure(arm: Arm, device: str) -> dict[str, Any]:
     """Times the update of a variant, after a warm-up.
 
-    Args:
-        arm: The variant in its setting.
-        device: "auto", "cuda" or "cpu".
-
     Returns:
         Dict with "images_per_s", "batch_size" (of a pass), "variant", "torch", "commit", and on a GPU "peak_gib"; where
         it does not fit into memory, "error" in their place.
@@ -33,7 +29,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
     found = {"variant": arm.label, "batch_size": cfg.batch_size, "torch": str(torch.__version__)}
     found["commit"] = find_commit()[0]
     if on_gpu:
-        gc.collect()  # of the variant before
+        gc.collect()  # the variant before may still hold memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:

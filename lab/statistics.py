@@ -8,7 +8,6 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
-RESAMPLES = 9999
 FEWEST = 3  # values that have an interval: that of two would be 13 times as wide as they lie apart
 
 
@@ -22,16 +21,12 @@ class Interval(NamedTuple):
 
 def mean(values: Sequence[float]) -> Interval:
     """The mean of values, one for each seed, with Student's interval."""
-    value = float(np.mean(values))
-    if len(values) < FEWEST:
-        return Interval(value)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values))
-    return Interval(value, value - half, value + half)
+    return combination([values], [1])
 
 
 def combination(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> Interval:
-    """The sum of the groups' means, each times its weight, with the interval of Welch and Satterthwaite: all values
-    count as independent, and each group has a variance of its own."""
+    """The weighted sum of the groups' means, with the interval of Welch and Satterthwaite: all values count as
+    independent, and each group has a variance of its own."""
     value = float(np.dot(weights, [np.mean(values) for values in groups]))
     if min(map(len, groups)) < FEWEST:
         return Interval(value)
@@ -49,24 +44,15 @@ def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
 
 
 def read_bits(hits: dict[str, Any]) -> np.ndarray:
-    """Which images were right, (count,) of 0 and 1, from what `lab.hits` has packed."""
+    """Unpacks which images were right, (count,) of 0 and 1, from a record of `lab.hits`."""
     return np.unpackbits(np.frombuffer(base64.b64decode(hits["bits"]), np.uint8), count=hits["count"])
 
 
 def over_images(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Interval:
-    """The difference in per cent of two variants on the same images, with a percentile bootstrap over these.
-
-    Args:
-        one, other: For each seed, which images were right: (count,) of 0 and 1. Seeds are averaged.
-    """
-    shares = 100 * (np.mean(one, axis=0) - np.mean(other, axis=0))  # (count,)
-    found = stats.bootstrap(
-        (shares,),
-        np.mean,
-        confidence_level=LEVEL,
-        n_resamples=RESAMPLES,
-        batch=max(1, 2_000_000 // len(shares)),
-        method="percentile",
-        random_state=np.random.default_rng(0),  # the same figures each time
-    ).confidence_interval
+    """The difference in per cent of two variants on the same images, with a percentile bootstrap over these. Each
+    variant has an array (count,) of 0 and 1 for each seed; seeds are averaged."""
+    shares = 100 * (np.mean(one, axis=0) - np.mean(other, axis=0))
+    batch, rng = max(1, 2_000_000 // len(shares)), np.random.default_rng(0)  # the same figures each time
+    found = stats.bootstrap((shares,), np.mean, confidence_level=LEVEL, batch=batch, method="percentile",
+                            random_state=rng).confidence_interval  # fmt: skip
     return Interval(float(np.mean(shares)), float(found.low), float(found.high))

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,15 +16,12 @@ BARS = "bars are 95 % intervals, of two seeds both"
 
 
 class Reading:
-    """A study's JSON, as tables and plots look at it.
-
-    Args:
-        content: What `results.collect` has made.
+    """A study's JSON, the `content` that `results.collect` has made, as tables and plots look at it.
 
     Attributes:
         runs: The records of runs, by key of their arm's settings.
         weights: Which ones count, "ema" or "raw".
-        hardware: Whose speeds are shown: that of most arms; "" where none was measured.
+        hardware: The machine whose speeds are shown: that of most arms; "" where none was measured.
     """
 
     def __init__(self, content: Record) -> None:
@@ -40,13 +37,13 @@ class Reading:
         return f"{arm['setting']}, {arm['variant']}" if arm["setting"] else arm["variant"]
 
     def accuracies(self, arm: Record, kind: str = "") -> list[float]:
-        """Top-1 of an arm's runs in per cent, of the weights that count unless `kind` says which; "ema" stands for the
-        raw ones where a run averages none."""
+        """Top-1 of an arm's runs in per cent, of the weights that count unless `kind` says which. Raw ones stand in for
+        averages that a run does not have."""
         finals = [run["final"] for run in self.runs[arm["key"]]]
         return [final.get(kind or self.weights, final["raw"]) for final in finals]
 
     def curve(self, run: Record) -> dict[int, float]:
-        """A run's top-1 in per cent, of the weights that count, by epoch, where it was evaluated."""
+        """Top-1 of a run in per cent, by the epochs after which it was evaluated."""
         values = run["curve"].get(self.weights, run["curve"]["raw"])
         return {epoch: value for epoch, value in zip(run["curve"]["epoch"], values) if value is not None}
 
@@ -57,20 +54,18 @@ class Reading:
         return arm["speed"].get(self.hardware, {})
 
     def hits(self, arm: Record, size: int | str) -> list[Record]:
-        """Which images were right at that size, a record for each seed that was looked at."""
+        """Records of which images were right at that size, one for each seed that was evaluated there."""
         return [run["hits"][str(size)] for run in self.runs[arm["key"]] if str(size) in run["hits"]]
 
     def shares(self, arm: Record, size: int | str) -> list[float]:
-        """Top-1 in per cent at that size, of each seed that was looked at."""
+        """Top-1 in per cent at that size, for each seed that was evaluated there."""
         return [100 * float(read_bits(found).mean()) for found in self.hits(arm, size)]
 
 
 def markdown(content: Record) -> str:
     """The tables of a study and remarks below them."""
     if content.get("task") == "recall":
-        from lab.recall_tables import recall_markdown  # which imports this module
-
-        return recall_markdown(content)
+        return _recall(content)
     reading = Reading(content)
     parts = [_main_table(reading)]
     if content["resolutions"]:
@@ -103,15 +98,12 @@ def _resolutions(reading: Reading) -> str:
     rows = [["EMA top-1 at", "n", *(f"{size} px" for size in sizes)]]
     for arm in reading.arms:
         shares = [reading.shares(arm, size) for size in sizes]
-        counts = sorted({len(values) for values in shares})
-        n = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1]))))
-        rows.append([reading.label(arm), n, *map(format_mean, shares)])
+        rows.append([reading.label(arm), _range(list(map(len, shares))), *map(format_mean, shares)])
     return format_table(rows)
 
 
 def _pairs(reading: Reading) -> list[str]:
-    """The main pair in each setting, and its mean difference over settings that have the same data and as many
-    epochs."""
+    """Lines on the main pair in each setting, and on its mean difference over settings of the same data and length."""
     lines, pair, groups = [], reading.content["pair"], list[list[float]]()
     kinds: set[tuple[str, int]] = set()
     for setting in dict.fromkeys(arm["setting"] for arm in reading.arms) if pair else ():
@@ -129,8 +121,7 @@ def _pairs(reading: Reading) -> list[str]:
 
 
 def _pair(reading: Reading, *arms: Record) -> list[str]:
-    """How far the first of two arms is ahead: over the seeds, in pairs of those that both have, on the way, and over
-    the images."""
+    """Lines on how far the first of two arms is ahead: over the seeds, in pairs of them, on the way, over images."""
     one, other = (
         dict(zip((run["seed"] for run in reading.runs[arm["key"]]), reading.accuracies(arm), strict=True))
         for arm in arms
@@ -138,7 +129,7 @@ def _pair(reading: Reading, *arms: Record) -> list[str]:
     lead = difference([*one.values()], [*other.values()])
     lines = [f"{arms[0]['variant']} - {arms[1]['variant']} {_signed(lead)} over {_count(len(one), len(other))}"]
     if len(shared := [seed for seed in one if seed in other]) > 1:
-        # Runs that share their seed share the order of the images, too.
+        # Runs of one seed also see the images in the same order.
         lines[0] += f"; in pairs by seed {_signed(mean([one[seed] - other[seed] for seed in shared]))}"
     if earlier := _on_the_way(reading, *arms):
         lines.append(f"on the way {earlier}")
@@ -158,9 +149,8 @@ def _pair(reading: Reading, *arms: Record) -> list[str]:
 
 
 def _on_the_way(reading: Reading, one: Record, other: Record) -> str:
-    """How far one arm was ahead of the other after a quarter, half and three quarters of the epochs, or after the last
-    ones before where all runs were evaluated, and in how many it had the lower training loss: who learns sooner need
-    not end higher."""
+    """The lead of one arm after a quarter, half and three quarters of the epochs (or at the last common evaluations
+    before), and in how many epochs its training loss was the lower: who learns sooner need not end higher."""
     epochs = one["config"]["epochs"]
     if other["config"]["epochs"] != epochs:
         return ""
@@ -175,7 +165,7 @@ def _on_the_way(reading: Reading, one: Record, other: Record) -> str:
 
 
 def _contrasts(reading: Reading) -> list[str]:
-    """The study's contrasts of which each arm has a run."""
+    """Lines on the contrasts of which each arm has a run."""
     arms = {label_of(arm["setting"], arm["variant"]): arm for arm in reading.arms}
     lines = []
     for contrast in reading.content.get("contrasts", ()):  # older JSONs have none
@@ -190,18 +180,16 @@ def _contrasts(reading: Reading) -> list[str]:
 
 
 def remarks(reading: Reading) -> list[str]:
-    """What the runs cost, and which are missing or were not smooth."""
+    """Lines on what the runs cost, and on those that are missing or skipped updates."""
     runs, labels = reading.content["runs"], {arm["key"]: reading.label(arm) for arm in reading.arms}
     seconds = sum(run["seconds"] for run in runs)
     beside = max((run["side_by_side"] for run in runs), default=1)
     skipped = sorted(f"{labels[run['key']]} seed {run['seed']}: {run['skipped_updates']}"
                      for run in runs if run["skipped_updates"])  # fmt: skip
-    first = (
-        f"{len(runs)} of {sum(len(arm['seeds']) for arm in reading.arms)} runs"
-        + (f", {seconds:,.0f} s of training" if seconds else " done")
-        + (f", up to {beside} side by side on a device" if beside > 1 else "")
-        + f"; updates skipped: {', '.join(skipped) or 'none'}"
-    )
+    first = f"{len(runs)} of {sum(len(arm['seeds']) for arm in reading.arms)} runs"
+    first += f", {seconds:,.0f} s of training" if seconds else " done"
+    first += f", up to {beside} side by side on a device" if beside > 1 else ""
+    first += f"; updates skipped: {', '.join(skipped) or 'none'}"
     return [first, *(_unfinished(labels[run["key"]], run) for run in reading.content["unfinished"])]
 
 
@@ -230,7 +218,7 @@ def format_count(number: int | None) -> str:
 
 
 def format_mean(values: Sequence[float]) -> str:
-    """The mean with its interval; of two values, which have none, both."""
+    """The mean with its interval, or with both values where there are two, which have no interval."""
     if not values:
         return "–"
     found = mean(values)
@@ -253,8 +241,8 @@ def format_list(lines: list[str]) -> str:
 
 
 def draw_means(axes: Any, groups: dict[Any, list[float]], **style: Any) -> None:
-    """Draws the mean of each group of percentages over its key, with its interval, as far as that is between 0 and 100,
-    as a bar. Two values, which have no interval, stand as dashes."""
+    """Draws the mean of each group of percentages over its key with a bar for its interval, cut to 0 to 100, or with
+    dashes for two values, which have no interval."""
     found = {x: mean(values) for x, values in groups.items() if values}
     bars = [
         (0, 0) if one.low is None or one.high is None else (one.value - max(0, one.low), min(100, one.high) - one.value)
@@ -268,12 +256,10 @@ def draw_means(axes: Any, groups: dict[Any, list[float]], **style: Any) -> None:
 
 
 def plot(content: Record, out: Path) -> None:
-    """Draws accuracy against training cost with intervals, accuracy and loss over epochs, and over resolutions where
-    these were looked at, as one PNG; of recall accuracy against width."""
+    """Draws accuracy against training cost, accuracy and loss over epochs, and accuracy over the study's resolutions
+    as one PNG; of recall accuracy against width."""
     if content.get("task") == "recall":
-        from lab.recall_tables import recall_plot  # which imports this module
-
-        return recall_plot(content, out)
+        return _plot_recall(content, out)
     reading, sizes = Reading(content), content["resolutions"]
     arms = [arm for arm in reading.arms if reading.runs[arm["key"]]]
     # One kind of seconds for all: those of runs side by side are several times as many.
@@ -306,4 +292,103 @@ def plot(content: Record, out: Path) -> None:
     if arms:
         axes[2].legend(fontsize="x-small")  # the corner that losses leave free
     figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), {BARS}")
+    save_png(figure, out, dpi=100, tool="study")
+
+
+class Cell(NamedTuple):
+    """Settings that arms of recall with different learning rates share; `rest` is all others, as text."""
+
+    task: str
+    variant: str
+    rest: str
+    width: int
+
+
+class Grid:
+    """The arms of a study of recall by cell and learning rate."""
+
+    def __init__(self, content: Record) -> None:
+        self.reading = Reading(content)
+        self.cells: dict[Cell, dict[float, Record]] = defaultdict(dict)
+        self.rows: dict[tuple[str, str, str], dict[int, Cell]] = defaultdict(dict)  # all widths of a variant
+        for arm in content["arms"]:
+            config = dict(arm["config"])
+            lr, length, pairs, width = (config.pop(key) for key in ("lr", "length", "pairs", "width"))
+            cell = Cell(f"{length}, {pairs}", arm["variant"], str(config), width)
+            self.cells[cell][lr] = arm
+            self.rows[cell[:3]][width] = cell
+        self.widths = sorted({cell.width for cell in self.cells})
+        self.rates = sorted({lr for arms in self.cells.values() for lr in arms})
+
+    def known(self, cell: Cell) -> dict[float, list[float]]:
+        """Accuracies in per cent, one for each seed, by learning rate."""
+        found = {lr: self.reading.accuracies(arm) for lr, arm in self.cells[cell].items()}
+        return {lr: values for lr, values in found.items() if values}
+
+    def best(self, cell: Cell) -> tuple[float, list[float]]:
+        """The learning rate with the highest mean accuracy, and its accuracies; none where no run is finished."""
+        return max(self.known(cell).items(), key=lambda item: float(np.mean(item[1])), default=(0.0, []))
+
+
+def _recall(content: Record) -> str:
+    grid = Grid(content)
+    lines = [
+        "accuracy in per cent at the queries of sequences that were not trained on, after the last epoch: first that "
+        f"of the rate, of {len(grid.rates)}, that is best on them (in brackets), then that of each (in brackets "
+        "of several runs how many got above the accuracy that ends a run, and their epochs, the fewest and the most)",
+        *remarks(grid.reading),
+    ]
+    return "\n\n".join([_best_rates(grid), _all_rates(grid), format_list(lines)]) + "\n"
+
+
+def _range(numbers: list[int]) -> str:
+    return " to ".join(map(str, dict.fromkeys((min(numbers), max(numbers)))))
+
+
+def _best_rates(grid: Grid) -> str:
+    rows = [["length, pairs", "variant", "n", *(f"width {width}" for width in grid.widths)]]
+    for (task, variant, _), cells in grid.rows.items():
+        figures, counts = dict.fromkeys(grid.widths, "–"), []
+        for width, cell in cells.items():
+            (rate, accuracies), tried = grid.best(cell), len(grid.known(cell))
+            if accuracies:
+                counts.append(len(accuracies))
+                some = f", {tried} of {len(grid.cells[cell])} rates" if tried < len(grid.cells[cell]) else ""
+                figures[width] = f"{format_mean(accuracies)} ({rate:.3g}{some})"
+        rows.append([task, variant, _range(counts or [0]), *figures.values()])
+    return format_table(rows)
+
+
+def _all_rates(grid: Grid) -> str:
+    rows = [["length, pairs", "variant", "width", "parameters", *(f"lr {lr:.3g}" for lr in grid.rates)]]
+    for cell, arms in grid.cells.items():
+        figures = dict.fromkeys(grid.rates, "–")
+        for lr, accuracies in grid.known(cell).items():
+            ends = _range([run["epochs"] for run in grid.reading.runs[arms[lr]["key"]]])
+            if len(accuracies) > 1:
+                solved = sum(accuracy > arms[lr]["config"]["enough"] for accuracy in accuracies)
+                ends = f"{solved} of {len(accuracies)}, {ends}"
+            figures[lr] = f"{format_mean(accuracies)} ({ends})"
+        parameters = format_count(next(iter(arms.values()))["parameters"])
+        rows.append([cell.task, cell.variant, str(cell.width), parameters, *figures.values()])
+    return format_table(rows)
+
+
+def _plot_recall(content: Record, out: Path) -> None:
+    """Draws a panel for each length."""
+    grid = Grid(content)
+    tasks, variants = (list(dict.fromkeys(row[i] for row in grid.rows)) for i in (0, 1))
+    figure = new_figure(2 + 4 * len(tasks), 4.5)
+    for task, axes in zip(tasks, figure.subplots(1, len(tasks), sharey=True, squeeze=False)[0]):
+        for (own, variant, _), cells in grid.rows.items():
+            best = {width: grid.best(cells[width])[1] for width in sorted(cells)}
+            if own == task and any(best.values()):
+                draw_means(axes, best, label=variant, color=f"C{variants.index(variant) % 10}")
+        axes.set(title=f"length, pairs: {task}", xlabel="width", ylim=(0, 100))
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(grid.widths, list(map(str, grid.widths)))
+        axes.grid(alpha=0.3)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="x-small")
+    figure.suptitle(f"{content['study']}: accuracy at the queries, %, best of {len(grid.rates)} learning rates\n{BARS}")
     save_png(figure, out, dpi=100, tool="study")

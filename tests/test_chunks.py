@@ -9,7 +9,7 @@ import pytest
 import torch
 from plain_model import plain_mixer
 from scan_cases import call, make_inputs, relative_rms
-from vision_longhorn.kernels import ops
+from vision_longhorn.kernels import mixing, ops
 from vision_longhorn.kernels.dispatch import get_backend
 
 from vision_longhorn import kernels
@@ -230,9 +230,14 @@ def test_logits_made_from_their_low_rank(device, B, L, D, N, R, direction, combi
 @pytest.mark.parametrize("dt_rank,stored", [(5, False), (30, True)])
 def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, wiring, dt_rank, stored, monkeypatch):
     found = []
-    triton = get_backend("triton")
-    make = triton.dt_proj
-    monkeypatch.setattr(triton, "dt_proj", lambda *args: found.append(args) or make(*args))
+    make = mixing.Mix.scan
+
+    def scan(self, x, step, low, step_proj=None):
+        if step_proj is None:
+            found.append(step)
+        return make(self, x, step, low, step_proj)
+
+    monkeypatch.setattr(mixing.Mix, "scan", scan)
     torch.manual_seed(0)
     mixer = (
         BidirectionalMixer(16, d_state=8, rule="exact", wiring=wiring, dt_rank=dt_rank, index=1).to(device).bfloat16()

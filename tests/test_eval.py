@@ -268,7 +268,6 @@ def test_names_of_classes():
     assert readable_names(["a"], ["Ash"]) == ["Ash"] and readable_names(None, None, 2) == ["class 0", "class 1"]
     model = timm.create_model("test_vit.r160_in1k")
     assert model_names(model, "test_vit.r160_in1k")[0] == names
-    assert model_names(model, "test_vit.r160_in1k", pretrained=False) == (None, None)
     model.reset_classifier(7)
     assert model_names(model, "test_vit.r160_in1k") == (None, None)
     # Imagenette on a model of ImageNet-1k

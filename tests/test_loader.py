@@ -725,11 +725,11 @@ def test_packed_shards_whatever_they_are_called(tmp_path, pack, ending):
 @pytest.mark.parametrize(
     "data, message",
     [
-        (b"PK\x03\x04", "is a zip file: unpack it, and pack the files with `tar"),
-        (b"Rar!\x1a\x07\x00", "is a rar file: unpack it"),
-        (b"7z\xbc\xaf\x27\x1c", "is a 7z file: unpack it"),
-        (b"\x28\xb5\x2f\xfd", "is packed with zstd: unpack it with `zstd -d`"),
-        (b"\x04\x22\x4d\x18", "is packed with lz4: unpack it with `lz4 -d`"),
+        (b"PK\x03\x04", "is a zip, rar or 7z file: unpack it, and pack with `tar"),
+        (b"Rar!\x1a\x07\x00", "is a zip, rar or 7z file: unpack it"),
+        (b"7z\xbc\xaf\x27\x1c", "is a zip, rar or 7z file: unpack it"),
+        (b"\x28\xb5\x2f\xfd", "is packed with zstd or lz4: unpack it with `zstd -d`"),
+        (b"\x04\x22\x4d\x18", "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .*`git lfs pull`"),
         (b"\n<!DOCTYPE html><html>", "is a web page"),
     ],

@@ -1,5 +1,6 @@
 """Names of classes: those of a model and of data, which of them are the same, and how people read them."""
 
+import contextlib
 import re
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -21,16 +22,15 @@ class ClassMap(NamedTuple):
 Names = tuple[list[str] | None, list[str] | None]  # class names, names for people; None: unknown
 
 
-def model_names(model: Any, name: str, pretrained: bool = True) -> Names:
-    """Names of the classes of a timm model: those that came with its weights, or ImageNet's.
+def model_names(model: Any, name: str) -> Names:
+    """Names of the classes of a timm model with pretrained weights: those that came with these, or ImageNet's.
 
     Args:
         model: The model.
         name: Its name in timm's registry, "hf-hub:..." or "local-dir:...".
-        pretrained: Whether it has pretrained weights; without them its classes have no meaning.
     """
     cfg = model.pretrained_cfg
-    if not pretrained or cfg.get("num_classes") != model.num_classes:  # then the classifier is new
+    if cfg.get("num_classes") != model.num_classes:  # then the classifier is new
         return None, None
     names = cfg.get("label_names")
     if isinstance(names, dict):  # by index, which JSON makes a text
@@ -54,26 +54,17 @@ def imagenet_names(num_classes: int) -> list[str] | None:
 def readable_names(
     class_names: Sequence[str] | None, display_names: Sequence[str] | None = None, num_classes: int | None = None
 ) -> list[str]:
-    """Names of classes for people.
-
-    They are `display_names` if there are any, else `class_names`, with ImageNet's synsets as the first of their words
-    (and the synset, where two share a word, as both cranes do).
-
-    Args:
-        class_names, display_names: Names by index.
-        num_classes: How many names to return, at least; those that are missing are "class 7" and so on.
-    """
+    """Names of classes for people, by index: `display_names` if there are any, else `class_names`, with ImageNet's
+    synsets as the first of their words (and the synset, where two share a word, as both cranes do). "class 7" and so on
+    fill up to `num_classes`."""
     names = list(display_names or class_names or [])
     if not display_names and any(map(_SYNSET.fullmatch, names)):
         from timm.data import ImageNetInfo  # as above
 
-        table = ImageNetInfo()
-        words = []
-        for name in names:
-            try:
-                words.append(table.label_name_to_description(name).partition(", ")[0])
-            except KeyError:  # no synset, or one that timm does not know
-                words.append(name)
+        table, words = ImageNetInfo(), list(names)
+        for i, name in enumerate(names):
+            with contextlib.suppress(KeyError):  # no synset, or one that timm does not know
+                words[i] = table.label_name_to_description(name).partition(", ")[0]
         names = [
             word if words.count(word) == 1 else f"{word} ({name})" for name, word in zip(names, words, strict=True)
         ]
@@ -99,19 +90,14 @@ def match_classes(
     model: str,
     data: str,
 ) -> tuple[ClassMap | None, str]:
-    """Finds out whether a model's classes are those of the data, in the same order.
-
-    Args:
-        names, num_classes: The model's class names by index, None if unknown, and their number.
-        data_names, data_classes: The same of the data, each None if unknown.
-        by_name: Where they differ, pair those of one name.
-        model, data: What to call the two in messages.
+    """Compares a model's classes with those of the data, by names and numbers, where they are known (not None), and
+    pairs them `by_name` where they differ. Messages call the two `model` and `data`.
 
     Returns:
         (ClassMap, or None where index i is the same class in both; note: what could not be compared, "" if nothing).
 
     Raises:
-        UserError: Where they differ and `by_name` is not set, or there is nothing to pair.
+        UserError: The classes differ and `by_name` is not set, or there is nothing to pair.
     """
     if names and data_names:
         if list(names) == list(data_names):
@@ -119,9 +105,7 @@ def match_classes(
         shared = set(names) & set(data_names)
         differ = f"{difference(names, data_names, model, data)} ({len(names)} and {len(data_names)} classes)"
         if not shared:
-            raise UserError(
-                f"{differ}, and no class of either is one of the other: give the data, or a model, of the same classes"
-            )
+            raise UserError(f"{differ}, and they share no class: give the data, or a model, of the same classes")
         if not by_name:
             raise UserError(f"{differ}: --map-classes evaluates the {len(shared)} classes that both have, by name")
         for whose, known in ((model, names), (data, data_names)):
@@ -133,18 +117,14 @@ def match_classes(
         return ClassMap([column[data_names[i]] for i in classes], classes, targets), ""
     unknown = [whose for whose, known in ((model, names), (data, data_names)) if not known]
     text = f"the class names of {' and '.join(unknown)} are unknown"
+    remedy = "`python -m vision_longhorn.shards index DIR --classes FILE` gives data their names"
     if by_name:
-        raise UserError(
-            f"{text}, and --map-classes goes by them: `python -m vision_longhorn.shards index DIR --classes FILE` "
-            "gives data their names"
-        )
-    if data_classes not in (None, num_classes):
+        raise UserError(f"{text}, and --map-classes goes by them: {remedy}")
+    if data_classes is None:
+        return None, f"{text}, labels are taken as the model's"
+    if data_classes != num_classes:
         raise UserError(
             f"{model} has {num_classes} classes, {data} has {data_classes}: give data of the model's classes; "
-            "--map-classes could pair them by name, which `python -m vision_longhorn.shards index DIR --classes FILE` "
-            "gives to data"
+            f"--map-classes could pair them by name: {remedy}"
         )
-    number = (
-        "labels are taken as the model's" if data_classes is None else f"only their number was compared, {num_classes}"
-    )
-    return None, f"{text}, {number}"
+    return None, f"{text}, only their number was compared, {num_classes}"

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
     from matplotlib.figure import Figure
 
+_SOFTWARE = "vision-longhorn "  # with the tool, what a PNG says made it
 # Older runs called the accuracies so; such a run may have gone on since.
 FORMER_TAGS = {
     "accuracy/top1": "val/top1",
@@ -27,13 +28,7 @@ FORMER_TAGS = {
 
 
 def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Reads the scalars of a run's TensorBoard events.
-
-    Args:
-        run: The run's folder.
-
-    Returns:
-        Dict of tag to (epochs, values), two float64 arrays of the same length.
+    """Reads the TensorBoard events in a run's folder: for each tag (epochs, values), two float64 arrays.
 
     Raises:
         UserError: The folder holds no scalars of a training run.
@@ -75,7 +70,7 @@ def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float, tool: str)
     """
     try:
         with written_aside(out) as aside:
-            figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _signature(tool)})
+            figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _SOFTWARE + tool})
     except OSError as error:
         raise UserError(
             f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
@@ -84,27 +79,15 @@ def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float, tool: str)
 
 
 def check_png(out: str, tool: str, others: Sequence[str] = ()) -> None:
-    """Checks, before any work, that `--out` may be written: at most an earlier PNG of this tool is there.
-
-    Args:
-        out: Path of the PNG.
-        tool: As in `save_png`.
-        others: Paths that the same command reads.
-
-    Raises:
-        UserError: The file may not be written.
-    """
+    """Raises UserError, before any work, if `--out` holds more than an earlier PNG of this tool, or is one of `others`,
+    which the same command reads."""
 
     def is_own(path: Path) -> bool:
         with open(path, "rb") as file:
             head = file.read(4096)
-        return head.startswith(b"\x89PNG") and b"Software\0" + _signature(tool).encode() in head
+        return head.startswith(b"\x89PNG") and f"Software\0{_SOFTWARE}{tool}".encode() in head
 
     check_output("--out", out, (".png",), is_own, others)
-
-
-def _signature(tool: str) -> str:
-    return f"vision-longhorn {tool}"
 
 
 def keep_to_per_cent(axes: Any) -> None:
@@ -113,26 +96,18 @@ def keep_to_per_cent(axes: Any) -> None:
     axes.set_ylim(max(0, low), min(100, high))
 
 
-def _names(runs: Sequence[str | os.PathLike[str]]) -> dict[str | os.PathLike[str], str]:
-    """Maps each run to the name of its folder, or to its path where two folders have the same name."""
-    paths = {Path(run).resolve(): run for run in runs}
-    names = [path.name for path in paths]
-    return {run: path.name if names.count(path.name) == 1 else str(run) for path, run in paths.items()}
-
-
 def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
-    """Plots accuracy, loss and learning rate of runs into one PNG, each run in its own colour.
-
-    Args:
-        runs: Folders of runs.
-        out: Path of the PNG.
+    """Plots accuracy, loss and learning rate of runs into the PNG `out`, each run in its own colour.
 
     Raises:
         UserError: A run has no curves, or the PNG cannot be written.
     """
     from matplotlib.lines import Line2D
 
-    curves = {name: read_scalars(run) for run, name in _names(runs).items()}
+    paths = {Path(run).resolve(): run for run in runs}
+    names = [path.name for path in paths]
+    # Where two folders have the same name, the path stands for it.
+    curves = {path.name if names.count(path.name) == 1 else str(run): read_scalars(run) for path, run in paths.items()}
     panels = {
         "top-1 on the evaluation split, %": {"accuracy/top1": "-", "accuracy/top1_ema": "--"},
         "loss": {"train/loss": ":", "val/loss": "-", "val_ema/loss": "--"},

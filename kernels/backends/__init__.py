@@ -20,9 +20,7 @@ class Backend:
     norm_backward = staticmethod(norm.backward)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
-    x_proj = staticmethod(projections.x_proj)
     x_proj_backward = staticmethod(projections.x_proj_backward)
-    dt_proj = staticmethod(projections.dt_proj)
     dt_proj_backward = staticmethod(projections.dt_proj_backward)
 
     @staticmethod

@@ -13,39 +13,38 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class Sizes(NamedTuple):
-    """What a rule finds in each token's logit, for all tokens of a span at once."""
+    """What a rule computes from the logits, for all tokens of a span at once."""
 
     # fmt: off
-    eps: Tensor                   # (T, b, D) or what broadcasts to it: the factor of what is written
-    e: Optional[Tensor] = None    # (T, b, D): for the rule's own use
+    eps: Tensor       # (T, b, D) or what broadcasts to it: the factor of what is written
+    e: Any = None     # (T, b, D): for the rule's own use
     # fmt: on
 
 
 class Functions:
     """A rule's Triton functions and flags, handed to the kernels as one constexpr.
 
-    States are tuples of NI tensors (NS, BC), what belongs to a channel is (1, BC); `form` is a `walk.Form`. Every rule
-    has:
+    States are tuples of NI tensors (NS, BC), values of a channel are (1, BC); `form` is a `walk.Form`. Every rule has
 
-    - `scaled_bias(bias)`: the bias as `step_size` takes it, found once for all tokens.
-    - `step_size(u, bias, norm, keep, form)`: eps and e from the logit u. `norm` is ||k||^2 where the rule `takes_norm`,
-      infinite beyond the end; `keep` is 0 beyond the end, where eps has to be 0.
-    - `advance(S, x, k, A, eps, e)`: the new state, and w, what is written along k.
+    - `scaled_bias(bias)`: the bias as `step_size` takes it.
+    - `step_size(u, bias, norm, keep, form)`: eps and e from the logit u. Beyond the end eps has to be 0; there `keep`
+      is 0 and `norm`, ||k||^2 where the rule `takes_norm`, is infinite.
+    - `advance(S, x, k, A, eps, e)`: the new state, and w, which is written along k.
     - `step_back(now, before, x, w, k, A, eps, e, form)`: from the adjoint `now` of the state after the token, its
       read-out included: the adjoint of the state before, the gradients of x (without the skip), of eps or its log
-      (dlog), of k, and of A (where the walk takes one, else an empty tuple).
+      (dlog), of k, and of A (an empty tuple where the walk takes none).
     - `logit_back(dlog, u, bias, eps, e, inside, form)`: the gradient of the logit.
 
-    A rule whose step size depends on ||k|| and that has more than one state:
+    A rule that `takes_norm` also has, for more than one state,
 
-    - `through_norm(dlog, eps)`: the factor whose product with k, summed over the channels, belongs to k's gradient too;
-      half of it where the rule `halves_key_sums`. (With one state `step_back` gives k's whole gradient.)
+    - `through_norm(dlog, eps)`: the factor whose product with k, summed over the channels, is added to k's gradient;
+      half of it where the rule `halves_key_sums`.
 
-    A rule of kind "decay", whose transition is one number for each state, so that time can be cut:
+    A rule of kind "decay" also has
 
-    - `decay(k, A, eps, e, LONE)`: that number, of one state; LONE: the channel has no other.
+    - `decay(k, A, eps, e, LONE)`: the transition of one state; LONE: the channel has no other.
     - `start_total(form)`, `summarize(S, total, x, k, A, eps, e, form)`, `end_total(total, A, form)`: a segment's walk
-      that finds the product of its decays besides.
+      and the product of its decays.
     """
 
     def __init__(self, rule: type["Rule"], **functions: Any):
@@ -56,7 +55,7 @@ class Functions:
         self.__dict__.update(functions)
 
     def adapted(self, rule: type["Rule"], **functions: Any) -> "Functions":
-        """Those of another rule, which differ in `functions`."""
+        """The functions of another rule, which differs in `functions`."""
         return Functions(rule, **self._functions | functions)
 
     @property
@@ -74,9 +73,7 @@ class Functions:
 
 
 class Rule:
-    """One update rule: S_t from S_{t-1} and a token. A subclass describes it; one object of it is used everywhere.
-
-    Two kinds of transition are walked:
+    """One update rule: S_t from S_{t-1} and a token, by one of two kinds of transition:
 
         decay: S_t = a_t * S_{t-1} + w_t k_t^T,   w_t = eps_t x_t                      (a_t: a number for each state)
         error: S_t = S_{t-1} + w_t k_t^T,         w_t = eps_t (x_t - S_{t-1} k_t)
@@ -88,94 +85,72 @@ class Rule:
     # fmt: off
     name: ClassVar[str]
     kind: ClassVar[str]                       # "decay" or "error"
-    step_per: ClassVar[str] = "channel"       # what has a logit of its own: a "channel" (or the token), or a "state"
-    takes_A: ClassVar[bool] = False           # whether the caller gives A
-    needs_A: ClassVar[bool] = False           # whether the walk takes one (`prepare` may make it)
-    takes_norm: ClassVar[bool] = False        # whether ||k|| enters the step size
-    halves_key_sums: ClassVar[bool] = False   # whether `step_back` gives half of k's gradient, with more than one state
+    step_per: ClassVar[str] = "channel"       # each "channel" (or token) has a logit, or each "state"
+    takes_A: ClassVar[bool] = False           # the caller gives A
+    needs_A: ClassVar[bool] = False           # the walk takes A (`prepare` may make it)
+    takes_norm: ClassVar[bool] = False        # ||k|| enters the step size
+    halves_key_sums: ClassVar[bool] = False   # with more than one state `step_back` gives half of k's gradient
     names: ClassVar[dict[str, str]] = {"step": "beta", "bias": "beta_bias"}  # of fields of `Scan`, for messages
     tuned_as: ClassVar[Optional[str]] = None  # the rule whose launch choices it takes, if the table has none of its own
-    # (multiply-adds, exponentials) for each state of each channel and step: the arithmetic that any walk through time
-    # must do, whatever its instructions.
+    # (multiply-adds, exponentials) for each state of each channel that any walk through time must do
     operations: ClassVar[dict[str, tuple[int, int]]]
     kernels: ClassVar[Functions]              # set where triton is installed
     # fmt: on
 
-    def for_states(self, N: int) -> "Rule":
-        """The rule that computes this one with `N` states: another one where that loses fewer digits."""
-        return self
-
-    # In plain torch: one token
-
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
-        """The state (B, D, N) after a token, differentiable by autograd: the formula as published.
-
-        Args:
-            state: (B, D, N).
-            x: (B, D).
-            step: (B, D or 1), or (B, N) if `step_per` is "state"; its bias is added.
-            k: (B, N).
-            A: (D, N), or of the token (B, 1, N), where the rule takes it.
-            softplus: `Scan.softplus`.
-        """
+        """The formula as published: the state (B, D, N) after a token, from x (B, D), k (B, N), A (D, N) or (B, 1, N),
+        and the logits with their bias, (B, D or 1), or (B, N) if `step_per` is "state". Autograd differentiates it."""
         raise NotImplementedError
 
-    # A change of variables, before the scan and (for gradients) after it
-
     def prepare(self, scan: Scan) -> Scan:
-        """`scan` with other variables in which it is walked."""
+        """A change of variables before the scan is walked."""
         return scan
 
     def restore(self, scan: Scan, prepared: Scan, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """From the gradients of the tensors of `prepared`, those of `scan`, by field, in their shapes and dtypes."""
+        """The gradients of the tensors of `scan`, in their shapes and dtypes, from those of `prepared`."""
         return grads
 
-    # In torch, for all tokens of a span at once. `d` holds the inputs, time first (`backends.torch.scan`).
+    # In torch, for all tokens of a span at once. `d` is the scan with its tensors as in `backends.torch.scan`.
 
-    def sizes(self, scan: Scan, d: Any) -> Sizes:
-        """From the logits, bias included."""
+    def sizes(self, d: Any) -> Sizes:
+        """The step sizes, from the logits and keys."""
         raise NotImplementedError
 
-    def through_sizes(self, scan: Scan, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Optional[Tensor]:
+    def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
         """The gradient of the logits (T, b, D) from that of eps; what reaches k through eps is added to `dk`."""
         raise NotImplementedError
 
-    def decays(self, scan: Scan, d: Any, s: Sizes, out: Tensor) -> Tensor:
+    def decays(self, d: Any, s: Sizes, out: Tensor) -> Tensor:
         """a of shape (T, b, N, D), in `out`; "decay" only."""
         raise NotImplementedError
 
     def through_decays(
-        self, scan: Scan, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
+        self, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
     ) -> Optional[Tensor]:
-        """Adds to `deps` and `dk` what reaches them through a, and returns the gradient of A, if the rule takes it:
-        (T, b, N) of a token's, (b, N, D) else. `flow`, the gradient of a, and `a` may be overwritten."""
+        """Adds to `deps` and `dk` what reaches them through a, and returns the gradient of A, if the rule has one:
+        (T, b, N) for each token's, else (b, N, D). `flow`, the gradient of a, and `a` may be overwritten."""
         raise NotImplementedError
 
-    # In a model
-
     def reset_bias(self, bias: Tensor) -> None:
-        """Initialises the bias of the logits in place; zeros (a beta near 1/2) unless a rule knows better."""
+        """Initialises the bias of the logits in place."""
         bias.zero_()
 
-    # In pictures
-
-    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-        """(forgetting, write) of each token, as `vision_longhorn.maps` defines them: (S, B, L) from the logits with
-        their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> Tensor:
+        """Forgetting and write strength of each token, as `vision_longhorn.maps` defines them: (2, S, B, L) from the
+        logits with their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
         found = []
         for s in range(len(k)):
             tokens = [step[s].flatten(0, 1), k[s].flatten(0, 1)]
-            if A is not None and A.ndim == 4:
-                tokens.append(A[s].flatten(0, 1).unsqueeze(1))
-            shared = [A[s]] if A is not None and A.ndim == 3 else []
+            if A is not None:
+                per_token = A.ndim == 4
+                tokens.append(A[s].flatten(0, 1).unsqueeze(1) if per_token else A[s].expand(len(tokens[0]), -1, -1))
             pieces = zip(*(value.split(1024) for value in tokens))  # their states are large
-            found.append(torch.cat([self._effect(*piece, *shared) for piece in pieces], 1))
-        forgetting, write = torch.stack(found, 1).unflatten(2, k.shape[1:3])
-        return forgetting, write
+            found.append(torch.cat([self._effect(*piece) for piece in pieces], 1))
+        return torch.stack(found, 1).unflatten(2, k.shape[1:3])
 
     def _effect(self, step: Tensor, k: Tensor, A: Optional[Tensor] = None) -> Tensor:
-        """(2, T): what each of T tokens takes of a state, and how much of its key it adds to an empty one, on average.
-        What a token of kind "error" takes lies along its key."""
+        """(2, T): how much of a state each of T tokens forgets, along its key if the kind is "error", and how much of
+        its key it adds to an empty one."""
         T, N = k.shape
         D = 1 if self.step_per == "state" else max(step.shape[1], 1 if A is None else A.shape[-2])
         key, energy = k.unsqueeze(1), k.square().sum(-1)
@@ -191,7 +166,7 @@ class Rule:
 
 
 class UnitKeys(Rule):
-    """A rule whose keys are made one long, k^ = k / ||k||, before it is walked; zero keys stay zero."""
+    """A rule over k^ = k / ||k||; zero keys stay zero."""
 
     def prepare(self, scan: Scan) -> Scan:
         return scan._replace(k=unit(scan.k.to(scan.accumulator)))
@@ -203,7 +178,6 @@ class UnitKeys(Rule):
 
 
 def unit(k: Tensor) -> Tensor:
-    """k / ||k||, (.., N)."""
     return k.sign() * (inverse_norm(k) > 0) if k.shape[-1] == 1 else k * inverse_norm(k)
 
 

@@ -3,7 +3,7 @@
 
     S_t[d] = S_{t-1}[d] + b_t[d] (x_t[d] - S_{t-1}[d] . k^_t) k^_t
 
-Its b may be a number for each channel, as Longhorn's, or for the token, as in the paper. A zero key makes no step.
+Its b is one for each channel, as Longhorn's, or for the token, as in the paper. A zero key makes no step.
 """
 
 from typing import Any, Optional
@@ -25,10 +25,10 @@ class Delta(UnitKeys):
         error = x - (state * k).sum(-1)
         return state + (torch.sigmoid(step) * error).unsqueeze(-1) * k
 
-    def sizes(self, scan: Any, d: Any) -> Sizes:
+    def sizes(self, d: Any) -> Sizes:
         return Sizes(torch.sigmoid(d.step))
 
-    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
+    def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
         return deps * s.eps * torch.sigmoid(-d.step)
 
 
@@ -41,7 +41,6 @@ if HAS_TRITON:
     from ..backends.triton.lanes import LOG2E, reciprocal
     from .longhorn import Exact
 
-    # 2^125 is far inside float32.
     _MAX_EXPONENT = tl.constexpr(125.0)
 
     @triton.jit

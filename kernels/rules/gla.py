@@ -3,7 +3,7 @@ arXiv 2312.06635): with a decay for each of the N states, the same for all chann
 
     S_t = S_{t-1} diag(a_t) + x_t k_t^T
 
-The logits u travel as `step`, (B, L, N). There is no step size: each token is written as it is.
+The logits u are the field `step`, (B, L, N). There is no step size: each token is written as it is.
 """
 
 from typing import Any, Optional
@@ -34,27 +34,20 @@ class GatedLinearAttention(Rule):
         return scan._replace(A=F.logsigmoid(_logit(scan)) / TEMPERATURE, A_per_token=True, step=None, bias=None)
 
     def restore(self, scan: Any, prepared: Any, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        # The gradient of log(a) is that of A; shared values and the bias sum over what they serve.
-        dlogit = grads["A"] * torch.sigmoid(-_logit(scan)) / TEMPERATURE
-        found = {name: grad for name, grad in grads.items() if name != "A"}
-        found["step"] = dlogit.sum_to_size(scan.step.shape).to(scan.step.dtype)
+        dlogit = grads.pop("A") * torch.sigmoid(-_logit(scan)) / TEMPERATURE
+        grads["step"] = dlogit.sum_to_size(scan.step.shape).to(scan.step.dtype)
         if scan.bias is not None:
             over = (1, 2) if scan.bias.ndim == 2 else tuple(range(dlogit.ndim - 1))
-            found["bias"] = dlogit.sum(over).to(scan.bias.dtype)
-        return found
+            grads["bias"] = dlogit.sum(over).to(scan.bias.dtype)
+        return grads
 
-    def sizes(self, scan: Any, d: Any) -> Sizes:
+    def sizes(self, d: Any) -> Sizes:
         return Sizes(torch.ones_like(d.x))
 
-    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> None:
-        return None
-
-    def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
+    def decays(self, d: Any, s: Sizes, out: Tensor) -> Tensor:
         return out.copy_(d.A.unsqueeze(3).expand_as(out)).exp_()
 
-    def through_decays(
-        self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
-    ) -> Tensor:
+    def through_decays(self, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor) -> Tensor:
         return over_channels(flow.mul_(a), s.eps)
 
 
@@ -76,11 +69,9 @@ if HAS_TRITON:
     from ..backends.triton.lanes import dot
     from .mamba import Mamba, decay
 
-    # Mamba's walk with a step size of 1, and of 0 beyond the end.
-
     @triton.jit
     def _step_size(u, bias, norm, keep, form):
-        return keep, keep
+        return keep, keep  # 1, and 0 beyond the end
 
     @triton.jit
     def _step_back(now, before, x, w, k, A, eps, e, form):
@@ -95,7 +86,7 @@ if HAS_TRITON:
 
     @triton.jit
     def _logit_back(dlog, u, bias, eps, e, inside, form):
-        return dlog  # of no use: the logits' gradient is that of A
+        return dlog  # unused: the logits' gradient comes from that of A
 
     GatedLinearAttention.kernels = Mamba.kernels.adapted(
         GatedLinearAttention, step_size=_step_size, step_back=_step_back, logit_back=_logit_back

@@ -5,8 +5,7 @@ With eps = b / (1 + b ||k||^2), b = sigmoid(beta), for each channel d
     diagonal: S_t[d] = (1 - eps_t[d] k_t^2) S_{t-1}[d] + eps_t[d] x_t[d] k_t
     exact:    S_t[d] = S_{t-1}[d] + eps_t[d] (x_t[d] - S_{t-1}[d] . k_t) k_t
 
-and "diagonal_unit" is the diagonal one over k / ||k||. Everywhere below, e = exp(-beta), and so
-eps = 1 / (1 + e + ||k||^2).
+and "diagonal_unit" is the diagonal one over k / ||k||. Below, e = exp(-beta), and eps = 1 / (1 + e + ||k||^2).
 """
 
 from typing import Any, Optional
@@ -16,14 +15,11 @@ from torch import Tensor
 
 from .base import HAS_TRITON, Functions, Rule, Sizes, UnitKeys, over_channels, over_states, unit
 
-# exp(87) is the largest power of e, to the integer, that float32 holds; 700 for float64. A step whose logit lies
-# below has beta < 1e-37: it writes nothing that float32 could show.
+# So that exp stays finite. A step whose logit lies below has beta < 1e-37: it writes nothing that float32 could show.
 MAX_EXPONENT = {torch.float32: 87.0, torch.float64: 700.0}
 
 
 class Longhorn(Rule):
-    """What the rules share: the step size."""
-
     takes_norm = True
 
     @staticmethod
@@ -31,15 +27,14 @@ class Longhorn(Rule):
         beta = torch.sigmoid(step)
         return beta / (1 + beta * k.square().sum(-1, keepdim=True))  # (B, D or 1)
 
-    def sizes(self, scan: Any, d: Any) -> Sizes:
+    def sizes(self, d: Any) -> Sizes:
         e = torch.exp((-d.step).clamp(max=MAX_EXPONENT[d.step.dtype]))
         return Sizes(1 / (1 + e + d.k.square().sum(-1, keepdim=True)), e)
 
-    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
+    def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
         dlog = deps * s.eps  # d loss / d log(eps)
         if d.k.shape[-1] > 1:  # a lone key's part is in `dk` already
             dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
-        assert s.e is not None
         return dlog * (s.eps * s.e)
 
 
@@ -47,30 +42,24 @@ class Diagonal(Longhorn):
     name = "diagonal"
     kind = "decay"
     halves_key_sums = True
-    # Forward: the decay eps k^2, what is added, the update, the read-out. Backward: the states again, the read-out (for
-    # dz), the adjoint's two steps, and a product for each gradient that is a sum over states or channels.
     operations = {"forward": (4, 0), "backward": (12, 0)}
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         eps, k = self._eps(step, k), k.unsqueeze(1)  # (B, D or 1), (B, 1, N)
         return (1 - eps.unsqueeze(-1) * k.square()) * state + (eps * x).unsqueeze(-1) * k
 
-    def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
+    def decays(self, d: Any, s: Sizes, out: Tensor) -> Tensor:
         eps = s.eps.unsqueeze(2)  # (T, b, 1, D)
         a = torch.mul(eps, -d.k.square().unsqueeze(3), out=out).add_(1)
         if d.k.shape[-1] == 1:
-            # A lone large key leaves 1 - eps k^2 no digits: and then
-            # a = eps (1 + exp(-logit)), since eps = 1 / (1 + exp(-logit) + k^2).
-            assert s.e is not None
+            # A lone large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same number without the difference.
             a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(2), a)
         return a
 
-    def through_decays(
-        self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
-    ) -> None:
+    def through_decays(self, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor) -> None:
         deps -= over_states(d.k.square(), flow)
         if d.k.shape[-1] == 1:
-            # flow - eps k^2 flow, what two terms of dk come to, without their cancellation for a large key.
+            # flow - eps k^2 flow without the cancellation that a large key causes
             flow = flow.mul_(a) + (dx * d.x).unsqueeze(2)
         dk -= 2 * d.k * over_channels(flow, s.eps)
 
@@ -78,13 +67,7 @@ class Diagonal(Longhorn):
 class Exact(Longhorn):
     name = "exact"
     kind = "error"
-    # Forward: a product with k, the update and the read-out.
     operations = {"forward": (3, 0), "backward": (8, 0)}
-
-    def for_states(self, N: int) -> Rule:
-        # With one state both rules are the same, and the diagonal form loses no digits where a large key all but erases
-        # the state.
-        return RULES[0] if N == 1 else self
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
         eps, k = self._eps(step, k), k.unsqueeze(1)  # (B, D or 1), (B, 1, N)
@@ -93,8 +76,6 @@ class Exact(Longhorn):
 
 
 class DiagonalUnit(UnitKeys, Diagonal):
-    """The diagonal rule over k / ||k||."""
-
     name = "diagonal_unit"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
@@ -112,8 +93,6 @@ if HAS_TRITON:
 
     from ..backends.triton.lanes import LOG2E, dot, fill, reciprocal
 
-    # 2^125 is far inside float32; a step whose logit lies below -87 has beta < 1e-37 and writes nothing float32 could
-    # show.
     _MAX_EXPONENT = tl.constexpr(125.0)
 
     @triton.jit
@@ -122,14 +101,13 @@ if HAS_TRITON:
 
     @triton.jit
     def step_size(u, bias, norm, keep, form):
-        # (1); beyond the end `norm` is infinite.
+        # (1)
         e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
         return reciprocal(1.0 + e + norm, form.PTX), e
 
     @triton.jit
     def lone_decay(k, eps, e):
-        # With one state a large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same without the difference. That
-        # holds for this eps: a rule with another step size needs its own.
+        # As in `Diagonal.decays`. A rule with another step size needs its own.
         a = 1.0 - eps * (k * k)
         return tl.where(a < 0.5, eps * (1.0 + e), a)
 
@@ -176,7 +154,6 @@ if HAS_TRITON:
 
     @triton.jit
     def diagonal_step_back(now, before, x, w, k, A, eps, e, form):
-        # dlog is d loss / d log(eps), here and below.
         dk = ()
         G = ()
         if len(k) == 1:
@@ -185,15 +162,14 @@ if HAS_TRITON:
             dx = eps * reads
             flow = now[0] * before[0]
             dlog = eps * (x * reads - flow * (k[0] * k[0]))
-            # (20): two terms of dk, without their cancellation for a large key.
+            # (20)
             dk = (now[0] * w - 2.0 * k[0] * eps * (flow * a + w * reads),)
             G = (now[0] * a,)
             return G, dx, dlog, dk, ()
         else:
             # (14): dk / 2 = H (x/2 - k S), and two sums of what is there already give dx and dlog.
             heads = ()
-            # One sum in two orders, by which ptxas spills other registers (an H200): in a walk through all of time the
-            # second takes 2 % longer, in segments, which start from an adjoint, the first 3.5 %.
+            # ptxas spills other registers for each order of one sum: each is 2 to 3.5 % faster in its place (H200).
             if form.HAS_ADJOINT:
                 for n in tl.static_range(len(k)):
                     heads = heads + (k[n] * (now[n] * eps),)

@@ -3,12 +3,11 @@
 
     S_t = exp(dt_t A) * S_{t-1} + dt_t x_t k_t^T
 
-B, C and dt travel as `k`, `q` and `step`. A is the same for all tokens or, as arXiv 2407.14207 compares with, each
-token's own.
+B, C and dt are the fields `k`, `q` and `step`. A is one for all tokens, or each token's own (arXiv 2407.14207).
 """
 
 import math
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,28 +21,24 @@ class Mamba(Rule):
     kind = "decay"
     takes_A = needs_A = True
     names = {"step": "dt", "k": "B", "q": "C", "bias": "dt_bias"}
-    # As the diagonal rule's, but that the decay is dt A and its exp.
     operations = {"forward": (4, 1), "backward": (12, 1)}
 
-    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
-        assert A is not None
+    def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Any, softplus: bool) -> Tensor:
         dt = F.softplus(step) if softplus else step
         return torch.exp(dt.unsqueeze(-1) * A) * state + (dt * x).unsqueeze(-1) * k.unsqueeze(1)
 
-    def sizes(self, scan: Any, d: Any) -> Sizes:
-        return Sizes(F.softplus(d.step) if scan.softplus else d.step)
+    def sizes(self, d: Any) -> Sizes:
+        return Sizes(F.softplus(d.step) if d.softplus else d.step)
 
-    def through_sizes(self, scan: Any, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Optional[Tensor]:
-        return deps * torch.sigmoid(d.step) if scan.softplus else deps
+    def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
+        return deps * torch.sigmoid(d.step) if d.softplus else deps
 
-    def decays(self, scan: Any, d: Any, s: Sizes, out: Tensor) -> Tensor:
-        return torch.mul(s.eps.unsqueeze(2), d.A.unsqueeze(3) if scan.A_per_token else d.A, out=out).exp_()
+    def decays(self, d: Any, s: Sizes, out: Tensor) -> Tensor:
+        return torch.mul(s.eps.unsqueeze(2), d.A.unsqueeze(3) if d.A_per_token else d.A, out=out).exp_()
 
-    def through_decays(
-        self, scan: Any, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
-    ) -> Tensor:
-        flow = flow.mul_(a)  # d loss / d (dt A)
-        if scan.A_per_token:
+    def through_decays(self, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor) -> Tensor:
+        flow.mul_(a)  # d loss / d (dt A)
+        if d.A_per_token:
             deps += over_states(d.A, flow)
             return over_channels(flow, s.eps)
         deps += torch.mul(flow, d.A, out=a).sum(2)
@@ -63,7 +58,6 @@ if HAS_TRITON:
 
     from ..backends.triton.lanes import LOG2E, dot, fill, reciprocal
 
-    # A comes times log2(e), for exp2.
     _LN2 = tl.constexpr(0.6931471805599453)
 
     @triton.jit
@@ -86,7 +80,7 @@ if HAS_TRITON:
         return eps, eps
 
     @triton.jit
-    def decay(k, A, eps, e, LONE: tl.constexpr):
+    def decay(k, A, eps, e, LONE: tl.constexpr):  # A was multiplied by log2(e)
         return tl.exp2(A * eps)
 
     @triton.jit

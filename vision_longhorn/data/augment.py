@@ -3,17 +3,18 @@
 timm's own code draws all random numbers in the worker. It is given a list of notes instead of an image, and writes down
 what it would do. The notes travel with the batch as a table of numbers, so they follow the worker's seed.
 
-A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; 1 to flip the picture left to
-right, 2 top to bottom, 3 both; then for each operation its number in `KINDS`, its argument, and 1 for bilinear instead
-of bicubic resampling. Operation 0 does nothing.
+A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; then for each flip and each
+operation of a policy its number in `KINDS`, its argument, and 1 for bilinear instead of bicubic resampling. Operation 0
+does nothing.
 """
 
 import collections
 import copy
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,19 +29,13 @@ from vision_longhorn.errors import UserError
 from .images import decode_tensor
 from .operations import KINDS, OPERATIONS, groups
 
-_RESAMPLING = (InterpolationMode.BICUBIC, InterpolationMode.BILINEAR)
-_HEAD = 6
-_WORTHWHILE = 2**22  # bytes of images that `Finish` works on at once, if single batches are smaller
+_HEAD = 5
+_ENOUGH = 2**22  # bytes of images that `Finish` works on at once, if single batches are smaller
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # of colours
-_BITS = {"PosterizeIncreasing": "Posterize", "PosterizeOriginal": "Posterize", "SolarizeIncreasing": "Solarize"}
 
 
 def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     """Split a training transform of `timm.data.create_transform`.
-
-    Args:
-        transform: random resized crop, or resizing and a random crop with padding; flips, RandAugment or AutoAugment or
-            colour jitter, normalisation, erasing.
 
     Returns:
         (crops, finish): `crops` is the transform for `train_loader`, `finish` the argument of `device_batches`.
@@ -50,45 +45,51 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     """
     crop: Any = None
     resize: ResizeKeepRatio | None = None
-    flips: list[tuple[int, float]] = []
+    flips: list[tuple[str, float]] = []
     policies: list[Any] = []
-    finish: dict[str, Any] = {"eraser": None}
+    normalize = eraser = None
     for step in transform.transforms:
-        if isinstance(step, RandomResizedCropAndInterpolation) and crop is None:
+        if isinstance(step, RandomResizedCropAndInterpolation) and crop is None and _can_resample(step):
             crop = step
-            _check(step, set(_as_list(step.interpolation)) <= set(_RESAMPLING))
-        elif isinstance(step, ResizeKeepRatio) and resize is crop is None:
+        elif isinstance(step, ResizeKeepRatio) and resize is crop is None and _can_resample(step):
             resize = step
-            varies = step.random_scale_prob > 0 or step.random_aspect_prob > 0
-            _check(step, set(_as_list(step.interpolation)) <= set(_RESAMPLING) and not varies)
-        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None:
+        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None and _pads_black(step):
             crop = step
-            is_black = step.padding_mode == "constant" and not step.fill
-            _check(step, isinstance(step.padding, int) and is_black and not step.pad_if_needed)
-        elif isinstance(step, (transforms.RandomHorizontalFlip, transforms.RandomVerticalFlip)):
-            flips.append((1 if isinstance(step, transforms.RandomHorizontalFlip) else 2, step.p))
+        elif isinstance(step, transforms.RandomHorizontalFlip):
+            flips.append(("Horizontal", step.p))
+        elif isinstance(step, transforms.RandomVerticalFlip):
+            flips.append(("Vertical", step.p))
         elif isinstance(step, (auto_augment.RandAugment, auto_augment.AutoAugment)):
             policies.append(_noting(step))
         elif isinstance(step, transforms.ColorJitter) and step.hue is None:
             policies.append(functools.partial(_jitter, step))
         elif isinstance(step, transforms.Normalize):
-            finish.update(mean=step.mean, std=step.std)
+            normalize = step
         elif isinstance(step, RandomErasing) and step.max_count == 1:
-            finish["eraser"] = step
-        else:
-            _check(step, isinstance(step, MaybeToTensor))
-    if crop is None or "mean" not in finish:
+            eraser = step
+        elif not isinstance(step, MaybeToTensor):
+            raise _unfit(step)
+    if crop is None or normalize is None:
         raise UserError(
             "the transform lacks a random crop or a normalisation; make it with timm's "
             "create_transform(is_training=True)"
         )
     fill = next((op.kwargs["fillcolor"] for policy in policies for op in getattr(policy, "all_ops", ())), (0, 0, 0))
-    return Crops(crop, resize, flips, policies, finish["eraser"]), Finish(fill=fill, **finish)
+    return Crops(crop, resize, flips, policies, eraser), Finish(normalize.mean, normalize.std, eraser, fill)
 
 
-def _check(step: Any, fine: bool) -> None:
-    if not fine:
-        raise UserError(f"{step} has no form for batches on a device; use the transform unsplit")
+def _unfit(step: Any) -> UserError:
+    return UserError(f"{step} has no form for batches on a device; use the transform unsplit")
+
+
+def _can_resample(step: Any) -> bool:
+    varies = getattr(step, "random_scale_prob", 0) or getattr(step, "random_aspect_prob", 0)
+    return not varies and set(_as_list(step.interpolation)) <= {InterpolationMode.BICUBIC, InterpolationMode.BILINEAR}
+
+
+def _pads_black(step: transforms.RandomCrop) -> bool:
+    is_black = step.padding_mode == "constant" and not step.fill
+    return is_black and isinstance(step.padding, int) and not step.pad_if_needed
 
 
 def _as_list(value: Any) -> Any:
@@ -98,11 +99,14 @@ def _as_list(value: Any) -> Any:
 def _noting(policy: Any) -> Any:
     """A copy of one of timm's policies whose operations write down what they would do."""
     policy = copy.deepcopy(policy)
-    policy.all_ops = list(getattr(policy, "ops", None) or [op for ops in policy.policy for op in ops])
+    if hasattr(policy, "ops"):  # RandAugment
+        policy.all_ops, policy.most = policy.ops, policy.num_layers
+    else:
+        policy.all_ops, policy.most = [op for ops in policy.policy for op in ops], max(map(len, policy.policy))
     for op in policy.all_ops:
-        name = _BITS.get(op.name, op.name.removesuffix("Increasing"))
+        name = op.name.removesuffix("Increasing").removesuffix("Original")
         if name not in KINDS:
-            raise UserError(f"{op.name} has no form for batches on a device; use the transform unsplit")
+            raise _unfit(op.name)
         op.aug_fn = functools.partial(_note, name)
     return policy
 
@@ -146,74 +150,53 @@ class Crops:
 
     def __init__(
         self,
-        crop: RandomResizedCropAndInterpolation | transforms.RandomCrop,
-        resize: ResizeKeepRatio | None,
-        flips: list[tuple[int, float]],
+        crop: Any,
+        resize: Any,
+        flips: list[tuple[str, float]],
         policies: list[Any],
         eraser: RandomErasing | None,
     ) -> None:
-        self.crop: Any = crop
-        self.resize, self.flips, self.policies = resize, flips, policies
-        self.length = sum(_longest(policy) for policy in policies)
+        self.crop, self.resize, self.flips, self.policies = crop, resize, flips, policies
+        self.row_length = _HEAD + 3 * (len(flips) + sum(getattr(policy, "most", 3) for policy in policies))
         self.eraser = copy.copy(eraser)
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the place is wanted
 
     def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Args:
-            decoded: result of `decode`.
-
-        Returns:
-            uint8 tensor (height, width, 3), float64 tensor (6 + 3 * operations,)
-        """
+        """Take the result of `decode` to a uint8 tensor (height, width, 3) and a row, float64 (length,)."""
         image, correct = decoded
-        if self.resize is None:
-            image = self._resized_crop(image, correct)
-        else:
-            image = self._padded_crop(image, correct, self.resize)
-        turned = 0
-        for bit, probability in self.flips:
-            if torch.rand(1).item() < probability:  # as torchvision draws it
-                turned ^= bit
+        image = (self._padded_crop if self.resize else self._resized_crop)(image, correct)
+        flips: list[float] = []
+        for kind, probability in self.flips:
+            is_drawn = torch.rand(1).item() < probability  # as torchvision draws it
+            flips += [KINDS.index(kind) if is_drawn else 0, 0, 0]
         notes: list[float] = []
         for policy in self.policies:
             notes = policy(notes)
-        box = _Box(*image.shape[1:])
+        box = _Box(*image.shape[:2])
         if self.eraser is not None:
             self.eraser(box)
-        row = [random.getrandbits(48), *box.box, turned, *notes, *[0] * (3 * self.length - len(notes))]
-        return image.permute(1, 2, 0).contiguous(), torch.tensor(row, dtype=torch.float64)
+        row = [random.getrandbits(48), *box.box, *flips, *notes]
+        row += [0] * (self.row_length - len(row))
+        return image.contiguous(), torch.tensor(row, dtype=torch.float64)
 
     def _resized_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
         height, width = max(height, 1), max(width, 1)  # they can be 0 for a picture one pixel high
         top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
-        return _resized(
-            image[:, top : top + height, left : left + width], correct, self.crop.size, self.crop.interpolation
-        )
+        part = image[:, top : top + height, left : left + width]
+        return _resized(part, correct, self.crop.size, self.crop.interpolation)
 
-    def _padded_crop(self, image: torch.Tensor, correct: Correction, resize: ResizeKeepRatio) -> torch.Tensor:
-        size = resize.get_params(image, resize.size, resize.longest)
-        image = _resized(image, correct, size, resize.interpolation)
-        (_, height, width), margin, size = image.shape, self.crop.padding, self.crop.size
-        top, left, *_ = self.crop.get_params(_blank(height + 2 * margin, width + 2 * margin), size)
-        top, left = top - margin, left - margin  # in the image; outside it is black
-        crop = image.new_zeros(*size, 3).permute(2, 0, 1)
-        inside = image[:, max(top, 0) : max(top + size[0], 0), max(left, 0) : max(left + size[1], 0)]
-        first_row, first_column = max(-top, 0), max(-left, 0)
-        crop[:, first_row : first_row + inside.shape[1], first_column : first_column + inside.shape[2]] = inside
-        return crop
-
-
-@functools.lru_cache
-def _blank(height: int, width: int) -> torch.Tensor:
-    """Takes the place of an image where only the size is asked for."""
-    return torch.empty(3, height, width, device="meta")
+    def _padded_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
+        size = self.resize.get_params(image, self.resize.size, self.resize.longest)
+        image = _resized(image, correct, size, self.resize.interpolation)
+        padded = F.pad(image, [0, 0, *[self.crop.padding] * 4])
+        top, left, height, width = self.crop.get_params(padded.permute(2, 0, 1), self.crop.size)
+        return padded[top : top + height, left : left + width]
 
 
 def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], interpolation: Any) -> torch.Tensor:
-    """An image in another size (height, width), with its colours corrected."""
+    """Resample an image (3, H, W) to a size (height, width), and correct its colours. Returns (height, width, 3)."""
     # Colours are corrected before or after resampling, whichever has fewer pixels.
     late = image[0].numel() > size[0] * size[1]
     if correct and not late:
@@ -223,34 +206,20 @@ def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], inte
         # Decoders give the colours of a pixel side by side. Resampling is faster with these than with planes.
         image = image[None].contiguous(memory_format=torch.channels_last)
         image = F.interpolate(image, list(size), mode=mode, antialias=True)[0]
-    return correct(image) if correct and late else image
-
-
-def _longest(policy: Any) -> int:
-    if isinstance(policy, auto_augment.RandAugment):
-        return policy.num_layers
-    return max(map(len, policy.policy)) if isinstance(policy, auto_augment.AutoAugment) else 3
+    return (correct(image) if correct and late else image).permute(1, 2, 0)
 
 
 class Finish:
-    """The device's half: flips, policy, normalisation and erasing of a whole batch, without waiting for the device.
-
-    The operations give PIL's results (most to the bit, see tests/test_augment.py). Made by `split_transform`.
-    """
+    """The device's half: flips, policy, normalisation and erasing of whole batches, without waiting for the device.
+    Made by `split_transform`."""
 
     def __init__(self, mean: Any, std: Any, eraser: RandomErasing | None, fill: tuple[int, ...]) -> None:
         self.mean, self.std, self.eraser = torch.as_tensor(mean), torch.as_tensor(std), eraser
         self.fill = torch.tensor(fill, dtype=torch.float32)
 
     def __call__(self, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """
-        Args:
-            batch: images, uint8 (B, H, W, 3), and table, float64 (B, 6 + 3 * operations), on the CPU.
-            device: where to work.
-
-        Returns:
-            float32 tensor (B, 3, H, W) on `device`, normalised.
-        """
+        """Take images, uint8 (B, H, W, 3), and their table, float64 (B, length), to normalised images, float32
+        (B, 3, H, W), on `device`."""
         return self.together([batch], device)[0]
 
     def together(
@@ -262,12 +231,6 @@ class Finish:
         rows = [row for table in tables for row in table]
         height, width = batches[0][0].shape[1:3]
         plan = [group for first in range(_HEAD, len(rows[0]), 3) for group in groups(rows, first, height, width)]
-        # Flips come first, in the order of the whole transform: they are drawn and done before the policy.
-        plan[:0] = [
-            (kind, chosen, [[0] * 6] * len(chosen))
-            for kind, bit in (("horizontal", 1), ("vertical", 2))
-            if (chosen := [n for n, row in enumerate(rows) if int(row[5]) & bit])
-        ]
         erased = [n for n, row in enumerate(rows) if _is_erased(row)]
         all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
         all_values = [value for _, _, some in plan for value in some] + [rows[n][1:5] + [0, 0] for n in erased]
@@ -280,40 +243,34 @@ class Finish:
         start = 0
         for kind, chosen, _ in plan:
             stop = start + len(chosen)
-            arguments = values[start:stop]
-            result = OPERATIONS[kind](images[numbers[start:stop]], arguments, fill)
+            result = OPERATIONS[kind](images[numbers[start:stop]], values[start:stop], fill)
             images.index_copy_(0, numbers[start:stop], result)
             start = stop
         images = images.float().div_(255).sub_(mean).div_(std)
         if self.eraser is not None and erased:
-            noise = torch.cat([self._noise(table, height, width, images.device) for table in tables])
-            self._erase(images, numbers[start:], values[start:, :4], noise)
+            noise = torch.cat([_noise(table, self.eraser, images) for table in tables])
+            top, left, bottom, right = values[start:].view(-1, 6, 1, 1).unbind(1)[:4]
+            y, x = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
+            inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (n, H, W)
+            images.index_copy_(0, numbers[start:], torch.where(inside[:, None], noise, images[numbers[start:]]))
         return images.split([len(table) for table in tables])
-
-    def _noise(self, table: list[list[float]], height: int, width: int, device: torch.device) -> torch.Tensor:
-        """The filling of a batch's erased boxes, (n, 3, H, W) or (n, 3, 1, 1)."""
-        eraser = cast(RandomErasing, self.eraser)
-        shape = (height, width) if eraser.per_pixel else (1, 1)
-        noise = torch.zeros(sum(map(_is_erased, table)), 3, *shape, device=device)
-        if (eraser.per_pixel or eraser.rand_color) and len(noise):
-            noise.normal_(generator=torch.Generator(device).manual_seed(int(table[0][0])))
-        return noise
-
-    def _erase(self, images: torch.Tensor, numbers: torch.Tensor, boxes: torch.Tensor, noise: torch.Tensor) -> None:
-        _, _, height, width = images.shape
-        top, left, bottom, right = boxes.view(-1, 4, 1, 1).unbind(1)
-        y = torch.arange(height, device=images.device)[:, None]
-        x = torch.arange(width, device=images.device)
-        inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (n, H, W)
-        images.index_copy_(0, numbers, torch.where(inside[:, None], noise, images[numbers]))
 
 
 def _is_erased(row: list[float]) -> bool:
     return row[4] > row[2]
 
 
+def _noise(table: list[list[float]], eraser: RandomErasing, images: torch.Tensor) -> torch.Tensor:
+    """The filling of a batch's erased boxes, (n, 3, H, W) or (n, 3, 1, 1)."""
+    shape = images.shape[2:] if eraser.per_pixel else (1, 1)
+    noise = images.new_zeros(sum(map(_is_erased, table)), 3, *shape)
+    if (eraser.per_pixel or eraser.rand_color) and len(noise):
+        noise.normal_(generator=torch.Generator(images.device).manual_seed(int(table[0][0])))
+    return noise
+
+
 def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    if torch.device(device).type == "cuda":
+    if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
@@ -321,20 +278,15 @@ def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def device_batches(
     loader: Iterable[tuple[Any, ...]], device: str | torch.device, finish: Finish | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Batches on a device, each sent there while the one before is worked on.
+    """Batches (images, targets, ...) of a loader on a device, to be used on the stream that is current when they come.
 
     On a GPU the copy and `finish` run on a stream of their own, one batch ahead, or several together where they are
     small; pinned memory (`pin_memory` of the loader) makes the copy run beside the network. On a CPU nothing is fetched
     ahead.
 
     Args:
-        loader: gives (inputs, targets, ...).
-        device: where to.
+        loader: gives (inputs, targets, ...); what follows the targets is handed on as it is.
         finish: the device's half of `split_transform`; without it inputs are images, ready as they are.
-
-    Yields:
-        images float32 (B, 3, H, W), targets int64 (B,), to be used on the stream that is current when they come; and
-        what else is in the loader's batches, as it is.
     """
     device = torch.device(device)
 
@@ -363,7 +315,7 @@ def device_batches(
     def wait() -> None:
         torch.cuda.current_stream(device).wait_stream(side)
 
-    yield from _sent_ahead(loader, send_aside, wait, _WORTHWHILE if finish else 0)
+    yield from _sent_ahead(loader, send_aside, wait, _ENOUGH if finish else 0)
 
 
 def _sent_ahead(
@@ -372,12 +324,11 @@ def _sent_ahead(
     wait: Callable[[], None],
     most: int,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields the batches of a loader, sent in groups. Each group is sent before the first batch of the one before it is
-    used. With each batch used one is taken from the loader, so that its workers stay busy.
+    """Yield batches that are sent in groups, each before the first batch of the group before it is used. With each
+    batch used one is taken from the loader, so that its workers stay busy.
 
     Args:
-        loader: its batches begin with a list whose first tensor holds the images, unless `most` is 0. An error that
-            ends it is raised once all batches before that are used.
+        loader: its batches begin with a list whose first tensor holds the images, unless `most` is 0.
         send: sends a group.
         wait: called before the group that was sent last is used.
         most: bytes of images that make a group, which give the GPU work for longer than it takes to ask for it. The
@@ -385,17 +336,11 @@ def _sent_ahead(
     """
     ready, coming = collections.deque[tuple[Any, ...]](), list[tuple[Any, ...]]()
     group, size, enough = list[tuple[Any, ...]](), 0, 0
-    batches, has_more, error = iter(loader), True, None
-    while has_more:
-        try:
-            batch = next(batches, None)
-        except Exception as raised:
-            batch, error = None, raised
-        has_more = batch is not None
+    for batch in itertools.chain(loader, [None, None]):  # the end sends the last group, then uses it
         if batch is not None:
             group.append(batch)
             size += batch[0][0].nbytes if most else 0
-        if not has_more or size >= enough:
+        if batch is None or size >= enough:
             while ready:
                 yield ready.popleft()
             wait()
@@ -406,14 +351,6 @@ def _sent_ahead(
             yield ready.popleft()  # kept here, a batch would stay in memory for longer than it is used
     while ready:
         yield ready.popleft()
-    wait()
-    while coming:
-        yield coming.pop(0)
-    try:
-        if error is not None:
-            raise error
-    finally:
-        del error  # with its traceback it would keep the loader's workers alive
 
 
 @functools.lru_cache

@@ -1,18 +1,18 @@
 """From the bytes of an image file to an upright sRGB picture."""
 
+import contextlib
 import functools
 import io
+import itertools
 import logging
-import re
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageCms, ImageOps
 
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, one_line
 
 try:
     from torchvision.io import decode_jpeg
@@ -23,14 +23,12 @@ except ImportError:  # torchvision is to give this over to torchcodec, which nee
         decode_jpeg = None
 
 _log = logging.getLogger(__name__)
-_has_warned = False
-_warning = threading.Lock()  # images kept in memory are decoded in threads
+_warnings = itertools.count()  # `next` is safe in threads, in which `keep_in_memory` decodes
 
 # Without a list PIL also tries formats that start other programs (EPS runs ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm")
 
-_DEPTH_OF_PPM = re.compile(rb"P[2356](?:\s+(?:#[^\n]*\n\s*)*\d+){2}\s+(?:#[^\n]*\n\s*)*(\d{3,5})\s")
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
@@ -55,19 +53,22 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
     """
     if isinstance(data, np.ndarray):
         return Image.fromarray(data)
-    try:
+    with _readable():
         image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         image.load()
-    except Exception as error:  # PIL's decoders raise anything from SyntaxError to struct.error on broken files
-        raise DataError(f"not a readable image ({_reason(error)})") from None
     profile = image.info.get("icc_profile")
-    image = _upright(image)
+    with contextlib.suppress(Exception):  # broken EXIF data in a picture that is fine
+        ImageOps.exif_transpose(image, in_place=True)
     if image.mode.startswith("I"):  # 16-bit gray, which PIL would clip at 255
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     if profile:
-        image = _to_srgb(image, profile)
+        # It describes the channels as stored, so only these modes can go through it unchanged.
+        source = image if image.mode in ("RGB", "CMYK", "L") else image.convert("RGB")
+        with contextlib.suppress(ImageCms.PyCMSError, OSError, ValueError):
+            if transform := _srgb_transform(profile, source.mode):
+                image = transform.apply(source)
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
@@ -76,18 +77,15 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
 
     Its colours may be left uncorrected: the caller corrects only the part of the picture that it uses.
 
-    Args:
-        data: a JPEG, PNG, WebP or PPM file; or its decoded pixels, uint8 (H, W, 3).
-
     Returns:
         uint8 tensor (3, H, W); a function that converts a part of it to sRGB, None if it is sRGB already.
 
     Raises:
-        DataError: if the bytes are not such an image, or end too early.
+        DataError: as `decode_image` does.
     """
     if isinstance(data, np.ndarray):
         return torch.from_numpy(data).permute(2, 0, 1), None
-    try:
+    with contextlib.suppress(Exception):  # PIL's own decoder says better what is wrong
         header = Image.open(io.BytesIO(data), formats=FORMATS)  # refuses pictures too large to decode
         turned = header.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
         if decode_jpeg and header.format == "JPEG" and header.mode in ("RGB", "L") and not turned:
@@ -96,8 +94,6 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
             if header.mode == "RGB" or transform is None:
                 image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
                 return image, functools.partial(_transformed, transform) if transform else None
-    except Exception:  # PIL's own decoder says better what is wrong
-        pass
     return _tensor(decode_image(data)), None
 
 
@@ -110,72 +106,36 @@ def _tensor(image: Image.Image) -> torch.Tensor:
 
 
 def too_dark(data: Any, decoded: Any) -> str:
-    """A warning about a 16-bit picture that comes out dark or black because its values have 8, 12 or 14 bits; "" for
-    all other pictures.
-
-    Args:
-        data: the file, or pixels.
-        decoded: result of `decode_image` or `decode_tensor` for it.
-    """
-    if not isinstance(data, bytes):
-        return ""
-    depth = _DEPTH_OF_PPM.match(data)
-    if not (int(depth[1]) > 255 if depth else data[:4] == b"\x89PNG" and data[24:25] == b"\x10"):
-        return ""
+    """A warning about a 16-bit PNG that comes out dark or black because its values have 8, 12 or 14 bits; "" for all
+    else. `decoded` is what `decode_image` or `decode_tensor` made of `data`."""
+    is_deep = isinstance(data, bytes) and data[:4] == b"\x89PNG" and data[24:25] == b"\x10"
     image = decoded[0] if isinstance(decoded, tuple) else decoded
-    if isinstance(image, Image.Image):
-        image = torch.from_numpy(np.array(image))
-    if not isinstance(image, torch.Tensor) or image.max() > 63:
+    if not is_deep or not isinstance(image, (Image.Image, torch.Tensor)) or np.asarray(image).max() > 63:
         return ""
-    top = 256 * int(image.max()) + 255
+    top = 256 * int(np.asarray(image).max()) + 255
     return f"a 16-bit picture, and dark or black, as its values end at {top} of 65535: scale them to the whole range"
 
 
 def warn_if_dark(data: Any, decoded: Any, name: str) -> None:
-    """Log a warning about the first 16-bit picture of this process that comes out dark (see `too_dark`)."""
-    global _has_warned
-    if _has_warned or not (dark := too_dark(data, decoded)):
-        return
-    with _warning:
-        if not _has_warned:
-            _log.warning("%s: %s", name, dark)
-        _has_warned = True
+    """Log what `too_dark` says of the first such picture of this process."""
+    if (dark := too_dark(data, decoded)) and next(_warnings) == 0:
+        _log.warning("%s: %s", name, dark)
 
 
 def check_image(data: bytes) -> None:
-    """Parse an image's header without decoding its pixels.
-
-    Raises:
-        DataError: if the bytes do not start as an image.
-    """
-    try:
+    """Parse an image's header without decoding its pixels. Raises DataError if the bytes do not start as an image."""
+    with _readable():
         Image.open(io.BytesIO(data), formats=FORMATS)
-    except Exception as error:
-        raise DataError(f"not a readable image ({_reason(error)})") from None
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, Image.UnidentifiedImageError):
-        return "none of " + ", ".join(FORMATS)
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _upright(image: Image.Image) -> Image.Image:
+@contextlib.contextmanager
+def _readable() -> Iterator[None]:
     try:
-        ImageOps.exif_transpose(image, in_place=True)
-    except Exception:  # broken EXIF data in a picture that is fine
-        pass
-    return image
-
-
-def _to_srgb(image: Image.Image, profile: bytes) -> Image.Image:
-    # A profile describes the channels as stored, so only these modes can go through it unchanged.
-    source = image if image.mode in ("RGB", "CMYK", "L") else image.convert("RGB")
-    try:
-        transform = _srgb_transform(profile, source.mode)
-        return image if transform is None else transform.apply(source)
-    except (ImageCms.PyCMSError, OSError, ValueError):
-        return image
+        yield
+    except Exception as error:  # PIL's decoders raise anything from SyntaxError to struct.error on broken files
+        no_format = isinstance(error, Image.UnidentifiedImageError)
+        why = f"none of {', '.join(FORMATS)}" if no_format else one_line(error)
+        raise DataError(f"not a readable image ({why})") from None
 
 
 @functools.lru_cache(maxsize=64)

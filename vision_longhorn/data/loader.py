@@ -44,8 +44,7 @@ def train_loader(
     Args:
         shards: the result of `open_shards`.
         transform: from a PIL image (RGB) to a float tensor (3, H, W). One with a method `decode` gets the result of
-            that for the file's bytes (or for pixels, with `keep_in_memory`), and may return any structure of tensors
-            (see `augment.split_transform`).
+            that for the file's bytes (or for pixels, with `keep_in_memory`), and may return any structure of tensors.
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
@@ -57,10 +56,10 @@ def train_loader(
         pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets.
         max_bad_samples: samples of an epoch that each rank may skip if they cannot be used: a number, or below 1 a
             share of its samples. The next sample takes the place of a skipped one.
-        keys: add to each batch the places of its samples.
+        keys: add to each batch a list of B pairs (shard, key), the places of its samples.
 
     Returns:
-        Loader of (images (B, 3, H, W), targets (B,) int64), with `keys` also a list of B pairs (shard, key).
+        Loader of (images (B, 3, H, W), targets (B,) int64), with `keys` also the places.
 
     Raises:
         DataError: if there is not one batch per rank. While iterating: if more samples than `max_bad_samples` cannot be
@@ -95,15 +94,8 @@ def eval_loader(
 ) -> "Loader":
     """Every sample exactly once over all ranks and workers, however many there are.
 
-    Ranks may get different numbers of batches, even none, and the last batch of a worker may be short.
-
-    Args:
-        shards, transform, batch_size, num_workers, rank, world_size, num_classes, pin_memory, keys: as in
-            `train_loader`.
-
-    Returns:
-        Loader: iterates over (images (B, 3, H, W), targets (B,) int64), with `keys` also a list of B pairs (shard,
-        key); has no `len()`.
+    Ranks may get different numbers of batches, even none, and the last batch of a worker may be short. The arguments
+    and the batches are those of `train_loader`; the Loader has no `len()`.
 
     Raises:
         DataError: while iterating, naming shard and sample, if a sample cannot be used.
@@ -117,18 +109,17 @@ class Loader(wds.WebLoader):
     """Iterates over the batches of one rank. accelerate leaves a WebLoader as it is.
 
     Attributes:
-        skipped: the samples skipped in the current or last pass: pairs of a text that names shard and sample, and the
-            number of samples lost by it. Each is logged as a warning, too.
+        skipped: for the current or last pass, pairs of a text and the number of samples skipped for it; logged, too.
     """
 
-    def __init__(self, stream: Stream, num_workers: int, pin_memory: bool, num_batches: int | None = None) -> None:
+    def __init__(self, stream: Stream, num_workers: int, pin_memory: bool, num_batches: Any = None) -> None:
         self.options: dict[str, Any] = {
             "batch_size": None,
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
             "pin_memory": pin_memory,
             "worker_init_fn": outlive_signals,
-            "collate_fn": _as_it_is,  # torch would make tensors of small arrays, see `light`
+            "collate_fn": tuple,  # changes nothing; torch would make tensors of small arrays, see `light`
         }
         if stream.shards.kept is not None and num_workers and sys.platform == "linux":
             self.options["multiprocessing_context"] = "fork"  # the only way to share that memory
@@ -140,7 +131,7 @@ class Loader(wds.WebLoader):
 
     @property
     def num_skipped(self) -> int:
-        """Samples that were skipped in the current or last pass, on this rank."""
+        """The number of samples skipped in the current or last pass, on this rank."""
         return sum(count for _, count in self.skipped)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -150,9 +141,7 @@ class Loader(wds.WebLoader):
         self.stream.start.fill_(start_batch)
 
     def __len__(self) -> int:
-        if self.num_batches is None:
-            raise TypeError("the number of evaluation batches depends on the shards; count the samples instead")
-        return self.num_batches
+        return self.num_batches  # None raises TypeError: batches to evaluate depend on the shards
 
     def __iter__(self) -> Iterator[Batch]:
         total = Faults(self.stream.faults.limit)  # of all workers together; each also counts its own
@@ -164,7 +153,6 @@ class Loader(wds.WebLoader):
 
         start, taken, last_death = int(self.stream.start), 0, -1
         while True:
-            dead = None
             try:
                 for batch, report in super().__iter__():
                     _raise_here_only()
@@ -178,13 +166,12 @@ class Loader(wds.WebLoader):
                     batch = tuple(map(heavy, batch))
                     yield (*batch, report.places) if self.stream.keys else batch
                     taken += 1
+                break
             except (RuntimeError, OSError, EOFError) as error:
                 if not self._means_death(error):
                     raise
-                dead = " ".join(f"{type(error).__name__}: {error}".split())
-            if dead is None:
-                break
-            text = f"a process that loads data died, perhaps for want of memory ({dead})"
+                why = " ".join(f"{type(error).__name__}: {error}".split())
+            text = f"a process that loads data died, perhaps for want of memory ({why})"
             if taken == last_death:
                 raise DataError(f"{text}; it was started anew and died again; use fewer workers")
             # All workers start anew after the last batch that came; the batches that follow are the same.
@@ -196,7 +183,7 @@ class Loader(wds.WebLoader):
             self.stream.start.fill_(start)
 
     def _check_counts(self, counts: dict[int, int]) -> None:
-        """Raises DataError once this rank has read every shard to its end and found fewer samples than claimed."""
+        """Raise DataError once this rank has read every shard to its end and found fewer samples than claimed."""
         self._counts.update(counts)
         held, claimed = sum(self._counts.values()), self.stream.shards.num_samples
         if self.num_batches and len(self._counts) == len(self.stream.shards.urls) and held < claimed:
@@ -206,23 +193,18 @@ class Loader(wds.WebLoader):
             )
 
     def _means_death(self, error: Exception) -> bool:
-        """Whether an error says that a worker is gone. Errors raised by a worker's own code name the worker."""
+        """Tell whether an error says that a worker is gone. Errors raised by a worker's own code name the worker."""
         if isinstance(error, RuntimeError):
             return str(error).startswith("DataLoader worker")
         return self.options["num_workers"] > 0 and " in DataLoader worker process " not in str(error)
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
-
-
 def _raise_here_only() -> None:
-    """Remove torch's handler of SIGCHLD, which raises for a dead worker wherever the caller is by then. The loader
-    finds out by itself when it waits for a batch, within five seconds."""
-    handler = signal.getsignal(signal.SIGCHLD)
-    if getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    """Remove torch's handler of SIGCHLD, which raises for a dead worker wherever the caller is by then. torch also
+    notices when it waits for a batch, within five seconds."""
+    is_torchs = getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling"
+    if is_torchs and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def cores() -> int:
@@ -230,6 +212,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def default_workers(most: int = 8) -> int:
-    """Number of workers for each process that a launcher started on this machine: one per core, `most` at most."""
-    return max(1, min(most, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+def default_workers() -> int:
+    """Number of workers for each process that a launcher started on this machine: one per core, 8 at most."""
+    return max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

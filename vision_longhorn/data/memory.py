@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,20 +25,24 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
         shards: the result of `open_shards`.
         num_workers: threads that decode; 0 decodes in the caller's.
 
-    Returns:
-        the same shards, for `train_loader` with a transform of PIL images or of `split_transform`, and for
-        `eval_loader`.
-
     Raises:
         DataError: if the images would not fit.
     """
     if shards.kept is not None:
         return shards
+
+    def decoded(number: int) -> list[RawSample] | None:
+        try:
+            return [_with_pixels(sample) for sample in shards.read(number)]
+        except DataError:
+            return None
+
     lengths = shards.samples_per_shard or [1] * len(shards.urls)
     kept: list[list[RawSample] | None] = []
     size = done = 0
-    with contextlib.closing(_decoded(shards, num_workers)) as found:
-        for samples in found:
+    pool = ThreadPoolExecutor(max(num_workers, 1))  # decoders release the interpreter's lock
+    try:
+        for samples in (pool.map if num_workers else map)(decoded, range(len(shards.urls))):
             done += lengths[len(kept)]
             kept.append(samples)
             size += sum(map(nbytes, samples or ()))
@@ -50,33 +53,14 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
                     f"keep_in_memory: the images of {shards.split or 'these shards'} would take about "
                     f"{whole / _GIB:.1f} GiB, and {free / _GIB:.1f} are left; set keep_in_memory to false"
                 )
-    return dataclasses.replace(shards, kept=kept)
-
-
-def _decoded(shards: ShardSet, num_workers: int) -> Generator[list[RawSample] | None, None, None]:
-    """Yields the decoded samples of each shard in order, None for one that cannot be read to its end."""
-
-    def decoded(number: int) -> list[RawSample] | None:
-        try:
-            return [_with_pixels(sample) for sample in shards.read(number)]
-        except DataError:
-            return None
-
-    numbers = range(len(shards.urls))
-    if not num_workers:
-        yield from map(decoded, numbers)
-        return
-    pool = ThreadPoolExecutor(num_workers)  # decoders release the interpreter's lock
-    try:
-        yield from pool.map(decoded, numbers)
     finally:
         pool.shutdown(cancel_futures=True)
+    return dataclasses.replace(shards, kept=kept)
 
 
 def _with_pixels(sample: RawSample) -> RawSample:
     """A sample with pixels in place of its image file. One that a loader cannot use, or with a colour profile, keeps
     the file, but as bytes and without the contents of members that no loader reads."""
-    kind = next((extension for extension in EXTENSIONS if extension in sample), "")
     try:
         data = image_of(sample)
     except DataError:  # it has no image, or a file that cannot be read: an error of the pass that wants it
@@ -87,4 +71,5 @@ def _with_pixels(sample: RawSample) -> RawSample:
         if correct is None and "cls" in sample:
             warn_if_dark(data, image, place(sample))
             return {**wanted, PIXELS: np.array(image.permute(1, 2, 0).numpy(), order="C")}
+    kind = next(extension for extension in EXTENSIONS if extension in sample)
     return {**dict.fromkeys(sample, b""), **wanted, kind: data}

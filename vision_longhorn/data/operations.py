@@ -17,18 +17,19 @@ Group = tuple[str, list[int], list[list[float]]]  # kind, numbers of images, six
 
 def groups(rows: list[list[float]], first: int, height: int, width: int) -> list[Group]:
     """Group the images by the operation at column `first` of their rows (see `augment`)."""
-    found: dict[str, tuple[list[int], list[list[float]]]] = {}
+    found: dict[str, Group] = {}
     for number, row in enumerate(rows):
         index, argument, bilinear = row[first : first + 3]
-        if index:
-            kind, arguments = KINDS[int(index)], [argument, 0.0, 0.0, 0.0, 0.0, 0.0]
-            if kind in AFFINE:
-                arguments = AFFINE[kind](argument, height, width)
-                kind = "bilinear" if bilinear else "bicubic"
-            numbers, values = found.setdefault(kind, ([], []))
-            numbers.append(number)
-            values.append(arguments)
-    return [(kind, *group) for kind, group in found.items()]
+        if not index:
+            continue
+        kind, arguments = KINDS[int(index)], [argument, 0.0, 0.0, 0.0, 0.0, 0.0]
+        if kind in AFFINE:
+            arguments = AFFINE[kind](argument, height, width)
+            kind = "bilinear" if bilinear else "bicubic"
+        _, numbers, values = found.setdefault(kind, (kind, [], []))
+        numbers.append(number)
+        values.append(arguments)
+    return list(found.values())
 
 
 def _rotation(degrees: float, height: int, width: int) -> list[float]:
@@ -60,8 +61,8 @@ def _transform(images: Tensor, matrix: Tensor, fill: Tensor, bilinear: bool) -> 
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
     left, top = (x - 0.5).floor(), (y - 0.5).floor()
     dx, dy = ((x - 0.5) - left)[:, None], ((y - 0.5) - top)[:, None]
-    taps: tuple[int, ...] = (0, 1) if bilinear else (-1, 0, 1, 2)
     blend: Callable[..., Tensor] = _linear if bilinear else _cubic
+    taps = range(0, 2) if bilinear else range(-1, 3)
     flat = images.flatten(2)
 
     def pixel(row: int, column: int) -> Tensor:
@@ -81,14 +82,10 @@ def _cubic(v0: Tensor, v1: Tensor, v2: Tensor, v3: Tensor, d: Tensor) -> Tensor:
     return v1 + d * (v2 - v0 + d * (2 * (v0 - v1) + v2 - v3 + d * (v1 - v0 + v3 - v2)))
 
 
-def _factor(arguments: Tensor) -> Tensor:
-    return arguments[:, 0].view(-1, 1, 1, 1)
-
-
 def _blend(images: Tensor, other: Tensor, arguments: Tensor) -> Tensor:
     """Mix `other` (factor 0) with the image (factor 1), and truncate to whole numbers as PIL does."""
     images, other = images.float(), other.float()
-    return (other + _factor(arguments) * (images - other)).clamp(0, 255).to(torch.uint8)
+    return (other + arguments[:, :1, None, None] * (images - other)).clamp(0, 255).to(torch.uint8)
 
 
 def _gray(images: Tensor) -> Tensor:
@@ -130,21 +127,22 @@ def _equalize(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
 
 
 def _posterize(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
-    lost = 8 - _factor(arguments).int().clamp(1, 8)  # PIL wants one bit at least
+    lost = 8 - arguments[:, :1, None, None].int().clamp(1, 8)  # PIL wants one bit at least
     return ((images.int() >> lost) << lost).to(torch.uint8)
 
 
 def _solarize(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
-    return torch.where(images < _factor(arguments), images, 255 - images)
+    return torch.where(images < arguments[:, :1, None, None], images, 255 - images)
 
 
 def _solarize_add(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
-    return torch.where(images < 128, (images + _factor(arguments)).clamp(max=255).to(torch.uint8), images)
+    lighter = (images + arguments[:, :1, None, None]).clamp(max=255).to(torch.uint8)
+    return torch.where(images < 128, lighter, images)
 
 
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "horizontal": lambda images, arguments, fill: images.flip(3),
-    "vertical": lambda images, arguments, fill: images.flip(2),
+    "Horizontal": lambda images, arguments, fill: images.flip(3),
+    "Vertical": lambda images, arguments, fill: images.flip(2),
     "bicubic": functools.partial(_transform, bilinear=False),
     "bilinear": functools.partial(_transform, bilinear=True),
     "AutoContrast": _auto_contrast,

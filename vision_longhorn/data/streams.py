@@ -30,21 +30,14 @@ _GOLDEN = 2654435769  # 2**32 / golden ratio
 Batch = tuple[Any, ...]  # inputs, targets (B,) int64 and, with `keys`, a list of B places (shard, key)
 
 
+@dataclasses.dataclass
 class Faults:
-    """Counts the samples that one pass skips, up to a limit.
+    """Counts the samples that one pass skips, up to a limit."""
 
-    Args:
-        limit: samples that may be skipped.
-        remedy: what to add to the first error where the limit is 0.
-
-    Attributes:
-        notes: (text, number of samples lost) of each fault.
-    """
-
-    def __init__(self, limit: int = 0, remedy: str = "") -> None:
-        self.limit, self.remedy = limit, remedy
-        self.count = 0
-        self.notes: list[tuple[str, int]] = []
+    limit: int = 0
+    remedy: str = ""  # what to add to the error where the limit is 0
+    count: int = 0
+    notes: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # text, number of samples lost
 
     def add(self, note: DataError | str, count: int = 1) -> None:
         """Note that `count` samples are lost. Raises DataError where that exceeds the limit."""
@@ -62,16 +55,16 @@ class Faults:
 
 @dataclasses.dataclass
 class Report:
-    """What a worker tells beside a batch. It is no tuple: torch would go through its strings to pin them."""
+    """A worker's news since its last batch. It is no tuple: torch would go through its strings to pin them."""
 
-    notes: list[tuple[str, int]]  # of `Faults`, since the worker's last batch
-    counts: dict[int, int]  # samples in each shard without an index that was read to its end since then
+    notes: list[tuple[str, int]]  # of `Faults`
+    counts: dict[int, int]  # samples in each shard without an index that was read to its end
     places: list[tuple[str, str]]  # shard and key of each sample in the batch, if they are wanted
 
 
 def light(value: Any) -> Any:
-    """Turn the small tensors of a batch into arrays. Every tensor that a worker sends lies in shared memory and costs
-    the receiver a connection to that worker; arrays are pickled. `heavy` undoes it."""
+    """Turn the small tensors of a batch into arrays, which are pickled. A tensor lies in shared memory, and costs the
+    receiver a connection to the worker. `heavy` undoes it."""
     if isinstance(value, list):
         return [light(part) for part in value]
     is_small = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.float64) and value.nbytes < 2**16
@@ -110,7 +103,6 @@ class Stream(IterableDataset):
         self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # number of the first batch to make
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
-        """Yields the batches of one worker."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[tuple[Batch | DataError, Report]]:
@@ -132,14 +124,13 @@ class Stream(IterableDataset):
 
     def samples(self, order: Iterable[int], start: int, stop: int) -> Iterator[RawSample]:
         """Yields the samples on the stretch [start, stop) of the line on which the shards lie in `order`."""
-        end = 0
+        indexed, end = self.shards.samples_per_shard is not None, 0
         for shard in order:
             length = self.lengths[shard]
             begin, end = end, end + length * _UNIT
             if end <= start or begin >= stop:
                 continue
             count = 0
-            expected = self.shards.samples_per_shard[shard] if self.shards.samples_per_shard else None
 
             def mine(number: int, begin: int = begin, length: int = length) -> bool:
                 return start <= begin + length * (number * _GOLDEN % _UNIT) < stop
@@ -149,20 +140,19 @@ class Stream(IterableDataset):
                     if mine(count):
                         yield sample
                     count += 1
-                if expected is not None and count != expected:
+                if not indexed:
+                    self.counts[shard] = count
+                elif count != length:
                     raise DataError(
-                        f"shard {self.shards.urls[shard]} has {count} samples where the index says {expected}; make "
+                        f"shard {self.shards.urls[shard]} has {count} samples where the index says {length}; make "
                         "or fetch it again, or index the folder anew"
                     )
-                if expected is None:
-                    self.counts[shard] = count
             except DataError as error:
                 # Each lost sample has one owner. Without an index nobody knows how many there are.
-                lost = 1 if expected is None or count >= expected else sum(map(mine, range(count, expected)))
-                self.faults.add(error, lost)
+                self.faults.add(error, sum(map(mine, range(count, length))) if indexed and count < length else 1)
 
     def decode(self, sample: RawSample) -> tuple[Any, int]:
-        """Returns (decoded image, label) of a raw sample. Raises DataError, which names the sample."""
+        """Returns (decoded image, label). Raises DataError, which names the sample."""
         label = label_of(sample, self.num_classes)
         data = sample[PIXELS] if PIXELS in sample else image_of(sample)
         try:
@@ -173,11 +163,8 @@ class Stream(IterableDataset):
         return image, label
 
     def views(self, samples: Iterable[RawSample], repeats: int = 1) -> Iterator[tuple[Any, int, tuple[str, str]]]:
-        """Yields (transformed image, label, place), `repeats` times for each sample.
-
-        The views of a bad sample are filled with those of the next one, so view `n` always belongs to raw sample
-        `n // repeats` or, where that is bad, to the first good one after it.
-        """
+        """Yields (transformed image, label, place), `repeats` times for each sample. The next sample has the views of a
+        bad one beside its own, so view `n` always belongs to sample `n // repeats` or the first good one after it."""
         wanted = 0
         for sample in samples:
             wanted += repeats
@@ -221,8 +208,8 @@ class TrainStream(Stream):
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
         epoch, start = int(self.epoch), int(self.start)
-        # torch takes batches from the workers in turn, beginning with worker 0. That one now stands for the worker
-        # whose turn is at batch `start`, and so on.
+        # torch takes batches from the workers in turn, beginning with worker 0, which stands for the one whose turn is
+        # at batch `start`.
         worker = (worker + start) % num_workers
         samples = self.samples_of_worker(epoch, worker, num_workers)
         # Samples of the batches before `start` are read again, which keeps the order, but not decoded.
@@ -237,10 +224,8 @@ class TrainStream(Stream):
             yield collated
 
     def samples_of_worker(self, epoch: int, worker: int, num_workers: int) -> Iterator[RawSample]:
-        """Yields raw samples without end: those of the worker's share of the epoch, then of the epochs after it.
-
-        One order of shards serves `repeats` epochs, each of which takes the next part of every worker's stretch.
-        """
+        """Yields raw samples without end: those of the worker's share of the epoch, then of the epochs after it. One
+        order of shards serves `repeats` epochs, each of which takes the next part of every worker's stretch."""
         owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
         first = self.rank * self.num_batches + sum(owed[:worker])  # among the batches of all ranks
         rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")
@@ -264,14 +249,14 @@ class TrainStream(Stream):
 @contextlib.contextmanager
 def _random_state(seed: int | str) -> Iterator[None]:
     """Seed the global generators within this context, and restore their states after it."""
-    before = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    before, numpys = random.getstate(), np.random.get_state()
     rng = random.Random(seed)
-    random.seed(rng.getrandbits(32))
-    np.random.seed(rng.getrandbits(32))
-    torch.default_generator.manual_seed(rng.getrandbits(32))  # torch.manual_seed() would reseed the GPUs as well
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.default_generator.set_state(before[2])
+    with torch.random.fork_rng(devices=[]):
+        random.seed(rng.getrandbits(32))
+        np.random.seed(rng.getrandbits(32))
+        torch.default_generator.manual_seed(rng.getrandbits(32))  # torch.manual_seed() would reseed the GPUs as well
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            np.random.set_state(numpys)

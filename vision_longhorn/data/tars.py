@@ -1,9 +1,8 @@
 """Reading the samples of a shard, from a file, a URL, or the output of a command.
 
 Ordinary members, which most shards consist of, are parsed here; tarfile, which webdataset's parser always uses, reads
-all others. It takes 0.086 ms of a core for a sample of three members, this parser 0.023. That is 3 % of the time of a
-view of 224 pixels (2.4 ms) and 15 % of one of Tiny-ImageNet's 64 pixels (0.34 ms).
-(`python benchmarks/bench_loader.py IMAGES`, and with `--size 64 --min-side 1`; AMD EPYC, Python 3.11)
+all others. For a sample of three members it takes 0.086 ms of a core, this parser 0.023; a view takes 0.34 ms at 64
+pixels and 2.4 at 224 (`python benchmarks/bench_loader.py IMAGES --size 64 --min-side 1`; AMD EPYC, Python 3.11).
 """
 
 import bz2
@@ -34,28 +33,22 @@ _ABOUT = re.compile(r"__[^/]*__($|/)")
 
 # The bytes that a packed tar begins with, and the function that unpacks it
 _PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
-_PACK_ANEW = "unpack it, and pack the files with `tar --sort=name -cf`"
 # The bytes that other files named like a tar begin with, and what to do about them
 _NO_TAR = {
-    rb"PK\x03\x04": f"is a zip file: {_PACK_ANEW}",
-    rb"Rar!\x1a\x07": f"is a rar file: {_PACK_ANEW}",
-    rb"7z\xbc\xaf": f"is a 7z file: {_PACK_ANEW}",
-    rb"\x28\xb5\x2f\xfd": "is packed with zstd: unpack it with `zstd -d`",
-    rb"\x04\x22\x4d\x18": "is packed with lz4: unpack it with `lz4 -d`",
+    rb"PK\x03\x04|Rar!\x1a\x07|7z\xbc\xaf": "is a zip, rar or 7z file: unpack it, and pack with `tar --sort=name -cf`",
+    rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18": "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`",
     rb"version https://git-lfs": "is a pointer of Git LFS and not the file: fetch that with `git lfs pull`",
     rb"(?i)\s*<(!doctype|html|\?xml)": "is a web page, perhaps of an error: fetch the shard again",
 }
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
-    """Read the samples of one shard as they are. Nothing in it is decoded or run.
+    """Read the samples of one shard as they are: dicts of "__key__", "__url__" and the bytes of each member by its
+    extension in lower case. Nothing in it is decoded or run.
 
     Args:
         url: path or http(s) URL of a tar file, plain or packed with gzip, bzip2 or xz.
-        pipe: whether `url` is `pipe:COMMAND`, with a command that prints such a file.
-
-    Yields:
-        dict with "__key__", "__url__" and the bytes of each member by its extension in lower case.
+        pipe: tells that `url` is `pipe:COMMAND`, with a command that prints such a file.
 
     Raises:
         DataError: if the shard cannot be read to its end.
@@ -66,8 +59,8 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         with _opened(url, pipe) as file:
             start = file.peek(32)
             unpack = next((unpack for begin, unpack in _PACKED.items() if re.match(begin, start)), None)
-            stream = _Tail(unpack(file) if unpack else file)
-            for sample in group_by_keys(member for member in _members(stream, url) if not _is_beside(member["fname"])):
+            stream = _Stream(unpack(file) if unpack else file)
+            for sample in group_by_keys(_members(stream, url)):
                 if last is not None:
                     key = last["__key__"]
                     yield last
@@ -82,8 +75,9 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
     except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
         what = next((what for begin, what in _NO_TAR.items() if re.match(begin, start)), None)
         if what and key is None:
-            kinds = "shards are tar files, plain or packed with gzip, bzip2 or xz"
-            raise DataError(f"shard {url} {what}; {kinds}") from None
+            raise DataError(
+                f"shard {url} {what}; shards are tar files, plain or packed with gzip, bzip2 or xz"
+            ) from None
         where = f"after sample {key}" if key else "from its start"
         error.args = error.args[:1]  # webdataset adds the stream and the URL, and " @ " with the stream once more
         why = reason(error).partition(" @ <")[0]
@@ -103,8 +97,8 @@ def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _output_of(command: str) -> Iterator[IO[bytes]]:
-    """The output of a shell command as a stream. If the command fails, that is an OSError at the end. If the stream is
-    left before its end, all processes of the command are ended."""
+    """The output of a shell command as a stream. A command that fails is an OSError at the end. If the stream is left
+    before its end, all processes of the command are ended."""
     # The processes form a group of their own, to be ended together. ssh would take the terminal's input.
     pipe = Pipe(command, mode="rb", ignore_errors=True, shell=True, stdin=subprocess.DEVNULL, start_new_session=True)
     group = pipe.proc.pid
@@ -131,13 +125,10 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
             raise OSError(f"its command ended with {how}")
 
 
-def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
-    """Yields the members as webdataset's `tar_file_expander` does. In addition, damage between members is an error, and
-    so is an image or a label that is a link or another thing that is no file.
-
-    From the first member that is not ordinary (a long name, a folder, an extended header), tarfile reads the rest. Only
-    the name, the size and the checksum of an ordinary header are looked at.
-    """
+def _members(stream: "_Stream", url: str) -> Iterator[dict[str, Any]]:
+    """Yields the members of samples as webdataset's `tar_file_expander` does. In addition, damage between members is an
+    error, and so is an image or a label that is no file. From the first member that is not ordinary (a long name, a
+    folder, an extended header), tarfile reads the rest."""
     count = 0
     while True:
         header = stream.read(tarfile.BLOCKSIZE)
@@ -161,50 +152,43 @@ def _members(stream: "_Tail", url: str) -> Iterator[dict[str, Any]]:
         data = stream.read(size)
         if len(data) < size or len(stream.read(-size % tarfile.BLOCKSIZE)) < -size % tarfile.BLOCKSIZE:
             raise EOFError("unexpected end of data")
-        yield {"fname": name.decode("utf-8", "surrogateescape"), "data": data, "__url__": url}
+        text = name.decode("utf-8", "surrogateescape")
+        if not _is_beside(text):
+            yield {"fname": text, "data": data, "__url__": url}
         count += 1
     if count and len(header) < tarfile.BLOCKSIZE:
         raise EOFError("unexpected end of data")
     if count and header[257:262] != b"ustar":  # tarfile might take it for the start of a compressed tar
         raise tarfile.ReadError("invalid header")
-    again: Any = _Again(header, stream)
+    again: Any = stream
+    again.unread = header
     with tarfile.open(fileobj=again, mode="r|*") as tar:
         while (member := tar.next()) is not None:
             tar.members = []  # type: ignore[attr-defined]  # else it would keep them all
             file = tar.extractfile(member) if member.isreg() else None
-            if file is not None:
-                yield {"fname": member.name, "data": file.read(), "__url__": url}
-            elif not member.isdir() and (is_image(member.name) or extension(member.name) == "cls"):
+            if file is None and not member.isdir() and (is_image(member.name) or extension(member.name) == "cls"):
                 raise tarfile.ReadError(
                     f"{member.name} is a link, or no file; pack it with tar --dereference --hard-dereference"
                 )
+            if file is not None and not _is_beside(member.name):
+                yield {"fname": member.name, "data": file.read(), "__url__": url}
 
 
 def _is_beside(name: str) -> bool:
-    """Whether a member belongs to no sample: it is hidden, or, by webdataset's rule, about the shard itself."""
+    """Tell whether a member belongs to no sample: it is hidden, or, by webdataset's rule, about the shard itself."""
     return is_hidden(name) or _ABOUT.match(name) is not None
 
 
-class _Again:
-    """A stream that begins with the bytes read from it last."""
-
-    def __init__(self, data: bytes, stream: "_Tail") -> None:
-        self.data = data
-        self.stream = stream
-
-    def read(self, size: int) -> bytes:
-        data, self.data = self.data[:size], self.data[size:]
-        return data + self.stream.read(size - len(data)) if len(data) < size else data
-
-
-class _Tail:
-    """A stream that remembers the last block read from it, which is zeros in a whole tar file."""
+class _Stream:
+    """A stream that can take back what was read last, and remembers its last block, zeros in a whole tar file."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.tail = b""
+        self.stream, self.unread, self.tail = stream, b"", b""
 
     def read(self, size: int) -> bytes:
-        data = self.stream.read(size)
-        self.tail = (self.tail + data[-tarfile.BLOCKSIZE :])[-tarfile.BLOCKSIZE :]
+        data, self.unread = self.unread[:size], self.unread[size:]
+        if len(data) < size:
+            new = self.stream.read(size - len(data))
+            self.tail = (self.tail + new[-tarfile.BLOCKSIZE :])[-tarfile.BLOCKSIZE :]
+            data += new
         return data

@@ -1,6 +1,6 @@
 """From an image to what the model sees: timm's settings and transforms."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from PIL import Image
@@ -21,43 +21,28 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
         model: the timm model; its default_cfg fills in what `values` leaves open.
         values: such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
 
-    Returns:
-        keyword arguments, with input_size (3, height, width).
-
     Raises:
         UserError: for a model of another number of channels.
     """
-    channels = (values.get("model_kwargs") or {}).get("in_chans", 3)
+    model_kwargs = values.get("model_kwargs") or {}
+    channels, size = model_kwargs.get("in_chans", 3), model_kwargs.get("img_size")
     if channels != 3:
         raise UserError(f"in_chans is {channels}: images are read in colour, with 3 channels; leave it out")
     wanted = {key: values.get(key) for key in ("mean", "std", "interpolation", "crop_pct")}
-    size = (values.get("model_kwargs") or {}).get("img_size")
     if size is not None:
         wanted["input_size"] = (3, *size) if isinstance(size, (list, tuple)) else (3, size, size)
     return resolve_data_config(wanted, model=model)
 
 
-def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Callable[[Any], Any]:
-    """timm's training transform: from a PIL image to a tensor (3, height, width).
-
-    Args:
-        settings: result of `input_settings`; its crop is for evaluation and not used.
-        values: such as a config's; read are scale, ratio, hflip, color_jitter, auto_augment, re_prob, re_mode and
-            crop_padding.
-    """
+def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
+    """timm's training transform, from a PIL image to a tensor (3, height, width), with the `settings` of
+    `input_settings` and the augmentation that a config's `values` ask for."""
     mend_posterize()
-    create: Callable[..., Any] = create_transform  # whose types are narrower than what it takes
-    is_cifar = values["auto_augment"] == CIFAR_POLICY
-    with bad_input(f"auto_augment={values['auto_augment']}"):
-        transform = create(
-            settings["input_size"],
-            is_training=True,
-            interpolation=settings["interpolation"],
-            mean=settings["mean"],
-            std=settings["std"],
-            auto_augment="original" if is_cifar else values["auto_augment"],
-            **{key: values[key] for key in ("scale", "ratio", "hflip", "color_jitter", "re_prob", "re_mode")},
-        )
+    policy, is_cifar = values["auto_augment"], values["auto_augment"] == CIFAR_POLICY
+    options: dict[str, Any] = {key: settings[key] for key in ("input_size", "interpolation", "mean", "std")}
+    options |= {key: values[key] for key in ("scale", "ratio", "hflip", "color_jitter", "re_prob", "re_mode")}
+    with bad_input(f"auto_augment={policy}"):
+        transform: Any = create_transform(is_training=True, auto_augment="original" if is_cifar else policy, **options)
     steps = transform.transforms
     for number, step in enumerate(steps):
         if isinstance(step, auto_augment.AutoAugment) and is_cifar:
@@ -70,12 +55,7 @@ def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> C
 
 
 def _cifar_policy(hparams: dict[str, Any]) -> list[list[auto_augment.AugmentOp]]:
-    """AutoAugment's policy for CIFAR-10 (arXiv 1805.09501): torchvision's table in timm's operations. timm has only
-    ImageNet's policy.
-
-    Args:
-        hparams: parameters of the operations, as timm hands them on.
-    """
+    """AutoAugment's policy for CIFAR-10 (arXiv 1805.09501): torchvision's table in timm's operations."""
 
     def operation(name: str, probability: float, magnitude: int | None) -> auto_augment.AugmentOp:
         level = (magnitude or 0) * 10 / 9  # timm's go to 10
@@ -94,8 +74,7 @@ def _cifar_policy(hparams: dict[str, Any]) -> list[list[auto_augment.AugmentOp]]
 
 
 def mend_posterize() -> None:
-    """Make timm's posterize keep at least one bit. At full magnitude it keeps none, which Pillow 13 refuses and older
-    versions turned into a black image."""
+    """Make timm's posterize keep at least one bit. Pillow 13 refuses to keep none, which older versions made black."""
     for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
         auto_augment.NAME_TO_OP[name] = _posterize
 

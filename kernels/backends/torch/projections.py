@@ -5,23 +5,13 @@ Both are multiplied in the dtype of the tokens and with zeros after the rank R, 
 can be loaded: `pad` puts the zeros in, `unpad` takes them out of the gradients.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
 
 def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """
-    Args:
-        x_proj: (S, R + n, D), contiguous.
-        dt_proj: (S, D or any other length, R), contiguous.
-        width: at least R.
-        dtype: of the results.
-
-    Returns:
-        (S, width + n, D) and (S, D, width); the inputs themselves if there is nothing to change.
-    """
+    """(S, R + n, D) and (S, D, R) to (S, width + n, D) and (S, D, width) in `dtype`; the inputs themselves if there is
+    nothing to change."""
     R = dt_proj.shape[2]
     if width == R:
         return x_proj.to(dtype), dt_proj.to(dtype)
@@ -42,25 +32,15 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
     return wide_x.to(x_proj.dtype), wide_dt[..., :R].to(dt_proj.dtype)
 
 
-def x_proj(x: Tensor, projection: Tensor) -> Tensor:
-    """(S, T, M), from x (S, T, D) and the projection (S, M, D) in the dtype of x."""
-    return torch.bmm(x, projection.transpose(1, 2))
-
-
 def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
-    """The gradient of the projection, (S, M, D), from that of what `x_proj` returns, dlow (S, T, M). The gradient of x
+    """The gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M). The gradient of x
     is added to dx (S, T, D). All are contiguous."""
     dx.baddbmm_(dlow, projection)
     return _weight_grad(dlow, x)
 
 
-def dt_proj(low: Tensor, projection: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """(S, T, D), in `out` if given, from the first R columns of low and the projection (S, D, R), in one dtype."""
-    return torch.bmm(low[..., : projection.shape[2]], projection.transpose(1, 2), out=out)
-
-
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
-    """The gradient of the projection, (S, D, R), from that of what `dt_proj` returns, dstep (S, T, D). The gradient of
+    """The gradient of the projection, (S, D, R), from that of the product, dstep (S, T, D). The gradient of
     low is written to the first R columns of dlow."""
     R = projection.shape[2]
     torch.bmm(dstep, projection, out=dlow[..., :R])

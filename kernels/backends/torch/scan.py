@@ -6,16 +6,17 @@ blocks, and time into spans of whole chunks of `CHUNK` tokens. Within a span the
     "decay":  S_t = a_t * S_{t-1} + k_t w_t^T,  w_t = eps_t x_t
     "error":  S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
 
-in one or three calls a token, by the rule's `kind`. The decays, what is written, the read-out and all gradients but the
-adjoint of the state are found for the whole span at once. The forward pass saves the state at the start of each chunk;
-the backward pass rebuilds each span from its start.
+All else is computed for the whole span at once. The forward pass saves the state at the start of each chunk; the
+backward pass rebuilds each span from its start. docs/scan.md derives the gradients.
 
-Layout: time first, (L, sequences, ...), the state (sequences, N, D). docs/scan.md derives the gradients.
+`d` is a `Scan` in the dtype of sums, with R sequences: the batch of the first direction, then that of the second. Time
+comes first and runs in the order of the scan: x, z and step (with its bias) are (L, R, D), k and q (L, R, N), A is
+(R, N, D) or per token (L, R, N), D (R, D), initial_state (R, N, D).
 """
 
 import math
 import threading
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -25,38 +26,10 @@ from ...contract import Pair, Scan, ceil_div, stack, unstack
 from ...rules import rule_of
 from ...rules.base import Sizes, over_channels, over_states
 
-CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
+CHUNK = 8  # tokens from one saved state to the next
 
-# The most numbers that the states of one block and span have. Smaller pieces would spend their time on calls; at the
-# demo's size one piece holds everything.
+# The most numbers that the states of one block and span have. Smaller pieces would spend their time on calls.
 BLOCK_ELEMENTS = 1 << 21
-
-
-class _Inputs(NamedTuple):
-    """The tensors of a scan, time first and in the order of the scan, in the dtype of sums. The R sequences are the
-    batch of the first direction, then that of the second."""
-
-    # fmt: off
-    x: Tensor               # (L, R, D)
-    step: Optional[Tensor]  # (L, R, D), bias included
-    k: Tensor               # (L, R, N)
-    q: Tensor               # (L, R, N)
-    A: Optional[Tensor]     # (R, N, D), or per token (L, R, N)
-    z: Optional[Tensor]     # (L, R, D)
-    D: Optional[Tensor]     # (R, D)
-    state: Tensor           # (R, N, D)
-    # fmt: on
-
-
-class _Walk(NamedTuple):
-    """A walk through T tokens of b sequences."""
-
-    # fmt: off
-    states: Tensor          # (T + 1, b, N, D): before the first token, and after each
-    targets: Tensor         # (T, b, D): x, or, for the rules of kind "error", the error x_t - S_{t-1} k_t
-    writes: Tensor          # (T, b, D): eps times the target, which is written along k_t
-    a: Optional[Tensor]     # (T, b, N, D): decays; None for kind "error"
-    # fmt: on
 
 
 def _time_first(scan: Scan, value: Tensor) -> Tensor:
@@ -78,7 +51,8 @@ def _batch_first(scan: Scan, value: Tensor) -> Tensor:
     )
 
 
-def _inputs(scan: Scan) -> _Inputs:
+def _inputs(scan: Scan) -> Any:
+    """`scan` as `d`."""
     G, B, L, D, N = scan.sizes
 
     def each(value: Tensor, ndim: int) -> Tensor:
@@ -87,24 +61,24 @@ def _inputs(scan: Scan) -> _Inputs:
     def each_sequence(value: Tensor) -> Tensor:
         return value.unsqueeze(1).expand(G, B, *value.shape[1:]).flatten(0, 1)
 
-    step = None if scan.step is None else _time_first(scan, scan.step)
-    if step is not None:
+    per_token = ("x", "step", "k", "q", "z", *(["A"] if scan.A_per_token else []))
+    found: dict[str, Any] = {name: _time_first(scan, v) for name, v in scan.tensors().items() if name in per_token}
+    if scan.step is not None:
         if scan.bias is not None:
-            step.unflatten(1, (G, B)).add_(each(scan.bias, 1).unsqueeze(1))
-        step = step.expand(L, G * B, D)
-    A = scan.A
-    if A is not None:
-        A = _time_first(scan, A) if scan.A_per_token else each_sequence(each(A, 2).transpose(1, 2))
+            found["step"].unflatten(1, (G, B)).add_(each(scan.bias, 1).unsqueeze(1))
+        found["step"] = found["step"].expand(L, G * B, D)
+    if scan.A is not None and not scan.A_per_token:
+        found["A"] = each_sequence(each(scan.A, 2).transpose(1, 2))
+    if scan.D is not None:
+        found["D"] = each_sequence(each(scan.D, 1))
     if scan.initial_state is None:
-        state = scan.x.new_zeros(G * B, N, D, dtype=scan.accumulator)
+        found["initial_state"] = scan.x.new_zeros(G * B, N, D, dtype=scan.accumulator)
     else:
-        state = each(scan.initial_state, 3).transpose(2, 3).flatten(0, 1)
-    x, k, q = (_time_first(scan, value) for value in (scan.x, scan.k, scan.q))
-    z = None if scan.z is None else _time_first(scan, scan.z)
-    return _Inputs(x, step, k, q, A, z, None if scan.D is None else each_sequence(each(scan.D, 1)), state)
+        found["initial_state"] = each(scan.initial_state, 3).transpose(2, 3).flatten(0, 1)
+    return scan._replace(bias=None, **found)
 
 
-def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
+def _cuts(d: Any) -> tuple[list[slice], list[slice]]:
     """Blocks of sequences, and spans of time made of whole chunks."""
     L, R, D = d.x.shape
     room = max(1, BLOCK_ELEMENTS // (CHUNK * D * d.k.shape[-1]))  # chunks of one sequence
@@ -115,27 +89,22 @@ def _cuts(d: _Inputs) -> tuple[list[slice], list[slice]]:
     )
 
 
-def _cut(scan: Scan, d: _Inputs, s: Sizes, b: slice, t: slice) -> tuple[_Inputs, Sizes]:
+def _cut(d: Any, b: slice, t: slice) -> Any:
     """The sequences `b` at the times `t`."""
-
-    def cut(value: Any) -> Any:
-        return None if value is None else value[t, b]
-
-    A = cut(d.A) if scan.A_per_token or d.A is None else d.A[b]
-    D = None if d.D is None else d.D[b]
-    return _Inputs(cut(d.x), cut(d.step), cut(d.k), cut(d.q), A, cut(d.z), D, d.state[b]), Sizes(*map(cut, s))
+    fixed = ("D", "initial_state") if d.A_per_token else ("A", "D", "initial_state")
+    return d._replace(**{name: value[b] if name in fixed else value[t, b] for name, value in d.tensors().items()})
 
 
 _kept = threading.local()
 
 
-def _workspace(d: _Inputs, b: slice, spans: list[slice], fields: int) -> Tensor:
+def _workspace(d: Any, b: slice, spans: list[slice], fields: int) -> Tensor:
     """Uninitialised memory for `fields` tensors of T + 1 states, T the tokens of a span: (fields, T + 1, b, N, D).
 
     All calls of a thread share it while it is no larger than the cuts make it: memory that the allocator returns to
     the system costs page faults when it is next written, at the demo's size as much time as the arithmetic.
     """
-    shape = fields, spans[0].stop + 1, *d.state[b].shape
+    shape = fields, spans[0].stop + 1, *d.initial_state[b].shape
     size = math.prod(shape)
     if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or size > 4 * BLOCK_ELEMENTS:
         return d.x.new_empty(shape)
@@ -156,9 +125,14 @@ def _columns(value: Tensor) -> tuple[Tensor, ...]:
     return value.unsqueeze(3).unbind(0)
 
 
-def _advance(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, work: Tensor) -> _Walk:
-    """Walk from `state` through the times of `d`. The first two fields of `work` hold the states and the decays."""
-    T, rule = d.x.shape[0], rule_of(scan)
+def _advance(d: Any, s: Sizes, state: Tensor, work: Tensor) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """Walk from `state` through the T tokens of `d`. The first two fields of `work` hold the states and the decays.
+
+    Returns:
+        The states before the first token and after each, (T + 1, b, N, D); x, or for kind "error" the errors,
+        (T, b, D); eps times these, which is written along k, (T, b, D); the decays (T, b, N, D), or None for "error".
+    """
+    T, rule = len(d.x), rule_of(d)
     states = work[0, : T + 1]
     states[0] = state
     rows = states.unbind(0)
@@ -171,16 +145,16 @@ def _advance(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, work: Tensor) -> _
             error.baddbmm_(key, before, alpha=-1)
             torch.mul(eps, error, out=write)
             torch.addcmul(before, key_column, write, out=after)
-        return _Walk(states, errors, writes, None)
-    a = rule.decays(scan, d, s, work[1, :T])
+        return states, errors, writes, None
+    a = rule.decays(d, s, work[1, :T])
     writes = s.eps * d.x
     torch.mul(d.k.unsqueeze(3), writes.unsqueeze(2), out=states[1:])
     for before, after, decay in zip(rows, rows[1:], a.unbind(0)):
         after.addcmul_(decay, before)
-    return _Walk(states, d.x, writes, a)
+    return states, d.x, writes, a
 
 
-def _read_out(d: _Inputs, states: Tensor) -> Tensor:
+def _read_out(d: Any, states: Tensor) -> Tensor:
     """q_t S_t + D x_t, before the gate: (T, b, D)."""
     y = torch.matmul(d.q.unsqueeze(2), states).squeeze(2)
     return y if d.D is None else y.addcmul_(d.D, d.x)
@@ -196,19 +170,18 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     """
     Returns:
         y (`scan.output_shape`) in the dtype of x, the final state (`scan.state_shape`) in the dtype of sums, and the
-        states at the starts of the chunks, (directions, chunks, B, N, D), empty unless `save_states`.
+        states at the starts of the chunks (`saved_shape`), empty unless `save_states`.
     """
     G, B, L, D, N = scan.sizes
     d = _inputs(scan)
-    s = rule_of(scan).sizes(scan, d)
     blocks, spans = _cuts(d)
-    out, final = torch.empty_like(d.x), torch.empty_like(d.state)
+    out, final = torch.empty_like(d.x), torch.empty_like(d.initial_state)
     saved = d.x.new_empty(ceil_div(L, CHUNK) if save_states else 0, G * B, N, D)
     for b in blocks:
-        state, work = d.state[b], _workspace(d, b, spans, 2)
+        state, work = d.initial_state[b], _workspace(d, b, spans, 2)
         for t in spans:
-            part, sizes = _cut(scan, d, s, b, t)
-            states = _advance(scan, part, sizes, state, work).states
+            part = _cut(d, b, t)
+            states = _advance(part, rule_of(d).sizes(part), state, work)[0]
             if save_states:
                 saved[t.start // CHUNK : ceil_div(t.stop, CHUNK), b] = states[:-1:CHUNK]
             y = _read_out(part, states[1:])
@@ -230,60 +203,53 @@ def backward(
     saved.
 
     Args:
-        dz: (B, L, D), for a gate that the directions share; if given, the gradient of z is written there instead.
+        dz: (B, L, D), for a gate that the directions share: a backend may write the gradient of z there instead.
         dkq: two of (G, B, L, N), for k and q of which each direction has its own, side by side in the rows of one
-            tensor; if given, their gradients are written there instead.
+            tensor: a backend may write their gradients there instead.
     """
     G, B, L, D, N = scan.sizes
     if not saved.numel():
         saved = forward(scan, True)[2]
     d = _inputs(scan)
-    s = rule_of(scan).sizes(scan, d)
     blocks, spans = _cuts(d)
     starts = saved[:, [t.start // CHUNK for t in spans]].transpose(0, 1).flatten(1, 2)  # (spans, R, N, D)
     dy = torch.zeros_like(d.x) if dy is None else _time_first(scan, dy).mul_(scan.output_scale)
     if dfinal is None:
-        dfinal = torch.zeros_like(d.state)
+        dfinal = torch.zeros_like(d.initial_state)
     else:
         dfinal = dfinal.to(scan.accumulator).reshape(G * B, D, N).transpose(1, 2)
     grads = {
-        name: torch.zeros_like(value, memory_format=torch.contiguous_format)
-        for name, value in d._asdict().items()
-        if value is not None
+        name: torch.zeros_like(value, memory_format=torch.contiguous_format) for name, value in d.tensors().items()
     }
     for b in blocks:
         adjoint, work = dfinal[b], _workspace(d, b, spans, 3)
         for start, t in reversed(list(zip(starts, spans))):
-            part, sizes = _cut(scan, d, s, b, t)
-            adjoint = _span_backward(scan, part, sizes, start[b], dy[t, b], adjoint, work, grads, b, t)
-        grads["state"][b] = adjoint
+            adjoint = _span_backward(_cut(d, b, t), start[b], dy[t, b], adjoint, work, grads, b, t)
+        grads["initial_state"][b] = adjoint
 
     def original(name: str) -> Tensor:
         """The gradient in the layout of `scan`, with a direction axis first."""
         if name == "bias":
             return grads["step"].unflatten(1, (G, B)).sum((0, 2))  # (G, D)
         if name == "initial_state":
-            return grads["state"].unflatten(0, (G, B)).transpose(2, 3)
+            return grads["initial_state"].unflatten(0, (G, B)).transpose(2, 3)
         if name == "D":
             return grads["D"].unflatten(0, (G, B)).sum(1)
         if name == "A" and not scan.A_per_token:
             return grads["A"].unflatten(0, (G, B)).sum(1).transpose(1, 2)
         return _batch_first(scan, grads[name])
 
-    found = {name: unstack(original(name), value) for name, value in scan.tensors().items()}
-    if dz is not None and scan.z is not None:
-        dz.copy_(found.pop("z"))
-    for name, out in zip(("k", "q"), dkq or ()):
-        out.copy_(found.pop(name))
-    return found
+    return {name: unstack(original(name), value) for name, value in scan.tensors().items()}
 
 
-def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, adjoint: Tensor,
-                   work: Tensor, grads: dict[str, Tensor], b: slice, t: slice) -> Tensor:  # fmt: skip
+def _span_backward(
+    d: Any, state: Tensor, dy: Tensor, adjoint: Tensor, work: Tensor, grads: dict[str, Tensor], b: slice, t: slice
+) -> Tensor:
     """Rebuild a span from the state at its start, write its gradients into `grads`, and return the adjoint of that
     state, from that of the state at its end."""
-    rule = rule_of(scan)
-    walk, targets, writes, a = _advance(scan, d, s, state, work)
+    rule = rule_of(d)
+    s = rule.sizes(d)
+    walk, targets, writes, a = _advance(d, s, state, work)
     before, states = walk[:-1], walk[1:]  # (T, b, N, D)
     if d.z is not None:
         sigmoid = torch.sigmoid(d.z)
@@ -301,6 +267,8 @@ def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, 
         for i in reversed(range(1, len(rows))):
             rows[i - 1].addcmul_(decays[i], rows[i])
         adjoint = decays[0] * rows[0]
+        reads = over_states(d.k, adjoints)  # k_t · adjoint_t: (T, b, D)
+        dx = s.eps * reads
     else:
         reads, dx = torch.empty_like(targets), torch.empty_like(targets)
         for row, query, dy_t, key, key_column, eps, read, product in reversed(
@@ -313,21 +281,15 @@ def _span_backward(scan: Scan, d: _Inputs, s: Sizes, state: Tensor, dy: Tensor, 
 
     grads["q"][t, b] = over_channels(states, dy)
     dk = over_channels(adjoints, writes)
-    if a is not None:
-        reads = over_states(d.k, adjoints)  # k_t · adjoint_t: (T, b, D)
-        dx = s.eps * reads
     deps = targets * reads
     if a is None:
         dk -= over_channels(before, dx)
     else:
-        dA = rule.through_decays(scan, d, s, a, adjoints.mul_(before), dx, deps, dk)
-        if dA is not None and scan.A_per_token:
-            grads["A"][t, b] = dA
-        elif dA is not None:
-            grads["A"][b] += dA
+        dA = rule.through_decays(d, s, a, adjoints.mul_(before), dx, deps, dk)
+        if dA is not None:
+            grads["A"][(t, b) if d.A_per_token else b] += dA
     grads["x"][t, b] = dx if d.D is None else torch.addcmul(dx, d.D, dy)
-    dstep = rule.through_sizes(scan, d, s, deps, dk)
-    if dstep is not None:
-        grads["step"][t, b] = dstep
+    if d.step is not None:
+        grads["step"][t, b] = rule.through_sizes(d, s, deps, dk)
     grads["k"][t, b] = dk
     return adjoint
