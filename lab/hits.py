@@ -70,7 +70,7 @@ def hits_of(checkpoint: Path, size: int, data: str, workers: int, accelerator: A
     )
     found: list[tuple[str, str, bool]] = []
 
-    def note(_: str, logits: Any, targets: Any, rank: Any, places: list[tuple[str, str]]) -> None:
+    def note(logits: Any, targets: Any, rank: Any, places: list[tuple[str, str]]) -> None:
         found.extend((Path(url).name, key, hit) for (url, key), hit in zip(places, (rank < 1).tolist(), strict=True))
 
     result = evaluate({"model": model}, loader, accelerator, shards.num_samples, batch, on_batch=note)["model"]

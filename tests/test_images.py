@@ -150,7 +150,7 @@ def deep_rgb(top):
         (deep(255), 255),
         (deep(4095), 4095),
         (deep(16383), 16383),
-        (deep(4095, "PPM"), 4095),
+        (deep(4095, "PPM"), None),
         (deep_rgb(900), 1023),
         (deep(16384), None),
         (deep(65535), None),

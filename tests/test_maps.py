@@ -226,8 +226,8 @@ def test_command_turns_a_photo_upright_as_training_does(run):
 @pytest.mark.parametrize(
     "words,message",
     [
-        (["none.png"], "no image at none.png"),
-        (["best.pt"], "best.pt is not a readable image"),
+        (["none.png"], "none.png: No such file"),
+        (["best.pt"], "best.pt: not a readable image"),
         (["grey.png", "--layers", "one"], "--layers: 'one'"),
         (["grey.png", "--layer", "1"], "--layers"),
         (["grey.png", "--out", "grey.png/maps.png"], "grey.png/maps.png cannot be written"),

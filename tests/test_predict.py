@@ -20,6 +20,7 @@ from timm.data import create_transform
 
 from vision_longhorn import hub, maps, predict
 from vision_longhorn.checkpoint import save_checkpoint
+from vision_longhorn.data import images as images_module
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.images import find_images
@@ -118,7 +119,11 @@ def test_images_of_other_kinds_are_left_out_by_name(run, images, tmp_path, capsy
     Image.open(images / "1.png").save(tmp_path / "mixed" / "1.bmp")
     assert predict.main([str(run), str(tmp_path / "mixed"), "--top-k", "1"]) == 7
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"1 ({tmp_path / 'mixed' / '1.bmp'}: not of jpg" in said and "left out" in said
+    assert (
+        said.count("\n") == 1
+        and f"1 ({tmp_path / 'mixed' / '1.bmp'}: no image by its name" in said
+        and "left out" in said
+    )
 
 
 def test_text_csv_and_json_say_the_same(run, images, tmp_path, capsys):
@@ -178,14 +183,17 @@ def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(run, images, 
         fails_with_one_line(predict.main, [run, images], capsys, "standard output cannot be written (No space left")
 
 
-def test_16_bit_pictures_that_come_out_dark_are_named_once(run, tmp_path, capsys):
+def test_16_bit_pictures_that_come_out_dark_are_named_once(run, tmp_path, caplog, monkeypatch):
     for name in "ab":
         Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / f"{name}.png")
+    monkeypatch.setattr(images_module, "_has_warned", False)
     assert predict.main([str(run), str(tmp_path), "--batch-size", "1", "--workers", "0"]) == 2
-    said = capsys.readouterr().err
-    assert said.count("16-bit") == 1 and f"note: {tmp_path / 'a.png'}: a 16-bit picture, and dark" in said
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path / 'a.png'}: a 16-bit picture, and dark")
+    caplog.clear()
+    monkeypatch.setattr(images_module, "_has_warned", False)
     maps.main([str(run / "best.pt"), str(tmp_path / "b.png"), "--out", str(tmp_path / "maps" / "b.png")])
-    assert f"note: {tmp_path / 'b.png'} is a 16-bit picture, and dark" in capsys.readouterr().err
+    assert caplog.messages[0].startswith(f"{tmp_path / 'b.png'}: a 16-bit picture, and dark")
 
 
 def test_paths_from_standard_input(run, images, capsys, monkeypatch):

@@ -54,13 +54,9 @@ def imagenet_names(num_classes: int) -> list[str] | None:
 def readable_names(
     class_names: Sequence[str] | None, display_names: Sequence[str] | None = None, num_classes: int | None = None
 ) -> list[str]:
-    """Names of classes for people: `display_names` if there are any, else `class_names`, with ImageNet's synsets as the
-    first of their words (and the synset, where two share a word, as both cranes do).
-
-    Args:
-        class_names, display_names: Names by index.
-        num_classes: How many names to return, at least; those that are missing are "class 7" and so on.
-    """
+    """Names of classes for people, by index: `display_names` if there are any, else `class_names`, with ImageNet's
+    synsets as the first of their words (and the synset, where two share a word, as both cranes do). "class 7" and so on
+    fill up to `num_classes`."""
     names = list(display_names or class_names or [])
     if not display_names and any(map(_SYNSET.fullmatch, names)):
         from timm.data import ImageNetInfo  # as above
@@ -94,19 +90,14 @@ def match_classes(
     model: str,
     data: str,
 ) -> tuple[ClassMap | None, str]:
-    """Finds out whether a model's classes are those of the data, in the same order.
-
-    Args:
-        names, num_classes: The model's class names by index, None if unknown, and their number.
-        data_names, data_classes: The same of the data, each None if unknown.
-        by_name: Where they differ, pair those of one name.
-        model, data: What to call the two in messages.
+    """Compares a model's classes with those of the data, by names and numbers, where they are known (not None), and
+    pairs them `by_name` where they differ. Messages call the two `model` and `data`.
 
     Returns:
         (ClassMap, or None where index i is the same class in both; note: what could not be compared, "" if nothing).
 
     Raises:
-        UserError: Where they differ and `by_name` is not set, or there is nothing to pair.
+        UserError: The classes differ and `by_name` is not set, or there is nothing to pair.
     """
     if names and data_names:
         if list(names) == list(data_names):

@@ -1,18 +1,15 @@
-"""Evaluates a checkpoint, or any timm model, on image shards: top-1, top-5, loss and count, printed and saved as JSON.
-
-The command of eval.py. Classes of data and model are compared by number and name. Where they differ, `--map-classes`
-pairs them by name, and nothing else evaluates such data.
-"""
+"""Evaluates a checkpoint, or any timm model, on image shards: prints top-1, top-5, loss and count, and saves JSON."""
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError, spelled
-from vision_longhorn.evaluation.results import read_result
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_new_folder, check_output
+from vision_longhorn.runs import read_json
 from vision_longhorn.settings import Range, parse_pairs
 
 
@@ -29,12 +26,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads and checks the command line."""
     count = Range(1, kind=int)
     parser = Parser(description=str(__doc__).splitlines()[0])
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="a run's folder (then best.pt) or file, or a state dict with --model, or a folder in the hub's layout",
-    )
+    source = "a run's folder (then best.pt) or file, or a state dict with --model, or a folder in the hub's layout"
+    parser.add_argument("run", metavar="RUN", nargs="?", help=source)
     parser.add_argument("--checkpoint", metavar="RUN", help="the same")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [where there are]")
@@ -45,24 +38,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="folder of shards or of images, pattern or URL, or 'digits' [the checkpoint's]")
     parser.add_argument("--split", help="[the checkpoint's, or val]")
     parser.add_argument("--samples", type=count, help="size of the split, for shards without an index")
-    parser.add_argument(
-        "--allow-pipe",
-        action="store_true",
-        help="run the command of --data pipe:COMMAND, or of the checkpoint's data, which prints shards",
-    )
+    pipe = "run the command of --data pipe:COMMAND, or of the checkpoint's data, which prints shards"
+    parser.add_argument("--allow-pipe", action="store_true", help=pipe)
     parser.add_argument("--num-classes", type=count, help="[the checkpoint's]")
-    parser.add_argument(
-        "--map-classes",
-        action="store_true",
-        help="data with other classes: evaluate those that model and data both have, paired by name",
-    )
+    paired = "data with other classes: evaluate those that model and data both have, paired by name"
+    parser.add_argument("--map-classes", action="store_true", help=paired)
     add_compute_options(parser, batch_size=256)
-    parser.add_argument(
-        "--out", help="JSON file [eval-SPLIT.json beside the checkpoint; its name tells what else is not the run's own]"
-    )
-    parser.add_argument(
-        "--report", metavar="FOLDER", help="accuracy by class and confusion matrix, as CSV and PNG, into a new folder"
-    )
+    parser.add_argument("--out", help="JSON file [eval-SPLIT.json beside the checkpoint]")
+    report = "accuracy by class and confusion matrix, as CSV and PNG, into a new folder"
+    parser.add_argument("--report", metavar="FOLDER", help=report)
     parser.add_argument("--predictions", metavar="FILE", help="every sample's prediction, as a new CSV file")
     args = parser.parse_args(argv)
     if args.run and args.checkpoint:
@@ -74,14 +58,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise UserError("say what to evaluate: a run's folder or a checkpoint, or --model NAME --pretrained")
     if args.pretrained and args.num_classes:
         raise UserError("--num-classes with --pretrained: these weights have classes of their own, leave it out")
-    others = [path for path in (args.predictions, args.report) if path]
     if args.out is not None:
-        check_output("--out", args.out, (".json",), lambda path: read_result(path) is not None, others)
+        others = [path for path in (args.predictions, args.report) if path]
+        check_output("--out", args.out, (".json",), _is_result, others)
     if args.predictions is not None:
         check_output("--predictions", args.predictions, (".csv",), others=[args.report] if args.report else [])
     if args.report is not None:
         check_new_folder("--report", args.report)
     return args
+
+
+def _is_result(path: Path) -> bool:
+    result = read_json(path)
+    return isinstance(result, dict) and {"top1", "top5", "count", "split"} <= result.keys()
 
 
 if __name__ == "__main__":

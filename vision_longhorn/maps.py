@@ -5,20 +5,12 @@
 In Python, the functions are those of `vision_longhorn.evaluation.maps`, under the same names.
 """
 
-import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.errors import UserError
 from vision_longhorn.plots import check_png
 from vision_longhorn.settings import Range
-
-if TYPE_CHECKING:
-    from vision_longhorn.evaluation.maps import TokenMaps as TokenMaps
-    from vision_longhorn.evaluation.maps import plot_maps as plot_maps
-    from vision_longhorn.evaluation.maps import token_maps as token_maps
 
 
 def __getattr__(name: str) -> Any:
@@ -35,33 +27,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("checkpoint", help="a run's folder or file, or a folder in the hub's layout")
     parser.add_argument("image", help="image file: JPEG, PNG, WebP or PPM")
     parser.add_argument("--out", default="maps.png", help="the PNG to write [maps.png]")
-    parser.add_argument(
-        "--layers",
-        nargs="+",
-        type=Range(kind=int),
-        metavar="N",
-        help="indices of the blocks to show, from 0, or from the last at -1 [all]",
-    )
+    blocks = "blocks to show, from 0, or from the last at -1 [all]"
+    parser.add_argument("--layers", nargs="+", type=Range(kind=int), metavar="N", help=blocks)
     args = parser.parse_args(argv)
     check_png(args.out, "maps", [args.checkpoint, args.image])
-    if not Path(args.image).is_file():
-        raise UserError(f"no image at {args.image}: give an image file")
 
     from timm.data import create_transform
 
-    from vision_longhorn.data.images import DataError, decode_image, too_dark
+    from vision_longhorn.evaluation.images import read_image
     from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
     from vision_longhorn.loading import load_model
 
-    try:
-        data = Path(args.image).read_bytes()
-        image = decode_image(data)
-    except DataError as error:
-        raise UserError(f"{args.image} is {error}") from error
-    if dark := too_dark(data, image):
-        print(f"note: {args.image} is {dark}", file=sys.stderr)
     loaded = load_model(args.checkpoint)
-    tensor = create_transform(**loaded.settings)(image)  # (3, H, W)
+    tensor = read_image(args.image, create_transform(**loaded.settings))  # (3, H, W)
     maps = token_maps(loaded.model.eval(), tensor[None])
     plot_maps(maps, shown(tensor, loaded.settings), args.out, args.layers)
     print(f"wrote {args.out}")

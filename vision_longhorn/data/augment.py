@@ -31,7 +31,6 @@ from .operations import KINDS, OPERATIONS, groups
 
 _HEAD = 5
 _ENOUGH = 2**22  # bytes of images that `Finish` works on at once, if single batches are smaller
-_BITS = {"PosterizeIncreasing": "Posterize", "PosterizeOriginal": "Posterize", "SolarizeIncreasing": "Solarize"}
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # of colours
 
 
@@ -100,13 +99,12 @@ def _as_list(value: Any) -> Any:
 def _noting(policy: Any) -> Any:
     """A copy of one of timm's policies whose operations write down what they would do."""
     policy = copy.deepcopy(policy)
-    is_rand = isinstance(policy, auto_augment.RandAugment)
-    if is_rand:
+    if hasattr(policy, "ops"):  # RandAugment
         policy.all_ops, policy.most = policy.ops, policy.num_layers
     else:
         policy.all_ops, policy.most = [op for ops in policy.policy for op in ops], max(map(len, policy.policy))
     for op in policy.all_ops:
-        name = _BITS.get(op.name, op.name.removesuffix("Increasing"))
+        name = op.name.removesuffix("Increasing").removesuffix("Original")
         if name not in KINDS:
             raise _unfit(op.name)
         op.aug_fn = functools.partial(_note, name)
@@ -153,14 +151,13 @@ class Crops:
     def __init__(
         self,
         crop: Any,
-        resize: ResizeKeepRatio | None,
+        resize: Any,
         flips: list[tuple[str, float]],
         policies: list[Any],
         eraser: RandomErasing | None,
     ) -> None:
         self.crop, self.resize, self.flips, self.policies = crop, resize, flips, policies
-        most = len(flips) + sum(getattr(policy, "most", 3) for policy in policies)
-        self.row_length = _HEAD + 3 * most
+        self.row_length = _HEAD + 3 * (len(flips) + sum(getattr(policy, "most", 3) for policy in policies))
         self.eraser = copy.copy(eraser)
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the place is wanted
@@ -168,10 +165,7 @@ class Crops:
     def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the result of `decode` to a uint8 tensor (height, width, 3) and a row, float64 (length,)."""
         image, correct = decoded
-        if self.resize is None:
-            image = self._resized_crop(image, correct)
-        else:
-            image = self._padded_crop(image, correct, self.resize)
+        image = (self._padded_crop if self.resize else self._resized_crop)(image, correct)
         flips: list[float] = []
         for kind, probability in self.flips:
             is_drawn = torch.rand(1).item() < probability  # as torchvision draws it
@@ -193,10 +187,10 @@ class Crops:
         part = image[:, top : top + height, left : left + width]
         return _resized(part, correct, self.crop.size, self.crop.interpolation)
 
-    def _padded_crop(self, image: torch.Tensor, correct: Correction, resize: ResizeKeepRatio) -> torch.Tensor:
-        size = resize.get_params(image, resize.size, resize.longest)
-        margin = self.crop.padding
-        padded = F.pad(_resized(image, correct, size, resize.interpolation), [0, 0, *[margin] * 4])
+    def _padded_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
+        size = self.resize.get_params(image, self.resize.size, self.resize.longest)
+        image = _resized(image, correct, size, self.resize.interpolation)
+        padded = F.pad(image, [0, 0, *[self.crop.padding] * 4])
         top, left, height, width = self.crop.get_params(padded.permute(2, 0, 1), self.crop.size)
         return padded[top : top + height, left : left + width]
 

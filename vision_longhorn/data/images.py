@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import logging
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +29,6 @@ _warnings = itertools.count()  # `next` is safe in threads, in which `keep_in_me
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm")
 
-_DEPTH_OF_PPM = re.compile(rb"P[2356](?:\s+(?:#[^\n]*\n\s*)*\d+){2}\s+(?:#[^\n]*\n\s*)*(\d{3,5})\s")
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
@@ -108,17 +106,9 @@ def _tensor(image: Image.Image) -> torch.Tensor:
 
 
 def too_dark(data: Any, decoded: Any) -> str:
-    """A warning about a 16-bit picture that comes out dark or black because its values have 8, 12 or 14 bits; "" for
-    all other pictures.
-
-    Args:
-        data: the file, or pixels.
-        decoded: result of `decode_image` or `decode_tensor` for it.
-    """
-    if not isinstance(data, bytes):
-        return ""
-    depth = _DEPTH_OF_PPM.match(data)
-    is_deep = int(depth[1]) > 255 if depth else data[:4] == b"\x89PNG" and data[24:25] == b"\x10"
+    """A warning about a 16-bit PNG that comes out dark or black because its values have 8, 12 or 14 bits; "" for all
+    else. `decoded` is what `decode_image` or `decode_tensor` made of `data`."""
+    is_deep = isinstance(data, bytes) and data[:4] == b"\x89PNG" and data[24:25] == b"\x10"
     image = decoded[0] if isinstance(decoded, tuple) else decoded
     if not is_deep or not isinstance(image, (Image.Image, torch.Tensor)) or np.asarray(image).max() > 63:
         return ""
@@ -127,9 +117,8 @@ def too_dark(data: Any, decoded: Any) -> str:
 
 
 def warn_if_dark(data: Any, decoded: Any, name: str) -> None:
-    """Log a warning about the first 16-bit picture of this process that comes out dark (see `too_dark`)."""
-    dark = too_dark(data, decoded)
-    if dark and next(_warnings) == 0:
+    """Log what `too_dark` says of the first such picture of this process."""
+    if (dark := too_dark(data, decoded)) and next(_warnings) == 0:
         _log.warning("%s: %s", name, dark)
 
 

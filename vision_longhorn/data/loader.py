@@ -109,8 +109,7 @@ class Loader(wds.WebLoader):
     """Iterates over the batches of one rank. accelerate leaves a WebLoader as it is.
 
     Attributes:
-        skipped: for the current or last pass, pairs of a text that names shard and sample, and the number of samples
-            skipped for it. Each is logged as a warning, too.
+        skipped: for the current or last pass, pairs of a text and the number of samples skipped for it; logged, too.
     """
 
     def __init__(self, stream: Stream, num_workers: int, pin_memory: bool, num_batches: Any = None) -> None:

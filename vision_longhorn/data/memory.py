@@ -61,7 +61,6 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
 def _with_pixels(sample: RawSample) -> RawSample:
     """A sample with pixels in place of its image file. One that a loader cannot use, or with a colour profile, keeps
     the file, but as bytes and without the contents of members that no loader reads."""
-    kind = next((extension for extension in EXTENSIONS if extension in sample), "")
     try:
         data = image_of(sample)
     except DataError:  # it has no image, or a file that cannot be read: an error of the pass that wants it
@@ -72,4 +71,5 @@ def _with_pixels(sample: RawSample) -> RawSample:
         if correct is None and "cls" in sample:
             warn_if_dark(data, image, place(sample))
             return {**wanted, PIXELS: np.array(image.permute(1, 2, 0).numpy(), order="C")}
+    kind = next(extension for extension in EXTENSIONS if extension in sample)
     return {**dict.fromkeys(sample, b""), **wanted, kind: data}

@@ -43,14 +43,12 @@ _NO_TAR = {
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
-    """Read the samples of one shard as they are. Nothing in it is decoded or run.
+    """Read the samples of one shard as they are: dicts of "__key__", "__url__" and the bytes of each member by its
+    extension in lower case. Nothing in it is decoded or run.
 
     Args:
         url: path or http(s) URL of a tar file, plain or packed with gzip, bzip2 or xz.
-        pipe: whether `url` is `pipe:COMMAND`, with a command that prints such a file.
-
-    Yields:
-        dict with "__key__", "__url__" and the bytes of each member by its extension in lower case.
+        pipe: tells that `url` is `pipe:COMMAND`, with a command that prints such a file.
 
     Raises:
         DataError: if the shard cannot be read to its end.
@@ -129,11 +127,8 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
 
 def _members(stream: "_Stream", url: str) -> Iterator[dict[str, Any]]:
     """Yields the members of samples as webdataset's `tar_file_expander` does. In addition, damage between members is an
-    error, and so is an image or a label that is a link or another thing that is no file.
-
-    From the first member that is not ordinary (a long name, a folder, an extended header), tarfile reads the rest. Only
-    the name, the size and the checksum of an ordinary header are looked at.
-    """
+    error, and so is an image or a label that is no file. From the first member that is not ordinary (a long name, a
+    folder, an extended header), tarfile reads the rest."""
     count = 0
     while True:
         header = stream.read(tarfile.BLOCKSIZE)

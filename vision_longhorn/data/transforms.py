@@ -35,13 +35,8 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """timm's training transform: from a PIL image to a tensor (3, height, width).
-
-    Args:
-        settings: result of `input_settings`; its crop is for evaluation and not used.
-        values: such as a config's; read are scale, ratio, hflip, color_jitter, auto_augment, re_prob, re_mode and
-            crop_padding.
-    """
+    """timm's training transform, from a PIL image to a tensor (3, height, width), with the `settings` of
+    `input_settings` and the augmentation that a config's `values` ask for."""
     mend_posterize()
     policy, is_cifar = values["auto_augment"], values["auto_augment"] == CIFAR_POLICY
     options: dict[str, Any] = {key: settings[key] for key in ("input_size", "interpolation", "mean", "std")}

@@ -23,29 +23,25 @@ def evaluate(
     class_map: ClassMap | None = None,
     on_batch: Callable[..., Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Evaluates several models in one pass over the data, each sample counted once over all processes.
+    """Evaluates several models in one pass over the data, and counts each sample once over all processes.
 
     Args:
-        models: Dict of name to model, sharded, or not wrapped for distributed training; each maps (B, 3, H, W) to
-            (B, classes).
+        models: Dict of name to model, each from (B, 3, H, W) to (B, classes). None is wrapped for distributed training.
         loader: This process's share of the split: images (B, 3, H, W) float32, targets (B,) int64 and, where the
-            loader gives them, a list of B places (shard, key); may be empty.
+            loader gives them, a list of B places (shard, key).
         accelerator: Gives device, precision, and the sum over the processes.
-        num_samples: Size of the split, in samples.
-        batch_size: Largest batch of the loader. Shorter ones are filled up to it: in low precision a sample's scores
-            can depend on the shape of its batch, and so the counts would depend on how processes share the samples.
-        class_map: Only these classes take part, and samples of others are left out.
-        on_batch: Called as `on_batch(name, logits, targets, rank, places)` for each model and batch, with float32
-            (B, C) and int64 (B,), (B,) on the accelerator's device, and the places or None. Classes are numbered as in
-            `class_map`, where it is given.
+        num_samples: Size of the whole split.
+        batch_size: Shorter batches are filled up to this size. In low precision a sample's scores can depend on the
+            shape of its batch, and so the counts would depend on how the processes share the samples.
+        class_map: Only its classes take part, and samples of others are left out.
+        on_batch: Called as `on_batch(logits, targets, rank, places)` for each model and batch, with float32 (B, C),
+            int64 (B,) and (B,) on the device, and the places or None. Classes are numbered as in `class_map`.
 
     Returns:
         Dict of name to {"top1", "top5" (per cent), "loss" (mean cross-entropy), "count", "top1_count", "top5_count"}.
-        With fewer than five classes "top5" looks at all of them.
 
     Raises:
-        UserError: The processes together saw another number of samples than `num_samples`, or `class_map` leaves none
-            of them.
+        UserError: The processes saw another number of samples than `num_samples`, or none of the model's classes.
     """
     device = accelerator.device
     # top-1, top-5, loss, count, samples seen; in float64, so that the split over processes does not show in the loss
@@ -57,10 +53,15 @@ def evaluate(
     columns = slice(None) if class_map is None else torch.tensor(class_map.columns, device=device)
     for batch in loader:
         sums[:, 4] += len(batch[1])
-        images, targets, places = _select(class_map, *batch)
+        images, targets, places = (*batch, None)[:3]
+        if class_map is not None:
+            targets = torch.tensor(class_map.targets)[targets]
+            kept = targets >= 0
+            images, targets = images[kept], targets[kept]
+            places = places and [place for place, keep in zip(places, kept.tolist(), strict=True) if keep]
         images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
         images = F.pad(images, (0, 0) * (images.ndim - 1) + (0, batch_size - len(targets)))  # (batch_size, 3, H, W)
-        for row, (name, model) in zip(sums, models.items(), strict=True):
+        for row, model in zip(sums, models.values(), strict=True):
             with accelerator.autocast():
                 logits = model(images)
             logits = logits[: len(targets)].float()[:, columns]  # (B, C)
@@ -69,45 +70,26 @@ def evaluate(
             hits = [(rank < min(k, logits.shape[1])).sum() for k in (1, 5)]
             row[:4] += torch.stack([*hits, loss, torch.tensor(len(targets), device=device)])
             if on_batch is not None:
-                on_batch(name, logits, targets, rank, places)
+                on_batch(logits, targets, rank, places)
     return {name: _result(row, num_samples) for name, row in zip(models, accelerator.reduce(sums).tolist())}
 
 
 def ranks(logits: Tensor, targets: Tensor) -> Tensor:
-    """For each sample the number of classes that score higher than its own, or as high with a smaller index.
+    """Counts for each sample the classes that score higher than its own, or as high with a smaller index: (B,) int64.
 
     So ties, frequent in bf16, do not depend on the batch, and a score that is not a number is never a hit.
-
-    Args:
-        logits: (B, C) float.
-        targets: (B,) int64.
-
-    Returns:
-        (B,) int64.
     """
     own = logits.gather(1, targets[:, None])  # (B, 1)
     index = torch.arange(logits.shape[1], device=logits.device)
     return (~(logits <= own) | (logits == own) & (index < targets[:, None])).sum(1)
 
 
-def _select(
-    class_map: ClassMap | None, images: Tensor, targets: Tensor, places: list[Any] | None = None
-) -> tuple[Tensor, Tensor, list[Any] | None]:
-    """The samples of a batch whose classes are in the map, with targets numbered as there."""
-    if class_map is None:
-        return images, targets, places
-    targets = torch.tensor(class_map.targets)[targets]
-    kept = targets >= 0
-    places = places and [place for place, keep in zip(places, kept.tolist(), strict=True) if keep]
-    return images[kept], targets[kept], places
-
-
 def _result(sums: list[float], num_samples: int) -> dict[str, Any]:
     top1, top5, loss, count, seen = sums
     if seen != num_samples:
         raise UserError(
-            f"evaluation saw {seen:.0f} samples, but the split should hold {num_samples}: "
-            "index the shards anew, or give their true number"
+            f"evaluation saw {seen:.0f} samples, but the split should hold {num_samples}: index the shards anew, or "
+            "give their true number"
         )
     if not count:
         raise UserError(f"none of the {num_samples} samples has a class of the model: give another split or data")
@@ -122,7 +104,7 @@ def _result(sums: list[float], num_samples: int) -> dict[str, Any]:
 
 
 def _in_step(loader: Iterable[Any], accelerator: Accelerator) -> Iterator[Any]:
-    """The batches of `loader`, then empty ones while another process has some: all have to run a sharded model."""
+    """Gives the batches of `loader`, then empty ones until no process has any: all have to run a sharded model."""
     batches = iter(loader)
     while True:
         batch = next(batches, None)
@@ -134,7 +116,7 @@ def _in_step(loader: Iterable[Any], accelerator: Accelerator) -> Iterator[Any]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """One of `evaluate`'s results as a line of text."""
+    """A result of `evaluate` in one line."""
     return (
         f"top-1 {result['top1']:.2f} % ({result['top1_count']})  top-5 {result['top5']:.2f} % "
         f"({result['top5_count']})  loss {result['loss']:.4f}  count {result['count']}"

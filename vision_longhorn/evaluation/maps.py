@@ -6,14 +6,12 @@ Every block and direction has a state S of N numbers for each channel d. A token
     Longhorn, exact      S[d] <- (I - eps[d] k k^T) S[d] + eps[d] x[d] k      eps = beta / (1 + beta |k|^2)
     Mamba                S[d] <- exp(dt[d] A[d]) S[d] + dt[d] x[d] B
 
-**Forgetting** is 1 less the factor before the old state, averaged over the N numbers and all channels: 0 keeps
-everything, 1 erases it. For the exact rule the factor is a matrix, and its eigenvalues are averaged, which gives the
-number of the diagonal rule. All that Longhorn forgets in N numbers adds up to less than 1: the average is below 1 / N.
-
-**Write strength** multiplies x and the key (Mamba's B) and is averaged over the channels: eps, between 0 and 1, for
-Longhorn, and dt, any positive number, for Mamba.
+**Forgetting** is 1 less the factor before the old state, averaged over the N numbers and all channels; for the exact
+rule, whose factor is a matrix, over its eigenvalues. **Write strength** multiplies x and the key (Mamba's B), averaged
+over the channels. docs/timm.md ("Looking inside") tells how to read both.
 """
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -28,9 +26,8 @@ from vision_longhorn.plots import new_figure, save_png
 
 
 class TokenMaps(NamedTuple):
-    """Forgetting and write strength of every token. The axis of 2 holds the directions: the scan from the first token
-    to the last, the scan back. Both are the same in the "shared" wiring, whose scans read one key and one step size,
-    and where a block has one scan, whatever its direction."""
+    """Forgetting and write strength of every token. The axis of 2 holds the scan from the first token to the last, and
+    the scan back. Both are the same in the "shared" wiring, and where a block has one scan."""
 
     # fmt: off
     forgetting: Tensor                   # (depth, B, 2, H, W), H x W patches
@@ -42,7 +39,7 @@ class TokenMaps(NamedTuple):
 
 
 def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
-    """Forgetting and write strength, as this module's text defines them, of a forward pass of `model` as it stands.
+    """Measures forgetting and write strength in a forward pass of `model` as it stands.
 
     Args:
         model: A model of this package; in training mode its dropout and drop path take part, so call eval() first.
@@ -59,7 +56,21 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
             f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
             "(module='vlonghorn'), itself and not wrapped in another module or compiled"
         )
-    found = _of_blocks(model, images)
+    mixers: list[Any] = [block.mixer for block in model.blocks]
+    for mixer in mixers:
+        if not hasattr(mixer, "forgetting_and_write"):
+            raise UserError(
+                f"the mixer ({describe_mixer(mixer)}) keeps no state that could forget: give one with a scan"
+            )
+    found: list[Tensor] = []  # of each block (forgetting and write, B, 2, L), tokens in the order of its scan
+
+    def keep(mixer: Any, inputs: tuple[Any, ...], _: Any) -> None:
+        found.append(mixer.forgetting_and_write(*inputs))
+
+    with torch.no_grad(), contextlib.ExitStack() as hooks:
+        for mixer in mixers:
+            hooks.enter_context(mixer.register_forward_hook(keep))
+        model.forward_features(images)
     rows, columns = model.patch_embed.dynamic_feat_size(images.shape[-2:])
     for i, block in enumerate(model.blocks):
         if block.reads_columns:  # back to the order of the image
@@ -74,40 +85,15 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     return TokenMaps._make((*both.unflatten(-1, (rows, columns)), *of_class, tuple(map(_arrows, model.blocks))))
 
 
-def _of_blocks(model: VisionLonghorn, images: Tensor) -> list[Tensor]:
-    """(forgetting and write strength, B, 2, L) of each block, tokens in the order in which it reads them."""
-    mixers: list[Any] = [block.mixer for block in model.blocks]
-    stateless = next((mixer for mixer in mixers if not hasattr(mixer, "forgetting_and_write")), None)
-    if stateless is not None:
-        raise UserError(
-            f"the mixer of this model ({describe_mixer(stateless)}) keeps no state that could forget: give a "
-            "model with a scan"
-        )
-    found: list[Tensor] = []
-
-    def keep(mixer: Any, inputs: tuple[Any, ...], _: Any) -> None:
-        found.append(mixer.forgetting_and_write(*inputs))
-
-    hooks = [mixer.register_forward_hook(keep) for mixer in mixers]
-    try:
-        with torch.no_grad():
-            model.forward_features(images)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found
-
-
 def _arrows(block: Any) -> str:
-    """The ways of a block's two directions; twice that of its only scan."""
     ways = "\N{DOWNWARDS ARROW}\N{UPWARDS ARROW}" if block.reads_columns else "\N{RIGHTWARDS ARROW}\N{LEFTWARDS ARROW}"
     if getattr(block.mixer, "wiring", None) in ("forward", "alternate"):
-        return ways[block.mixer.reversed] * 2
+        return ways[block.mixer.reversed] * 2  # its only scan
     return ways
 
 
 def shown(image: Tensor, settings: dict[str, Any]) -> Any:
-    """The array (H, W, 3) in [0, 1] of an image (3, H, W) that `settings` ("mean", "std") have normalised."""
+    """Undoes the normalisation by `settings`, from an image (3, H, W) to an array (H, W, 3) in [0, 1]."""
     mean, std = (torch.tensor(settings[key])[:, None, None] for key in ("mean", "std"))
     return (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
 
@@ -115,8 +101,8 @@ def shown(image: Tensor, settings: dict[str, Any]) -> Any:
 def plot_maps(
     maps: TokenMaps, image: Any, out: str | Path, layers: Optional[list[int]] = None, sample: int = 0
 ) -> None:
-    """Plots the maps of one image into a PNG: a row for each block, the two directions of a quantity in one scale, each
-    under an arrow, the way in which it goes over the image.
+    """Plots the maps of one image into a PNG: a row for each block, and an arrow above each map that tells in which way
+    the scan goes over the image.
 
     Args:
         maps: Maps of `token_maps`.
@@ -130,8 +116,7 @@ def plot_maps(
     """
     depth = len(maps.write)
     layers = list(range(depth)) if layers is None else layers
-    wrong = [i for i in layers if not -depth <= i < depth]
-    if wrong or not layers:
+    if not layers or not all(-depth <= i < depth for i in layers):
         raise UserError(f"layers={layers}: the model has blocks 0 to {depth - 1}")
     rows, columns = maps.write.shape[-2:]
     figure = new_figure(9, 0.4 + 1.6 * len(layers) * min(max(rows / columns, 0.5), 2))

@@ -14,31 +14,18 @@ from vision_longhorn.class_names import ClassMap
 from vision_longhorn.files import csv_file
 from vision_longhorn.plots import new_figure, save_png
 
-SHOWN = 1000  # cells of the drawn matrix at most, by side
-
 
 class Predictions:
     """Predictions of all samples, gathered from all processes. `add` is an `on_batch` of `evaluate`.
 
     Classes are numbered as in the data. A sample whose scores are not all numbers has the prediction -1.
-
-    Args:
-        num_classes: The model's.
-        class_map: As in `evaluate`.
     """
 
     def __init__(self, num_classes: int, class_map: ClassMap | None = None) -> None:
         self.classes = np.arange(num_classes) if class_map is None else np.array(class_map.classes)
         self.batches: list[tuple[Any, ...]] = []
 
-    def add(
-        self,
-        name: str,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        rank: torch.Tensor,
-        places: Sequence[tuple[str, str]] | None,
-    ) -> None:
+    def add(self, logits: torch.Tensor, targets: torch.Tensor, rank: torch.Tensor, places: Any) -> None:
         order = logits.argsort(dim=1, descending=True, stable=True)[:, :5]  # (B, 5)
         scores = logits.softmax(1).gather(1, order)
         order[logits.isnan().any(1)] = -1
@@ -46,8 +33,7 @@ class Predictions:
         self.batches.append((places or [("", "")] * len(targets), *arrays))
 
     def gather(self) -> None:
-        """Collects the predictions of all processes; each has to call it. Samples are sorted by shard and key, so that
-        the number of processes does not show."""
+        """Collects the predictions of all processes, each of which has to call it, sorted by shard and key."""
         parts = [part for part in gather_object(self.batches) if len(part[1])]
         places = [place for part in parts for place in part[0]]
         order = sorted(range(len(places)), key=places.__getitem__)
@@ -59,13 +45,7 @@ class Predictions:
     def write_predictions(
         self, path: str | os.PathLike[str], class_names: Sequence[str] | None, names: Sequence[str]
     ) -> None:
-        """Writes a CSV, a row for each sample.
-
-        Args:
-            path: The file.
-            class_names: The data's class names by index, or None.
-            names: Names for people, by index.
-        """
+        """Writes a CSV, a row for each sample, with the data's class names, if they are known, and names for people."""
 
         def words(i: int) -> list[Any]:
             return [i, class_names[i] if class_names else "", names[i]] if i >= 0 else ["", "", ""]
@@ -86,12 +66,7 @@ class Predictions:
     def write_report(
         self, folder: str | os.PathLike[str], class_names: Sequence[str] | None, names: Sequence[str]
     ) -> None:
-        """Writes classes.csv, confusion.csv (rows: true classes, columns: predicted ones) and confusion.png.
-
-        Args:
-            folder: Made if it is missing.
-            class_names, names: As in `write_predictions`.
-        """
+        """Writes classes.csv, confusion.csv (rows: true classes, columns: predicted ones) and confusion.png."""
         folder = Path(folder)
         k = len(self.classes)
         counts, top1, top5 = (
@@ -107,13 +82,10 @@ class Predictions:
         known = self.top[:, 0] >= 0
         rows, columns = (np.searchsorted(self.classes, values[known]) for values in (self.targets, self.top[:, 0]))
         labels = [class_names[i] if class_names else i for i in self.classes.tolist()]
-        by_row = np.argsort(rows, kind="stable")
-        edges = np.searchsorted(rows[by_row], np.arange(k + 1))
         with csv_file(folder / "confusion.csv") as writer:
             writer.writerow(["target", *labels])
             for i, label in enumerate(labels):
-                found = columns[by_row[edges[i] : edges[i + 1]]]
-                writer.writerow([label, *np.bincount(found, minlength=k).tolist()])
+                writer.writerow([label, *np.bincount(columns[rows == i], minlength=k).tolist()])
         draw_confusion(folder / "confusion.png", rows, columns, [names[i] for i in self.classes.tolist()])
 
 
@@ -122,18 +94,13 @@ def draw_confusion(
 ) -> None:
     """Draws a confusion matrix into a PNG, each row as shares of its class's samples.
 
-    Up to 40 classes are named, and up to 20 have their counts written in. Of more than 1,000 classes, neighbours share
-    a cell.
-
-    Args:
-        path: The file.
-        targets, predicted: int arrays (samples,), indices into `names`.
-        names: Name of each class.
+    Targets and predictions are int arrays (samples,), indices into `names`. Of more than 1,000 classes, neighbours
+    share a cell.
     """
     k = len(names)
-    side = min(k, SHOWN)
-    matrix = np.bincount(targets * side // k * side + predicted * side // k, minlength=side * side)
-    matrix = matrix.reshape(side, side)
+    side = min(k, 1000)
+    cells = targets * side // k * side + predicted * side // k
+    matrix = np.bincount(cells, minlength=side * side).reshape(side, side)
     shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
     inches = 4.5 + 0.3 * min(k, 20)
     figure = new_figure(inches + 1, inches)

@@ -6,7 +6,6 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,13 @@ from vision_longhorn.devices import leave, make_accelerator
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
 from vision_longhorn.evaluation.report import Predictions
-from vision_longhorn.evaluation.results import is_free
 from vision_longhorn.files import write_text
 from vision_longhorn.loading import load_model
+from vision_longhorn.runs import read_json
 
 
 class Session:
-    """An evaluation, on each of its processes.
-
-    Args:
-        args: Values of the command line, as `vision_longhorn.eval.parse` gives them.
+    """An evaluation as `vision_longhorn.eval.parse` has read it from a command line, on each of its processes.
 
     Raises:
         UserError: There is no such model or data, or their classes differ.
@@ -66,24 +62,20 @@ class Session:
 
     def open_data(self) -> None:
         """Opens the data, and guesses class names of the model that its weights do not tell."""
-        names = self.loaded.class_names
+        args, self.names = self.args, self.loaded.class_names
         # A folder of images may lack some of its run's classes, so its labels follow the model's names.
-        follow = names if self.is_own and not self.args.map_classes else None
-        self.shards = open_shards(
-            self.data, self.split, self.samples, allow_pipe=self.args.allow_pipe, class_names=follow
-        )
-        if self.shards.hint:
-            self.say(f"note: {self.shards.hint}")
-        if self.shards.left_out:
-            self.say(f"note: left out {self.shards.left_out}")
-        guess = imagenet_names(self.model.num_classes) if names is None else None
+        follow = self.names if self.is_own and not args.map_classes else None
+        self.shards = open_shards(self.data, self.split, self.samples, allow_pipe=args.allow_pipe, class_names=follow)
+        left_out = self.shards.left_out and f"left out {self.shards.left_out}"
+        for note in filter(None, (self.shards.hint, left_out)):
+            self.say(f"note: {note}")
+        guess = imagenet_names(self.model.num_classes) if self.names is None else None
         if guess and not set(guess).isdisjoint(self.shards.class_names or ()):
-            names = guess
+            self.names = guess
             self.say(f"note: the model's class names are unknown, its {len(guess)} are taken for ImageNet's")
-        self.names = names
 
     def match_classes(self) -> ClassMap | None:
-        """Pairs the classes of model and data; None where they are the same. Says what cannot be compared."""
+        """Pairs the classes of model and data; None where they are the same."""
         shards, by_name = self.shards, self.args.map_classes
         if self.is_own and not by_name and not (self.names and shards.class_names):
             return None  # a run may have been given more classes than its data have
@@ -104,18 +96,12 @@ class Session:
         """Evaluates, prints and saves the result, and returns it."""
         args, accelerator, shards = self.args, self.accelerator, self.shards
         about = self.about()
-        if args.out and not is_free(args.out, about):
+        if args.out and not _is_free(args.out, about):
             raise UserError(f"--out {args.out} holds the result of another evaluation: name another file")
         predictions = Predictions(self.used, self.class_map) if args.report or args.predictions else None
-        found = evaluate(
-            {"model": self.model},
-            self.watched(self.batches()),
-            accelerator,
-            shards.num_samples,
-            args.batch_size,
-            self.class_map,
-            predictions.add if predictions else None,
-        )
+        note = predictions.add if predictions else None
+        batches, models = self.watched(self.batches()), {"model": self.model}
+        found = evaluate(models, batches, accelerator, shards.num_samples, args.batch_size, self.class_map, note)
         result = {
             **found["model"],
             **about,
@@ -152,7 +138,6 @@ class Session:
         }
 
     def batches(self) -> Iterable[Any]:
-        """This process's share of the data."""
         args, shards, accelerator = self.args, self.shards, self.accelerator
         return eval_loader(
             shards,
@@ -169,27 +154,26 @@ class Session:
     def watched(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Hands on the batches under a progress bar, and measures `rate`, this process's images/s, () float64; 0 where
         there is one batch. The first one is left out: it waits for the workers to start and kernels to compile."""
-        accelerator, images, start = self.accelerator, 0, 0.0
-        self.rate = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        total = self.shards.num_samples // accelerator.num_processes
-        hidden = None if accelerator.is_main_process else True  # None: no bar where there is no terminal
+        device, images, start = self.accelerator.device, 0, 0.0
+        self.rate = torch.zeros((), dtype=torch.float64, device=device)
+        total = self.shards.num_samples // self.accelerator.num_processes
+        hidden = None if self.accelerator.is_main_process else True  # None: no bar where there is no terminal
+
+        def now() -> float:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter()
+
         with tqdm(total=total, unit="img", dynamic_ncols=True, disable=hidden) as bar:
             for batch in batches:
                 yield batch
                 bar.update(len(batch[1]))
                 images += len(batch[1]) if start else 0
-                start = start or self.now()
+                start = start or now()
         if images:
-            self.rate.fill_(images / (self.now() - start))
-
-    def now(self) -> float:
-        """The time when the device has done all its work, in seconds."""
-        if self.accelerator.device.type == "cuda":
-            torch.cuda.synchronize(self.accelerator.device)
-        return time.perf_counter()
+            self.rate.fill_(images / (now() - start))
 
     def tell(self, result: dict[str, Any]) -> None:
-        """Prints the result."""
         self.say(f"{self.name}, {self.loaded.weights} weights, {self.split} split of {self.data}")
         if self.class_map is not None:
             of_model, of_data = self.model.num_classes, len(self.shards.class_names or ())
@@ -205,13 +189,14 @@ class Session:
         names = readable_names(class_names, shown, self.model.num_classes)
         default = self.default_name()
         out = Path(args.out or default)
-        if not args.out:
-            numbered = (default.with_stem(f"{default.stem}-{number}") for number in count(2))
-            out = next(name for name in chain([default], numbered) if is_free(name, about))
+        number = 1
+        while not _is_free(out, about):  # not where --out names it, as `run` has looked
+            number += 1
+            out = default.with_stem(f"{default.stem}-{number}")
+        other = "" if args.out or out == default else f"; {default.name} is another evaluation's"
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_text(out, json.dumps(result, indent=2) + "\n")
-            other = "" if args.out or out == default else f"; {default.name} is another evaluation's"
             print(f"saved as {out}{other}")
             if predictions and args.predictions:
                 out = Path(args.predictions)
@@ -228,7 +213,7 @@ class Session:
             ) from error
 
     def default_name(self) -> Path:
-        """The file for the result. Its name tells in what the evaluation differs from a run's own."""
+        """A file whose name tells in what the evaluation differs from a run's own."""
         file, loaded = self.loaded.file, self.loaded
         words = [
             "eval",
@@ -242,8 +227,13 @@ class Session:
         return (file.parent if file else Path()) / f"{name}.json"
 
 
+def _is_free(path: str | Path, about: dict[str, Any]) -> bool:
+    """Tells whether nothing is at `path`, or an earlier result of the evaluation that has the values `about`."""
+    before = read_json(Path(path))
+    return not os.path.lexists(path) or isinstance(before, dict) and about.items() <= before.items()
+
+
 def _absolute(spec: str) -> str:
     """The absolute path of data; URLs and commands as they are."""
-    if spec == DIGITS:
-        spec = os.path.join("data", DIGITS)
+    spec = os.path.join("data", DIGITS) if spec == DIGITS else spec
     return spec if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", spec) and not os.path.exists(spec) else os.path.abspath(spec)

@@ -152,18 +152,15 @@ class VisionLonghorn(nn.Module):
         **mixer_args: Any,
     ):
         super().__init__()
-        dd = {"device": device, "dtype": dtype}
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
         check_option("class_token", class_token, CLASS_TOKENS)
         check_option("scan_order", scan_order, SCAN_ORDERS)
         check_whole(embed_dim=embed_dim, depth=depth)
         check_options(mixer, mixer_args, models_own=inspect.signature(VisionLonghorn).parameters)
-        self.in_chans = in_chans
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
-        self.class_token = class_token
+        self.in_chans, self.class_token, self.dynamic_img_size = in_chans, class_token, dynamic_img_size
         self.num_prefix_tokens = 0 if class_token == "none" else 1
-        self.residual_in_fp32 = residual_in_fp32
-        self.dynamic_img_size = dynamic_img_size
-        self.grad_checkpointing = False
+        self.residual_in_fp32, self.grad_checkpointing = residual_in_fp32, False
         self._set_pool(global_pool)
 
         pads = dict(strict_img_size=not dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
@@ -175,16 +172,13 @@ class VisionLonghorn(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
         self.pos_drop = nn.Dropout(pos_drop_rate)
 
-        block_args = dict(eps=norm_eps, mixer=mixer, class_token=class_token, grid_conv=grid_conv, **mixer_args, **dd)
-        drop_path = cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth))
         period = 2 if mixer_args.get("wiring") == "alternate" else 1  # blocks with one order of the patches in a row
         turned = [scan_order == "rows_columns" and i // period % 2 == 1 for i in range(depth)]
-        self.blocks = nn.Sequential(
-            *[
-                Block(embed_dim, drop_path[i], reads_columns=turned[i], index=i, residual_layers=depth, **block_args)
-                for i in range(depth)
-            ]
-        )
+        rates = cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth))
+        options = dict(eps=norm_eps, mixer=mixer, class_token=class_token, grid_conv=grid_conv, **mixer_args, **dd)
+        options["residual_layers"] = depth
+        blocks = [Block(embed_dim, rates[i], reads_columns=turned[i], index=i, **options) for i in range(depth)]
+        self.blocks = nn.Sequential(*blocks)
         reduction = self.patch_embed.feat_ratio()
         self.feature_info = [dict(module=f"blocks.{i}", num_chs=embed_dim, reduction=reduction) for i in range(depth)]
         self.norm: nn.Module = nn.RMSNorm(embed_dim, eps=norm_eps, **dd)
@@ -305,10 +299,9 @@ class VisionLonghorn(nn.Module):
         """(B, C, H, W) images to (B, L, embed_dim) normalised tokens, the class token in its place among them."""
         x, rows = self._embed(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
-            x = checkpoint_seq([partial(block, rows=rows) for block in self.blocks], x)
-        else:
-            for block in self.blocks:
-                x = block(x, rows)
+            return self._norm(checkpoint_seq([partial(block, rows=rows) for block in self.blocks], x))
+        for block in self.blocks:
+            x = block(x, rows)
         return self._norm(x)
 
     def pool(self, x: Tensor) -> Tensor:

@@ -16,13 +16,8 @@ class GridConv(nn.Module):
     border: the conditional position encoding of CPVT (arXiv 2102.10882, section 3), before every mixer. Both terms are
     one convolution, so the middle weight is rounded as numbers around 1 are.
 
-    Args:
-        dim: width C of the tokens.
-        size: side of the convolution's window in patches, odd.
-        class_token: its place among the tokens.
-
     Raises:
-        ValueError: `size` is no odd whole number.
+        ValueError: `size`, the side of the convolution's window in patches, is no odd whole number.
     """
 
     def __init__(self, dim: int, size: int, class_token: str, device: Any = None, dtype: Any = None):

@@ -133,24 +133,27 @@ class StridedPatchEmbed(PatchEmbed):
         """Pixels from one patch to the next: the larger of both sides, or (height, width)."""
         return max(self.patch_stride) if as_scalar else self.patch_stride
 
-    def _padding(self, size: int, side: int, step: int) -> int:
-        """Pixels missing along an axis of `size` until patches of `side`, one every `step`, cover it."""
-        return side - size if size < side else (side - size) % step
+    def _padding(self, H: int, W: int) -> tuple[int, int]:
+        """Pixels missing at the bottom and the right until patches cover images of H x W, if the model pads."""
+        if not self.dynamic_img_pad:
+            return 0, 0
+        down, right = (
+            side - size if size < side else (side - size) % step
+            for size, side, step in zip((H, W), self.patch_size, self.patch_stride)
+        )
+        return down, right
 
     def dynamic_feat_size(self, img_size: Sequence[int]) -> tuple[int, int]:
         """Patches along (height, width) of images of `img_size`, padded if the model pads."""
         H, W = img_size
-        if self.dynamic_img_pad:
-            (height, width), (down, right) = self.patch_size, self.patch_stride
-            H, W = H + self._padding(H, height, down), W + self._padding(W, width, right)
-        return patch_grid((H, W), self.patch_size, self.patch_stride)
+        down, right = self._padding(H, W)
+        return patch_grid((H + down, W + right), self.patch_size, self.patch_stride)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, rows, columns, embed_dim)
         H, W = x.shape[-2], x.shape[-1]
-        height, width = self.patch_size
-        down, right = self.patch_stride
         if self.dynamic_img_pad:
-            x = F.pad(x, (0, self._padding(W, width, right), 0, self._padding(H, height, down)))
+            down, right = self._padding(H, W)
+            x = F.pad(x, (0, right, 0, down))
         elif not self.strict_img_size:
             _check_covered(H, W, self.patch_size, self.patch_stride)
         return self.norm(self.proj(x).permute(0, 2, 3, 1))

@@ -11,16 +11,8 @@ from vision_longhorn.models.tokens import join_class, split_class
 def resample_pos_embed(
     pos_embed: Tensor, class_token: str, old_grid: tuple[int, int], new_grid: tuple[int, int]
 ) -> Tensor:
-    """Resample a position embedding for another grid of patches; the class token's entry is moved and not changed.
-
-    Args:
-        pos_embed: (1, tokens, C) of `old_grid`, in the order of the tokens.
-        class_token: its place among them, "middle", "first", "last", or "none".
-        old_grid, new_grid: patches along (height, width).
-
-    Returns:
-        (1, tokens, C) of `new_grid`.
-    """
+    """Resample a position embedding (1, tokens, C) from one grid of patches (height, width) to another; the class
+    token's entry is moved and not changed."""
     token, patches = split_class(pos_embed, class_token)
     return join_class(token, _resample_patches(patches, old_grid, new_grid), class_token)
 

@@ -17,14 +17,10 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Fit weights of another image, patch or stride size to `model`.
-
-    Args:
-        state_dict: weights, or a whole checkpoint, of which the averaged weights are taken if it has any.
-        model: where they are to go. `_grid_of_weights` tells how the patches of the weights are taken to lie.
+    """Fit weights of another image, patch or stride size to `model`; of a whole checkpoint the averaged ones, if any.
 
     Raises:
-        RuntimeError: nothing tells how the patches lie, or only one of weights and model has a class token.
+        RuntimeError: nothing tells how the patches of the weights lie, or only one of the two has a class token.
     """
     wrapper = next((key for key in _WRAPPERS if isinstance(state_dict.get(key), dict)), None)
     weights = clean_state_dict(state_dict[wrapper] if wrapper else state_dict)
@@ -91,15 +87,8 @@ def fit_features(
 
     timm wraps the model, which makes its names longer, and drops what the features do not need: the head, the norm, the
     blocks after the last one. `create_model(NAME, features_only=True, checkpoint_path=FILE)` loads a file into the
-    wrapper all the same.
-
-    Args:
-        net: the wrapper, with the model as its only child.
-        state_dict: what is loaded. Weights of a whole model, under our names or the official ones, are renamed, and
-            those that `net` lacks are dropped.
-        prefix: before the names of `net` in `state_dict`.
-        strict, errors: as torch gives them; weights of fewer blocks are an error.
-        depth: blocks of the whole model.
+    wrapper all the same. Its weights, under our names or the official ones, are renamed here, and those that `net`
+    lacks are dropped; weights of fewer blocks than the whole model's `depth` are an error.
     """
     ((child, _),) = net.named_children()
     inner = f"{prefix}{child}."

@@ -27,11 +27,8 @@ _PART_OF = {part: (name, i) for name, parts in _PAIRS.items() for i, part in enu
 
 
 def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Rename official weights for `model`.
-
-    Args:
-        weights: state dict of the official `VisionMamba` with bidirectional mixers ("v2") and RMS norms.
-        model: where they are to go; its head may differ, or be absent.
+    """Rename the state dict of an official `VisionMamba` with bidirectional mixers ("v2") and RMS norms for `model`,
+    whose head may differ, or be absent.
 
     Raises:
         RuntimeError: a tensor is missing, has no place in `model`, or its directions do not fit. timm does not ask for

@@ -32,12 +32,7 @@ GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # arguments that
 
 
 def find_mixer(mixer: Mixer) -> Callable[..., nn.Module]:
-    """The class or function of a mixer, by its name or as it is.
-
-    Raises:
-        ValueError: there is no such mixer.
-        TypeError: it is a module already.
-    """
+    """The class or function of a mixer, by its name or as it is."""
     if isinstance(mixer, nn.Module):
         raise TypeError(
             f"mixer is a module already ({type(mixer).__name__}), and each block wants its own: give the class, or a "
@@ -57,13 +52,7 @@ def _parameters(mixer: Mixer) -> tuple[list[str], bool]:
 
 
 def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str] = ()) -> None:
-    """Raise TypeError if a mixer does not take these options.
-
-    Args:
-        mixer: name, class or function.
-        options: names of arguments.
-        models_own: arguments of the model itself, one of which may have been meant.
-    """
+    """Raise TypeError if a mixer does not take these options; one of `models_own`, the model's, may have been meant."""
     taken, takes_any = _parameters(mixer)
     unknown = None if takes_any else next((option for option in options if option not in taken), None)
     if unknown is not None:
@@ -78,12 +67,7 @@ def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str
 
 
 def create_mixer(mixer: Mixer, dim: int, **options: Any) -> nn.Module:
-    """Make the mixer of a block.
-
-    Args:
-        mixer: name, class or function.
-        dim: width of the tokens.
-        **options: what every mixer is given, and the options of this one.
+    """Make the mixer of a block, `dim` wide, from what every mixer is given and the options of this one.
 
     Raises:
         ValueError: there is none of this name, or an option has a value that it does not know.
@@ -103,11 +87,7 @@ def create_mixer(mixer: Mixer, dim: int, **options: Any) -> nn.Module:
 
 
 def reset_mixer(mixer: Any) -> None:
-    """Initialise a mixer, or a block with one, anew and in place.
-
-    Raises:
-        TypeError: it has parameters, and no `reset_parameters`.
-    """
+    """Initialise a mixer, or a block with one, anew and in place. Raises TypeError if it has no way to do so."""
     if hasattr(mixer, "reset_parameters"):
         mixer.reset_parameters()
         return

@@ -90,14 +90,9 @@ class BidirectionalMixer(nn.Module):
             raise ValueError(f"A_per_token=True with rule={rule!r}, which has no A: it belongs to Mamba")
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
-        self.d_state = d_state
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
-        self.rule = rule
-        self.wiring = wiring
-        self.residual_layers = residual_layers
-        self.eps = eps
-        self.save_states = save_states
-        self.scan_backend = "auto"
+        self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
+        self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
         self.sets = sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
         steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
@@ -150,11 +145,8 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y)
 
     def forgetting_and_write(self, h: Tensor) -> Tensor:
-        """Forgetting and write strength of tokens (B, L, dim), as `vision_longhorn.maps` defines them.
-
-        Returns:
-            (2, B, 2, L), the last 2 for the directions, which are the same where there is a single scan.
-        """
+        """Forgetting and write strength of tokens (B, L, dim), as `vision_longhorn.maps` defines them: (2, B, 2, L),
+        the last 2 for the directions, which are the same where there is a single scan."""
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         xz = self.in_proj(h)
         with torch.autocast(h.device.type, enabled=False):
@@ -177,11 +169,7 @@ class BidirectionalMixer(nn.Module):
 
 @wraps(BidirectionalMixer, assigned=(), updated=())  # the signature, by which a model knows the options
 def mamba(dim: int, rule: str = "mamba", **options: Any) -> BidirectionalMixer:
-    """`BidirectionalMixer` with Mamba's rule.
-
-    Raises:
-        ValueError: another rule is asked for.
-    """
+    """`BidirectionalMixer` with Mamba's rule. Raises ValueError if another is asked for."""
     if rule not in ("mamba", "diagonal"):  # older configs give the second
         raise ValueError(f"rule={rule!r} belongs to Longhorn; with mixer='mamba' leave it out")
     return BidirectionalMixer(dim, rule="mamba", **options)
