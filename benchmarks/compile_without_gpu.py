@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel of the package for GPUs that need not be there, and says what each takes of them.
+"""Compiles every Triton kernel of the package for GPUs that need not be there, and reports what each takes.
 
     python benchmarks/compile_without_gpu.py --jobs 16                    # all targets: half an hour of one core
     python benchmarks/compile_without_gpu.py --targets cuda:75 --every    # all variants in all dtypes
@@ -9,15 +9,15 @@ The first variant of each family of kernels is compiled in each dtype, the other
 loads and stores and a variant what lies between.
 
 Triton asks its driver what to compile for, and here a stand-in answers. The package's own code picks the arguments and
-options of each launch, for tensors that have shapes and no memory, and a launch compiles instead of running: so this is
-the code that such a GPU would run. That it compiles does not say that its results are right, nor how fast it is.
+options of each launch, for tensors that have shapes but no memory. A launch compiles instead of running, so this is the
+code that such a GPU would run. It may still give wrong results, or be slow.
 
-Registers are those of a lane. Spills are bytes of a lane's stack, where registers go that did not fit. The exit status
-is 1 where a kernel does not compile or takes more than its target has, and a line names each.
+Registers are those of a lane. Spills are the bytes of a lane's stack that hold what did not fit in registers. If a
+kernel does not compile or takes more than its target has, a line names it, and the exit status is 1.
 
-To add a target, write it into TARGETS. To add a kernel, write a function that launches it and put that into FAMILIES;
-`--list` and a run without `--only` name kernels of the package that nothing here launches, if an H100, which runs them
-all, is among the targets.
+To add a target, write it into TARGETS. To add a kernel, write a function that launches it and put that into FAMILIES.
+An H100 runs all kernels: if it is among the targets, `--list` and a run without `--only` name those that nothing here
+launches.
 """
 
 import argparse
@@ -56,7 +56,7 @@ from triton.runtime.jit import JITFunction
 
 
 class Target(NamedTuple):
-    """What is compiled for, and what one lane and one program may take of it."""
+    """A GPU to compile for, and the most that a lane and a program may take of it."""
 
     gpu: GPUTarget
     registers: int
@@ -92,7 +92,7 @@ def _tensor(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-# Of a scan: what differs from a gated walk with 16 states, an own step size for each channel, and results averaged.
+# How a scan differs from a gated walk with 16 states, a step size for each channel, and averaged results.
 SCANS = {
     "sequential": {},
     "parallel": dict(tokens=6085, regime="parallel"),
@@ -111,7 +111,7 @@ SCANS = {
 
 
 def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
-    """Both passes: with states kept, without (inference), and with states found again."""
+    """Compiles both passes: with states kept, without them (inference), and with states found again."""
     from vision_longhorn.kernels.backends.triton import chunks as triton_chunks
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
@@ -179,7 +179,6 @@ def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
         projections.x_proj_backward(dlow, x, x_proj, torch.empty_like(x))
 
 
-# What launches a family of kernels, and in which variants.
 def scan_variants(rule: Rule) -> tuple[str, ...]:
     return (
         "sequential",
@@ -191,6 +190,7 @@ def scan_variants(rule: Rule) -> tuple[str, ...]:
     )
 
 
+# The function that launches a family of kernels, and its variants.
 FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
     **{name: (compile_scan, scan_variants(get_rule(name))) for name in NAMES},
     "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
@@ -204,7 +204,7 @@ NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX", "MEET", "IN_TURN", "OTHER", "SCA
 
 
 class _Driver:
-    """As much of Triton's driver as compiling asks for."""
+    """The part of Triton's driver that compiling needs."""
 
     def __init__(self, target: GPUTarget):
         self.target = target
@@ -220,8 +220,8 @@ class _Driver:
 
 
 def stand_in(target: GPUTarget, launch: Callable) -> None:
-    """For the rest of this process the package takes itself to be on a GPU of this kind, and calls
-    `launch(compile, kernel, options)` in place of every launch; `compile()` returns what Triton compiled."""
+    """Makes the package believe, for the rest of this process, that it is on a GPU of this kind. Each launch becomes a
+    call of `launch(compile, kernel, options)`, where `compile()` returns what Triton compiled."""
     from vision_longhorn.kernels.backends.triton import lanes, tuning
 
     choices, run = tuning.choices, JITFunction.run
@@ -237,7 +237,7 @@ def stand_in(target: GPUTarget, launch: Callable) -> None:
 
 
 def launchable() -> set[str]:
-    """The kernels of the package that are launched and not called by others, by the end of their names."""
+    """The names of the package's kernels that are launched, not called by others: they end in _kernel."""
     found = set()
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         values = vars(importlib.import_module(module.name)).values()
@@ -264,14 +264,14 @@ def resources(compiled) -> tuple[int, int, int]:
 
 
 def reason(text: str) -> str:
-    """The line of a compiler's message that says most."""
+    """The most telling line of a compiler's message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
     told = next((line for line in lines if re.search(r"\berror\s*:", line)), lines[-1])
     return re.sub(r"^.*?\berror\s*:\s*", "", told)[:200]
 
 
 def too_much(row: dict, target: Target) -> Optional[str]:
-    """What a compiled kernel takes more of than the target has."""
+    """Says what a compiled kernel takes too much of, if anything."""
     if row["registers"] > target.registers:
         return f"takes {row['registers']} registers of {target.registers}"
     if row["shared"] > target.shared * 1024:
@@ -287,8 +287,8 @@ def run_cases(
 ) -> None:
     """Compile `cases` in this process, which is of no other use afterwards.
 
-    `note` gets a number and a row when a launch begins, with an error lest the compiler end the process, and the same
-    number when it ends: with the row, or None where the same was compiled, or failed, before.
+    When a launch begins, `note` gets a number and a row with an error, in case the compiler ends the process. When it
+    ends, `note` gets the number and the final row, or None if the same was compiled, or failed, before.
     """
     seen = set()
     numbers = itertools.count()
@@ -321,7 +321,7 @@ def run_cases(
 
 
 def worker(target: str, folder: Path) -> None:
-    """Compile what `folder`/cases names and leave what `run_cases` tells in `folder`/notes, a line at a time."""
+    """Compile the cases in `folder`/cases, and write each note of `run_cases` to `folder`/notes as a line."""
     with (folder / "notes").open("w") as file:
 
         def note(*entry) -> None:
@@ -332,8 +332,8 @@ def worker(target: str, folder: Path) -> None:
 
 
 def compile_apart(target: str, cases: list[tuple[str, str, str]]) -> list[dict]:
-    """The rows of `cases`, from a process of their own: neither its stand-ins nor a crash reaches further, and a cache
-    of its own makes it compile everything."""
+    """The rows of `cases`, from a process of their own, so that stand-ins and crashes stay there. Its empty cache makes
+    it compile everything."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_text(json.dumps(cases))
@@ -356,8 +356,8 @@ def compile_apart(target: str, cases: list[tuple[str, str, str]]) -> list[dict]:
 
 
 def selected(only: list[str], every: bool) -> dict[str, list[tuple[str, str, str]]]:
-    """For each family its cases, (family, dtype, variant): any of the families, of the dtypes and of the variants that
-    are named. Where no dtype is, only a first variant has all of them, unless `every`."""
+    """The cases (family, dtype, variant) of each family, by the families, dtypes and variants that `only` names. If it
+    names no dtype, only the first variant gets all of them, unless `every`."""
 
     def allowed(word: str, words: tuple[str, ...]) -> bool:
         return word in only or not set(only) & set(words)
@@ -472,7 +472,7 @@ def main(argv: Optional[list[str]] = None) -> int:
 
 
 def report(rows: list[dict], failed: list[dict], whole: bool) -> int:
-    """Name what failed and, if the cases were to cover the package, what they left out; the exit status."""
+    """Name what failed and, after a whole run, the kernels that nothing launched. Returns the exit status."""
     for row in failed:
         print(f"FAILED {row['target']} {row['family']} {row['dtype']} {row['variant']} {row['kernel']}: {row['error']}")
     missing = launchable() - {row["kernel"].partition("[")[0] for row in rows} if whole else set()

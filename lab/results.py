@@ -186,7 +186,7 @@ def write_results(path: Path, content: Record) -> None:
     """Writes a JSON in which each item of a long list has a line of its own."""
 
     def lines(value: Any) -> str:
-        if isinstance(value, list) and value and isinstance(value[0], dict):
+        if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
             return "[\n  " + ",\n  ".join(json.dumps(item) for item in value) + "\n ]"
         return json.dumps(value)
 

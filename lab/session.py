@@ -32,8 +32,8 @@ class Session:
         self.known = Known(self.out, [*map(Path, args.merge), *(file for file in files if file.exists())])
         self.known.check(arm for study in studies for arm in study.arms)
         self.trials = unique_trials(studies)
-        trains_nothing = args.report or args.speed
-        self.todo = [] if trains_nothing else [trial for trial in self.trials if not self.known.is_done(trial)]
+        trains = not (args.report or args.speed)
+        self.todo = [trial for trial in self.trials if trains and not self.known.is_done(trial)]
         self.sizes: dict[tuple[str, int], set[int]] = {}  # of images to evaluate a trial's final weights at
         for study in studies:
             for trial in study.trials():
@@ -83,11 +83,8 @@ class Session:
 
     def check(self) -> None:
         """Raises UserError before the first run where models or data are not what the studies say."""
-        wanted = {trial.arm.key for trial in self.todo}
-        for study in self.studies:
-            for arm in study.arms:
-                if arm.key in wanted:
-                    build(arm)
+        for arm in {trial.arm.key: trial.arm for trial in self.todo}.values():
+            build(arm)
         for arm in {trial.arm.data: trial.arm for trial in self.todo if trial.arm.data in self.data}.values():
             check_data(arm, self.data[arm.data])
 
@@ -104,7 +101,7 @@ class Session:
         print(f"{len(self.todo)} of {len(self.trials)} runs to do")
 
     def measure_speeds(self) -> None:
-        """Measures every variant's training step alone, into OUT/speed.json, those that are not known first."""
+        """Measures every variant's training step alone, into OUT/speed.json, first those that have no speed there."""
         if other := [study.name for study in self.studies if study.task != "images"]:
             raise UserError(f"--speed measures training on images: leave {', '.join(other)} out")
         name, speeds = machine(self.args.device), (read_json(self.out / SPEEDS) or {}).get("speeds", {})
@@ -128,9 +125,6 @@ class Session:
             if self.todo:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(self.places)} at a time")
                 queue.run([self.training(trial) for trial in self.todo])
-            for trial in self.trials:
-                if self.unseen(trial) and trial.arm.data not in self.data:
-                    say(f"{trial.name}: its images are not looked at one by one without --data {trial.arm.data}=DIR")
             if not signals.received:
                 queue.run([job for trial in self.trials for job in self.look(trial)])
             came = signals.received
@@ -162,21 +156,19 @@ class Session:
 
         return Job(folder.path.name, start, done)
 
-    def unseen(self, trial: Trial) -> str:
-        """The sizes that a trial's final weights have still to be evaluated at, between commas."""
-        return ",".join(map(str, TrialFolder(self.out, trial).unseen(sorted(self.sizes[trial.identity]))))
-
     def look(self, trial: Trial) -> list[Job]:
         """A process that evaluates the final weights of a trial image by image, where that is left to do."""
         folder = TrialFolder(self.out, trial)
-        log, words = folder.path / "images.log", ["lab.hits", f"{folder.path}:{self.unseen(trial)}"]
-        words += ["--data", self.data.get(trial.arm.data, ""), "--device", self.args.device]
+        sizes = ",".join(map(str, folder.unseen(sorted(self.sizes[trial.identity]))))
+        if not sizes or trial.arm.data not in self.data:
+            return []
+        log, words = folder.path / "images.log", ["lab.hits", f"{folder.path}:{sizes}"]
+        words += ["--data", self.data[trial.arm.data], "--device", self.args.device, "--workers", str(self.workers)]
 
         def done(code: int) -> tuple[bool, str, list[Job]]:
             return code == 0, "" if code == 0 else f"exit code {code}, {log} says why", []
 
-        job = Job(f"images-{folder.path.name}", lambda: ([*words, "--workers", str(self.workers)], log), done)
-        return [job] if self.unseen(trial) and trial.arm.data in self.data else []
+        return [Job(f"images-{folder.path.name}", lambda: (words, log), done)]
 
     def report(self, study: Study) -> None:
         """Writes a study's JSON, table and plot, and prints the table between a document's marks."""

@@ -1,13 +1,13 @@
 """Inline PTX in Triton's interpreter, which has none of its own.
 
-`install()` makes `tl.inline_asm_elementwise(..., pack=1)` run in numpy for kernels written a thread to an element: each
+`install()` makes `tl.inline_asm_elementwise(..., pack=1)` run in numpy, for kernels with one element a thread: each
 tensor has the shape (32 * warps,), and element r belongs to lane r % 32 of warp r // 32. A register is an array of that
 shape, of uint32 (or uint64, or bool for predicates), which each instruction views as the type it names.
 
-A text is read once and kept as a list of functions of the registers. What this does not know raises
-NotImplementedError. What runs here and would fail or give wrong values on a GPU raises ValueError: operands that ptxas
-refuses, registers declared outside of `{ }` (a second copy of the text would declare them again), and inputs read after
-an output without `&` is written (the compiler may have put both into one register).
+A text is read once and becomes a list of functions of the registers. An unknown instruction raises NotImplementedError.
+ValueError is for what would fail or give wrong values on a GPU: operands that ptxas refuses, registers declared outside
+of `{ }` (a second copy of the text would declare them again), and inputs read after an output without `&` is written
+(the compiler may have put both into one register).
 """
 
 import functools
@@ -37,12 +37,12 @@ NO_OPERATION = re.compile(r"(bar|barrier|membar|fence)\..*|cp\.async\.(commit|wa
 
 
 def flush(x):
-    """Subnormals of float32 x as zeros of their sign."""
+    """Turns float32 subnormals into zeros of the same sign."""
     return np.where(np.abs(x) < np.float32(2**-126), np.copysign(np.float32(0), x), x)
 
 
 def multiply_add(a, b, c):
-    """a * b + c in float32, rounded once."""
+    """Computes a * b + c in float32, rounded once."""
     product, c = a.astype(np.float64) * b, c.astype(np.float64)  # the product is exact
     total = np.atleast_1d(product + c)
     back = total - product
@@ -54,7 +54,7 @@ def multiply_add(a, b, c):
 
 
 def half_bits(x, kind):
-    """float32 x to bf16 or f16, to nearest even, as the low 16 bits of uint32."""
+    """Rounds float32 x to the nearest bf16 or f16, ties to even, in the low 16 bits of uint32."""
     if kind == "f16":
         return np.where(np.isnan(x), np.uint32(0x7FFF), x.astype(np.float16).view(np.uint16).astype(np.uint32))
     bits = x.view(np.uint32)
@@ -62,7 +62,7 @@ def half_bits(x, kind):
 
 
 def to_tf32(x):
-    """float32 x to its nearest tf32, ties away from zero."""
+    """Rounds float32 x to the nearest tf32, ties away from zero."""
     return np.where(np.isnan(x), np.uint32(0x7FFFFFFF), (x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000))
 
 
@@ -75,9 +75,9 @@ UNARY = {
 
 
 def multiply_matrices(kind, words, registers):
-    """The four registers of a (16, 8) product for each warp. `registers`: 2 * words / 4 of a, words / 4 of b, 4 of c,
-    each of shape (32 * warps,); `words` are the uint32s in a row of a. In these, all kinds lie alike: a row of a, or a
-    column of b, has its words t and t + 4 in lanes 4 * row + t."""
+    """The four registers of a (16, 8) product for each warp. `registers` are 2 * words / 4 of a, words / 4 of b and 4
+    of c, each (32 * warps,). A row of a has `words` uint32s. All kinds lie alike: lane 4 * row + t has the words t and
+    t + 4 of a row of a, or of a column of b."""
     blocks = words // 4
     warps = registers[0].shape[0] // 32
     both = np.empty((warps, 3, 8, blocks, 4), np.uint32)  # the upper rows of a, its lower ones, and b transposed
@@ -120,7 +120,7 @@ def load_word(address):
 
 
 def copy_words(words):
-    """cp.async: as if it were there at once, which is the latest a kernel may see it without a wait."""
+    """cp.async, with a copy that arrives at once."""
 
     kind = {1: np.int32, 2: np.int64}[words]
 
@@ -137,13 +137,13 @@ def copy_words(words):
 
 
 def transpose_matrices(a):
-    """movmatrix: (32 * warps,) uint32s that hold an (8, 8) matrix of 16 bits for each warp, and its transpose."""
+    """movmatrix: transposes an (8, 8) matrix of 16 bits for each warp, which lies in (32 * warps,) uint32s."""
     matrix = np.ascontiguousarray(a).view(np.uint16).reshape(-1, 8, 8)
     return np.ascontiguousarray(matrix.transpose(0, 2, 1)).view(np.uint32).reshape(-1)
 
 
 def source_lanes(mode, b, c):
-    """shfl: the lane that each of 32 lanes reads, for b and c that broadcast with (warps, 32)."""
+    """shfl: the lane that each of 32 lanes reads. b and c broadcast with (warps, 32)."""
     b, clamp, segment = b & 31, c & 31, c >> 8 & 31
     first, last = LANES & segment, (LANES & segment) | (clamp & ~segment)
     source = {"idx": first | (b & ~segment), "bfly": LANES ^ b, "up": LANES - b, "down": LANES + b}[mode]
@@ -160,7 +160,7 @@ def shuffle(mode, a, b, c):
 
 
 def permute(a, b, selector):
-    """prmt in its default mode: each byte of the result is one of the eight of a and b, or its sign."""
+    """prmt in its default mode: each byte of the result is one of the eight bytes of a and b, or its sign."""
     eight = np.stack(np.broadcast_arrays(a, b), -1).view(np.int8)
     nibbles = selector[:, None] >> np.arange(0, 16, 4, dtype=np.uint32) & np.uint32(15)
     nibbles = np.broadcast_to(nibbles, (eight.shape[0], 4))
@@ -169,7 +169,7 @@ def permute(a, b, selector):
 
 
 class Program:
-    """One text with its constraints, read: `run(values, size)`."""
+    """A text and its constraints, parsed once. `run(values, size)` runs it."""
 
     def __init__(self, text, constraints):
         self.text = text
@@ -230,8 +230,8 @@ class Program:
                 self.named[each] = self.new(kind[1:])
 
     def reserve(self, statement):
-        """Shared memory: programs run one after the other, and a program's warps side by side, so that one array of
-        the text is enough. Its address is 0: a kernel reserves no more than once."""
+        """Reserves shared memory at address 0: a kernel does so only once. Programs run one after the other, so one
+        array serves all."""
         name, size = re.fullmatch(r"\.shared \.align \d+ \.b8 (\w+)\[(\d+)\]", statement).groups()
         if int(size) > SHARED.nbytes:
             self.refuse(f"{size} bytes of shared memory")
@@ -239,7 +239,7 @@ class Program:
         self.start[self.named[name]] = np.zeros(1, np.uint32)
 
     def operand(self, word, kind, written=False):
-        """The register of an operand of type `kind`; immediates get one of their own."""
+        """Finds the register of an operand of type `kind`. An immediate gets its own."""
         place = re.fullmatch(r"\$(?:(\d+)|\{(\d+)(?::\w+)?\})", word)
         if place:
             number = int(place[1] or place[2])
@@ -302,8 +302,8 @@ class Program:
         self.steps.append((function, list(zip(sources, views)), written, guard, sign))
 
     def find(self, opcode, words):
-        """(function, types of what it writes, types of what it reads), or None. The function takes arrays of the types
-        it reads, of shape (32 * warps,) or (1,), and returns one array, or a list where it writes several."""
+        """Finds an instruction: (function, types it writes, types it reads), or None. The function takes arrays of
+        shape (32 * warps,) or (1,), and returns one array, or a list if it writes several."""
         mma = MMA.fullmatch(opcode)
         if mma:
             k, kind, other = int(mma[1]), mma[2], mma[3]
@@ -386,7 +386,7 @@ class Program:
         return None
 
     def check_order(self):
-        """Refuses what the compiler may break by its choice of registers, and reads of what nothing has written."""
+        """Refuses texts that the compiler's choice of registers may break, and reads of unwritten registers."""
         tied = set(self.outputs) & set(self.inputs)
         known = set(self.start) | set(self.inputs)
         begun = set()  # outputs written so far that may share a register with an input
@@ -406,7 +406,7 @@ class Program:
             self.refuse("an output is never written")
 
     def run(self, values, size):
-        """`values`: one array of shape (size,) for each input. Returns one of shape (size,) for each output."""
+        """Takes an array of shape (size,) for each input, and returns one for each output."""
         registers = [None] * len(self.types)
         for register, value in self.start.items():
             registers[register] = special(value, size) if isinstance(value, str) else value
@@ -442,7 +442,7 @@ program = functools.cache(Program)
 
 
 class Results:
-    """What `create_inline_asm` returns: the handles of the outputs."""
+    """The result of `create_inline_asm`: the handles of the outputs."""
 
     def __init__(self, handles):
         self.handles = handles
@@ -482,8 +482,8 @@ def create_inline_asm(builder, text, constraints, values, types, is_pure, pack):
 
 
 def without_checks(elementwise):
-    """`tl.inline_asm_elementwise` that asks for no broadcast where all arguments have one shape already: for an mma,
-    finding that out takes Triton several times as long as the product."""
+    """`tl.inline_asm_elementwise`, but without the broadcast where all arguments have one shape: for an mma, Triton
+    takes several times as long to find that out as the product takes."""
     from triton.language import core
     from triton.runtime import interpreter
 
@@ -511,7 +511,7 @@ def without_checks(elementwise):
 
 
 def install():
-    """Gives Triton's interpreter the inline assembly that it lacks. More than once is as good as once."""
+    """Gives Triton's interpreter the inline assembly that it lacks. A second call changes nothing."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,6 +1,5 @@
 """Multi-query associative recall: the sequences, the models, runs that go on after any end, and studies of them."""
 
-import contextlib
 import json
 import os
 import re
@@ -8,7 +7,6 @@ import shutil
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -249,12 +247,8 @@ def test_a_study_is_run_killed_and_gone_on_with(folder):
     assert finish(folder, "recall", "--dry-run").count(" 0 of 2 epochs\n") == 4
     first = Studying(folder, "recall", "--per-gpu", 2, SLOW="0.1")
     until(lambda: list(folder.glob("studies/runs/*/last.pt")))
-    for child in psutil.Process(first.process.pid).children():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-    until(lambda: "FAILED" in first.text)
-    first.process.terminate()
-    assert first.wait() == 128 + signal.SIGTERM, first.text
+    first.process.kill()  # its runs notice and end
+    first.process.join()
     said = finish(folder, "recall", "--per-gpu", 2)
     assert "FAILED" not in said
     content = json.loads((folder / "studies/recall.json").read_text())
@@ -298,7 +292,7 @@ def changed(**values):
 @pytest.mark.parametrize(
     "content, words",
     [
-        (changed(task="remember"), ["task is 'remember'", "images, recall"]),
+        (changed(task="remember"), ["task is 'remember'"]),
         (changed(overrides={"weigth": 3}), ["'weigth'", "give one of"]),
         (changed(grid={"lr": 3}), ["grid", "lr is 3"]),
         (changed(grid={"pairs": [2, 200]}), ["pairs200-longhorn", "800"]),

@@ -55,10 +55,9 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
             resize = step
         elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None and _pads_black(step):
             crop = step
-        elif isinstance(step, transforms.RandomHorizontalFlip):
-            flips.append(("Horizontal", step.p))
-        elif isinstance(step, transforms.RandomVerticalFlip):
-            flips.append(("Vertical", step.p))
+        elif isinstance(step, (transforms.RandomHorizontalFlip, transforms.RandomVerticalFlip)):
+            is_vertical = isinstance(step, transforms.RandomVerticalFlip)
+            flips.append(("Vertical" if is_vertical else "Horizontal", step.p))
         elif isinstance(step, (auto_augment.RandAugment, auto_augment.AutoAugment)):
             policies.append(_noting(step))
         elif isinstance(step, transforms.ColorJitter) and step.hue is None:
@@ -70,10 +69,7 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
         elif not isinstance(step, MaybeToTensor):
             raise _unfit(step)
     if crop is None or normalize is None:
-        raise UserError(
-            "the transform lacks a random crop or a normalisation; make it with timm's "
-            "create_transform(is_training=True)"
-        )
+        raise UserError("the transform lacks a random crop or a normalisation; timm's create_transform makes both")
     fill = next((op.kwargs["fillcolor"] for policy in policies for op in getattr(policy, "all_ops", ())), (0, 0, 0))
     return Crops(crop, resize, flips, policies, eraser), Finish(normalize.mean, normalize.std, eraser, fill)
 
@@ -324,15 +320,11 @@ def _sent_ahead(
     wait: Callable[[], None],
     most: int,
 ) -> Iterator[tuple[Any, ...]]:
-    """Yield batches that are sent in groups, each before the first batch of the group before it is used. With each
+    """Send batches in groups, each before the group before it is used; call `wait` before a group is used. With each
     batch used one is taken from the loader, so that its workers stay busy.
 
-    Args:
-        loader: its batches begin with a list whose first tensor holds the images, unless `most` is 0.
-        send: sends a group.
-        wait: called before the group that was sent last is used.
-        most: bytes of images that make a group, which give the GPU work for longer than it takes to ask for it. The
-            first groups are smaller, as they are wanted soon.
+    `most` bytes of images make a group, which gives the GPU work for longer than it takes to ask for it. The first
+    groups are smaller, as they are wanted soon.
     """
     ready, coming = collections.deque[tuple[Any, ...]](), list[tuple[Any, ...]]()
     group, size, enough = list[tuple[Any, ...]](), 0, 0

@@ -1,7 +1,7 @@
 """Operations of timm's policies on whole batches, on any device; they give PIL's results, most of them to the bit.
 
-Each takes images, uint8 (n, 3, H, W), six arguments for each image, float32 (n, 6), of which most use only the first,
-and the colour for pixels from outside the image, float32 (3, 1, 1). It returns images of the same shape.
+Each takes images, uint8 (n, 3, H, W), and returns others. Arguments are float32 (n, 6), of which most use only the
+first; `fill`, (3, 1, 1), is the colour of pixels from outside the image.
 """
 
 import functools

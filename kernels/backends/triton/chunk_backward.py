@@ -9,10 +9,6 @@ import triton.language as tl
 from . import chunk_loads as loads
 from . import chunk_tiles as tiles
 from .fragments import (
-    DIRECT,
-    START,
-    TAKE,
-    end_group,
     exp2,
     get_shared,
     high,
@@ -23,82 +19,22 @@ from .fragments import (
     product_16,
     product_tf32,
     put_shared,
-    read_two,
     shared_room,
-    sum_column,
-    sum_quad,
+    sum_lanes,
     transposed,
-    wait_group,
 )
-from .lanes import LOG2E, kernel, offset_of, reciprocal, scale_row
+from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
 
-# What a chunk's work leaves, beside the states before it: the gradients of x, logits and z of the lane's tokens; dD and
-# dbias so far; pairs of states of sums over channels; and `pairs`, products of dO (above) and -U (below) with W, rows
-# their tokens, columns those of W.
+# The results of a chunk: states and adjoints before it; gradients of x, logits and z of the lane's tokens; dD and dbias
+# so far; sums over channels, in pairs of states; and `pairs`, the products of dO (above) and -U (below) with W.
 Found = namedtuple("Found", "S P dx dstep dz dskip dbias sums pairs")
-# What all tiles of a chunk share: transposed keys and queries, products of keys with keys and with queries.
+# The tiles of a chunk share transposed keys and queries, and products of keys with keys and with queries.
 Shared = namedtuple("Shared", "kT qT minus_kT G0 G1 reads reads_back between n0 n1 none zero")
 
 
 @triton.jit
-def _load_chunk(place, rows, lane, c, HOW: tl.constexpr, form):
-    """The words of chunk c. Before the first chunk the first again."""
-    c = tl.maximum(c, 0)
-    first = 8 * c + 2 * lane.t
-    SLOT: tl.constexpr = 256 * form.NW
-    PAIRS: tl.constexpr = (form.D + 1) // 2
-    w = ()
-    for i in tl.static_range(form.CP):
-        w = w + read_two(place + SLOT * i, rows.w + (c * (4 * PAIRS) + 4 * i), 2 * i < lane.left, form.WORD == 4, HOW)
-    place = place + SLOT * form.CP
-    OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
-    WHOLE: tl.constexpr = form.WORD == 4
-    dy = ()
-    for j in tl.static_range(2):
-        token = lane.origin + lane.sign * tl.minimum(first + j, lane.L - 1)
-        dy = dy + loads.load_words(place + j * OF_TOKEN, rows.dy.row + token * rows.dy.stride, lane.left, form.CP,
-                                   form.WORD, WHOLE, HOW, form)  # fmt: skip
-    chunk = loads.load_chunk(place + 2 * OF_TOKEN, rows, lane, 8 * c, lane.left, HOW, form)
-    return loads.Chunk(chunk.k, chunk.q, chunk.x, chunk.step, chunk.z, chunk.other, w, dy)
-
-
-@triton.jit
-def _first_chunks(place, rows, lane, chunks, form):
-    """Starts the loads that come before the loop, to registers or to shared memory."""
-    ahead = ()
-    if form.STAGES > 0:
-        for n in tl.static_range(form.STAGES - 1):
-            _load_chunk(place + n * form.STAGE, rows, lane, chunks - 1 - n, START, form)
-            end_group(place)
-    else:
-        ahead = _load_chunk(place, rows, lane, chunks - 1, DIRECT, form)
-    return ahead
-
-
-@triton.jit
-def _next_chunk(place, rows, lane, n, c, ahead, form):
-    """Chunk c, the n-th to be taken: `ahead`, or from shared memory, to which a later one then starts on its way."""
-    if form.STAGES > 0:
-        wait_group(form.WAIT, place)
-        chunk = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, TAKE, form)
-        then = n + form.STAGES - 1
-        _load_chunk(place + then % form.STAGES * form.STAGE, rows, lane, c - (form.STAGES - 1), START, form)
-        end_group(place)
-    else:
-        chunk = ahead
-    return chunk
-
-
-@triton.jit
-def _load_ahead(place, rows, lane, c, ahead, form):
-    if form.STAGES == 0:
-        ahead = _load_chunk(place, rows, lane, c, DIRECT, form)
-    return ahead
-
-
-@triton.jit
 def _within(words, first, L, form):
-    """The words of both tokens, with zeros for tokens beyond the last one."""
+    """Replaces the words of tokens beyond the last one by zeros."""
     kept = ()
     for i in tl.static_range(2 * form.CP):
         kept = kept + (tl.where(first + i // form.CP < L, words[i], 0),)
@@ -138,7 +74,7 @@ def _shared(k, q, c, zero, lane, form):
 
 @triton.jit
 def _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp: tl.constexpr, form):
-    """dO of a tile, and dz: made of this direction's read-out, or (the first IN_TURN) that read-out."""
+    """Finds dO of a tile, and dz (8). The first direction IN_TURN leaves its read-out in the place of dz."""
     dO = ()
     dz = ()
     if form.HAS_Z:
@@ -161,25 +97,24 @@ def _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp: tl.conste
 
 @triton.jit
 def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp: tl.constexpr, form):
-    """One tile of a chunk, added to what is `found` of the others."""
-    NP: tl.constexpr = form.NP
+    """Adds one tile of a chunk to what is `found` of the others."""
     zero = shared.zero
     w0 = chunk.w[2 * cp]
     w1 = chunk.w[2 * cp + 1]
     s = ()  # the state before the chunk, (23) undone
-    for j in tl.static_range(NP):
-        s = s + product_8(tiles.span_of(S, 4 * (NP * cp + j), 4), w0, w1, shared.minus_kT[j])
-    A = tiles.words_of(s, NP)
+    for j in tl.static_range(form.NP):
+        s = s + product_8(part_of(S, form.NP * cp + j, form.CP * form.NP), w0, w1, shared.minus_kT[j])
+    A = tiles.words_of(s, form.NP)
     x = tiles.numbers(chunk.x, cp, form)
     dy = tiles.numbers(dys, cp, form)
     dO, dz = _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp, form)
     dskip = (dskip[2 * cp] + (dO[0] * x[0] + dO[1] * x[1]), dskip[2 * cp + 1] + (dO[2] * x[2] + dO[3] * x[3]))
     o0 = packed(dO[0], dO[1])
     o1 = packed(dO[2], dO[3])
-    p = tiles.span_of(P, 4 * NP * cp, 4 * NP)
-    PA = tiles.words_of(p, NP)
+    p = part_of(P, cp, form.CP)
+    PA = tiles.words_of(p, form.NP)
     # P K^T + dO tril(Q K^T) of (24)
-    base = product_8(tiles.over_states((zero, zero, zero, zero), PA, chunk.k, NP), o0, o1, shared.reads_back)
+    base = product_8(tiles.over_states((zero, zero, zero, zero), PA, chunk.k, form.NP), o0, o1, shared.reads_back)
     eps, e = tiles.step_sizes(chunk.step, kept, zero, bias, shared.n0, shared.n1, cp, form)
     U = _solve_pair(base, eps, shared.between)
     for _turn in tl.static_range(3):
@@ -199,20 +134,20 @@ def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
     PT = tiles.each_transposed(PA)
     sums = ()
     new_P = ()
-    for j in tl.static_range(NP):
+    for j in tl.static_range(form.NP):
         # dO^T S and -U^T S, then W^T P, of (26) and (27); the next P (25)
-        part = product_16(tiles.span_of(found.sums, 4 * j, 4), oT[0], uT[0], oT[1], uT[1], ST[2 * j], ST[2 * j + 1])
+        part = product_16(part_of(found.sums, j, form.NP), oT[0], uT[0], oT[1], uT[1], ST[2 * j], ST[2 * j + 1])
         sums = sums + product_16(part, shared.none, wT[0], shared.none, wT[1], PT[2 * j], PT[2 * j + 1])
-        new_P = new_P + product_16(tiles.span_of(p, 4 * j, 4), o0, o1, u0, u1, shared.qT[j], shared.kT[j])
+        new_P = new_P + product_16(part_of(p, j, form.NP), o0, o1, u0, u1, shared.qT[j], shared.kT[j])
     pairs = product_16(found.pairs, oT[0], uT[0], oT[1], uT[1], wT[0], wT[1])
     return Found(found.S + s, found.P + new_P, found.dx + dx, found.dstep + du, found.dz + dz,
                  found.dskip + dskip, found.dbias + dbias, sums, pairs)  # fmt: skip
 
 
 @triton.jit
-def _sums_of_keys(found, shared, lane, NP: tl.constexpr):
-    """Sums over the warp's channels, pairs of states of dk (27) and then of dq (26) for token g: what `found` holds of
-    the chunk's ends, and what goes through its own tokens, whose w was read by themselves and those after them."""
+def _sums_of_keys(found, shared, lane, form):
+    """Sums dk (27) and then dq (26) of token g over the warp's channels, in pairs of states: `found.sums` and what goes
+    through the chunk's own tokens."""
     g, t, pairs = lane.g, lane.t, found.pairs
     upper = packed(tl.where(2 * t <= g, pairs[0], 0.0), tl.where(2 * t < g, pairs[1], 0.0))
     lower = packed(tl.where(2 * t <= g, pairs[2], 0.0), tl.where(2 * t < g, pairs[3], 0.0))
@@ -220,8 +155,8 @@ def _sums_of_keys(found, shared, lane, NP: tl.constexpr):
     lowerT = transposed(lower)
     dk = ()
     dq = ()
-    for j in tl.static_range(NP):
-        part = product_8(tiles.span_of(found.sums, 4 * j, 4), upper, lower, shared.kT[j])
+    for j in tl.static_range(form.NP):
+        part = product_8(part_of(found.sums, j, form.NP), upper, lower, shared.kT[j])
         part = product_16(part, shared.none, upperT, shared.none, lowerT, shared.qT[j], shared.kT[j])
         dk = dk + (part[2], part[3])
         dq = dq + (part[0], part[1])
@@ -230,7 +165,7 @@ def _sums_of_keys(found, shared, lane, NP: tl.constexpr):
 
 @triton.jit
 def _sum_warps(parts, place, warp, turn, NW: tl.constexpr):
-    """The sums over the program's warps of `parts`, pairs of numbers; warp w gets pairs w, w + NW and so on. `turn`
+    """Sums `parts`, pairs of numbers, over the program's warps. Warp w gets pairs w, w + NW and so on. `turn`
     alternates between 0 and 1, so that one barrier is enough."""
     COUNT: tl.constexpr = len(parts) // 2
     base = place + turn * (NW * COUNT * 256)
@@ -250,31 +185,28 @@ def _sum_warps(parts, place, warp, turn, NW: tl.constexpr):
 
 @triton.jit
 def _put_sums(found, shared, sums_row, dstep_row, at, next_at, exchange, n, c, lane, warp, form):
-    """Store the sums over the program's channels: of dk, dq and, if all channels share a logit, of its gradient."""
-    N: tl.constexpr = form.N
-    NP: tl.constexpr = form.NP
-    NW: tl.constexpr = form.NW
+    """Stores the sums over the program's channels: dk, dq and, if all channels share a logit, its gradient."""
     g, L = lane.g, lane.L
-    parts = _sums_of_keys(found, shared, lane, NP)
+    parts = _sums_of_keys(found, shared, lane, form)
     if form.SCALAR:
         even = shared.zero
         odd = shared.zero
         for cp in tl.static_range(form.CP):
             even += found.dstep[4 * cp] + found.dstep[4 * cp + 2]
             odd += found.dstep[4 * cp + 1] + found.dstep[4 * cp + 3]
-        parts = parts + (sum_column(even, lane.r), sum_column(odd, lane.r))
-    total = _sum_warps(parts, exchange, warp, n % 2, NW)
+        parts = parts + (sum_lanes(even, lane.r, 4, 3), sum_lanes(odd, lane.r, 4, 3))
+    total = _sum_warps(parts, exchange, warp, n % 2, form.NW)
     row = lane.origin + lane.sign * (8 * c + g)
-    for j in tl.static_range((2 * NP + NW - 1) // NW):
-        pair = j * NW + warp  # dk's pairs of states first, then dq's
-        to = sums_row + row.to(tl.int64) * (2 * N) + (pair // NP * N + pair % NP * 2)
+    for j in tl.static_range((2 * form.NP + form.NW - 1) // form.NW):
+        pair = j * form.NW + warp  # dk's pairs of states first, then dq's
+        to = sums_row + row.to(tl.int64) * (2 * form.N) + (pair // form.NP * form.N + pair % form.NP * 2)
         to = to.to(tl.pointer_type(tl.int64), bitcast=True)
         word = loads.joined(total[2 * j].to(tl.int32, bitcast=True), total[2 * j + 1].to(tl.int32, bitcast=True))
-        tl.store(to, word, mask=(pair < 2 * NP) & (8 * c + g < L))
+        tl.store(to, word, mask=(pair < 2 * form.NP) & (8 * c + g < L))
     if form.SCALAR:
-        last: tl.constexpr = 2 * (2 * NP // NW)
+        last: tl.constexpr = 2 * (2 * form.NP // form.NW)
         first = 8 * c + 2 * lane.t
-        owner = (warp == 2 * NP % NW) & (g == 0)
+        owner = (warp == 2 * form.NP % form.NW) & (g == 0)
         tl.store(dstep_row + at, total[last], mask=owner & (first < L))
         tl.store(dstep_row + next_at, total[last + 1], mask=owner & (first + 1 < L))
 
@@ -287,16 +219,13 @@ def _backward_kernel(
     x_g, x_b, x_l, step_g, step_b, step_l, step_d, proj_g, k_g, k_b, k_l, q_g, q_b, q_l, z_g, z_b, z_l, D_g, bias_g,
     bias_d, dy_g, dy_b, dy_l, dz_g, dz_b, dz_l, adjoint_g, adjoint_b, adjoint_d, adjoint_n, unscale, form,
 ):  # fmt: skip
-    """The chunks from the last to the first, NW blocks of 16 CP channels of one sequence and direction.
+    """Takes the chunks from the last to the first, for NW blocks of 16 CP channels of one sequence and direction.
 
-    The state goes back by S - W K, from the states that were kept. dk and dq are left as this program's sums over its
-    channels, (blocks, G, B, L, 2 N); dD and dbias as sums over the tokens of each sequence, (G, B, D). IN_TURN there is
-    one launch for each `direction`: the first leaves its read-out where dz will be, and the second, OTHER, makes dz of
-    both.
+    The state goes back by S - W K, from the states that were kept. dk and dq are this program's sums over its channels,
+    (blocks, G, B, L, 2 N); dD and dbias are sums over the tokens of each sequence, (G, B, D). IN_TURN there is one
+    launch for each `direction`: the second, OTHER, makes dz of its own read-out and the one that the first left there.
     """
-    N: tl.constexpr = form.N
     D: tl.constexpr = form.D
-    CP: tl.constexpr = form.CP
     r = tl.arange(0, 32 * form.NW)
     warp = r // 32
     zero = probe(r)
@@ -319,9 +248,9 @@ def _backward_kernel(
     q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
     written = loads.written_at(written_ptr, lane, sequence, chunks, form)
     rows = loads.Chunk(k, q, x, step, z, dz, written, dy)
-    anchor_row = anchor_ptr + sequence * anchors * (D * N)
+    anchor_row = anchor_ptr + sequence * anchors * (D * form.N)
     of_block = (i % blocks * directions + G) * B + b
-    sums_row = sums_ptr + of_block * L * (2 * N) + lane.state
+    sums_row = sums_ptr + of_block * L * (2 * form.N) + lane.state
     bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
     skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
     room = shared_room(form.ROOM, r)
@@ -330,24 +259,24 @@ def _backward_kernel(
     kept = place + (form.STAGES * form.STAGE + form.EXCHANGE)
     if form.RP > 0:
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
-    S = tiles.zeros(zero, 4 * CP * form.NP)
+    S = tiles.zeros(zero, 4 * form.CP * form.NP)
     P = S
     if form.HAS_ADJOINT:
         P = loads.load_state(adjoint_ptr + G * adjoint_g + b * adjoint_b, lane, adjoint_d, adjoint_n, form)
-    dskip = tiles.zeros(zero, 2 * CP)
-    dbias = tiles.zeros(zero, 2 * CP)
-    ahead = _first_chunks(place, rows, lane, chunks, form)
+    dskip = tiles.zeros(zero, 2 * form.CP)
+    dbias = tiles.zeros(zero, 2 * form.CP)
+    ahead = loads.first_chunks(place, rows, lane, 0, chunks - 1, form)
     for n in tl.range(0, chunks, num_stages=1):
         c = chunks - 1 - n
         if (c + 1) % form.ANCHOR == 0 or n == 0:
-            S = loads.load_state(anchor_row + c // form.ANCHOR * (D * N), lane, N, 1, form)
-        chunk = _next_chunk(place, rows, lane, n, c, ahead, form)
-        ahead = _load_ahead(place, rows, lane, c - 1, ahead, form)
+            S = loads.load_state(anchor_row + c // form.ANCHOR * (D * form.N), lane, form.N, 1, form)
+        chunk = loads.next_chunk(place, rows, lane, 0, n, c, ahead, form)
+        ahead = loads.load_ahead(place, rows, lane, 0, c - 1, ahead, form)
         first = 8 * c + 2 * t
         dys = _within(chunk.dy, first, L, form)
         shared = _shared(chunk.k, chunk.q, c, zero, lane, form)
         found = Found((), (), (), (), (), (), (), tiles.zeros(zero, 4 * form.NP), (zero, zero, zero, zero))
-        for cp in tl.static_range(CP):
+        for cp in tl.static_range(form.CP):
             found = _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp, form)
         S = found.S
         P = found.P
@@ -364,9 +293,9 @@ def _backward_kernel(
             loads.put_tokens(dstep_ptr + of_sequence, at * D, next_at * D, found.dstep, left, ok, next_ok, form)
         _put_sums(found, shared, sums_row, dstep_ptr + of_block * L, at, next_at, exchange, n, c, lane, warp, form)
     if form.HAS_INITIAL:
-        loads.store_state(dinitial_ptr + sequence * (D * N), lane, P, form)
-    for j in tl.static_range(2 * CP):
+        loads.store_state(dinitial_ptr + sequence * (D * form.N), lane, P, form)
+    for j in tl.static_range(2 * form.CP):
         if form.HAS_D:
-            tl.store(dD_ptr + sequence * D + d + j, sum_quad(dskip[j], r), mask=(j < left) & (t == 0))
+            tl.store(dD_ptr + sequence * D + d + j, sum_lanes(dskip[j], r, 1, 2), mask=(j < left) & (t == 0))
         if form.HAS_BIAS:
-            tl.store(dbias_ptr + sequence * D + d + j, sum_quad(dbias[j], r), mask=(j < left) & (t == 0))
+            tl.store(dbias_ptr + sequence * D + d + j, sum_lanes(dbias[j], r, 1, 2), mask=(j < left) & (t == 0))

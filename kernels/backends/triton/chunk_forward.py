@@ -6,59 +6,8 @@ import triton.language as tl
 
 from . import chunk_loads as loads
 from . import chunk_tiles as tiles
-from .fragments import (
-    DIRECT,
-    START,
-    TAKE,
-    end_group,
-    exp2,
-    packed,
-    probe,
-    product_8,
-    product_tf32,
-    shared_room,
-    wait_group,
-)
+from .fragments import DIRECT, exp2, packed, probe, product_8, product_tf32, shared_room
 from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
-
-
-@triton.jit
-def _start_chunk(place, rows, lane, meeting, c, form):
-    """Start the copies of chunk c. z is of no use before the directions meet."""
-    stage = place + c % form.STAGES * form.STAGE
-    loads.load_chunk(stage, rows, lane, 8 * c, tl.where(c < meeting, 0, lane.left), START, form)
-    end_group(place)
-
-
-@triton.jit
-def _first_chunks(place, rows, lane, meeting, form):
-    """Starts the loads that come before the loop, to registers or to shared memory."""
-    ahead = ()
-    if form.STAGES > 0:
-        for c in tl.static_range(form.STAGES - 1):
-            _start_chunk(place, rows, lane, meeting, c, form)
-    else:
-        ahead = loads.load_chunk(place, rows, lane, 0, tl.where(meeting > 0, 0, lane.left), DIRECT, form)
-    return ahead
-
-
-@triton.jit
-def _next_chunk(place, rows, lane, meeting, c, ahead, form):
-    """Chunk c: `ahead`, or from shared memory, to which a later one then starts on its way."""
-    if form.STAGES > 0:
-        wait_group(form.WAIT, place)
-        chunk = loads.load_chunk(place + c % form.STAGES * form.STAGE, rows, lane, 8 * c, lane.left, TAKE, form)
-        _start_chunk(place, rows, lane, meeting, c + form.STAGES - 1, form)
-    else:
-        chunk = ahead
-    return chunk
-
-
-@triton.jit
-def _load_ahead(place, rows, lane, meeting, c, ahead, form):
-    if form.STAGES == 0:
-        ahead = loads.load_chunk(place, rows, lane, 8 * c, tl.where(c < meeting, 0, lane.left), DIRECT, form)
-    return ahead
 
 
 @triton.jit
@@ -71,30 +20,28 @@ def _solve_pair(R, eps, linked):
 
 @triton.jit
 def _solve(base, eps, linked, G0, G1, form):
-    """W of all tiles (21), as C lies, from what the state leaves of x. Four rounds, each right for one lane of the quad
-    more: the tokens of lane t read those of the lanes before."""
-    CP: tl.constexpr = form.CP
+    """Solves (21) for W of all tiles, as C lies, from what the state leaves of x. The tokens of lane t read those of
+    the lanes before, so each of four rounds makes one lane more of the quad right."""
     R = base
     W = ()
     for turn in tl.static_range(4):
         W = ()
-        for cp in tl.static_range(CP):
-            W = W + _solve_pair(part_of(R, cp, CP), part_of(eps, cp, CP), part_of(linked, cp, CP))
+        for cp in tl.static_range(form.CP):
+            W = W + _solve_pair(part_of(R, cp, form.CP), part_of(eps, cp, form.CP), part_of(linked, cp, form.CP))
         if turn < 3:
             R = ()
-            for cp in tl.static_range(CP):
-                R = R + product_tf32(part_of(base, cp, CP), part_of(W, cp, CP), G0, G1)
+            for cp in tl.static_range(form.CP):
+                R = R + product_tf32(part_of(base, cp, form.CP), part_of(W, cp, form.CP), G0, G1)
     return W
 
 
 @triton.jit
 def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
-    """For chunk c: the words of the states before it, W, the transposed keys, and products of queries with keys."""
+    """Finds for chunk c: the words of the states before it, W, the transposed keys, and queries times keys."""
     g, t = lane.g, lane.t
-    NP: tl.constexpr = form.NP
     kT = tiles.each_transposed(chunk.k)
     minus_k = tiles.each_negated(chunk.k)
-    G0, G1, reads = tiles.products_of_tokens(chunk.k, chunk.q, zero, lane, NP)
+    G0, G1, reads = tiles.products_of_tokens(chunk.k, chunk.q, zero, lane, form.NP)
     between, n0, n1 = tiles.own_products(G0, G1, t, lane.L - 8 * c)
     G0 = tl.where(g // 2 > t, -G0, 0.0)
     G1 = tl.where(g // 2 > t, -G1, 0.0)
@@ -103,41 +50,39 @@ def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
     linked = ()
     base = ()  # x - S K^T of (21)
     for cp in tl.static_range(form.CP):
-        a = tiles.words_of(tiles.span_of(S, 4 * NP * cp, 4 * NP), NP)
+        a = tiles.words_of(part_of(S, cp, form.CP), form.NP)
         A = A + a
         own, e = tiles.step_sizes(chunk.step, kept, zero, bias, n0, n1, cp, form)
         eps = eps + own
         linked = linked + (own[1] * between, own[3] * between)
-        base = base + tiles.over_states(tiles.numbers(chunk.x, cp, form), a, minus_k, NP)
+        base = base + tiles.over_states(tiles.numbers(chunk.x, cp, form), a, minus_k, form.NP)
     return A, _solve(base, eps, linked, G0, G1, form), kT, reads
 
 
 @triton.jit
 def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
     """The states after a chunk (23) and y before its gate (22), both tile by tile as C lies; w is kept."""
-    CP: tl.constexpr = form.CP
-    NP: tl.constexpr = form.NP
     PAIRS: tl.constexpr = (form.D + 1) // 2
     ys = ()
     new = ()
-    for cp in tl.static_range(CP):
-        w = part_of(W, cp, CP)
+    for cp in tl.static_range(form.CP):
+        w = part_of(W, cp, form.CP)
         w0 = packed(w[0], w[1])
         w1 = packed(w[2], w[3])
         if form.SAVE:
             tl.store(written + (c * (4 * PAIRS) + 4 * cp), loads.joined(w0, w1), mask=2 * cp < left)
         if form.OUTPUT:
             o = tiles.times_skip(tiles.numbers(chunk.x, cp, form), skip, cp)
-            o = tiles.over_states(o, part_of(A, cp, CP), chunk.q, NP)
+            o = tiles.over_states(o, part_of(A, cp, form.CP), chunk.q, form.NP)
             ys = ys + product_8(o, w0, w1, reads)
-        for j in tl.static_range(NP):
-            new = new + product_8(tiles.span_of(S, 4 * (NP * cp + j), 4), w0, w1, kT[j])
+        for j in tl.static_range(form.NP):
+            new = new + product_8(part_of(S, form.NP * cp + j, form.CP * form.NP), w0, w1, kT[j])
     return new, ys
 
 
 @triton.jit
 def _gate(values, zs, others, unscale, ADD: tl.constexpr, form):
-    """What lies tile by tile as C, with ADD what `others` holds added, times silu(z) / unscale."""
+    """Adds `others` (if ADD) to what lies tile by tile as C, and multiplies by silu(z) / unscale."""
     out = ()
     for cp in tl.static_range(form.CP):
         o = part_of(values, cp, form.CP)
@@ -184,18 +129,15 @@ def _forward_kernel(
     x_g, x_b, x_l, step_g, step_b, step_l, step_d, proj_g, k_g, k_b, k_l, q_g, q_b, q_l, z_g, z_b, z_l, D_g, bias_g,
     bias_d, start_g, start_b, start_d, start_n, unscale, form,
 ):  # fmt: skip
-    """All chunks of NW blocks of 16 CP channels of one sequence and direction.
+    """Takes all chunks of NW blocks of 16 CP channels of one sequence and direction.
 
-    OUTPUT writes y, (G, B, L, D). With MEET y is (B, L, D), the sum of both directions: every other warp goes from the
-    last token to the first, on the channels of the warp before it. The one that comes to a token first leaves its part
-    there, without gate and scale, and the other adds its own; the program waits once, where the two meet.
+    y is (G, B, L, D), or with MEET the sum of both directions, (B, L, D): every other warp goes from the last token to
+    the first, on the channels of the warp before it. The one that comes to a token first leaves its part there, without
+    gate and scale, and the other adds its own; the program waits once, where the two meet.
     SAVE keeps w, (G, B, chunks, pairs of channels, 4) of two words (the lane's tokens of either channel), and the state
     before every ANCHOR-th chunk but the first and after the last, (G, B, anchors, D, N). `unscale` is 1 / scale of y.
     """
-    N: tl.constexpr = form.N
     D: tl.constexpr = form.D
-    CP: tl.constexpr = form.CP
-    NP: tl.constexpr = form.NP
     r = tl.arange(0, 32 * form.NW)
     zero = probe(r)
     i = tl.program_id(0)
@@ -219,23 +161,23 @@ def _forward_kernel(
     q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
     rows = loads.Chunk(k, q, x, step, z, (), (), ())
     written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
-    anchor_row = anchor_ptr + (G * B + b) * anchors * (D * N)
+    anchor_row = anchor_ptr + (G * B + b) * anchors * (D * form.N)
     bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
     skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
     if form.HAS_START:
         S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, form)
     else:
-        S = tiles.zeros(zero, 4 * CP * NP)
+        S = tiles.zeros(zero, 4 * form.CP * form.NP)
     place = r * 8
     if form.STAGES + form.RP > 0:
         place = place + shared_room(form.ROOM, r)
     kept = place + form.STAGES * form.STAGE
     if form.RP > 0:
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
-    ahead = _first_chunks(place, rows, lane, meeting, form)
+    ahead = loads.first_chunks(place, rows, lane, meeting, 0, form)
     for c in tl.range(0, chunks, num_stages=1):
-        chunk = _next_chunk(place, rows, lane, meeting, c, ahead, form)
-        ahead = _load_ahead(place, rows, lane, meeting, c + 1, ahead, form)
+        chunk = loads.next_chunk(place, rows, lane, meeting, c, c, ahead, form)
+        ahead = loads.load_ahead(place, rows, lane, meeting, c + 1, ahead, form)
         first = 8 * c + 2 * lane.t
         at = (lane.origin + lane.sign * first) * D
         next_at = (lane.origin + lane.sign * (first + 1)) * D
@@ -260,5 +202,5 @@ def _forward_kernel(
                 loads.put_tokens(y_row, at, next_at, ys, left, early, next_early, form)
         if form.SAVE:
             if (c + 1) % form.ANCHOR == 0 or c == chunks - 1:
-                loads.store_state(anchor_row + (c // form.ANCHOR) * (D * N), lane, S, form)
-    loads.store_state(final_ptr + (G * B + b) * (D * N), lane, S, form)
+                loads.store_state(anchor_row + (c // form.ANCHOR) * (D * form.N), lane, S, form)
+    loads.store_state(final_ptr + (G * B + b) * (D * form.N), lane, S, form)

@@ -1,12 +1,10 @@
-"""How the kernels of the chunks (`chunk_forward`, `chunk_backward`) are laid out, what they load and what they store.
+"""How the kernels of the chunks (`chunk_forward`, `chunk_backward`) are laid out, and how they load and store.
 
-A warp takes CP tiles of 16 channels of one sequence and direction. In the matrices of a tile rows are channels: row g
-is the first, row g + 8 the second of a pair of neighbours, which share a word in memory. Columns are the 8 tokens of a
-chunk, or states: lane 4 g + t holds of each pair g the tokens 2t and 2t + 1, and states t N / 4 to (t + 1) N / 4 - 1,
-two to a word, so NP = N / 8 words. "As C lies" are the four numbers of a tile that `fragments` draws: both tokens of
-the first channel, then of the second. Chunks count in the order of the scan.
-
-Every tensor has one number for each lane; what a lane holds more of is a tuple.
+A warp takes CP tiles of 16 channels of one sequence and direction. In the matrices of a tile rows are channels: rows g
+and g + 8 are a pair of neighbours, which share a word in memory. Columns are the 8 tokens of a chunk, or states: lane
+4 g + t holds tokens 2t and 2t + 1 of pair g, and states t N / 4 to (t + 1) N / 4 - 1, two to a word, so NP = N / 8
+words. "As C lies" means the four numbers of a tile that `fragments` draws: both tokens of the first channel, then of
+the second. Chunks count in the order of the scan. A tensor has one number for each lane, a tuple several.
 """
 
 from collections import namedtuple
@@ -14,7 +12,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from .fragments import DIRECT, TAKE, get_shared, packed, put_shared, read_one, read_two
+from .fragments import DIRECT, START, TAKE, end_group, get_shared, packed, put_shared, read_one, read_two, wait_group
 from .lanes import offset_of
 
 UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
@@ -27,11 +25,11 @@ UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 #   STAGES: chunks that shared memory holds, STAGE bytes each, or 0 if they are loaded into registers; EXCHANGE: bytes
 #   for sums over warps. ROOM and WAIT: the PTX that reserves all of it, and that waits for a chunk
 # forward: MEET: every other warp goes from the last token to the first. OUTPUT: y is written. SAVE: w and S are kept
-# backward: IN_TURN: the directions take turns. OTHER: this is the second of them
+# BACKWARD: the backward pass. IN_TURN: there, the directions take turns. OTHER: this is the second of them
 Form = namedtuple(
     "Form",
     "D N RP NP CP NW WORD STATES RANKS SCALAR ALIGNED ANCHOR STAGES STAGE EXCHANGE ROOM WAIT FIRST_REVERSED HAS_Z "
-    "HAS_D HAS_BIAS HAS_START HAS_ADJOINT HAS_INITIAL MEET OUTPUT SAVE IN_TURN OTHER",
+    "HAS_D HAS_BIAS HAS_START HAS_ADJOINT HAS_INITIAL MEET OUTPUT SAVE BACKWARD IN_TURN OTHER",
 )
 # Where a lane is: its number r in the program, g and t in its warp; direction and sequence; the first of its channels,
 # how many exist from that on, and the first of its states; token i of the scan is token origin + sign i of L.
@@ -86,8 +84,8 @@ def written_at(ptr, lane, sequence, chunks, form):
 
 @triton.jit
 def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr, form):
-    """COUNT words of two numbers from `ptr` on, WORD numbers at once; zeros from the `left`-th number on, unless ALL
-    exist (a load of 4 takes it that all do, or none). HOW and `place` as `read_two` has them."""
+    """Loads COUNT words of two numbers from `ptr` on, WORD numbers at once, with zeros from the `left`-th number on
+    unless ALL exist (with WORD 4 all do, or none). HOW and `place` are those of `read_two`."""
     SLOT: tl.constexpr = 256 * form.NW
     words = ()
     if WORD == 4:
@@ -120,11 +118,10 @@ def load_states(place, tokens, token, COUNT: tl.constexpr, WORD: tl.constexpr, H
 @triton.jit
 def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.constexpr, form):
     """Loads the lane's channels of the tokens `first` and `second`."""
-    CP: tl.constexpr = form.CP
     WHOLE: tl.constexpr = ALL and form.WORD == 4
-    words = load_words(place, tokens.row + first * tokens.stride, left, CP, form.WORD, WHOLE, HOW, form)
-    place = place + 256 * form.NW * (CP // 2 if form.WORD == 4 else CP)
-    return words + load_words(place, tokens.row + second * tokens.stride, left, CP, form.WORD, WHOLE, HOW, form)
+    words = load_words(place, tokens.row + first * tokens.stride, left, form.CP, form.WORD, WHOLE, HOW, form)
+    place = place + 256 * form.NW * (form.CP // 2 if form.WORD == 4 else form.CP)
+    return words + load_words(place, tokens.row + second * tokens.stride, left, form.CP, form.WORD, WHOLE, HOW, form)
 
 
 @triton.jit
@@ -143,8 +140,37 @@ def load_scalar(place, tokens, token, HOW: tl.constexpr):
 
 
 @triton.jit
-def load_chunk(place, rows, lane, i, left_of_z, HOW: tl.constexpr, form):
-    """Loads the `Chunk` from the scan's i-th token on; the last token is repeated beyond the end."""
+def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
+    """Loads w and dy of chunk c, which the backward pass reads besides."""
+    first = 8 * c + 2 * lane.t
+    SLOT: tl.constexpr = 256 * form.NW
+    PAIRS: tl.constexpr = (form.D + 1) // 2
+    OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
+    w = ()
+    for i in tl.static_range(form.CP):
+        w = w + read_two(place + SLOT * i, rows.w + (c * (4 * PAIRS) + 4 * i), 2 * i < lane.left, form.WORD == 4, HOW)
+    place = place + SLOT * form.CP
+    dy = ()
+    for j in tl.static_range(2):
+        token = lane.origin + lane.sign * tl.minimum(first + j, lane.L - 1)
+        dy = dy + load_words(place + j * OF_TOKEN, rows.dy.row + token * rows.dy.stride, lane.left, form.CP, form.WORD,
+                             form.WORD == 4, HOW, form)  # fmt: skip
+    return place + 2 * OF_TOKEN, w, dy
+
+
+@triton.jit
+def _load_chunk(place, rows, lane, c, meeting, HOW: tl.constexpr, form):
+    """Loads chunk c; the last token is repeated beyond the end, and the first chunk before the start. z is of no use
+    before the directions meet."""
+    w = ()
+    dy = ()
+    left_of_z = lane.left
+    if form.BACKWARD:
+        c = tl.maximum(c, 0)
+        place, w, dy = _load_back(place, rows, lane, c, HOW, form)
+    i = 8 * c
+    if not form.BACKWARD and HOW != TAKE:
+        left_of_z = tl.where(c < meeting, 0, lane.left)
     last = lane.L - 1
     row = lane.origin + lane.sign * tl.maximum(tl.minimum(i + lane.g, last), 0)
     first = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t, last), 0)
@@ -174,7 +200,45 @@ def load_chunk(place, rows, lane, i, left_of_z, HOW: tl.constexpr, form):
         place = place + OF_TOKENS
     if form.OTHER:
         other = load_pair(place, rows.other, first, second, left, True, HOW, form)
-    return Chunk(k, q, x, step, z, other, (), ())
+    return Chunk(k, q, x, step, z, other, w, dy)
+
+
+@triton.jit
+def _start_chunk(place, rows, lane, meeting, n, c, form):
+    """Starts the copies of chunk c, the n-th to be taken."""
+    _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, meeting, START, form)
+    end_group(place)
+
+
+@triton.jit
+def first_chunks(place, rows, lane, meeting, begin, form):
+    """Starts the loads that come before the loop, from chunk `begin` on, to registers or to shared memory."""
+    ahead = ()
+    if form.STAGES > 0:
+        for n in tl.static_range(form.STAGES - 1):
+            _start_chunk(place, rows, lane, meeting, n, begin - n if form.BACKWARD else n, form)
+    else:
+        ahead = _load_chunk(place, rows, lane, begin, meeting, DIRECT, form)
+    return ahead
+
+
+@triton.jit
+def next_chunk(place, rows, lane, meeting, n, c, ahead, form):
+    """Chunk c, the n-th to be taken: `ahead`, or from shared memory, to which a later one then starts on its way."""
+    chunk = ahead
+    if form.STAGES > 0:
+        wait_group(form.WAIT, place)
+        chunk = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, meeting, TAKE, form)
+        then = n + form.STAGES - 1
+        _start_chunk(place, rows, lane, meeting, then, c - (form.STAGES - 1) if form.BACKWARD else then, form)
+    return chunk
+
+
+@triton.jit
+def load_ahead(place, rows, lane, meeting, c, ahead, form):
+    if form.STAGES == 0:
+        ahead = _load_chunk(place, rows, lane, c, meeting, DIRECT, form)
+    return ahead
 
 
 @triton.jit
@@ -213,15 +277,14 @@ def put_tokens(row, at, next_at, values, left, ok, next_ok, form):
 
 @triton.jit
 def keep_projection(place, ptr, lane, form):
-    """Puts a lane's share of the projection (D, 8 RP) that makes logits into shared memory of its own: of each tile the
-    words of both channels, as the left operand of a product."""
-    RP: tl.constexpr = form.RP
-    pairs = (ptr + lane.d * (8 * RP) + lane.t * (2 * RP)).to(tl.pointer_type(tl.int32), bitcast=True)
+    """Keeps a lane's share of the projection (D, 8 RP) that makes logits in shared memory: for each tile the words of
+    both channels, as the left operand of a product."""
+    pairs = (ptr + lane.d * (8 * form.RP) + lane.t * (2 * form.RP)).to(tl.pointer_type(tl.int32), bitcast=True)
     for cp in tl.static_range(form.CP):
-        for j in tl.static_range(RP):
-            one = tl.load(pairs + (8 * RP * cp + j), mask=2 * cp < lane.left, other=0)
-            two = tl.load(pairs + (8 * RP * cp + 4 * RP + j), mask=2 * cp + 1 < lane.left, other=0)
-            put_shared(place + 256 * form.NW * (cp * RP + j), one.to(tl.float32, bitcast=True),
+        for j in tl.static_range(form.RP):
+            one = tl.load(pairs + (8 * form.RP * cp + j), mask=2 * cp < lane.left, other=0)
+            two = tl.load(pairs + (8 * form.RP * cp + 4 * form.RP + j), mask=2 * cp + 1 < lane.left, other=0)
+            put_shared(place + 256 * form.NW * (cp * form.RP + j), one.to(tl.float32, bitcast=True),
                        two.to(tl.float32, bitcast=True))  # fmt: skip
 
 

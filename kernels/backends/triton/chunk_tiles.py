@@ -1,8 +1,5 @@
-"""The steps that both passes over the chunks share.
-
-S is the state, P the adjoint state, W what the tokens write, and U the adjoint of W before eps. The numbers beside the
-code are those of the equations in docs/scan.md. `chunk_loads` says which lane holds what.
-"""
+"""The steps that both passes over the chunks share. Names and numbers of equations are those of docs/scan.md;
+`chunk_loads` says which lane holds what."""
 
 import triton
 import triton.language as tl
@@ -12,16 +9,8 @@ from .fragments import exp2, from_lane, high, low, packed, product_8, product_16
 from .lanes import LOG2E, reciprocal
 
 SIGNS = tl.constexpr(-2147450880)  # the sign bits of both halves of a word
-# e = exp(-logit) is held below 2^125, so that eps e has a value; eps is no number that float32 could show there.
+# e = exp(-logit) stays below 2^125, so that eps e has a value; float32 cannot show eps there.
 MAX_EXPONENT = tl.constexpr(125.0)
-
-
-@triton.jit
-def span_of(values, begin: tl.constexpr, count: tl.constexpr):
-    part = ()
-    for i in tl.static_range(count):
-        part = part + (values[begin + i],)
-    return part
 
 
 @triton.jit
@@ -39,9 +28,8 @@ def sum_of(o, other):
 
 @triton.jit
 def numbers(words, cp: tl.constexpr, form):
-    """Float32 of a tile's tokens, as C lies, from the words of `load_pair`."""
-    CP: tl.constexpr = form.CP
-    return low(words[cp]), low(words[CP + cp]), high(words[cp]), high(words[CP + cp])
+    """A tile's tokens in float32, as C lies, from the words of `load_pair`."""
+    return low(words[cp]), low(words[form.CP + cp]), high(words[cp]), high(words[form.CP + cp])
 
 
 @triton.jit
@@ -51,7 +39,7 @@ def times_skip(x, skip, cp: tl.constexpr):
 
 @triton.jit
 def over_states(c, a, b, NP: tl.constexpr):
-    """c + A B, summing over the states; a: per word of states the words of rows g and g + 8."""
+    """c + A B, summing over the states; `a` has, for each word of states, the words of rows g and g + 8."""
     for j in tl.static_range(NP // 2):
         c = product_16(c, a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3], b[2 * j], b[2 * j + 1])
     if NP % 2 == 1:
@@ -86,8 +74,7 @@ def each_negated(words):
 
 @triton.jit
 def products_of_tokens(k, q, zero, lane, NP: tl.constexpr):
-    """(k_g . k_2t, k_g . k_2t+1), and q_g . k_2t, q_g . k_2t+1 in one word, zero where the key comes after the
-    query."""
+    """k_g . k_2t, k_g . k_2t+1, and in one word q_g . k_2t and q_g . k_2t+1, zero where the key comes later."""
     a = ()
     for j in tl.static_range(NP):
         a = a + (k[j], q[j])
@@ -99,8 +86,8 @@ def products_of_tokens(k, q, zero, lane, NP: tl.constexpr):
 
 @triton.jit
 def own_products(G0, G1, t, tokens):
-    """The product of the keys of the lane's tokens 2t and 2t + 1, and 1 + ||k||^2 of each, infinite (so that eps is
-    zero) from token `tokens` of the chunk on."""
+    """The product of the keys of tokens 2t and 2t + 1, and 1 + ||k||^2 of each: infinite, so that eps is zero, from
+    token `tokens` of the chunk on."""
     n0 = from_lane(G0, 9 * t)
     between = from_lane(G0, 9 * t + 4)
     n1 = from_lane(G1, 9 * t + 4)
@@ -111,8 +98,8 @@ def own_products(G0, G1, t, tokens):
 
 @triton.jit
 def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, form):
-    """eps and e = exp(-logit) of a tile (1), each as C lies. RP: the words are the tokens' at low rank, and the
-    projection lies at `kept`."""
+    """eps and e = exp(-logit) of a tile (1), each as C lies. With RP, `words` are at low rank, and `kept` has the
+    projection."""
     if form.SCALAR:
         e0 = exp2(tl.minimum(low(words[0]) * -LOG2E + bias[0], MAX_EXPONENT))
         e1 = exp2(tl.minimum(low(words[1]) * -LOG2E + bias[0], MAX_EXPONENT))

@@ -147,24 +147,14 @@ def _share(numbers: int, *values: Tensor) -> int:
     return next((size for size in (4, 2) if numbers % size == 0 and _aligned(values, size)), 1)
 
 
-def _in_turn(scan: Scan, shape: Shape) -> bool:
-    """Whether the directions take turns, since one alone keeps all schedulers busy: the second then adds to the results
-    of the first, and no pass has to."""
-    _, B, _, D, _ = scan.sizes
-    warps = B * ceil_div(D, shape.channels) * shape.warps
-    return _combined(scan) and warps >= 8 * multiprocessors(scan.x.device)
-
-
 def _combined(scan: Scan) -> bool:
     """Whether y is one sum of both directions under one gate."""
     return scan.direction == "both" and scan.combine != "none" and (scan.z is None or scan.z.ndim == 3)
 
 
-def _common(
-    launch: Launch, shape: Shape, channels: int, *others: Tensor, extra: int = 0, exchange: int = 0
-) -> dict[str, Any]:
-    """The arguments that both kernels take. A program has `channels` of one sequence; `others` are read or written as x
-    is; `extra` tensors are read beside x, logits and z; `exchange` bytes of shared memory are for other use."""
+def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dict[str, Any]:
+    """The arguments that both kernels take. A program has `channels` of one sequence. `others` are the tensors that the
+    backward kernel reads or writes as it reads x."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     step = launch.args["step_ptr"]
@@ -180,17 +170,16 @@ def _common(
     if rank and (proj.stride()[1:] != (rank, 1) or proj.data_ptr() % 4 or proj.stride(0) % 2):
         proj = proj.contiguous()
     aligned = launch.aligned and all(s % 16 == 0 for v in others for s in v.stride()[:-1])
+    exchange = shape.warps * (N // 4 + 1) * 512 if others else 0  # bytes for sums over warps
     args = launch.args | pointer("step", step, "gbld") | dict(
         SCALAR=scalar, proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8, RANKS=ranks,
-        blocks=ceil_div(D, channels), unscale=1 / scan.output_scale, ALIGNED=aligned, MEET=False, IN_TURN=False,
-        OTHER=False, direction=0, NP=N // 8, CP=shape.pairs, NW=shape.warps, STATES=states, ANCHOR=ANCHOR,
-        WORD=_word(rows, shape.pairs % 2 == 0 and D % channels == 0), num_warps=shape.warps, num_stages=1,
-        enable_fp_fusion=True)  # fmt: skip
+        blocks=ceil_div(D, channels), unscale=1 / scan.output_scale, ALIGNED=aligned, BACKWARD=bool(others), NP=N // 8,
+        CP=shape.pairs, NW=shape.warps, STATES=states, ANCHOR=ANCHOR, num_warps=shape.warps, num_stages=1,
+        WORD=_word(rows, shape.pairs % 2 == 0 and D % channels == 0), enable_fp_fusion=True)  # fmt: skip
     # Copies into shared memory are of whole words.
     stages = shape.stages if args["WORD"] > 1 and states > 1 and (ranks > 1 or not rank) else 0
-    reads = 2 * (1 + (not rank) + (scan.z is not None) + extra)  # of two tokens
-    slots = reads * ceil_div(2 * shape.pairs, args["WORD"]) + 2 * ceil_div(N // 4, states)
-    slots += ceil_div(rank // 4, ranks)
+    reads = 2 * (1 + (not rank) + (scan.z is not None) + (2 if others else 0))  # of two tokens
+    slots = reads * ceil_div(2 * shape.pairs, args["WORD"]) + 2 * ceil_div(N // 4, states) + ceil_div(rank // 4, ranks)
     slots += shape.pairs if others else 0  # what the forward pass kept
     stage = slots * 8 * 32 * shape.warps
     kept = rank // 8 * shape.pairs * 8 * 32 * shape.warps
@@ -243,15 +232,15 @@ def backward(
     blocks = ceil_div(D, shape.channels)
     if _too_wide(dy):
         dy = dy.contiguous()  # the other tensors were looked at before the forward pass
-    in_turn = scan.z is not None and _in_turn(scan, shape)
+    # Where one direction keeps all schedulers busy, the second comes after it and adds to its results.
+    busy = B * blocks * shape.warps >= 8 * multiprocessors(scan.x.device)
+    in_turn = scan.z is not None and _combined(scan) and busy
     in_place = in_turn or (scan.z is not None and G == 1)
     if not in_place:
         dz = scan.x.new_empty((G, B, L, D) if scan.z is not None else (0, 0, 0, 0))
     elif dz is None or dz.stride(-1) != 1 or _too_wide(dz):
         dz = scan.x.new_empty(B, L, D)
-    exchange = shape.warps * (N // 4 + 1) * 512
-    others = (dy,) if scan.z is None else (dy, dz)
-    args = _common(launch, shape, shape.channels, *others, extra=2, exchange=exchange)
+    args = _common(launch, shape, shape.channels, *((dy,) if scan.z is None else (dy, dz)))
     scalar = args["SCALAR"]
 
     def numbers(*sizes: int) -> Tensor:
@@ -267,13 +256,9 @@ def backward(
         adjoint_ptr=saved if adjoint is None else adjoint, HAS_ADJOINT=adjoint is not None,
         HAS_INITIAL=scan.initial_state is not None, **strides("adjoint", adjoint, "gbdn"), dx_ptr=dx, dD_ptr=dD,
         dbias_ptr=dbias, dinitial_ptr=dinitial, sums_ptr=sums)  # fmt: skip
-    if in_turn:
-        args["IN_TURN"] = True
-        for direction in range(2):
-            turn = dict(OTHER=direction > 0, direction=direction)
-            run(chunk_backward._backward_kernel, (blocks * B, 1), args | turn)
-    else:
-        run(chunk_backward._backward_kernel, (blocks * B, G), args)
+    for direction in range(2 if in_turn else 1):
+        turn = dict(IN_TURN=in_turn, OTHER=direction > 0, direction=direction)
+        run(chunk_backward._backward_kernel, (blocks * B, 1 if in_turn else G), args | turn)
 
     dk, dq = sum_blocks(sums, scan.k, scan.q, dkq=dkq)
     skip, bias = sum_sequences(dD, dbias)

@@ -9,7 +9,7 @@ runs alone (G = 1, REVERSED), it takes the place of the first and reads K - 1 to
 Channels beyond D repeat the last one, and nothing of them is stored.
 """
 
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from torch import Tensor
 from ...contract import ceil_div
 from .finish import sum_taps
 from .lanes import LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of
+from .launch import aligned, refuse_float64, run
 from .tuning import multiprocessors
 
 # Bytes of a channel in a part, forward and backward: 8 and 4 tokens of 16-bit numbers. Backward, a longer part takes so
@@ -228,13 +229,11 @@ def _conv_backward_kernel(
         gs2 = next_gs2
 
     sums = sums_ptr + (b * segments + segment) * (G * (K + 1) * D) + d
-    for i in tl.static_range(K):
-        tl.store(sums + i * D, dweight[i], mask=d_ok)
-    tl.store(sums + K * D, dbias, mask=d_ok)
+    found = dweight + (dbias,)
     if G == 2:
-        for i in tl.static_range(K):
-            tl.store(sums + (K + 1 + i) * D, dweight2[i], mask=d_ok)
-        tl.store(sums + (2 * K + 1) * D, dbias2, mask=d_ok)
+        found = found + dweight2 + (dbias2,)
+    for i in tl.static_range(G * (K + 1)):
+        tl.store(sums + i * D, found[i], mask=d_ok)
 
 
 def _cut(L: int, programs: int, device: torch.device, part: int) -> tuple[int, int]:
@@ -250,32 +249,24 @@ def _prepare(
     steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor, reversed: bool, **others: Tensor
 ) -> tuple[int, dict]:
     """Prepares a walk of `steps` steps: (programs, arguments). `others` are y, dy and dx."""
-    if x.dtype == torch.float64:
-        raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
+    refuse_float64(x)
     B, L, D = x.shape
     G, _, K = weight.shape
-    aligned = D % 16 == 0 and all(v.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in v.stride()[-3:-1])
-                                  for v in (x, *others.values()))  # fmt: skip
+    every_aligned = D % 16 == 0 and all(map(aligned, (x, *others.values())))
     # Two channels a lane where they can be loaded together and no lane is idle.
     lanes = warp_lanes(x.device)
-    width = 2 * lanes if aligned and D % (2 * lanes) == 0 else lanes
-    unit = 16 if aligned else 1
+    width = 2 * lanes if every_aligned and D % (2 * lanes) == 0 else lanes
+    unit = 16 if every_aligned else 1
     blocks = ceil_div(D, width)
     part = part_bytes // x.element_size()
     segments, span = _cut(steps, blocks * B, x.device, part)
     args = dict(x_ptr=x, weight_ptr=weight, bias_ptr=bias, L=L, B=B, blocks=blocks, segments=segments, span=span,
                 x_b=x.stride(0) // unit, x_l=x.stride(1) // unit, D=D, K=K, G=G, REVERSED=reversed, BC=width, U=part,
-                WHOLE=D % width == 0, UNIT=unit, PTX=takes_ptx(x.device))  # fmt: skip
+                WHOLE=D % width == 0, UNIT=unit, PTX=takes_ptx(x.device), num_warps=1, num_stages=1,
+                enable_fp_fusion=True)  # fmt: skip
     for name, value in others.items():
         args |= {f"{name}_ptr": value, f"{name}_b": value.stride(-3) // unit, f"{name}_l": value.stride(-2) // unit}
     return blocks * segments * B, args
-
-
-def _launch(kernel: Any, programs: int, args: dict[str, Any]) -> None:
-    with torch.cuda.device_of(args["x_ptr"]):
-        kernel[(programs,)](
-            **{name: args[name] for name in kernel.arg_names}, num_warps=1, num_stages=1, enable_fp_fusion=True
-        )
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out: Optional[Tensor] = None) -> Tensor:
@@ -284,7 +275,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out
     y = x.new_empty(G, *x.shape) if out is None else out
     programs, args = _prepare(x.shape[1] + (G - 1) * (K - 1), _FORWARD_PART, x, weight, bias, reversed, y=y)
     if programs:
-        _launch(_conv_forward_kernel, programs, args)
+        with torch.cuda.device_of(x):
+            run(_conv_forward_kernel, (programs,), args)
     return y
 
 
@@ -296,5 +288,6 @@ def backward(
     programs, args = _prepare(L, _BACKWARD_PART, x, weight, bias, reversed, dy=dy, dx=dx)
     sums = x.new_empty(B * args["segments"], G, K + 1, D, dtype=torch.float32)
     if programs:
-        _launch(_conv_backward_kernel, programs, args | {"sums_ptr": sums})
+        with torch.cuda.device_of(x):
+            run(_conv_backward_kernel, (programs,), args | dict(sums_ptr=sums))
     return sum_taps(sums)  # no atomics, but a fixed order: the same bits in every run

@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import Pair, ceil_div, power_of_2
-from .lanes import offset_of
+from .lanes import kernel, offset_of
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@kernel()
 def _finish_rows_kernel(
     sums_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks,
     GROUPS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
@@ -62,7 +62,7 @@ def _sum_parts(row, d, parts, D, R: tl.constexpr, C: tl.constexpr):
     return tl.sum(total, 0)[None, :]
 
 
-@triton.jit(do_not_specialize=["parts", "D"])
+@kernel()
 def _finish_columns_kernel(
     first_ptr, last_ptr, first_out_ptr, last_out_ptr, parts, D, R: tl.constexpr, C: tl.constexpr
 ):
@@ -89,7 +89,7 @@ def sum_sequences(*values: Tensor) -> list[Tensor]:
     return sums
 
 
-@triton.jit(do_not_specialize=["parts"])
+@kernel()
 def _finish_taps_kernel(
     sums_ptr, dweight_ptr, dbias_ptr, parts, D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr,
@@ -116,7 +116,7 @@ def sum_taps(sums: Tensor) -> tuple[Tensor, Tensor]:
     return dweight, dbias
 
 
-@triton.jit(do_not_specialize=["tokens", "L", "out_b", "out_l"])
+@kernel()
 def _add_kernel(
     pair_ptr, out_ptr, tokens, L, out_b, out_l, D: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -1,8 +1,7 @@
 """Tensor cores in plain Triton: PTX on tensors of one number a lane, and the fragments of matrices that lanes hold.
 
-The kernels of the chunks are written as one writes for a single lane: every tensor is one-dimensional with as many
-elements as the program has lanes, and element r belongs to lane r % 32 of warp r // 32. Triton has one layout for such
-a tensor; `probe` finds out at run time whether that still holds.
+The kernels of the chunks are written as for a single lane: every tensor has one element for each lane of the program,
+and element r belongs to lane r % 32 of warp r // 32. `probe` finds out at run time whether Triton still lays it out so.
 
 Lane 4 g + t of a warp, g = 0..7 and t = 0..3, holds of the matrices of a product C += A B
 
@@ -16,9 +15,9 @@ Lane 4 g + t of a warp, g = 0..7 and t = 0..3, holds of the matrices of a produc
     B   rows 2t, 2t+1      b0 (word)                         16 rows; with 8 there is b0 alone
         rows 2t+8, 2t+9    b1 (word)
 
-so that the two columns of a C, rounded and put into one word, are an A of the next product. With 32-bit operands (TF32,
-of which the products take the upper 19 bits) A's columns t and t + 4 stand in the place of 2t and 2t + 1: if both
-operands number what they sum over alike, C is such an A too.
+so that the two columns of a C, rounded and put into one word, are an A of the next product. With 32-bit operands (TF32:
+the products take the upper 19 bits) A's columns t and t + 4 take the place of 2t and 2t + 1. If both operands number
+what they sum over in the same order, C is such an A too.
 """
 
 import triton
@@ -91,25 +90,13 @@ def from_lane(v, lane):
 
 
 @triton.jit
-def _from_partner(v, mask):
-    return tl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, mask], dtype=tl.float32, is_pure=True, pack=1
-    )
-
-
-@triton.jit
-def sum_quad(v, lane):
-    """The sum over the four lanes of the same g, in each of them."""
-    v = v + _from_partner(v, lane * 0 + 1)
-    return v + _from_partner(v, lane * 0 + 2)
-
-
-@triton.jit
-def sum_column(v, lane):
-    """The sum over the eight lanes of the same t, in each of them."""
-    v = v + _from_partner(v, lane * 0 + 4)
-    v = v + _from_partner(v, lane * 0 + 8)
-    return v + _from_partner(v, lane * 0 + 16)
+def sum_lanes(v, lane, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Sums over the lanes whose numbers differ in COUNT bits from FIRST on: 1, 2 is a quad, 4, 3 all lanes of one t."""
+    for i in tl.static_range(COUNT):
+        v = v + tl.inline_asm_elementwise(
+            "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, lane * 0 + (FIRST << i)], dtype=tl.float32,
+            is_pure=True, pack=1)  # fmt: skip
+    return v
 
 
 @triton.jit

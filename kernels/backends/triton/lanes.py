@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-# Read when the kernels are decorated, so the variable must be set before the first import.
+# The kernels are decorated by it, so the variable must be set before the first import.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -209,10 +209,10 @@ def channels_of_a_lane(v, NS: tl.constexpr, W: tl.constexpr, BC: tl.constexpr):
 
 @triton.jit
 def fold_lanes(values, V: tl.constexpr, NS: tl.constexpr, W: tl.constexpr):
-    """Sums over W lanes of V tensors (NS, W) at once, V a power of two.
+    """Sums V tensors (NS, W) over W lanes at once, V a power of two.
 
-    Halving: a lane keeps one half of the values and gives its partner the other, so that V sums take V - 1 exchanges
-    and not V log W. Lane l ends with the sums of the values l V/W, l V/W + 1, ...; with V < W, W/V lanes hold the same.
+    A lane keeps one half of the values and gives its partner the other, so V sums take V - 1 exchanges instead of
+    V log W. Lane l ends with the sums of values l V/W, l V/W + 1, ...; with V < W, W/V lanes hold the same.
     """
     lane = tl.arange(0, W)[None, :] + tl.zeros([NS, W], tl.int32)
     for s in tl.static_range(6):
@@ -234,15 +234,15 @@ FOLD_CAPABILITY = 80  # of a GPU that multiplies TF32 matrices
 
 
 def _matrix_fold(values: int) -> tuple[str, str]:
-    """PTX of `fold_lanes` for one warp with 16 or 32 values, its first steps made by the matrix units, and constraints.
+    """PTX of `fold_lanes` for one warp with 16 or 32 values, whose first steps tensor cores make, and its constraints.
 
     A product with a matrix of ones sums over the four lanes of each quad. With the ones in column n alone, value n
-    comes to stand in column n; so four products take 16 values, and a lane holds 2 columns of 2 rows of the result. The
-    sums over the eight quads are left, a quarter of the exchanges. Operands are rounded to TF32 (11 bits), sums are
-    float32: for 16-bit inputs only.
+    comes to stand in column n. So four products take 16 values, and a lane holds 2 columns of 2 rows of the result.
+    What is left are sums over the eight quads, a quarter of the exchanges. Operands are rounded to TF32 (11 bits),
+    which is enough for 16-bit inputs only.
 
-    This takes it that lane l holds element l of each tensor, which Triton does not promise: the first operand is the
-    number of the element, and where it is another than the lane's the result is NaN and not a wrong number.
+    Triton does not promise that lane l holds element l of each tensor. So the first operand is the number of the
+    element, and where that is not the lane's the result is NaN, not a wrong number.
     """
     tiles = values // 16
     code = [
@@ -282,17 +282,14 @@ _FOLD_32, _FOLD_32_CONSTRAINTS = (tl.constexpr(text) for text in _matrix_fold(32
 
 @triton.jit
 def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, FACTOR: tl.constexpr, form):
-    """Sum `values`, GROUPS (1 or 2) times NI tensors (NS, W), over the lanes and store state n of a group at
-    ptr[group N + n], if token < end; the first group times FACTOR."""
-    NI: tl.constexpr = form.NI
-    NS: tl.constexpr = form.NS
-    W: tl.constexpr = form.W
+    """Sums `values`, GROUPS (1 or 2) times NI tensors (NS, W), over the lanes. If token < end, stores state n of a
+    group at ptr[group N + n], the first group times FACTOR."""
     V: tl.constexpr = form.V if GROUPS == 2 else form.V // 2
-    for _ in tl.static_range(V - GROUPS * NI):
-        values = values + (tl.zeros([NS, W], tl.float32),)
-    lane = tl.arange(0, W)[None, :] + tl.zeros([NS, W], tl.int32)
-    index = lane * V // W
-    valid = lane % (W // V if V < W else 1) == 0
+    for _ in tl.static_range(V - GROUPS * form.NI):
+        values = values + (tl.zeros([form.NS, form.W], tl.float32),)
+    lane = tl.arange(0, form.W)[None, :] + tl.zeros([form.NS, form.W], tl.int32)
+    index = lane * V // form.W
+    valid = lane % (form.W // V if V < form.W else 1) == 0
     if form.MATRIX and V >= 16:
         words = (lane,)
         for i in tl.static_range(V):
@@ -306,12 +303,12 @@ def store_sums(ptr, values, token, end, GROUPS: tl.constexpr, FACTOR: tl.constex
             valid = (lane & 4) == 0
         sums = (fold,)
     else:
-        sums = fold_lanes(values, V, NS, W)
-    part = tl.arange(0, NS)[:, None] + tl.zeros([NS, W], tl.int32)
-    for j in tl.static_range(V // W if V > W else 1):
-        group = (index + j) // NI
-        n = part * NI + (index + j) % NI
-        ok = valid & (group < GROUPS) & (n < form.N) & (all_lanes(token, NS, W) < end)
+        sums = fold_lanes(values, V, form.NS, form.W)
+    part = tl.arange(0, form.NS)[:, None] + tl.zeros([form.NS, form.W], tl.int32)
+    for j in tl.static_range(V // form.W if V > form.W else 1):
+        group = (index + j) // form.NI
+        n = part * form.NI + (index + j) % form.NI
+        ok = valid & (group < GROUPS) & (n < form.N) & (all_lanes(token, form.NS, form.W) < end)
         total = sums[j]
         if FACTOR != 1.0:
             total = tl.where(group == 0, FACTOR * total, total)

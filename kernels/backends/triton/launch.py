@@ -11,12 +11,16 @@ from .lanes import form_of
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 
 
+def refuse_float64(x: Tensor) -> None:
+    if x.dtype == torch.float64:
+        raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
+
+
 class Launch:
     """The arguments that all kernels of a scan take: tensors with a direction axis, strides, options."""
 
     def __init__(self, scan: Scan):
-        if scan.x.dtype == torch.float64:
-            raise ValueError("the Triton kernels compute in float32 and x is torch.float64; use backend='torch'")
+        refuse_float64(scan.x)
         self.scan = scan
         G, B, L, D, N = self.sizes = scan.sizes
         x, k, q = (rows(scan, value, 3) for value in (scan.x, scan.k, scan.q))
@@ -56,8 +60,9 @@ def aligned(value: Tensor) -> bool:
     return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[:-1])
 
 
-def run(kernel: Any, grid: tuple[int, int], args: dict[str, Any]) -> None:
+def run(kernel: Any, grid: tuple[int, ...], args: dict[str, Any]) -> None:
     """Launch `kernel` with those of `args` that it takes or that are options of Triton."""
-    args = args | dict(form=form_of(kernel.form, args))
+    if kernel.form is not None:
+        args = args | dict(form=form_of(kernel.form, args))
     names = (*kernel.arg_names, *(name for name in _OPTIONS if name in args))
     kernel[grid](**{name: args[name] for name in names})

@@ -6,10 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import power_of_2
-from .lanes import LOG2E, offset_of
+from .lanes import LOG2E, kernel, offset_of
 from .tuning import multiprocessors
-
-_RUNTIME = ["rows", "L", "z_b", "z_l", "dy_b", "dy_l", "dz_b", "dz_l"]
 
 
 @triton.jit
@@ -24,7 +22,7 @@ def _row_at(row, L, stride_b, stride_l, ALIGNED: tl.constexpr):
     return offset_of(row // L, stride_b, ALIGNED) + offset_of(row % L, stride_l, ALIGNED)
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@kernel()
 def _gated_norm_kernel(
     o_ptr, z_ptr, weight_ptr, y_ptr, rows, L, z_b, z_l, eps, D: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
 ):
@@ -42,7 +40,7 @@ def _gated_norm_kernel(
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=_RUNTIME)
+@kernel()
 def _gated_norm_backward_kernel(
     dy_ptr, o_ptr, z_ptr, weight_ptr, do_ptr, dz_ptr, dweight_ptr, rows, L, dy_b, dy_l, z_b, z_l, dz_b, dz_l, eps,
     D: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,

@@ -26,7 +26,7 @@ class Plan(NamedTuple):
     segments: int
     span: int
     channels: int
-    regime: str = "sequential"
+    regime: str
 
 
 def _cut(scan: Scan, programs: int, resident: int, backward: bool) -> tuple[int, int]:

@@ -98,27 +98,25 @@ def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, a
     """Finds the states of a part, from the saved state before its chunk. The part of a chunk that is taken first walks
     to its place and leaves the states before the others at `scratch_row`. S, the state after the part, is found here
     for the first part of all (r = 0) and handed on after that."""
-    T: tl.constexpr = form.T
-    U: tl.constexpr = form.U
     start = saved_row
-    walked = i // T * T
-    if (i % T - (T - U)) * r == 0:  # either is zero
+    walked = i // form.T * form.T
+    if (i % form.T - (form.T - form.U)) * r == 0:  # either is zero
         walked = i
-    elif i % T > 0:
-        start = scratch_row + (i % T // U - 1) * (form.N * form.D)
+    elif i % form.T > 0:
+        start = scratch_row + (i % form.T // form.U - 1) * (form.N * form.D)
     state = walk.load_state(start, form.D, at, form)
-    state = walk.rebuild(state, inputs, scratch_row, i // T * T, walked, at, RULE, form)
+    state = walk.rebuild(state, inputs, scratch_row, i // form.T * form.T, walked, at, RULE, form)
     states = state
     epss = ()
     es = ()
-    for j in tl.static_range(U):
+    for j in tl.static_range(form.U):
         keep = tl.where(all_lanes(i + j, 1, form.BC) < at.end, 1.0, 0.0)
         eps, e = RULE.value.step_size(part.step[j], inputs.bias, norms[j], keep, form)
         epss = epss + (eps,)
         es = es + (e,)
         k = walk.unpack(k_row, inputs.k, form.K_PACK, form)
         A = walk.A_of(inputs, at, walk.token_at(at, i + j), form)
-        if j + 1 < U:
+        if j + 1 < form.U:
             k_row = walk.load_rows(inputs.k, at, i + j + 1, 1, form.K_PACK, form)
             state, w = RULE.value.advance(state, part.x[j].to(tl.float32), k, A, eps, e)
             states = states + state
@@ -154,11 +152,11 @@ def _store_rows(rows, t, dk, dq, k, dlog, eps, i, end, RULE: tl.constexpr, form)
     sums = ()
     if TAKES_NORM and form.N > 1:
         through_eps = channels_of_a_lane(RULE.value.through_norm(dlog, eps), 1, form.W, form.BC)
-        for n in tl.static_range(form.NI):
-            sums = sums + (channels_of_a_lane(dk[n], form.NS, form.W, form.BC) + k[n] * through_eps,)
-    else:
-        for n in tl.static_range(form.NI):
-            sums = sums + (channels_of_a_lane(dk[n], form.NS, form.W, form.BC),)
+    for n in tl.static_range(form.NI):
+        total = channels_of_a_lane(dk[n], form.NS, form.W, form.BC)
+        if TAKES_NORM and form.N > 1:
+            total += k[n] * through_eps
+        sums = sums + (total,)
     store_sums(rows.row + t.to(tl.int64) * rows.stride, sums + dq, i, end, 2, FACTOR, form)
 
 
@@ -195,7 +193,6 @@ def _backward_kernel(
     """
     at = walk.place_of(blocks, segments, span, L, form)
     d, g = at.d, at.g
-    N: tl.constexpr = form.N
     D: tl.constexpr = form.D
     T: tl.constexpr = form.T
     U: tl.constexpr = form.U
@@ -214,12 +211,12 @@ def _backward_kernel(
     dstep_row = walk.result_at(dstep_ptr, at, row, form)
     dz_row = walk.result_at(dz_ptr, at, row, form)
     written = walk.Tokens(walk.result_at(written_ptr, at, row, form), D)
-    SUMS: tl.constexpr = 3 * N if form.A_PER_TOKEN else 2 * N
+    SUMS: tl.constexpr = 3 * form.N if form.A_PER_TOKEN else 2 * form.N
     sums = walk.Tokens(sums_ptr + (at.block * tl.num_programs(1).to(tl.int64) * B * L + row) * SUMS, SUMS)
-    saved_row = saved_ptr + (g * ((L + T - 1) // T) * B + at.b) * (N * D) + at.first * D + d
-    saved_c = B.to(tl.int64) * (N * D)
+    saved_row = saved_ptr + (g * ((L + T - 1) // T) * B + at.b) * (form.N * D) + at.first * D + d
+    saved_c = B.to(tl.int64) * (form.N * D)
     # (G, B, segments, T / U - 1, N, D): each lane reads what it wrote.
-    scratch_row = scratch_ptr + (sequence * segments + at.segment) * ((T // U - 1) * N * D) + at.first * D + d
+    scratch_row = scratch_ptr + (sequence * segments + at.segment) * ((T // U - 1) * form.N * D) + at.first * D + d
 
     skip = walk.load_skip(D_ptr + g * D_g + d, form)
     bias = walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form)
@@ -298,7 +295,7 @@ def _backward_kernel(
             G, dx, dlog, dk, dA_t = RULE.value.step_back(now, before, x_t, w, k_t, A_t, eps, e, form)
             dstep = RULE.value.logit_back(dlog, part.step[j], inputs.bias, eps, e, inside, form)
             if TAKES_A:
-                dA = _add_dA(dA, dA_t, sums.row + t.to(tl.int64) * SUMS + 2 * N, i + j, at.end, form)
+                dA = _add_dA(dA, dA_t, sums.row + t.to(tl.int64) * SUMS + 2 * form.N, i + j, at.end, form)
             dD += do * x_t  # (8)
             dbias += dstep
             tl.store(dx_row + place, (dx + skip * do).to(dx_ptr.dtype.element_ty), mask=ok)
@@ -311,11 +308,11 @@ def _backward_kernel(
     piece = sequence * segments + at.segment
     if form.HAS_INITIAL:
         if at.segment == 0:
-            walk.store_state(dinitial_ptr + (sequence * D + d) * N + at.first, 1, G, at, form)
+            walk.store_state(dinitial_ptr + (sequence * D + d) * form.N + at.first, 1, G, at, form)
     if form.HAS_D:
         tl.store(dD_ptr + piece * D + d, dD, mask=at.d_ok)
     if form.HAS_BIAS:
         tl.store(dbias_ptr + piece * D + d, dbias, mask=at.d_ok)
     if TAKES_A:
         if not form.A_PER_TOKEN:
-            walk.store_state(dA_ptr + piece * N * D + at.first * D + d, D, dA, at, form)
+            walk.store_state(dA_ptr + piece * form.N * D + at.first * D + d, D, dA, at, form)

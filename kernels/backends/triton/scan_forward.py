@@ -77,9 +77,7 @@ def _forward_kernel(
         if at.segment == segments - 1:
             return  # no segment follows it
     d, g = at.d, at.g
-    N: tl.constexpr = form.N
     D: tl.constexpr = form.D
-    T: tl.constexpr = form.T
     U: tl.constexpr = form.U
     UNDOES: tl.constexpr = RULE.value.undoes
     x = walk.channels_at(x_ptr, at, x_g, x_b, x_l, 1, form)
@@ -91,7 +89,7 @@ def _forward_kernel(
     k = walk.states_at(k_ptr, at, k_g, k_b, k_l, form)
     q = walk.states_at(q_ptr, at, q_g, q_b, q_l, form)
     norm_row = norm_ptr + sequence * padded
-    saved_ptr += ((g * ((L + T - 1) // T) + at.begin // T) * B + at.b) * (N * D) + at.first * D + d
+    saved_ptr += ((g * ((L + form.T - 1) // form.T) + at.begin // form.T) * B + at.b) * (form.N * D) + at.first * D + d
     skip = walk.load_skip(D_ptr + g * D_g + d, form)
     bias = walk.load_bias(bias_ptr + g * bias_g + d * bias_d, RULE, form)
     A_rows = walk.states_at(A_ptr, at, A_g, A_b, A_l, form)
@@ -117,9 +115,9 @@ def _forward_kernel(
         if form.DEEP:
             next_rows = _load_rows(inputs, q, at, i + U, U, form)
         if form.SAVE and not UNDOES:
-            if i % T == 0:
+            if i % form.T == 0:
                 walk.store_state(saved_ptr, D, S, at, form)
-                saved_ptr += B.to(tl.int64) * (N * D)
+                saved_ptr += B.to(tl.int64) * (form.N * D)
         for j in tl.static_range(U):
             t = walk.token_at(at, i + j)
             k_t = walk.unpack(part_of(ks, j if form.DEEP else 0, AHEAD), inputs.k, form.K_PACK, form)
@@ -144,19 +142,21 @@ def _forward_kernel(
                 ok = at.d_ok & inside
                 tl.store(y_row + offset_of(t, D, form.ALIGNED), (y * scale).to(y_ptr.dtype.element_ty), mask=ok)
         if form.SAVE and UNDOES:
-            if ((i + U) % T) * tl.maximum(at.end - i - U, 0) == 0:  # either is zero; older interpreters have no `|`
+            if ((i + U) % form.T) * tl.maximum(
+                at.end - i - U, 0
+            ) == 0:  # either is zero; older interpreters have no `|`
                 walk.store_state(saved_ptr, D, S, at, form)
-                saved_ptr += B.to(tl.int64) * (N * D)
+                saved_ptr += B.to(tl.int64) * (form.N * D)
         xs, us, zs = then
         if form.DEEP:
             ks, qs = next_rows
     if form.SUMMARY:
-        place = (sequence * segments + at.segment) * (N * D) + at.first * D + d
+        place = (sequence * segments + at.segment) * (form.N * D) + at.first * D + d
         walk.store_state(final_ptr + place, D, S, at, form)
         walk.store_state(decay_ptr + place, D, RULE.value.end_total(total, inputs.A, form), at, form)
     else:
         if at.end == L:
-            walk.store_state(final_ptr + (sequence * D + d) * N + at.first, 1, S, at, form)
+            walk.store_state(final_ptr + (sequence * D + d) * form.N + at.first, 1, S, at, form)
 
 
 @kernel(walk.UNALIGNED, specialized=["D"])

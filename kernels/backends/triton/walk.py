@@ -1,14 +1,9 @@
 """How the kernels of a walk through time (`scan_forward`, `scan_backward`) find and load what they read.
 
-Every program is one warp, channels along its lanes. It keeps the states of its channels in registers, as a tuple of
-`NI` tensors, one for each state that a lane owns. So only sums over channels cross lanes, and there is no barrier. With
-more than 16 states, `NS` groups of lanes share a channel: a tensor of states has the shape (NS, BC), what belongs to a
-channel (1, BC), and a sum over states crosses NS lanes.
-
-Tokens beyond the end of a sequence repeat the last one with a step size of zero: they change nothing and nothing of
-them is stored, so loads need no mask. Channels beyond D repeat the last one, and no gradient enters them.
-
-RULE holds the functions and flags of the update rule, `rules.base.Functions`; `form` is a `Form`, `at` a `Place`.
+A program is one warp, channels along its lanes, as docs/scan.md draws it. The states of its channels are a tuple of NI
+tensors (NS, BC), where NS groups of lanes share a channel; what belongs to a channel is (1, BC). Tokens beyond the end
+have a step size of zero, and nothing of them is stored. Channels beyond D repeat the last one, and no gradient enters
+them. RULE is a `rules.base.Functions`, `form` a `Form` and `at` a `Place`.
 """
 
 from collections import namedtuple
@@ -16,13 +11,14 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
+from .fragments import high, low
 from .lanes import LOG2E, all_lanes, channels_of, fill, offset_of, part_of, scale_row, work_of
 
 UNALIGNED = ["k_ptr", "norm_ptr", "q_ptr", "A_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 SPECIALIZED = ["step_d", "bias_d"]  # 1, or 0 for one number for all channels
 
 
-# What a kernel is compiled for, each field a `tl.constexpr`; lengths and strides are not among it.
+# The constants that a kernel is compiled for, each a `tl.constexpr`; lengths and strides are not among them.
 #   D channels, with N states each, of which a lane owns NI. BC: channels of a program, on W lanes or NS times W
 #   U: tokens taken at a time. T: tokens from one saved state to the next. K_PACK, Q_PACK: numbers that one load takes
 #   FIRST_REVERSED: the first direction goes from the last token to the first
@@ -40,14 +36,14 @@ Form = namedtuple(
 )
 
 
-# Where a program is: block of channels, segment of time, sequence, direction. The scan's tokens from `begin` to
-# `end` - 1 are the segment's, and its i-th token is token origin + sign i of the sequence. d: channels (1, BC); d_ok:
-# which of them exist; first: the first state that each lane keeps (NS, BC).
+# The place of a program: block of channels, segment of time (the scan's tokens `begin` to `end` - 1), sequence and
+# direction. The scan's i-th token is token origin + sign i of the sequence. d: channels (1, BC); d_ok: which of them
+# exist; first: each lane's first state (NS, BC).
 Place = namedtuple("Place", "block segment b g sign origin begin end L d d_ok first")
 # Where the tokens of a sequence begin, and how far they are apart.
 Tokens = namedtuple("Tokens", "row stride")
-# What every token's step needs: x, logits and keys (`Tokens`), where ||k||^2 begins, the bias, and A: of all tokens, or
-# `Tokens` of each one's own.
+# The inputs of a token's step: x, logits and keys (`Tokens`), where ||k||^2 begins, the bias, and A (of all tokens, or
+# `Tokens`).
 Inputs = namedtuple("Inputs", "x step k norm bias A A_rows")
 
 
@@ -143,10 +139,7 @@ def unpack(row, source, PACK: tl.constexpr, form):
             else:
                 if source.row.dtype.element_ty == tl.bfloat16:
                     word = (row[i // 4] >> (32 * (i % 4 // 2))).to(tl.int32)
-                    if i % 2 == 0:
-                        values = values + ((word << 16).to(tl.float32, bitcast=True),)
-                    else:
-                        values = values + ((word & -65536).to(tl.float32, bitcast=True),)
+                    values = values + (low(word) if i % 2 == 0 else high(word),)
                 else:
                     word = (row[i // 4] >> (16 * (i % 4))).to(tl.int16)
                     values = values + (word.to(tl.float16, bitcast=True).to(tl.float32),)
@@ -232,8 +225,8 @@ def fill_state(value, form):
 
 @triton.jit
 def rebuild(S, inputs, scratch_row, begin, end, at, RULE: tl.constexpr, form):
-    """From the state before token `begin` to the one after token `end - 1`, U tokens at a time; the states between are
-    stored one after the other at `scratch_row`."""
+    """Walks from the state before token `begin` to the one after token `end - 1`, U tokens at a time, and stores the
+    states between at `scratch_row`."""
     for i in tl.range(begin, end, form.U, num_stages=1):
         xs = load_tokens(inputs.x, at, i, form)
         us = load_tokens(inputs.step, at, i, form)
