@@ -149,7 +149,7 @@ class Session:
         def done(code: int) -> tuple[bool, str, list[Job]]:
             if folder.is_finished():
                 last = folder.history()[-1]
-                top1 = last.get("val_ema", last["val"])["top1"]
+                top1 = (last.get("val_ema") or last["val"])["top1"]
                 # Looked at at once: where time is short, the machine may soon be gone with the weights.
                 return True, f"top-1 {top1:.2f} %", self.look(trial)
             return False, f"exit code {code}\n    {folder.output_file} ends with{folder.note_failure(code)}", []
