@@ -404,7 +404,7 @@ def test_command_makes_a_folder_of_a_run(run):
         ([".", "model.onnx", "--img-size", "4"], "--img-size 4 is not accepted: .*patch"),
         ([".", "model.onnx", "--batch", "0"], "--batch: '0'"),
         ([".", "model.pt2", "--device", "abacus"], "--device abacus is not accepted"),
-        ([".", "made", "--batch", "2"], "made is a folder, for a run as it is: leave out .*--batch"),
+        ([".", "made", "--batch", "2"], "made is to hold the run as it is: leave out .*--batch"),
         (["vlonghorn_test", "made"], "no checkpoint at vlonghorn_test"),
         (["none/best.pt", "model.onnx"], "no checkpoint at none/best.pt"),
         (["vim_test", "model.pt2", "--model-kwargs", "patch_size=0"], "patch_size is 0: give a whole number"),

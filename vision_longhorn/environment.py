@@ -30,7 +30,6 @@ def find_commit() -> tuple[str | None, bool | None]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """The command, the commit, versions and the machine, for JSON."""
     versions: dict[str, str | None] = dict.fromkeys(LIBRARIES)
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -183,7 +183,6 @@ def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line of this module."""
     args = _parse(argv)
     if args.kind == "folder":
         save_run_for_hub(args.model, args.target, args.license)
@@ -202,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line, and adds `kind`, what to write, and `is_run`, whether the model is no name of timm."""
+    """Read the command line; add `kind`, what to write, and `is_run`, true unless the model is a name of timm."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
     parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm")
@@ -225,7 +224,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.kind != "folder":
         check_output("target", target, (args.kind,), is_as_hashed, [given])
     elif size or args.batch or args.model_kwargs:
-        raise UserError(f"{target} is a folder, for a run as it is: leave out --img-size, --batch and --model-kwargs")
+        raise UserError(f"{target} is to hold the run as it is: leave out --img-size, --batch and --model-kwargs")
     return args
 
 
@@ -238,7 +237,7 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
     from vision_longhorn.models.create import create_model
 
     size, kwargs = args.img_size, parse_pairs(args.model_kwargs or [])
-    check_names(kwargs, {"pretrained": "--pretrained", "num_classes": "", "features_only": ""})
+    check_names(kwargs, {"pretrained": "--pretrained"} | dict.fromkeys(("num_classes", "features_only", "source"), ""))
     if size == ["any"]:
         kwargs["dynamic_img_size"] = True
     trained = args.is_run or args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights

@@ -79,9 +79,10 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def left_aside(path: Path) -> Iterator[Path]:
-    """Temporary files left by processes that were killed while writing `path`, whose name may be a pattern."""
-    return path.parent.glob(f"{path.name}.[0-9]*.tmp")
+def clear_aside(path: Path) -> None:
+    """Removes what killed processes left of writing `path`, whose name may be a pattern."""
+    for file in path.parent.glob(f"{path.name}.[0-9]*.tmp"):
+        file.unlink()
 
 
 def second_name(file: Path, name: Path) -> None:

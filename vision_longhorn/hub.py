@@ -139,11 +139,11 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
 
     folder = Path(folder)
     check_output("folder", folder)
-    run = _load(path, license)
+    run = load_run(path)
     try:
         with written_aside(folder) as aside:
             aside.mkdir()
-            _write(aside, *run, f"local-dir:{folder.name}")
+            _write(aside, *run, license, f"local-dir:{folder.name}")
             write_hash(aside / "model.safetensors")
     except (OSError, SafetensorError) as error:  # the second on a full disk, for one
         raise UserError(
@@ -151,17 +151,12 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
         ) from error
 
 
-def _load(path: str | os.PathLike[str], license: str | None) -> tuple[TimmModel, dict[str, Any]]:
-    model, checkpoint = load_run(path)
-    model.pretrained_cfg["license"] = license
-    return model, checkpoint
-
-
-def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], source: str) -> None:
+def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], license: str | None, source: str) -> None:
     """Write weights, configuration and card into `folder`; `source` is what will load them."""
     from timm.models import save_for_hf
     from timm.models._hub import generate_readme
 
+    model.pretrained_cfg["license"] = license
     arguments = checkpoint["config"]["model_kwargs"]
     save_for_hf(model, str(folder), _labels(checkpoint), arguments, safe_serialization=True)
     # timm writes the number of classes beside the model's arguments and among them, and transformers hands on both.
@@ -179,10 +174,10 @@ def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
     """Upload a run as the model `name` of the hub, and return the address. A card that is there already stays."""
     from huggingface_hub import HfApi
 
-    run = _load(path, license)
+    run = load_run(path)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _write(Path(folder), *run, f"hf-hub:{name}")
+            _write(Path(folder), *run, license, f"hf-hub:{name}")
             api = HfApi(library_name="vision-longhorn")
             repo = api.create_repo(name, private=private, exist_ok=True).repo_id
             kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
@@ -195,7 +190,6 @@ def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line of this module."""
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
     parser.add_argument("target", help="the folder to make, or with --push the hub's USER/MODEL")

@@ -6,7 +6,6 @@ only what inference needs: y stands in for the results that an operator keeps fo
 """
 
 import inspect
-from collections.abc import Callable
 
 # Python 3.10 takes the Sequence of collections.abc, with its argument, for a class, and onnxscript fails.
 from typing import Any, Sequence  # noqa: UP035
@@ -132,22 +131,18 @@ def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
 _HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float}
 
 
-def _translates(name: str) -> Callable[[Any], Any]:
-    """Give a function of *values an operator's signature: torch's exporter tells tensors from options by it."""
-
-    def decorate(function: Any) -> Any:
-        function.__annotations__, parameters = {"return": Any}, []
-        for argument in schema(name).arguments:
-            function.__annotations__[argument.name] = _HINTS[str(argument.type)]
-            default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
-            parameters.append(inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_ONLY, default=default))
-        function.__signature__ = inspect.Signature(parameters)
-        return function
-
-    return decorate
+def _translates(function: Any) -> Any:
+    """Give a function the signature of the operator of its name: torch's exporter tells tensors from options by it."""
+    function.__annotations__, parameters = {"return": Any}, []
+    for argument in schema(function.__name__).arguments:
+        function.__annotations__[argument.name] = _HINTS[str(argument.type)]
+        default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
+        parameters.append(inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_ONLY, default=default))
+    function.__signature__ = inspect.Signature(parameters)
+    return function
 
 
-@_translates("scan")
+@_translates
 def scan(*values: Any) -> Any:
     s: Any = Scan(*values[: len(SCAN_FIELDS)])
     ys, states = [], []
@@ -174,7 +169,7 @@ def scan(*values: Any) -> Any:
     return y, state, op.Identity(state)
 
 
-@_translates("mix")
+@_translates
 def mix(*values: Any) -> Any:
     m: Any = Mix(*values[: len(FIELDS)], *values[len(FIELDS) + 2 :])
     sets, d_inner, taps = m.conv_weight.shape

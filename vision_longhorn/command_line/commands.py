@@ -27,7 +27,6 @@ def run(command: str, argv: Sequence[str] | None = None) -> None:
 
 
 def main() -> None:
-    """`vision-longhorn COMMAND ...` and `python -m vision_longhorn COMMAND ...`."""
     word = sys.argv[1] if len(sys.argv) > 1 else None
     if word in COMMANDS:
         sys.argv[:2] = [f"vision-longhorn {word}"]  # as --help shows it

@@ -8,10 +8,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-import vision_longhorn
 from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.settings import COUNT, Range
 from vision_longhorn.signals import end_commands, note_launcher
@@ -83,9 +81,6 @@ class Parser(argparse.ArgumentParser):
     """Argument parser that raises `UserError`, names the option nearest to an unknown one, and takes `_` for `-`."""
 
     def __init__(self, **kwargs: Any) -> None:
-        started = Path(sys.argv[0])
-        if started.parent == Path(vision_longhorn.__file__).parent:
-            kwargs.setdefault("prog", f"python -m vision_longhorn.{started.stem}")
         super().__init__(allow_abbrev=False, **kwargs)
         self.synonyms: dict[str, str] = {}  # from names that other tools have for options, without dashes
         self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option

@@ -22,7 +22,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from vision_longhorn.errors import one_line, reason
-from vision_longhorn.files import append, left_aside, written_aside
+from vision_longhorn.files import append, clear_aside, written_aside
 from vision_longhorn.settings import DIGITS
 
 from . import sources
@@ -156,8 +156,7 @@ def _resume(
         changed = [key for key in {**begun, **plan} if begun.get(key) != plan.get(key)]
         words = ", ".join(f"{key} {begun.get(key)} (now {plan.get(key)})" for key in changed)
         raise DataError(f"{out} has {split} shards made with {words}; use the old values, or name another folder")
-    for partial in left_aside(Path(out, f"{split}-*.tar")):
-        partial.unlink()
+    clear_aside(Path(out, f"{split}-*.tar"))
     if entry and all(os.path.exists(os.path.join(out, name)) for name in entry["filenames"]):
         journal.remove()
         return None
