@@ -237,7 +237,8 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
     from vision_longhorn.models.create import create_model
 
     size, kwargs = args.img_size, parse_pairs(args.model_kwargs or [])
-    check_names(kwargs, {"pretrained": "--pretrained"} | dict.fromkeys(("num_classes", "features_only", "source"), ""))
+    places = {"pretrained": "--pretrained", "source": "MODEL", "num_classes": "", "features_only": ""}
+    check_names(kwargs, places)
     if size == ["any"]:
         kwargs["dynamic_img_size"] = True
     trained = args.is_run or args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights
