@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import json
 import os
 import shutil
@@ -186,12 +187,12 @@ def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(run, images, 
 def test_16_bit_pictures_that_come_out_dark_are_named_once(run, tmp_path, caplog, monkeypatch):
     for name in "ab":
         Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / f"{name}.png")
-    monkeypatch.setattr(images_module, "_has_warned", False)
+    monkeypatch.setattr(images_module, "_warnings", itertools.count())
     assert predict.main([str(run), str(tmp_path), "--batch-size", "1", "--workers", "0"]) == 2
     (said,) = caplog.messages
     assert said.startswith(f"{tmp_path / 'a.png'}: a 16-bit picture, and dark")
     caplog.clear()
-    monkeypatch.setattr(images_module, "_has_warned", False)
+    monkeypatch.setattr(images_module, "_warnings", itertools.count())
     maps.main([str(run / "best.pt"), str(tmp_path / "b.png"), "--out", str(tmp_path / "maps" / "b.png")])
     assert caplog.messages[0].startswith(f"{tmp_path / 'b.png'}: a 16-bit picture, and dark")
 
