@@ -442,10 +442,11 @@ def test_more_classes_in_a_folder_than_in_the_model_are_found_before_it_is_built
     fails_with_one_line(train_imagenet.main, arguments, capsys, "num_classes=2", "has 3 classes", "3 or more")
 
 
-def test_a_rate_that_would_rise_to_its_end_is_refused(tmp_path, shards, capsys):
+def test_a_rate_that_would_rise_to_its_end_is_refused_before_the_data_are_opened(tmp_path, capsys):
     fails_with_one_line(
         train_imagenet.main,
-        [*QUICK, *PLAIN, *shards, "--run-dir", tmp_path / "run", "--lr-base-batch", "16384", "--lr", "1e-3"],
+        [*QUICK, *PLAIN, "--data", tmp_path / "none", "--run-dir", tmp_path / "run"]
+        + ["--lr-base-batch", "16384", "--lr", "1e-3"],
         capsys,
         "min_lr",
         "9.77e-07",

@@ -27,7 +27,8 @@ class Functions:
     States are tuples of NI tensors (NS, BC), values of a channel are (1, BC); `form` is a `walk.Form`. Every rule has
 
     - `scaled_bias(bias)`: the bias as `step_size` takes it.
-    - `step_size(u, bias, norm, keep, form)`: eps and e from the logit u. Beyond the end eps has to be 0; there `keep`
+    - `step_size(u, bias, norm, keep, form)`: eps and e from the logit u. Beyond the end, a token has to
+      leave the state as it is: eps 0 and, for kind "decay", a decay of 1; there `keep`
       is 0 and `norm`, ||k||^2 where the rule `takes_norm`, is infinite.
     - `advance(S, x, k, A, eps, e)`: the new state, and w, which is written along k.
     - `step_back(now, before, x, w, k, A, eps, e, form)`: from the adjoint `now` of the state after the token, its

@@ -68,6 +68,8 @@ class Trainer:
             self.say(f"Note: {note}.")
         self.folder = RunFolder(run_dir, cfg, accelerator, held)
         resuming = self.folder.checkpoint is not None
+        self.global_batch = cfg.batch_size * accelerator.num_processes * cfg.grad_accum
+        self.peak_lr = setup.peak_rate(cfg, self.global_batch, accelerator, resuming)
 
         # Data and model
         self.data = setup.open_data(cfg, accelerator)
@@ -83,9 +85,7 @@ class Trainer:
         self.mixup, criterion = setup.build_loss(cfg, self.data.num_classes)
 
         # Optimiser and schedule
-        self.global_batch = cfg.batch_size * accelerator.num_processes * cfg.grad_accum
         self.updates_per_epoch = len(self.loader) // cfg.grad_accum
-        self.peak_lr = setup.peak_rate(cfg, self.global_batch, accelerator, resuming)
         self.optimizer = setup.build_optimizer(cfg, self.model, self.peak_lr)
         self.scheduler = setup.build_scheduler(cfg, self.optimizer, self.peak_lr, self.updates_per_epoch)
         if self.ema:
