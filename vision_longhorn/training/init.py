@@ -71,17 +71,21 @@ def model_from_weights(
     text = f"{'weights' if kind == 'state_dict' else 'EMA weights'} of {place}: {len(own)} tensors"
     if resampled := [f"{key} {size} -> {own[key]}" for key, size in theirs.items() if size != own[key]]:
         text += f", resampled {', '.join(resampled)}"
-    names = checkpoint_names(file)[0]
+    return model, text + _fit_classifier(model, num_classes, of_file, class_names, checkpoint_names(file)[0])
+
+
+def _fit_classifier(
+    model: TimmModel, num_classes: int, of_file: int, class_names: Sequence[str] | None, names: Sequence[str] | None
+) -> str:
+    """Makes the classifier anew, unless the file has the same classes, `names`. Returns words on what it did."""
     other = difference(names, class_names, "the file", "the data") if names and class_names else ""
     if of_file != num_classes:
         other = f"the file has {of_file or 'none'}"
     if other:
         model.reset_classifier(num_classes)
-        text += f", classifier of {num_classes} classes anew ({other})"
-    elif not (names and class_names):
-        unknown = [place for place, known in (("the file's", names), ("the data's", class_names)) if not known]
-        text += f"; note: {' and '.join(unknown)} class names are unknown, so the classifier stays"
-    return model, text
+        return f", classifier of {num_classes} classes anew ({other})"
+    unknown = [place for place, known in (("the file's", names), ("the data's", class_names)) if not known]
+    return f"; note: {' and '.join(unknown)} class names are unknown, so the classifier stays" if unknown else ""
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], dict[str, Any]]:
