@@ -30,10 +30,11 @@ def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fak
     shapes. Both functions get the arguments in order, without those at the end that have their defaults."""
 
     def undisturbed(*values: Any) -> Any:
-        if getattr(forward_ad, "_current_level", -1) >= 0:  # an operator would silently lose the tangents
+        # An operator would silently lose the tangents.
+        if getattr(forward_ad, "_current_level", -1) >= 0 and not name.endswith("_backward"):
             raise NotImplementedError(
                 "the scans have no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
-                "backward(), torch.autograd.grad or torch.autograd.functional"
+                "backward(), torch.autograd.grad or torch.autograd.functional, and call models outside of it"
             )
         device = next(value.device.type for value in values if isinstance(value, Tensor))
         with torch.autocast(device, enabled=False):  # the dtypes of the arguments are the ones that are meant

@@ -83,8 +83,14 @@ class Session:
 
     def check(self) -> None:
         """Raises UserError before the first run where models or data are not what the studies say."""
-        for arm in {trial.arm.key: trial.arm for trial in self.todo}.values():
-            build(arm)
+        models = {trial.arm.key: build(trial.arm) for trial in {trial.arm.key: trial for trial in self.todo}.values()}
+        for study, arm in ((study, arm) for study in self.studies for arm in study.arms if arm.key in models):
+            patch = max(getattr(getattr(models[arm.key], "patch_embed", None), "patch_size", (1, 1)))
+            if arm.data and min(study.sizes(arm), default=patch) < patch:
+                raise UserError(
+                    f"study {study.name}, {arm.label}: resolutions has {min(study.sizes(arm))}, which holds no patch "
+                    f"of {patch} pixels: give larger ones"
+                )
         for arm in {trial.arm.data: trial.arm for trial in self.todo if trial.arm.data in self.data}.values():
             check_data(arm, self.data[arm.data])
 
@@ -125,6 +131,9 @@ class Session:
             if self.todo:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(self.places)} at a time")
                 queue.run([self.training(trial) for trial in self.todo])
+            for trial in self.trials:
+                if trial.arm.data not in self.data and TrialFolder(self.out, trial).unseen(self.sizes[trial.identity]):
+                    say(f"{trial.name}: its images are not looked at one by one without --data {trial.arm.data}=DIR")
             if not signals.received:
                 queue.run([job for trial in self.trials for job in self.look(trial)])
             came = signals.received

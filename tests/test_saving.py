@@ -443,6 +443,8 @@ def test_nothing_is_left_where_saving_fails(run, tmp_path, monkeypatch):
     "words,message",
     [
         (["best.pt/folder"], "best.pt/folder cannot be written"),
+        (["folder", "--private"], "--private goes with --push"),
+        (["folder", "--license", "My Own"], "--license is 'My Own'"),
         (["some one", "--push"], "some one could not be pushed"),
         (["folder", "--licence", "mit"], "nearest known one is --license"),
         ([], "required: target"),

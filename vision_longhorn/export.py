@@ -218,11 +218,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.kind not in ("folder", ".onnx", ".pt2"):
         raise UserError(f"{args.target} says no format: let it end in .onnx or .pt2, or in / for a folder")
     args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
+    if args.pretrained and args.is_run:
+        raise UserError("--pretrained is for a name of timm: a run has weights of its own, leave it out")
     size = args.img_size or []
     if len(size) > 2 or len(size) == 2 and "any" in size:
         raise UserError(f"--img-size is {size}: give height and width in pixels, one number, or any")
     if args.kind != "folder":
         check_output("target", target, (args.kind,), is_as_hashed, [given])
+        if target.parent.is_dir() and not os.access(target.parent, os.W_OK):
+            raise UserError(f"{target} cannot be written: {target.parent} is no folder where you may write")
+        if args.license:
+            raise UserError("--license is for a folder: leave it out")
     elif size or args.batch or args.model_kwargs:
         raise UserError(f"{target} is to hold the run as it is: leave out --img-size, --batch and --model-kwargs")
     return args
@@ -237,8 +243,8 @@ def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
     from vision_longhorn.models.create import create_model
 
     size, kwargs = args.img_size, parse_pairs(args.model_kwargs or [])
-    places = {"pretrained": "--pretrained", "source": "MODEL", "num_classes": "", "features_only": ""}
-    check_names(kwargs, places)
+    where = "a name of timm as MODEL" if args.is_run else ""
+    check_names(kwargs, {"pretrained": "--pretrained", "num_classes": where, "features_only": where, "source": "MODEL"})
     if size == ["any"]:
         kwargs["dynamic_img_size"] = True
     trained = args.is_run or args.pretrained or ":" in args.model  # "hf-hub:" and "local-dir:" bring weights

@@ -137,6 +137,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     """
     from safetensors import SafetensorError
 
+    _check_license(license)
     folder = Path(folder)
     check_output("folder", folder)
     run = load_run(path)
@@ -174,6 +175,7 @@ def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
     """Upload a run as the model `name` of the hub, and return the address. A card that is there already stays."""
     from huggingface_hub import HfApi
 
+    _check_license(license)
     run = load_run(path)
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -189,6 +191,11 @@ def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
         ) from error
 
 
+def _check_license(license: str | None) -> None:
+    if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
+        raise UserError(f"--license is {license!r}: give an identifier of the hub, in small letters, such as mit")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
@@ -197,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--push", action="store_true", help="to the hub, with the token of `hf auth login`")
     parser.add_argument("--private", action="store_true", help="with --push: make a repository that only you can see")
     args = parser.parse_args(argv)
+    if args.private and not args.push:
+        raise UserError("--private goes with --push: give both, or neither")
     if args.push:
         print(f"pushed: {_push_run(args.checkpoint, args.target, args.license, args.private)}")
         return

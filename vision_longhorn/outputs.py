@@ -44,4 +44,5 @@ def check_output(
     if os.path.lexists(path):
         is_free = path.is_file() and is_own(path) if endings else path.is_dir() and not os.listdir(path)
         if path.is_symlink() or not is_free:
-            raise UserError(f"{named} is there already and was not written by this tool: give another name")
+            why = "was not written by this tool: give another name" if endings else "is no empty folder: name another"
+            raise UserError(f"{named} is there already and {why}")
