@@ -84,7 +84,7 @@ class Session:
     def check(self) -> None:
         """Raises UserError before the first run where models or data are not what the studies say."""
         models = {trial.arm.key: build(trial.arm) for trial in {trial.arm.key: trial for trial in self.todo}.values()}
-        for study, arm in ((study, arm) for study in self.studies for arm in study.arms if arm.key in models):
+        for study, arm in ((one, arm) for one in self.studies for arm in one.arms if arm.key in models):
             patch = max(getattr(getattr(models[arm.key], "patch_embed", None), "patch_size", (1, 1)))
             if arm.data and min(study.sizes(arm), default=patch) < patch:
                 raise UserError(
