@@ -132,7 +132,9 @@ class Session:
                 say(f"{len(self.todo)} of {len(self.trials)} runs to do, {len(self.places)} at a time")
                 queue.run([self.training(trial) for trial in self.todo])
             for trial in self.trials:
-                if trial.arm.data not in self.data and TrialFolder(self.out, trial).unseen(self.sizes[trial.identity]):
+                if trial.arm.data not in self.data and TrialFolder(self.out, trial).unseen(
+                    [*self.sizes[trial.identity]]
+                ):
                     say(f"{trial.name}: its images are not looked at one by one without --data {trial.arm.data}=DIR")
             if not signals.received:
                 queue.run([job for trial in self.trials for job in self.look(trial)])
