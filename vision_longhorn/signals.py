@@ -42,9 +42,10 @@ def note_launcher() -> None:
         LAUNCHER = int(os.environ[PARENT])
         return
     with contextlib.suppress(psutil.Error):
-        words = psutil.Process(os.getppid()).cmdline()[:4]
+        parent = os.getppid()
+        words = psutil.Process(parent).cmdline()[:4]
         if any(Path(word).name == "accelerate" or "accelerate.commands" in word for word in words):
-            LAUNCHER = os.getppid()
+            LAUNCHER = parent
 
 
 class StopSignals:

@@ -11,7 +11,6 @@ does nothing.
 import collections
 import copy
 import functools
-import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -328,7 +327,16 @@ def _sent_ahead(
     """
     ready, coming = collections.deque[tuple[Any, ...]](), list[tuple[Any, ...]]()
     group, size, enough = list[tuple[Any, ...]](), 0, 0
-    for batch in itertools.chain(loader, [None, None]):  # the end sends the last group, then uses it
+    errors = list[Exception]()  # raised once all batches before them are used
+
+    def batches() -> Iterator[tuple[Any, ...] | None]:
+        try:
+            yield from loader
+        except Exception as error:
+            errors.append(error)
+        yield from (None, None)  # the end sends the last group, then uses it
+
+    for batch in batches():
         if batch is not None:
             group.append(batch)
             size += batch[0][0].nbytes if most else 0
@@ -343,6 +351,8 @@ def _sent_ahead(
             yield ready.popleft()  # kept here, a batch would stay in memory for longer than it is used
     while ready:
         yield ready.popleft()
+    if errors:
+        raise errors.pop()
 
 
 @functools.lru_cache

@@ -141,7 +141,9 @@ class Loader(wds.WebLoader):
         self.stream.start.fill_(start_batch)
 
     def __len__(self) -> int:
-        return self.num_batches  # None raises TypeError: batches to evaluate depend on the shards
+        if self.num_batches is None:
+            raise TypeError("the number of evaluation batches depends on the shards; count the samples instead")
+        return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
         total = Faults(self.stream.faults.limit)  # of all workers together; each also counts its own

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import itertools
 import json
 import os
 import sys
@@ -26,6 +27,7 @@ from vision_longhorn.errors import UserError, reason
 from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
 from vision_longhorn.files import text_file
 from vision_longhorn.loading import Loaded, load_model
+from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 Found = list[dict[str, Any]]  # classes of an image: "index", "class", "name", "probability"; the most probable first
 
@@ -45,6 +47,9 @@ def predict(args: argparse.Namespace) -> int:
         raise UserError(f"prediction is for one process, not for {accelerator.num_processes}: start no launcher")
     loaded = load_model(args.source, args.model)
     loaded.check_classes()
+    if args.maps and not isinstance(loaded.model, VisionLonghorn):
+        kind = type(loaded.model).__name__
+        raise UserError(f"--maps is for the models of this package, not for a {kind}: leave it out")
     loaded.model.to(accelerator.device).eval()
     names = readable_names(loaded.class_names, loaded.display_names, loaded.model.num_classes)
     workers = min(args.workers, -(-len(paths) // args.batch_size) - 1)
@@ -57,7 +62,9 @@ def predict(args: argparse.Namespace) -> int:
         tqdm(total=len(paths), unit="img", disable=hidden or None, dynamic_ncols=True) as bar,
     ):
         for batch in DataLoader(samples, args.batch_size, num_workers=workers, collate_fn=list):
-            good = [one for one in batch if one.image is not None]
+            good = [one for one in batch if not one.error]
+            if args.on_bad == "stop":
+                good = list(itertools.takewhile(lambda one: not one.error, batch))
             for one, found in zip(good, _tell(loaded, names, accelerator, args, good) if good else ()):
                 write(one.path, found)
             for one in batch:
@@ -115,7 +122,7 @@ def _images_below(folder: str) -> list[str]:
         raise UserError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
     pictures = Image.registered_extensions()
     others = [
-        (os.path.join(folder, name), why)
+        (os.path.join(folder, name), why if is_notable(name, why) else f"not of {', '.join(EXTENSIONS)}")
         for name, why in inside.others
         if is_notable(name, why) or why == NO_IMAGE and os.path.splitext(name)[1].lower() in pictures
     ]

@@ -190,10 +190,11 @@ class Session:
         default = self.default_name()
         out = Path(args.out or default)
         number = 1
-        while not _is_free(out, about):  # not where --out names it, as `run` has looked
+        while not _is_free(out, about):  # where --out names it, only if another has written there meanwhile
             number += 1
             out = default.with_stem(f"{default.stem}-{number}")
-        other = "" if args.out or out == default else f"; {default.name} is another evaluation's"
+        wanted = Path(args.out or default)
+        other = "" if out == wanted else f"; {wanted.name} is another evaluation's"
         try:
             out.parent.mkdir(parents=True, exist_ok=True)
             write_text(out, json.dumps(result, indent=2) + "\n")

@@ -57,6 +57,7 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock()
+        self.run.check_free(goes_on=bool(self.cfg.resume))  # another may have begun and ended since
         self.run.clear()
         if aside := set_aside(self.run, self.checkpoint, updates):
             what = "this run has gone back behind" if self.checkpoint else "an earlier run left"

@@ -46,8 +46,8 @@ def capture(
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, AssertionError) as error:
-        options = "compile, cuda_graphs" if compiled else "cuda_graphs"
-        raise UserError(f"{options}: this model cannot be captured ({one_line(error)}): leave that out") from error
+        options, remedy = ("compile, cuda_graphs", "one of them") if compiled else ("cuda_graphs", "it")
+        raise UserError(f"{options}: this model cannot be captured ({one_line(error)}): leave {remedy} out") from error
     replay = model.forward
     # Evaluation is not compiled, as its batches have several shapes.
     model.forward = lambda images: (replay if model.training else forward)(images)

@@ -120,11 +120,17 @@ def build_model(
     """
     set_seed(cfg.seed)
     kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
-    if cfg.init and not resuming:
-        model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
-        accelerator.print(f"init    {loaded}")
-    else:
-        model = create_model(cfg.model, **kwargs)
+    try:
+        if cfg.init and not resuming:
+            model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
+            accelerator.print(f"init    {loaded}")
+        else:
+            model = create_model(cfg.model, **kwargs)
+    except UserError as error:
+        # A config's arguments are for its own model, and --model may name one that lacks them.
+        unknown = [key for key in cfg.model_kwargs if f"unexpected keyword argument '{key}'" in str(error)]
+        hint = f"; `--model-kwargs {unknown[0]}=none` leaves it out" if unknown and "nearest" not in str(error) else ""
+        raise UserError(f"{error}{hint}") from error
     model.to(accelerator.device)
     if not cfg.ema_decay:
         return model, None
@@ -216,7 +222,7 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
         raise UserError(f"opt is {cfg.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
     fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
     with bad_input(f"opt={cfg.opt}"):
-        if get_optimizer_info(cfg.opt.removeprefix("lookahead_")).second_order:
+        if get_optimizer_info(cfg.opt.lower().removeprefix("lookahead_")).second_order:
             raise UserError("it takes second derivatives; give another, such as adamw or lamb")
         return create_optimizer_v2(
             model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **fused
@@ -263,6 +269,12 @@ def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: A
                 f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this "
                 f"run has {updates:,}, so its decay grows from 0 (ema_warmup)."
             )
+    elif not cfg.ema_warmup and cfg.ema_decay**updates > 0.05:
+        accelerator.print(
+            f"Note: {cfg.ema_decay**updates:.0%} of the averaged weights, by which best.pt goes, will be those at the "
+            f"start, after {updates:,} updates with an EMA of decay {cfg.ema_decay}: give --ema-warmup or a smaller "
+            "--ema-decay."
+        )
     ema.use_warmup = cfg.ema_warmup
 
 

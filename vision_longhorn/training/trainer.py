@@ -19,7 +19,7 @@ from accelerate.utils import set_seed
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint, load_weights
-from vision_longhorn.data import device_batches
+from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
 from vision_longhorn.errors import UserError
@@ -184,7 +184,13 @@ class Trainer:
         if done % self.cfg.eval_interval and done != self.cfg.epochs:
             return {}
         count = self.data.val.num_samples
-        return evaluate(self.evaluated, self.val_loader, self.accelerator, count, self.cfg.batch_size)
+        try:
+            return evaluate(self.evaluated, self.val_loader, self.accelerator, count, self.cfg.batch_size)
+        except DataError as error:
+            raise DataError(
+                f"{error} (an evaluation leaves nothing out: mend or remove that one; --resume {self.folder.path} goes "
+                "on from the last checkpoint)"
+            ) from None
 
     def end_epoch(self, facts: dict[str, Any], results: dict[str, dict[str, float]]) -> bool:
         """Adds an epoch to the history. Returns whether its weights, averaged if possible, are the best so far."""

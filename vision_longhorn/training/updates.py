@@ -159,12 +159,13 @@ class UpdateMonitor:
         """Writes the bad updates with the samples of every process, and raises UserError."""
         own = [bad.pop("places", None) for bad in self._bad]  # a checkpoint does not keep them
         named = [places and [place({"__url__": shard, "__key__": key}) for shard, key in places] for places in own]
-        for bad, samples in zip(self._bad, zip(*gather_object([named]), strict=True), strict=True):
+        for bad in self._bad:
             bad["epoch"], bad["update_of_epoch"] = divmod(bad["update"] - 1, self.updates_per_epoch)
-            bad["samples"] = samples
-        if self.accelerator.is_main_process:
-            evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
-            write_text(self.run.bad_steps_file, json.dumps(evidence, indent=2) + "\n")
+        self._write_evidence()  # without samples first, as another process may have ended
+        with contextlib.suppress(RuntimeError):
+            for bad, samples in zip(self._bad, zip(*gather_object([named]), strict=True), strict=True):
+                bad["samples"] = samples
+            self._write_evidence()
         first, last = self._bad[0], self._bad[-1]
         raise UserError(
             f"{len(self._bad)} updates in a row, {first['update']} to {last['update']}, were skipped, as loss or "
@@ -172,6 +173,11 @@ class UpdateMonitor:
             f"{last['grad_norm']}): --resume goes on with the weights before them; give a lower lr, or "
             f"--clip-grad 1.0; {self.run.bad_steps_file} tells more"
         )
+
+    def _write_evidence(self) -> None:
+        if self.accelerator.is_main_process:
+            evidence = {"skipped": self._skipped, "updates_per_epoch": self.updates_per_epoch, "updates": self._bad}
+            write_text(self.run.bad_steps_file, json.dumps(evidence, indent=2) + "\n")
 
     def _now(self) -> Any:
         """The time: in seconds on a CPU, and on a GPU as an event for which the host need not wait."""
