@@ -131,7 +131,7 @@ def test_a_model_that_does_not_compile_is_not_blamed_on_graphs_alone(monkeypatch
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(torch, "compile", lambda function: fails)
-    with pytest.raises(UserError, match="compile, cuda_graphs: .* \\(no compiler\\): leave that out"):
+    with pytest.raises(UserError, match="compile, cuda_graphs: .* \\(no compiler\\): leave one of them out"):
         capture(make_accelerator("cpu", "fp32"), nn.Linear(4, 4), torch.randn(2, 4), 1, compiled=True)
 
 
