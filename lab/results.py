@@ -21,7 +21,7 @@ RUN = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hi
 
 
 class Known:
-    """What earlier JSONs (`files`: of studies, or speed.json) and the trials' folders below `out` tell.
+    """Results that earlier JSONs (`files`: of studies, or speed.json) and the trials' folders below `out` tell.
 
     Attributes:
         runs, unfinished: The records of trials by (key of settings, seed).

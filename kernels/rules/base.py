@@ -13,7 +13,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 class Sizes(NamedTuple):
-    """What a rule computes from the logits, for all tokens of a span at once."""
+    """Step sizes and what else a rule computes from the logits, for all tokens of a span at once."""
 
     # fmt: off
     eps: Tensor       # (T, b, D) or what broadcasts to it: the factor of what is written
