@@ -411,6 +411,7 @@ def test_command_makes_a_folder_of_a_run(run):
         (["vim_test", "model.pt2", "--model-kwargs", "pretrained=true"], "pretrained: .* give --pretrained"),
         ([".", "model.onnx", "--pretrained"], "--pretrained is for a name of timm"),
         ([".", "model.onnx", "--license", "mit"], "--license is for a folder"),
+        ([".", "model.onnx", "--device", "cpu"], "--device is for a .pt2"),
         ([".", "model.onnx", "--model-kwargs", "num_classes=5"], "model_kwargs has num_classes"),
         ([".", "model.onnx", "--img", "32"], "nearest known one is --img-size"),
     ],

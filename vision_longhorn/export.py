@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model, trained = _load(args)
     if args.kind == ".pt2":
         with bad_input(f"--device {args.device}"):
-            model.to(args.device)
+            model.to(args.device or "cpu")
     difference = _write_compared(model.eval(), args)
     size = Path(args.target).stat().st_size / 1e6
     print(
@@ -208,7 +208,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     about = "height and width in pixels, one number for both, or any for all sizes in whole patches [the model's]"
     parser.add_argument("--img-size", nargs="+", type=_side, metavar="N", help=about)
     parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
-    parser.add_argument("--device", default="cpu", help="that a .pt2 is for [cpu]")
+    parser.add_argument("--device", help="that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
     parser.add_argument("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--license", metavar="ID", help="with a folder: as `python -m vision_longhorn.hub` takes it")
@@ -220,6 +220,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
     if args.pretrained and args.is_run:
         raise UserError("--pretrained is for a name of timm: a run has weights of its own, leave it out")
+    if args.device and args.kind != ".pt2":
+        raise UserError(f"--device is for a .pt2, and {target} is none: leave it out")
     size = args.img_size or []
     if len(size) > 2 or len(size) == 2 and "any" in size:
         raise UserError(f"--img-size is {size}: give height and width in pixels, one number, or any")
