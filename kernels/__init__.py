@@ -8,11 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from . import (
-    flops,  # noqa: F401  (tells torch's counter what the operators cost)
-    mixing,  # noqa: F401  (registers operators, as ops does)
-    reference,
-)
+from . import flops, reference  # noqa: F401  (flops registers the operators and what they cost)
 from .checks import check
 from .contract import BACKENDS, Scan, check_option
 from .dispatch import HAS_TRITON, choose_backend

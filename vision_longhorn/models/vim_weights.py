@@ -35,25 +35,24 @@ def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Ten
             all tensors when the number of classes changes, so this function does.
     """
     out: dict[str, Tensor] = {}
-    pairs: dict[str, dict[int, tuple[str, Tensor]]] = {}
-    for name, value in weights.items():
-        mixer = re.fullmatch(r"layers\.(\d+)\.mixer\.(.+)", name)
-        if mixer and mixer[2] in _PART_OF:
-            own, direction = _PART_OF[mixer[2]]
+    pairs: dict[str, dict[int, Tensor]] = {}
+    for theirs, value in weights.items():
+        name = re.sub(r"^layers\.", "blocks.", re.sub(r"^norm_f\.", "norm.", theirs))
+        block, mixer, part = name.partition(".mixer.")
+        if mixer and part in _PART_OF:
+            own, direction = _PART_OF[part]
             # A depthwise convolution's weight has an axis of length 1 for its only input channel.
             value = value.squeeze(1) if own == "conv_weight" and value.ndim == 3 else value
-            pairs.setdefault(f"blocks.{mixer[1]}.mixer.{own}", {})[direction] = (name, value)
+            pairs.setdefault(f"{block}.mixer.{own}", {})[direction] = value
         else:
-            out[re.sub(r"^layers\.", "blocks.", re.sub(r"^norm_f\.", "norm.", name))] = value
+            out[name] = value
 
     here, unknown = model.state_dict(), list[str]()
     for name, pair in pairs.items():
-        if len(pair) == 2 and pair[0][1].shape == pair[1][1].shape:
-            out[name] = torch.stack([pair[0][1], pair[1][1]])
-            if name in here and len(here[name]) == 1:
-                unknown.append(f"the two directions of {name}")
+        if len(pair) == 2 and pair[0].shape == pair[1].shape and len(here.get(name, pair)) == 2:
+            out[name] = torch.stack([pair[0], pair[1]])
         else:
-            unknown += [f"{key} without a counterpart of its shape" for key, _ in pair.values()]
+            unknown.append(f"the two directions of {name}")
 
     def body(names: Iterable[str]) -> set[str]:
         return {name for name in names if not name.startswith("head.")}

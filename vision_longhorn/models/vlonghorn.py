@@ -5,7 +5,7 @@ from typing import Any
 
 from timm.models import _registry, build_model_with_cfg, generate_default_cfgs, register_model
 
-from vision_longhorn.models.backbone import Block, VisionLonghorn, check_whole
+from vision_longhorn.models.backbone import Block, VisionLonghorn
 from vision_longhorn.models.pretrained import checkpoint_filter_fn, fit_features
 
 __all__ = ["Block", "VisionLonghorn", "checkpoint_filter_fn"]
@@ -88,7 +88,6 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
-    check_whole(depth=kwargs["depth"])
     out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
     model = build_model_with_cfg(
         VisionLonghorn,
