@@ -119,7 +119,7 @@ def test_the_hash_of_an_export_is_that_of_the_file_beside_it(tmp_path):
         (None, 0, "config.json is damaged"),
         ("architecture", 3, "what its config.json has: 'int'"),
         ("num_classes", "10", "what its config.json has: .*'str'"),
-        ("num_classes", 9, r"such as head.weight, \[10, 8\] in the file, \[9, 8\] in the model"),
+        ("num_classes", 9, r"size mismatch for head.weight: .*\[10, 8\].*\[9, 8\]"),
         ("model_args", [], "what its config.json has: 'list'"),
         ("model_args.depth", "1", "what its config.json has: .*'str'"),
         ("pretrained_cfg.mean", "0.5", "what its config.json has: .*'str'"),

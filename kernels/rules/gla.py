@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import HAS_TRITON, Rule, Sizes, over_channels
+from .base import HAS_TRITON, Functions, Rule, Sizes, over_channels
 
 TEMPERATURE = 16.0
 
@@ -88,6 +88,5 @@ if HAS_TRITON:
     def _logit_back(dlog, u, bias, eps, e, inside, form):
         return dlog  # unused: the logits' gradient comes from that of A
 
-    GatedLinearAttention.kernels = Mamba.kernels.adapted(
-        GatedLinearAttention, step_size=_step_size, step_back=_step_back, logit_back=_logit_back
-    )
+    _own = dict(step_size=_step_size, step_back=_step_back, logit_back=_logit_back)
+    GatedLinearAttention.kernels = Functions(GatedLinearAttention, **Mamba.kernels.all | _own)

@@ -1,8 +1,8 @@
 """Models by their name in timm, with one-line errors."""
 
 import json
-import re
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 import timm
@@ -41,21 +41,9 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
     except Exception as error:  # a model may raise any type for a wrong argument
         given = [f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay"]
         given += ["what its config.json has"] if source else []
-        raise UserError(f"model {name} cannot be made with {' '.join(given)}: {mismatch(error)}") from error
-
-
-def mismatch(error: BaseException) -> str:
-    """The message of torch about tensors that do not fit, with an example in place of the list of them all."""
-    text, parts = str(error), []
-    for kind, keys in re.findall(r"(Missing|Unexpected) key\(s\) in state_dict: (.*?)\.(?:\s|$)", text):
-        names = re.findall(r'"([^"]+)"', keys)
-        where = "absent from" if kind == "Missing" else "only in"
-        parts.append(f"{len(names)} tensors {where} the file, such as {names[0]}")
-    sizes = re.findall(r"mismatch for (\S+): .*? shape torch.Size\((\S.*?)\) from .*? is torch.Size\((\S.*?)\)", text)
-    if sizes:
-        name, theirs, ours = sizes[0]
-        parts.append(f"{len(sizes)} of another size, such as {name}, {theirs} in the file, {ours} in the model")
-    return "; ".join(parts) or one_line(error)
+        raise UserError(
+            f"model {name} cannot be made with {' '.join(given)}: {shorten(one_line(error), 500)}"
+        ) from error
 
 
 def check_model_folder(folder: Path) -> None:
