@@ -1,5 +1,6 @@
 """Which backend runs: chosen by the device of the inputs, or forced."""
 
+import os
 from functools import cache
 
 import torch
@@ -20,18 +21,13 @@ def choose_backend(backend: str, device: torch.device) -> str:
     check_option("backend", backend, BACKENDS)
     if backend == "auto":
         return "triton" if device.type == "cuda" and HAS_TRITON else "torch"
-    if backend == "triton":
-        if not HAS_TRITON:
-            raise RuntimeError(
-                "backend='triton': triton is not installed; use backend='auto' or a build of torch that brings triton"
-            )
-        from .backends.triton.lanes import INTERPRETED  # Triton is optional
-
-        if device.type != "cuda" and not INTERPRETED:
-            raise RuntimeError(
-                f"backend='triton': the tensors are on {device}; move them to a GPU, or set TRITON_INTERPRET=1 before "
-                "the first import to run the kernels on a CPU"
-            )
+    on_gpu = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and not (HAS_TRITON and on_gpu):
+        why = f"the tensors are on {device}" if HAS_TRITON else "triton is not installed"
+        raise RuntimeError(
+            f"backend='triton': {why}; use backend='auto', a GPU and a torch that brings triton, or on a CPU Triton's "
+            "interpreter, by TRITON_INTERPRET=1 before the first import"
+        )
     return backend
 
 
