@@ -10,12 +10,12 @@ from torch import Tensor
 
 from . import flops, reference  # noqa: F401  (flops registers the operators and what they cost)
 from .checks import check
-from .contract import BACKENDS, Scan, check_option
-from .dispatch import HAS_TRITON, choose_backend
+from .contract import Scan
 from .ops import scan_plan
-from .reference import LONGHORN, longhorn_step, selective_step
+from .reference import longhorn_step, selective_step
+from .rules.base import HAS_TRITON
 
-__all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "recurrent_scan", "scan_plan",
+__all__ = ["HAS_TRITON", "Scan", "longhorn_scan", "longhorn_step", "recurrent_scan", "scan_plan",
            "selective_scan", "selective_step"]  # fmt: skip
 
 
@@ -55,7 +55,6 @@ def longhorn_scan(
     Returns:
         As `recurrent_scan`, which also says what is raised.
     """
-    check_option("rule", rule, LONGHORN)
     return recurrent_scan(x, beta, k, q, z, D, beta_bias, initial_state, rule=rule, **options)
 
 
@@ -152,7 +151,6 @@ def recurrent_scan(
     """
     tensors = (x, step, k, q, A, z, D, bias, initial_state)
     options = (rule, direction, combine, softplus, A_per_token)
-    check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
         scan = Scan(*tensors, *options, regime)
         check(scan)

@@ -10,27 +10,6 @@ from .contract import BACKENDS, check_option
 from .rules.base import HAS_TRITON
 
 
-def choose_backend(backend: str, device: torch.device) -> str:
-    """The backend, "torch" or "triton", that `backend` means on `device`: with "auto" triton on a GPU where it is
-    installed, else torch.
-
-    Raises:
-        ValueError: `backend` is not known.
-        RuntimeError: a forced backend cannot run here.
-    """
-    check_option("backend", backend, BACKENDS)
-    if backend == "auto":
-        return "triton" if device.type == "cuda" and HAS_TRITON else "torch"
-    on_gpu = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
-    if backend == "triton" and not (HAS_TRITON and on_gpu):
-        why = f"the tensors are on {device}" if HAS_TRITON else "triton is not installed"
-        raise RuntimeError(
-            f"backend='triton': {why}; use backend='auto', a GPU and a torch that brings triton, or on a CPU Triton's "
-            "interpreter, by TRITON_INTERPRET=1 before the first import"
-        )
-    return backend
-
-
 @cache
 def get_backend(name: str) -> Backend:
     """The backend called "torch" or "triton"."""
@@ -42,12 +21,23 @@ def get_backend(name: str) -> Backend:
 
 
 def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Backend:
-    """The backend that `backend` means on `device`.
+    """The backend that `backend` means on `device`: with "auto" triton on a GPU where it is installed, else torch.
 
     Raises:
-        ValueError: it does not have the regime.
+        ValueError: `backend` is not known, or does not have the regime.
+        RuntimeError: a forced backend cannot run here.
     """
-    found = get_backend(choose_backend(backend, device))
+    check_option("backend", backend, BACKENDS)
+    if backend == "auto":
+        backend = "triton" if device.type == "cuda" and HAS_TRITON else "torch"
+    on_gpu = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    if backend == "triton" and not (HAS_TRITON and on_gpu):
+        why = f"the tensors are on {device}" if HAS_TRITON else "triton is not installed"
+        raise RuntimeError(
+            f"backend='triton': {why}; use backend='auto', a GPU and a torch that brings triton, or on a CPU Triton's "
+            "interpreter, by TRITON_INTERPRET=1 before the first import"
+        )
+    found = get_backend(backend)
     if regime not in found.regimes:
         raise ValueError(f"regime={regime!r} is one of the Triton kernels', not of the torch path; use regime='auto'")
     return found

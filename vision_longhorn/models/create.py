@@ -1,6 +1,5 @@
 """Models by their name in timm, with one-line errors."""
 
-import json
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, TypeAlias
@@ -24,14 +23,15 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         UserError: For an unknown name, arguments that the model refuses, or a damaged model folder.
     """
     source, _, folder = name.rpartition(":")
-    if source.lower() == "local-dir":
-        check_model_folder(Path(folder))
     if not source and not timm.is_model(name):
         near = nearest(name, timm.list_models(), n=3)
         hint = f"the nearest names are {', '.join(near)}; " if near else ""
         raise UserError(f"unknown model {name!r}: {hint}timm.list_models() has them all")
     try:
         check_values(kwargs)
+        for file in Path(folder).iterdir() if source.lower() == "local-dir" else ():
+            if file.suffix in (".safetensors", ".bin", ".pth"):
+                check_whole(file)
         model = timm.create_model(name, **kwargs)
         if source:  # whose configuration may hold a value that timm takes and its transforms do not
             create_transform(**resolve_data_config(model=model))(Image.new("RGB", (8, 8)))
@@ -40,21 +40,6 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         raise UserError(f"model {name} cannot be made: {error}") from error
     except Exception as error:  # a model may raise any type for a wrong argument
         given = [f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay"]
-        given += ["what its config.json has"] if source else []
-        raise UserError(
-            f"model {name} cannot be made with {' '.join(given)}: {shorten(one_line(error), 500)}"
-        ) from error
-
-
-def check_model_folder(folder: Path) -> None:
-    """Checks what timm does not in a folder in the hub's layout. Raises UserError for a missing or damaged file."""
-    file = folder / "config.json"
-    try:
-        json.loads(file.read_bytes())
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): give a folder in the hub's layout") from error
-    except ValueError as error:
-        raise UserError(f"{file} is damaged ({one_line(error)}): fetch or make the folder again") from error
-    for weights in folder.iterdir():
-        if weights.suffix in (".safetensors", ".bin", ".pth"):
-            check_whole(weights)
+        given += ["its config.json"] if source else []
+        why = shorten(one_line(error), 500)
+        raise UserError(f"model {name} cannot be made with {', '.join(given)}: {why}") from error
