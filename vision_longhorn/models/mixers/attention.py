@@ -31,6 +31,8 @@ class GatedAttention(nn.Module):
         ValueError: `num_heads` is less than 1.
     """
 
+    NO_WEIGHT_DECAY: tuple[str, ...] = ()
+
     def __init__(
         self,
         dim: int,
