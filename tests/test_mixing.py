@@ -76,6 +76,13 @@ def test_mixer_is_its_plain_description(backend, layout, update):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wiring,rule", [("vim", "exact"), ("shared", "diagonal"), ("alternate", "mamba")])
+def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, rule):
+    mixer = build(backend, wiring=wiring, rule=rule, qk_norm=True)
+    check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rates_beyond_float32_forget_everything_with_finite_gradients(backend):
     mixer = build(backend, rule="mamba", A_per_token=True)
     with torch.no_grad():

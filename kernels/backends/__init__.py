@@ -1,7 +1,7 @@
 """The backends as objects. `Backend` is torch's; `triton.backend.TritonBackend` computes the same on a GPU."""
 
 from ..contract import Scan
-from .torch import conv, norm, projections, scan
+from .torch import conv, norm, projections, scan, unit
 
 
 class Backend:
@@ -18,6 +18,8 @@ class Backend:
     conv_backward = staticmethod(conv.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
+    unit_forward = staticmethod(unit.forward)
+    unit_backward = staticmethod(unit.backward)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
     x_proj_backward = staticmethod(projections.x_proj_backward)

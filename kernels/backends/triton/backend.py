@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, norm, projections, scan
+from . import chunks, conv, norm, projections, scan, unit
 
 
 class TritonBackend(Backend):
@@ -20,6 +20,8 @@ class TritonBackend(Backend):
     conv_backward = staticmethod(conv.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
+    unit_forward = staticmethod(unit.forward)
+    unit_backward = staticmethod(unit.backward)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
     x_proj_backward = staticmethod(projections.x_proj_backward)
