@@ -68,7 +68,7 @@ ENDINGS = {
 FOREIGN_FILES = {
     "validate.py", "benchmark.py",          # scripts of timm's
     "ab.png", "mine.yaml",                  # the reader's
-    "eval-last-imagenette-val-raw-mapped.json",  # put together from what was evaluated
+    "eval-last-val.json",  # put together from what was evaluated
 }
 # fmt: on
 FOREIGN_OPTIONS = {

@@ -7,21 +7,16 @@
 Images go through the transform by which the model is evaluated.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError
 from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import Range
-
-if TYPE_CHECKING:
-    from vision_longhorn.models.create import TimmModel
 
 FORMATS = ("text", "csv", "json")
 
@@ -81,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def load_classifier(
     source: str | os.PathLike[str] | None = None, name: str | None = None
-) -> tuple[TimmModel, list[str] | None, list[str] | None]:
+) -> tuple[Any, list[str] | None, list[str] | None]:
     """Loads a classifier and the names of its classes.
 
     Args:

@@ -112,7 +112,8 @@ def plot_maps(
         sample: Index of the image in the batch of `maps`.
 
     Raises:
-        UserError: There is no such block, or the PNG cannot be written.
+        UserError: There is no such block.
+        OSError: The PNG cannot be written.
     """
     depth = len(maps.write)
     layers = list(range(depth)) if layers is None else layers
