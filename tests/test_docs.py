@@ -324,7 +324,7 @@ NOT_RUN = {
     "keep_in_memory(": "data, DIR",
     "loader.set_epoch(3": "data, DIR",
     "split_transform(": "data, and a GPU",
-    "load_classifier(": "a run, or the network",
+    "load_model(": "a run, or the network",
     "model.cuda()": "a GPU",
     "custom_translation_table=": "a module of the reader's",
     'create_model("vim_small", pretrained=True)': "the network",

@@ -294,7 +294,7 @@ def changed(**values):
     [
         (changed(task="remember"), ["task is 'remember'"]),
         (changed(overrides={"weigth": 3}), ["'weigth'", "give one of"]),
-        (changed(grid={"lr": 3}), ["grid", "lr is 3"]),
+        (changed(grid={"lr": 3}), ["study recall", "int"]),
         (changed(grid={"pairs": [2, 200]}), ["pairs200-longhorn", "800"]),
         (changed(variants=[{"name": "vit", "model": "vit_tiny_patch16_224"}]), ["vit_tiny", "vim_*"]),
     ],

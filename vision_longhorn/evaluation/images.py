@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from PIL import Image
 from timm.data import create_transform
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -20,13 +19,12 @@ from tqdm import tqdm
 from vision_longhorn.class_names import readable_names
 from vision_longhorn.data import DataError, decode_image
 from vision_longhorn.data.images import EXTENSIONS, warn_if_dark
-from vision_longhorn.data.walk import NO_IMAGE, is_notable, list_others, no_file, walk
+from vision_longhorn.data.walk import HIDDEN, list_others, no_file, walk
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
 from vision_longhorn.files import text_file
 from vision_longhorn.loading import Loaded, load_model
-from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 
 def predict(args: argparse.Namespace) -> int:
@@ -44,9 +42,6 @@ def predict(args: argparse.Namespace) -> int:
         raise UserError(f"prediction is for one process, not for {accelerator.num_processes}: start no launcher")
     loaded = load_model(args.source, args.model)
     loaded.check_classes()
-    if args.maps and not isinstance(loaded.model, VisionLonghorn):
-        kind = type(loaded.model).__name__
-        raise UserError(f"--maps is for the models of this package, not for a {kind}: leave it out")
     loaded.model.to(accelerator.device).eval()
     results = list[dict[str, Any]]()
     with text_file(args.out) if args.out else contextlib.nullcontext(sys.stdout) as file:
@@ -83,41 +78,40 @@ def _results(
     workers = min(args.workers, -(-len(paths) // args.batch_size) - 1)
     samples: Any = _Images(paths, create_transform(**loaded.settings))  # DataLoader wants a Dataset and needs no more
     bad, told = 0, 0
-    with tqdm(total=len(paths), unit="img", dynamic_ncols=True, disable=None if args.out else True) as bar:
-        for batch in DataLoader(samples, args.batch_size, num_workers=workers, collate_fn=list):
-            errors = [image for _, image in batch if isinstance(image, str)]
-            if errors and args.on_bad == "stop":
-                raise UserError(f"{errors[0]}; --on-bad skip goes on without such files")
-            for error in errors:
-                bar.write(f"skipped: {error}", file=sys.stderr)
-            good = [(path, image) for path, image in batch if not isinstance(image, str)]
-            if good:
-                images = torch.stack([image for _, image in good]).to(accelerator.device)
-                with accelerator.autocast():
-                    logits = loaded.model(images)
-                    maps = token_maps(loaded.model, images) if args.maps else None
-                # topk has no defined order of ties.
-                scores, classes = logits.float().softmax(1).sort(dim=1, descending=True, stable=True)
-            for i, (path, image) in enumerate(good):
-                told += 1
-                if maps:
-                    out = Path(args.maps, f"{str(told).zfill(len(str(len(paths))))}-{Path(path).stem}.png")
-                    plot_maps(maps, shown(image, loaded.settings), out, sample=i)
-                best = zip(classes[i, : args.top_k].tolist(), scores[i, : args.top_k].tolist(), strict=True)
-                yield (
-                    path,
-                    [
-                        {
-                            "index": k,
-                            "class": known[k] if k < len(known) else None,
-                            "name": names[k],
-                            "probability": score,
-                        }
-                        for k, score in best
-                    ],
-                )
-            bad += len(errors)
-            bar.update(len(batch))
+    batches = DataLoader(samples, args.batch_size, num_workers=workers, collate_fn=list)
+    for batch in tqdm(batches, unit="batch", dynamic_ncols=True, disable=None if args.out else True):
+        errors = [image for _, image in batch if isinstance(image, str)]
+        if errors and args.on_bad == "stop":
+            raise UserError(f"{errors[0]}; --on-bad skip goes on without such files")
+        for error in errors:
+            tqdm.write(f"skipped: {error}", file=sys.stderr)
+        good = [(path, image) for path, image in batch if not isinstance(image, str)]
+        if good:
+            images = torch.stack([image for _, image in good]).to(accelerator.device)
+            with accelerator.autocast():
+                logits = loaded.model(images)
+                maps = token_maps(loaded.model, images) if args.maps else None
+            # topk has no defined order of ties.
+            scores, classes = logits.float().softmax(1).sort(dim=1, descending=True, stable=True)
+        for i, (path, image) in enumerate(good):
+            told += 1
+            if maps:
+                out = Path(args.maps, f"{str(told).zfill(len(str(len(paths))))}-{Path(path).stem}.png")
+                plot_maps(maps, shown(image, loaded.settings), out, sample=i)
+            best = zip(classes[i, : args.top_k].tolist(), scores[i, : args.top_k].tolist(), strict=True)
+            yield (
+                path,
+                [
+                    {
+                        "index": k,
+                        "class": known[k] if k < len(known) else None,
+                        "name": names[k],
+                        "probability": score,
+                    }
+                    for k, score in best
+                ],
+            )
+        bad += len(errors)
     if bad:
         print(f"{bad} of {len(paths)} images were skipped", file=sys.stderr)
 
@@ -142,8 +136,6 @@ def find_images(places: Sequence[str]) -> list[str]:
             found += _images_below(place)
         elif os.path.isfile(place):
             found.append(place)
-        elif os.path.exists(place):
-            raise UserError(f"{place} is {no_file(place)}; give a file or a folder")
         else:
             raise UserError(f"there is no file or folder {place}")
     if not found:
@@ -152,16 +144,11 @@ def find_images(places: Sequence[str]) -> list[str]:
 
 
 def _images_below(folder: str) -> list[str]:
-    """Finds the images in a folder and below, and names pictures of other kinds on stderr."""
+    """Finds the images in a folder and below, and names what else is there on stderr."""
     inside = walk(folder)
     if not inside.images:
         raise UserError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
-    pictures = Image.registered_extensions()  # few of which are read
-    others = [
-        (os.path.join(folder, name), why)
-        for name, why in inside.others
-        if is_notable(name, why) or why == NO_IMAGE and os.path.splitext(name)[1].lower() in pictures
-    ]
+    others = [(os.path.join(folder, name), why) for name, why in inside.others if why != HIDDEN]
     if others:
         print(f"left out: {list_others(others)}", file=sys.stderr)
     return [os.path.join(folder, name) for name in inside.images]

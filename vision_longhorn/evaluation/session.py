@@ -10,7 +10,7 @@ from typing import Any
 from timm.data import create_transform
 from tqdm import tqdm
 
-from vision_longhorn.class_names import ClassMap, imagenet_names, match_classes, readable_names
+from vision_longhorn.class_names import imagenet_names, match_classes, readable_names
 from vision_longhorn.data import eval_loader, open_shards
 from vision_longhorn.data.folders import same_split
 from vision_longhorn.data.sharding import locate_data
@@ -38,7 +38,6 @@ class Session:
         self.model, self.name = self.loaded.model.to(self.accelerator.device), self.loaded.name
         self.find_data()
         self.open_data()
-        self.class_map = self.match_classes()
 
     def find_data(self) -> None:
         """Chooses data, split and size: what the command line leaves open is the run's own."""
@@ -57,8 +56,8 @@ class Session:
         self.data = locate_data(data, self.accelerator)
 
     def open_data(self) -> None:
-        """Opens the data, and guesses class names of the model that its weights do not tell."""
-        args, self.names = self.args, self.loaded.class_names
+        """Opens the data, and pairs its classes with the model's: `class_map`, None where they are the same."""
+        args, self.names, self.class_map = self.args, self.loaded.class_names, None
         # A folder of images may lack some of its run's classes, so its labels follow the model's names.
         follow = self.names if self.is_own and not args.map_classes else None
         self.shards = open_shards(self.data, self.split, self.samples, allow_pipe=args.allow_pipe, class_names=follow)
@@ -69,24 +68,19 @@ class Session:
         if guess and not set(guess).isdisjoint(self.shards.class_names or ()):
             self.names = guess
             self.say(f"note: the model's class names are unknown, its {len(guess)} are taken for ImageNet's")
-
-    def match_classes(self) -> ClassMap | None:
-        """Pairs the classes of model and data; None where they are the same."""
-        shards, by_name = self.shards, self.args.map_classes
-        if self.is_own and not by_name and not (self.names and shards.class_names):
-            return None  # a run may have been given more classes than its data have
-        class_map, note = match_classes(
+        if self.is_own and not args.map_classes and not (self.names and self.shards.class_names):
+            return  # a run may have been given more classes than its data have
+        self.class_map, note = match_classes(
             self.names,
             self.model.num_classes,
-            shards.class_names,
-            shards.num_classes,
-            by_name=by_name,
+            self.shards.class_names,
+            self.shards.num_classes,
+            by_name=args.map_classes,
             model=f"the model ({self.name})",
             data=self.data,
         )
         if note:
             self.say(f"note: {note}")
-        return class_map
 
     def run(self) -> dict[str, Any]:
         """Evaluates, prints and saves the result, and returns it."""
