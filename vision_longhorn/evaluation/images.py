@@ -98,19 +98,11 @@ def _results(
             if maps:
                 out = Path(args.maps, f"{str(told).zfill(len(str(len(paths))))}-{Path(path).stem}.png")
                 plot_maps(maps, shown(image, loaded.settings), out, sample=i)
-            best = zip(classes[i, : args.top_k].tolist(), scores[i, : args.top_k].tolist(), strict=True)
-            yield (
-                path,
-                [
-                    {
-                        "index": k,
-                        "class": known[k] if k < len(known) else None,
-                        "name": names[k],
-                        "probability": score,
-                    }
-                    for k, score in best
-                ],
-            )
+            found = []
+            for k, score in zip(classes[i, : args.top_k].tolist(), scores[i, : args.top_k].tolist(), strict=True):
+                label = known[k] if k < len(known) else None
+                found.append({"index": k, "class": label, "name": names[k], "probability": score})
+            yield path, found
         bad += len(errors)
     if bad:
         print(f"{bad} of {len(paths)} images were skipped", file=sys.stderr)
