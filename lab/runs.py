@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from lab.plan import Trial
+from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import LOCK, FolderLock, read_json, write_text
 from vision_longhorn.plots import read_scalars
@@ -55,8 +56,14 @@ class TrialFolder(Run):
         return False
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do."""
-        return self.trial.arm.config.is_over(self.history())
+        """Whether nothing is left to do. Writes the results of a run that was killed just after its last checkpoint."""
+        config, history = self.trial.arm.config, self.history()
+        if len(history) == config.epochs - 1 and self.last.exists() and not config.is_over(history):
+            checkpoint = load_checkpoint(self.last)
+            if checkpoint["epoch"] == config.epochs and not self.is_held():
+                history = checkpoint["history"]
+                self.write_history(history)
+        return config.is_over(history)
 
     def unseen(self, sizes: list[int]) -> list[int]:
         """Those of the sizes at which its final weights can be evaluated and have not been."""
