@@ -98,9 +98,7 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
         "loss": {"train/loss": ":", "val/loss": "-", "val_ema/loss": "--"},
         "learning rate": {"train/lr": "-"},
     }
-    averages = any("accuracy/top1_ema" in scalars for scalars in curves.values())
-    kinds: dict[Any, str] = {"-": "raw weights", "--": "EMA weights"} if averages else {"-": "evaluation"}
-    kinds[":"] = "training loss"
+    kinds: dict[Any, str] = {"-": "raw weights", "--": "EMA weights", ":": "training loss"}
     figure = new_figure(15, 5)
     for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for number, scalars in enumerate(curves.values()):
