@@ -9,7 +9,7 @@ from ...contract import Pair, Scan, ceil_div, power_of_2, stack, unstack
 from ...rules import rule_of
 from . import chunks, scan_backward, scan_forward
 from .finish import add_directions, sum_blocks, sum_sequences
-from .lanes import FOLD_CAPABILITY, takes_ptx, warp_lanes
+from .lanes import TENSOR_CORES, takes_ptx, warp_lanes
 from .launch import Launch, aligned, pointer, rows, run, strides
 from .tuning import Choice, choose, first_choice, multiprocessors
 
@@ -74,7 +74,7 @@ class _Walk(Launch):
         NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
         NI = ceil_div(N, NS)
         self.lanes = warp_lanes(x.device) // NS  # that hold channels
-        self.matrix = NS == 1 and takes_ptx(x.device, FOLD_CAPABILITY) and k.element_size() == q.element_size() == 2
+        self.matrix = NS == 1 and takes_ptx(x.device, TENSOR_CORES) and k.element_size() == q.element_size() == 2
         self.args |= dict(A_b=0, A_l=0, A_d=0, A_n=0)
         self.args |= pointer("A", A, "gbl" if scan.A_per_token else "gdn", scan.x)
         self.args |= dict(
