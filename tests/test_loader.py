@@ -294,23 +294,11 @@ def claimed(shards, count, **fields):
     return dataclasses.replace(shards, num_samples=count, **fields)
 
 
-@pytest.mark.parametrize("workers, ranks", [(0, 1), (2, 1), (0, 3), (3, 2)])
-def test_fewer_samples_than_were_claimed_end_training_once_a_process_has_read_every_shard(tmp_path, workers, ranks):
-    """One process alone has at the end of the first epoch, one of several some epochs later."""
-    shards = claimed(write_shards(tmp_path / "s", [16] * 4), 100)
-    for rank in range(ranks):
-        loader = train_loader(shards, number_of, batch_size=4, num_workers=workers, rank=rank, world_size=ranks)
-        with pytest.raises(DataError, match="^the shards hold 64 samples, but num_samples says 100; give 64$"):
-            for epoch in range(1 if ranks == 1 else 12):
-                loader.set_epoch(epoch)
-                list(loader)
-
-
 @pytest.mark.parametrize("lengths", [[16] * 4, [30, 2, 1, 31], [16, 16, 16, 16, 1], [1, 1, 40], [64]])
-def test_claims_that_are_true_or_too_small_pass(tmp_path, lengths):
+def test_a_count_without_an_index_sets_the_length_of_an_epoch(tmp_path, lengths):
     """Whatever the shares of ranks come to."""
     shards = write_shards(tmp_path / "s", lengths)
-    for count, ranks in (shards.num_samples, 1), (shards.num_samples, 2), (shards.num_samples, 3), (20, 3):
+    for count, ranks in (shards.num_samples, 1), (shards.num_samples, 2), (shards.num_samples, 3), (20, 3), (100, 2):
         for rank in range(ranks):
             loader = train_loader(
                 claimed(shards, count), number_of, batch_size=2, num_workers=0, rank=rank, world_size=ranks
@@ -321,8 +309,8 @@ def test_claims_that_are_true_or_too_small_pass(tmp_path, lengths):
 
 
 @pytest.mark.parametrize("max_bad_samples", [0, 40])
-def test_a_shard_that_cannot_be_read_makes_no_claim_false(tmp_path, max_bad_samples):
-    """What it would have held is unknown, so its own error is what is said."""
+def test_a_shard_without_an_index_that_cannot_be_read(tmp_path, max_bad_samples):
+    """What it would have held is unknown."""
     shards = claimed(write_shards(tmp_path / "s", [16] * 4), 70)
     with open(shards.urls[2], "r+b") as file:
         file.truncate(5000)
@@ -400,9 +388,8 @@ def test_bad_sample_is_named(tmp_path, spoil, message):
         ("a.jpg a.txt a.json", "a: no label .*, only a.jpg, a.txt, a.json; "),
         (
             "a.jpg " + " ".join(f"a.{n}" for n in range(999)),
-            r"a: no label .*, only a.jpg, a.0, a.1, a.2, a.3, \.\.\.; ",
+            r"a: no label .*, only a.jpg, a.0, a.1, .{,300}; ",
         ),
-        (f"{'a' * 90}.jpg", r"no label .*, only \.\.\.a{53}.jpg; "),
     ],
 )
 def test_a_label_or_image_that_is_elsewhere_is_told_by_what_is_there(tmp_path, names, message):

@@ -28,7 +28,6 @@ def _parser() -> Parser:
     making.add_argument("--shard-size", type=Range(1, kind=int), default=1000, help="images per shard at most (1000)")
     making.add_argument("--seed", type=Range(0, kind=int), default=0, help="of the order (0)")
     making.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be decoded")
-    making.add_argument("--threads", type=Range(1, kind=int), help="readers and decoders (one per core)")
     making.add_argument(
         "--max-side", type=Range(1, kind=int), help="store larger images with this longer side, for faster training"
     )
@@ -52,10 +51,9 @@ def _parser() -> Parser:
     imagenet.add_argument(
         "truth",
         metavar="GROUND_TRUTH",
-        help="ILSVRC2012_devkit_t12.tar.gz, its ground-truth file, or one WordNet id a line; - without VAL_TAR",
+        help="ILSVRC2012_devkit_t12.tar.gz, its folder, or one WordNet id a line; - without VAL_TAR",
     )
     imagenet.add_argument("out", metavar="OUT")
-    imagenet.add_argument("--synsets", help="meta.mat, or WordNet ids in the order of the ILSVRC ids")
 
     demo = commands.add_parser("digits", help="scikit-learn's handwritten digits, the built-in demo set")
     demo.add_argument("out", metavar="OUT")

@@ -63,7 +63,7 @@ def train_loader(
 
     Raises:
         DataError: if there is not one batch per rank. While iterating: if more samples than `max_bad_samples` cannot be
-            used, or if shards without an index hold fewer than `num_samples`.
+            used.
     """
     if shards.num_samples < batch_size * world_size:
         most, where = shards.num_samples // world_size, f" on each of {world_size} processes" if world_size > 1 else ""
@@ -126,7 +126,6 @@ class Loader(wds.WebLoader):
         self.stream = stream
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
-        self._counts: dict[int, int] = {}  # samples in each shard without an index, as far as they are known
         super().__init__(stream, **self.options)
 
     @property
@@ -160,7 +159,6 @@ class Loader(wds.WebLoader):
                     _raise_here_only()
                     for text, count in report.notes:
                         note(text, count)
-                    self._check_counts(report.counts)
                     if isinstance(batch, DataError):
                         # Raise a new error: this frame would form a cycle with `batch`, and workers that the garbage
                         # collector frees hear no call to end and are waited for, five seconds each.
@@ -183,16 +181,6 @@ class Loader(wds.WebLoader):
             self.stream.start.fill_(start + taken)
         if last_death >= 0:
             self.stream.start.fill_(start)
-
-    def _check_counts(self, counts: dict[int, int]) -> None:
-        """Raise DataError once this rank has read every shard to its end and found fewer samples than claimed."""
-        self._counts.update(counts)
-        held, claimed = sum(self._counts.values()), self.stream.shards.num_samples
-        if self.num_batches and len(self._counts) == len(self.stream.shards.urls) and held < claimed:
-            raise DataError(
-                f"the shards hold {held or 'no'} samples, but num_samples says {claimed}; "
-                + (f"give {held}" if held else "make or fetch them again")
-            )
 
     def _means_death(self, error: Exception) -> bool:
         """Tell whether an error says that a worker is gone. Errors raised by a worker's own code name the worker."""

@@ -14,7 +14,7 @@ from .sharding import index_shards, make_digits, make_shards, verify
 from .walk import list_others
 
 
-@spelled(on_bad="--on-bad", synsets="--synsets")
+@spelled(on_bad="--on-bad")
 def carry_out(args: Namespace) -> None:
     """Carry out the command line `args` of `vision_longhorn.shards`. Raises UserError, of one line."""
     if args.command == "verify":
@@ -78,7 +78,7 @@ def _imagefolder(args: Namespace) -> None:
 def _imagenet(args: Namespace) -> None:
     if args.train_tar == "-" and args.val_tar == "-":
         raise DataError("both tars are left out; name at least one")
-    truth = None if args.val_tar == "-" else sources.ground_truth(args.truth, args.synsets)
+    truth = None if args.val_tar == "-" else sources.ground_truth(args.truth)
     os.makedirs(args.out, exist_ok=True)
     train = None
     if args.train_tar == "-":
@@ -93,6 +93,6 @@ def _imagenet(args: Namespace) -> None:
 
 
 def _make(args: Namespace, split: str, samples: list[sources.Sample], class_names: list[str], source: str) -> None:
-    options = {name: getattr(args, name) for name in ("shard_size", "seed", "on_bad", "threads", "max_side")}
+    options = {name: getattr(args, name) for name in ("shard_size", "seed", "on_bad", "max_side")}
     for name in make_shards(args.out, split, samples, class_names, source=source, **options):
         print(f"skipped, as it cannot be read: {name}", file=sys.stderr)

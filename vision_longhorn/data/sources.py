@@ -6,6 +6,7 @@ import os
 import re
 import tarfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import IO, cast
 
 from PIL import Image
@@ -13,7 +14,7 @@ from tqdm import tqdm
 
 from vision_longhorn.errors import reason
 
-from .folders import list_images
+from .folders import list_images, read_lines
 from .images import EXTENSIONS, DataError
 from .walk import is_hidden
 
@@ -118,71 +119,46 @@ def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: 
     ]
 
 
-def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] | None = None) -> list[str]:
+def ground_truth(path: str | os.PathLike[str]) -> list[str]:
     """WordNet id of each validation image, in the order of the images' numbers.
 
     The devkit's own file holds ILSVRC ids from 1 to 1000, which do not follow the order of class indices; only the
     devkit's meta.mat tells which class is which.
 
     Args:
-        path: the devkit (`ILSVRC2012_devkit_t12.tar.gz`, or the folder unpacked from it), or its ground-truth file, or
-            a text file with one WordNet id a line.
-        synsets: for a file of ILSVRC ids without its meta.mat beside it: a meta.mat, or a text file whose n-th line
-            starts with the WordNet id of ILSVRC id n.
+        path: the devkit (`ILSVRC2012_devkit_t12.tar.gz`, or the folder unpacked from it), or a text file with one
+            WordNet id a line.
 
     Raises:
         DataError: if the ids cannot be told for certain.
     """
-    files = _devkit_files(path)
-    meta = files.get("meta.mat")
-    lines = files[GROUND_TRUTH].decode("ascii", "replace").split("\n")
-    lines = [line.strip() for line in lines if line.strip()]
-    if lines and all(_WNID.fullmatch(line) for line in lines):
-        return lines
-    if not lines or not all(line.isdigit() for line in lines):
-        raise DataError(f"{path}: every line must be one WordNet id (n01440764) or one ILSVRC id (1 to 1000)")
-    if not synsets and not meta:
-        raise DataError(
-            f"{path} holds ILSVRC ids, which only the devkit can translate; give ILSVRC2012_devkit_t12.tar.gz in its "
-            "place, put meta.mat beside it, or name a list with synsets"
-        )
-    names = _synset_order(_read(synsets), synsets) if synsets else _synset_order(meta or b"", "meta.mat")
-    unknown = [line for line in lines if int(line) not in names]
-    if unknown:
-        raise DataError(f"{path}: {unknown[0]} is not an ILSVRC id (1 to {max(names)}); are these class indices?")
-    return [names[int(line)] for line in lines]
-
-
-def _devkit_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The ground truth and meta.mat from a devkit, packed or not, or from a ground-truth file and its neighbour."""
     wanted = GROUND_TRUTH, "meta.mat"
+    found: dict[str, bytes] = {}
     if os.path.isdir(path):
         places = [os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files if file in wanted]
-        found = {os.path.basename(place): _read(place) for place in places}
+        found = {os.path.basename(place): Path(place).read_bytes() for place in places}
     elif os.path.isfile(path) and tarfile.is_tarfile(path):
         with tarfile.open(path) as tar:
             members = [m for m in tar if m.isreg() and os.path.basename(m.name) in wanted]
             found = {os.path.basename(m.name): cast(IO[bytes], tar.extractfile(m)).read() for m in members}
     else:
-        beside = os.path.join(os.path.dirname(path), "meta.mat")
-        found = {GROUND_TRUTH: _read(path)} | ({"meta.mat": _read(beside)} if os.path.isfile(beside) else {})
-    if GROUND_TRUTH not in found:
-        raise DataError(f"{path} holds no {GROUND_TRUTH}; give ILSVRC2012_devkit_t12.tar.gz or its folder")
-    return found
+        lines = read_lines(path)
+        if not lines or not all(_WNID.fullmatch(line) for line in lines):
+            raise DataError(
+                f"{path} holds other lines than one WordNet id each (n01440764); give ILSVRC2012_devkit_t12.tar.gz"
+            )
+        return lines
+    if len(found) < 2:
+        raise DataError(f"{path} holds no {' and '.join(wanted)}; give ILSVRC2012_devkit_t12.tar.gz or its folder")
+    from scipy.io import loadmat
 
-
-def _synset_order(data: bytes, path: str | os.PathLike[str]) -> dict[int, str]:
-    """ILSVRC id -> WordNet id, from a meta.mat or a text file."""
-    if data.startswith(b"MATLAB"):
-        from scipy.io import loadmat
-
-        synsets = loadmat(io.BytesIO(data), squeeze_me=True)["synsets"]
-        # The inner nodes of the hierarchy follow after the classes that images are labelled with.
-        return {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
-    lines = [line.split() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
-    if not lines or not all(_WNID.fullmatch(line[0]) for line in lines):
-        raise DataError(f"{path}: every line must start with a WordNet id (n01440764), in the order of the ILSVRC ids")
-    return {number: line[0] for number, line in enumerate(lines, 1)}
+    synsets = loadmat(io.BytesIO(found["meta.mat"]), squeeze_me=True)["synsets"]
+    # The inner nodes of the hierarchy follow after the classes that images are labelled with.
+    names = {str(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+    ids = found[GROUND_TRUTH].decode("ascii", "replace").split()
+    if unknown := [number for number in ids if number not in names]:
+        raise DataError(f"{path}: {unknown[0]!r} in {GROUND_TRUTH} is no ILSVRC id (1 to {len(names)})")
+    return [names[number] for number in ids]
 
 
 def digits() -> tuple[dict[str, list[Sample]], list[str]]:
@@ -203,14 +179,6 @@ def digits() -> tuple[dict[str, list[Sample]], list[str]]:
     train, val = train_test_split(range(len(samples)), test_size=360, stratify=data.target, random_state=0)
     names = [str(name) for name in data.target_names]
     return {"train": [samples[i] for i in sorted(train)], "val": [samples[i] for i in sorted(val)]}, names
-
-
-def _read(path: str | os.PathLike[str]) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({reason(error)})") from None
 
 
 def _open_tar(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> tarfile.TarFile:

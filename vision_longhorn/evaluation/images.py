@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from vision_longhorn.class_names import readable_names
 from vision_longhorn.data import DataError, decode_image
-from vision_longhorn.data.images import EXTENSIONS, warn_if_dark
+from vision_longhorn.data.images import EXTENSIONS
 from vision_longhorn.data.walk import NO_IMAGE, is_notable, list_others, no_file, walk
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, reason
@@ -166,11 +166,9 @@ def read_image(path: str, transform: Callable[[Any], torch.Tensor]) -> torch.Ten
     try:
         if what := no_file(path):  # a pipe, say, might never end
             raise DataError(f"it is {what}")
-        data = Path(path).read_bytes()
-        image = decode_image(data)
+        image = decode_image(Path(path).read_bytes())
     except (DataError, OSError) as error:
         raise UserError(f"{path}: {reason(error)}") from error
-    warn_if_dark(data, image, path)
     return transform(image)
 
 
