@@ -710,28 +710,6 @@ def test_packed_shards_whatever_they_are_called(tmp_path, pack, ending):
 
 
 @pytest.mark.parametrize(
-    "data, message",
-    [
-        (b"PK\x03\x04", "is a zip, rar or 7z file: unpack it, and pack with `tar"),
-        (b"Rar!\x1a\x07\x00", "is a zip, rar or 7z file: unpack it"),
-        (b"7z\xbc\xaf\x27\x1c", "is a zip, rar or 7z file: unpack it"),
-        (b"\x28\xb5\x2f\xfd", "is packed with zstd or lz4: unpack it with `zstd -d`"),
-        (b"\x04\x22\x4d\x18", "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .*`git lfs pull`"),
-        (b"\n<!DOCTYPE html><html>", "is a web page"),
-    ],
-)
-def test_other_files_under_the_name_of_a_tar_are_told(tmp_path, data, message):
-    path = tmp_path / "0.tar"
-    for size in 0, 4000:
-        path.write_bytes(data + bytes(size))
-        with pytest.raises(
-            DataError, match=rf"^shard \S+0\.tar {message}.*; shards are tar files, plain or packed with"
-        ):
-            list(read_shard(str(path)))
-
-
-@pytest.mark.parametrize(
     "spoil, words",
     [
         (os.remove, "No such file or directory"),

@@ -1,17 +1,17 @@
 """Folders of images, one folder per class: which splits and classes they have, and their files as samples."""
 
-import dataclasses
+import contextlib
 import os
 import random
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .images import EXTENSIONS, DataError
 from .samples import RawSample
-from .walk import BROKEN, FILE, FOLDER, HIDDEN, extension, is_image, is_notable, scan, shard_stem, walk
+from .walk import FILE, FOLDER, NO_IMAGE, extension, is_image, scan, walk
 
 SPELLINGS = {
     "train": ("train", "training", "trn"),
@@ -39,17 +39,6 @@ def alike(split: str, names: Iterable[str]) -> list[str]:
     return [split] if split in names else [name for name in names if same_split(name, split)]
 
 
-def beside(folder: str | os.PathLike[str], used: Container[str]) -> list[str]:
-    """What else in a folder may be data: names of folders, images, tar files and broken links that are not `used`."""
-    names = [
-        entry.name
-        for entry, kind in scan(folder)
-        if entry.name not in used
-        and (kind in (FOLDER, BROKEN) or kind != HIDDEN and (is_image(entry.name) or shard_stem(entry.name)))
-    ]
-    return names[:8] + ([f"{len(names) - 8} more"] if len(names) > 8 else [])
-
-
 def find_splits(
     root: str | os.PathLike[str], split: str = "", class_names: Sequence[str] | None = None
 ) -> tuple[dict[str, str], list[str]]:
@@ -57,8 +46,8 @@ def find_splits(
 
     Folders with images right in them, named like splits, are classes if other classes lie beside them, or if all of
     them are among `class_names`. Returns the path of each split by the name of its folder, none if the folders are
-    classes themselves, and the names of what else lies beside the splits and may be data. Raises DataError if there is
-    no such folder, or if its folders may be splits or classes.
+    classes themselves, and the names of the folders beside the splits. Raises DataError if there is no such folder, or
+    if its folders may be splits or classes.
     """
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder; check the path")
@@ -66,9 +55,10 @@ def find_splits(
     named = [name for name in folders if known_split(name) or split and same_split(name, split)]
     if not named:
         return {}, []
-    paths = {name: folders[name] for name in named if _holds_folders(folders[name])}
-    flat = [name for name in named if name not in paths and _holds_images(folders[name])]
-    classes = [name for name in folders if name not in named and _holds_images(folders[name])]
+    inside = {name: _kinds(path) for name, path in folders.items()}
+    paths = {name: folders[name] for name in named if FOLDER in inside[name]}
+    flat = [name for name in named if inside[name] == {FILE}]
+    classes = [name for name in folders if name not in named and FILE in inside[name]]
     if paths and classes:
         raise DataError(
             f"{root} has both splits ({', '.join(paths)}) and classes ({', '.join(classes[:3])}) in it; "
@@ -80,31 +70,15 @@ def find_splits(
             f"one folder for each class ({os.path.join(root, flat[0], 'CLASS', 'IMAGE.jpg')}), and a class that is "
             "called so needs other classes beside it"
         )
-    return paths, beside(root, paths) if paths else []
+    return paths, [name for name in folders if paths and name not in paths]
 
 
-def splits_above(folder: str) -> dict[str, str]:
-    """Path of each split, by name, in the folder above `folder`, if `folder` is one of them; else none."""
-    above, own = os.path.split(os.path.abspath(folder))
-    inside = [entry for entry, kind in _inside(above) if kind == FOLDER and known_split(entry.name)]
-    paths = {entry.name: entry.path for entry in inside if _holds_folders(entry.path)}
-    return paths if own in paths else {}
-
-
-def _holds_folders(folder: str) -> bool:
-    return any(kind == FOLDER for _, kind in _inside(folder))
-
-
-def _holds_images(folder: str) -> bool:
-    return any(kind in (FILE, BROKEN) and is_image(entry.name) for entry, kind in _inside(folder))
-
-
-def _inside(folder: str) -> list[tuple[os.DirEntry[str], str]]:
-    """As `scan`, but nothing for a folder that cannot be read, which is an error once it is asked for."""
-    try:
-        return scan(folder)
-    except DataError:
-        return []
+def _kinds(folder: str) -> set[str]:
+    """Whether a folder holds a FOLDER, and an image, which is a FILE. One that cannot be read is an error once it is
+    asked for."""
+    with contextlib.suppress(DataError):
+        return {kind for entry, kind in scan(folder) if kind == FOLDER or kind == FILE and is_image(entry.name)}
+    return set()
 
 
 def list_images(
@@ -123,12 +97,8 @@ def list_images(
         return [], [], []
     known = list(class_names or found.folders)
     labels = {name: label for label, name in enumerate(known)}
-    if len(labels) < len(known):
-        name = next(name for label, name in enumerate(known) if labels[name] != label)
-        raise DataError(
-            f"class {name!r} stands twice among those that {folder} is to have, so its folder could be of either: "
-            "give each class a name of its own"
-        )
+    if twice := [name for name in found.folders if known.count(name) > 1]:
+        raise DataError(f"{folder} is to have two classes {twice[0]!r}; give each class a name of its own")
     for name in found.folders:
         if name not in labels:
             raise DataError(
@@ -143,24 +113,18 @@ def list_images(
         )
     loose = [(name, "in no folder of a class") for name in found.images if "/" not in name]
     # Files beside the class folders, such as a list of the classes or a note on the data, are not worth a word.
-    return listed, known, loose + [other for other in found.others if is_notable(*other) or "/" in other[0]]
+    return listed, known, loose + [(name, why) for name, why in found.others if why != NO_IMAGE or "/" in name]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ImageFiles:
     """Labelled image files, in runs that serve as shards. `samples.image_of` reads a file when it is wanted."""
 
-    folder: str
-    # Arrays, because each worker would soon have its own copy of lists
-    names: np.ndarray  # (N,) bytes, relative to `folder`
-    labels: np.ndarray  # (N,) int32, class indices
-
-    @classmethod
-    def mixed(cls, folder: str, listed: list[tuple[str, int]]) -> "ImageFiles":
+    def __init__(self, folder: str, listed: list[tuple[str, int]]) -> None:
         """The files of `list_images`, in an order that mixes the classes and is always the same."""
-        listed = random.Random(0).sample(listed, len(listed))
-        names, labels = zip(*listed, strict=True)
-        return cls(folder, np.array([os.fsencode(name) for name in names]), np.array(labels, np.int32))
+        names, labels = zip(*random.Random(0).sample(listed, len(listed)), strict=True)
+        # Arrays, because each worker would soon have its own copy of lists
+        self.folder, self.names = folder, np.array([os.fsencode(name) for name in names])
+        self.labels = np.array(labels, np.int32)
 
     @property
     def lengths(self) -> list[int]:
@@ -187,28 +151,18 @@ def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None =
     cannot be read, or does not name every class.
     """
     lines = read_lines(path)
-    names = {line.split("\t", 1)[0].strip(): line.split("\t", 1)[1].strip() for line in lines if "\t" in line}
-    if not names:
-        if not lines or class_names is not None and len(lines) != len(class_names):
-            wanted = "" if class_names is None else f" for {len(class_names)} classes"
-            raise DataError(
-                f"{path} has {len(lines)} names{wanted}; give one a line for every class, or lines of a "
-                "class, a tab and its name"
-            )
-        return lines
-    if bare := [line for line in lines if "\t" not in line]:
-        raise DataError(f"{path}: {bare[0]!r} has no tab, but other lines have; write a class, a tab and its name")
-    if class_names is None:
+    if class_names and lines and all("\t" in line for line in lines):
+        names = {name.strip(): text.strip() for name, text in (line.split("\t", 1) for line in lines)}
+        if missing := [name for name in class_names if name not in names]:
+            raise DataError(f"{path} lacks a name for class {missing[0]!r}; give each class one")
+        return [names[name] for name in class_names]
+    wanted = len(class_names or lines)
+    if not lines or len(lines) != wanted or any("\t" in line for line in lines):
         raise DataError(
-            f"{path} names classes, but which class has which index is unknown; give a list of the classes as well, "
-            "or names alone, one a line in this order"
+            f"{path} has {len(lines)} lines for {wanted} classes; give the name of each class in their order, or for "
+            "classes whose names are known lines of a class, a tab and its name"
         )
-    if missing := [name for name in class_names if name not in names]:
-        raise DataError(
-            f"{path} lacks a name for {len(missing)} of {len(class_names)} classes; the first of these is "
-            f"{missing[0]!r}"
-        )
-    return [names[name] for name in class_names]
+    return lines
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:

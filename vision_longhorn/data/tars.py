@@ -27,19 +27,12 @@ from vision_longhorn.signals import COMMANDS, end_command
 
 from .images import DataError
 from .samples import RawSample
-from .walk import extension, is_hidden, is_image, no_file
+from .walk import NO_FILE, extension, is_hidden, is_image, no_file
 
 _ABOUT = re.compile(r"__[^/]*__($|/)")
 
 # The bytes that a packed tar begins with, and the function that unpacks it
 _PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
-# The bytes that other files named like a tar begin with, and what to do about them
-_NO_TAR = {
-    rb"PK\x03\x04|Rar!\x1a\x07|7z\xbc\xaf": "is a zip, rar or 7z file: unpack it, and pack with `tar --sort=name -cf`",
-    rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18": "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`",
-    rb"version https://git-lfs": "is a pointer of Git LFS and not the file: fetch that with `git lfs pull`",
-    rb"(?i)\s*<(!doctype|html|\?xml)": "is a web page, perhaps of an error: fetch the shard again",
-}
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
@@ -73,11 +66,6 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         if last is not None:
             yield last
     except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
-        what = next((what for begin, what in _NO_TAR.items() if re.match(begin, start)), None)
-        if what and key is None:
-            raise DataError(
-                f"shard {url} {what}; shards are tar files, plain or packed with gzip, bzip2 or xz"
-            ) from None
         where = f"after sample {key}" if key else "from its start"
         error.args = error.args[:1]  # webdataset adds the stream and the URL, and " @ " with the stream once more
         why = reason(error).partition(" @ <")[0]
@@ -90,8 +78,8 @@ def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
         return _output_of(url[5:])
     if "://" in url:
         return urllib.request.urlopen(url, timeout=60)
-    if what := no_file(url):  # reading it might never end, or never begin
-        raise OSError(f"it is {what}")
+    if no_file(url):  # reading it might never end, or never begin
+        raise OSError(f"it is {NO_FILE}")
     return open(url, "rb")
 
 

@@ -66,9 +66,8 @@ class Session:
         # A folder of images may lack some of its run's classes, so its labels follow the model's names.
         follow = self.names if self.is_own and not args.map_classes else None
         self.shards = open_shards(self.data, self.split, self.samples, allow_pipe=args.allow_pipe, class_names=follow)
-        left_out = self.shards.left_out and f"left out {self.shards.left_out}"
-        for note in filter(None, (self.shards.hint, left_out)):
-            self.say(f"note: {note}")
+        if self.shards.left_out:
+            self.say(f"note: left out {self.shards.left_out}")
         guess = imagenet_names(self.model.num_classes) if self.names is None else None
         if guess and not set(guess).isdisjoint(self.shards.class_names or ()):
             self.names = guess
