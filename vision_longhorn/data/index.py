@@ -28,7 +28,7 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
             continue
         try:
             with open(path, encoding="utf-8-sig") as file:
-                index = json.load(file, object_pairs_hook=_object)
+                index = json.load(file)
             check_index(index)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({reason(error)})") from None
@@ -76,92 +76,60 @@ def write_index(
 
 def check_index(index: Any) -> None:
     """Fill in the fields that follow from others. Raises DataError, which names the field, if one is wrong."""
-    _check("it", index, dict, "an object with splits")
-    _check("splits", index.get("splits"), dict, "an object with an entry for each split")
+    _need(isinstance(index, dict), "it", index, "an object with splits")
+    _need(
+        isinstance(index.get("splits"), dict), "splits", index.get("splits"), "an object with an entry for each split"
+    )
     for split, entry in index["splits"].items():
-        _check_split(f" of split {_short(split)}", entry)
-    if index.get("num_classes") is not None:
-        _check_number("num_classes", index["num_classes"], 1, 10**7)
-    for field in ("class_names", "display_names"):
-        names = index.get(field)
-        if names is None:
-            continue
-        _check_names(field, "", names)
-        if index.get("num_classes") is None:
-            index["num_classes"] = len(names)
-        if len(names) != index["num_classes"]:
-            raise DataError(f"{field} has {len(names)} names for {index['num_classes']} classes; give one for each")
+        _check_split(f"splits.{split[:40]}", entry)
+    count = index.get("num_classes")
+    _need(count is None or _is_number(count, 1, 10**7), "num_classes", count, "a whole number from 1 to 10,000,000")
+    for field in "class_names", "display_names":
+        if (names := index.get(field)) is not None:
+            _check_names(field, names)
+            count = index["num_classes"] = count or len(names)
+            if len(names) != count:
+                raise DataError(f"{field} has {len(names)} names for {count} classes; give one for each")
 
 
-def _check_split(of: str, entry: Any) -> None:
-    _check(f"the entry{of}", entry, dict, "an object with filenames and shard_lengths")
+def _check_split(field: str, entry: Any) -> None:
+    _need(isinstance(entry, dict), field, entry, "an object with filenames and shard_lengths")
     names, lengths = entry.get("filenames"), entry.get("shard_lengths")
-    _check_names("filenames", of, names)
-    _check(f"shard_lengths{of}", lengths, list, "a list, the number of samples in each shard")
-    for number, length in enumerate(lengths):
-        _check_number(f"shard_lengths[{number}]{of}", length, 0, 10**12)
-    for field, kind, right in _OPTIONAL:
-        if entry.get(field) is not None:
-            _check(f"{field}{of}", entry[field], kind, right)
-    _check_once(f"filenames{of}", names, "name each shard once")
+    _check_names(f"{field}.filenames", names)
+    _need(isinstance(lengths, list), f"{field}.shard_lengths", lengths, "a list, the number of samples in each shard")
+    for i, length in enumerate(lengths):
+        _need(
+            _is_number(length, 0, 10**12), f"{field}.shard_lengths[{i}]", length, f"a whole number from 0 to {10**12:,}"
+        )
     for name in names:
         if os.path.isabs(name) or re.match("pipe:", name, re.I) or "://" in name or ".." in re.split(r"[/\\]", name):
-            raise DataError(f"filenames{of} name {_short(name)}, which is outside of its folder")
-    if len(lengths) != len(names):
-        raise DataError(f"there are {len(names)} filenames{of}, but {len(lengths)} shard_lengths; give each its own")
-    total, right = entry.setdefault("num_samples", None), sum(lengths)
-    if total is None:
-        entry["num_samples"] = right
-    elif type(total) is not int or total != right:
+            raise DataError(f"{field}.filenames has {reprlib.repr(name)}, which is outside of its folder")
+    if not len(set(names)) == len(names) == len(lengths):
         raise DataError(
-            f"num_samples{of} is {_short(total)}; it must be {right}, which is what shard_lengths add up to"
+            f"{field} has {len(set(names))} different filenames, {len(names)} in all, and {len(lengths)} shard_lengths; "
+            "name each shard once and give each its own length"
         )
+    for key, kind, right in ("made_with", dict, "an object"), ("skipped", list, "a list of names"):
+        _need(isinstance(entry.get(key, kind()), kind), f"{field}.{key}", entry.get(key), right)
+    total = entry.setdefault("num_samples", sum(lengths))
+    _need(
+        type(total) is int and total == sum(lengths),
+        f"{field}.num_samples",
+        total,
+        f"{sum(lengths)}, which is what shard_lengths add up to",
+    )
 
 
-_OPTIONAL = (
-    ("name", str, "a text"),
-    ("source", str, "a text"),
-    ("made_with", dict, "an object"),
-    ("skipped", list, "a list of names"),
-)
+def _check_names(field: str, names: Any) -> None:
+    _need(isinstance(names, list) and names, field, names, "a list of names")
+    for i, name in enumerate(names):
+        _need(isinstance(name, str) and name, f"{field}[{i}]", name, "a name, in quotes")
 
 
-def _check(field: str, value: Any, kind: type, right: str) -> None:
-    if not isinstance(value, kind):
-        raise _wrong(field, value, right)
+def _is_number(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high  # isinstance would take true for 1
 
 
-def _check_names(field: str, of: str, names: Any) -> None:
-    if not isinstance(names, list) or not names:
-        raise _wrong(f"{field}{of}", names, "a list of names")
-    for number, name in enumerate(names):
-        if not isinstance(name, str) or not name:
-            raise _wrong(f"{field}[{number}]{of}", name, "a name, in quotes")
-
-
-def _check_number(field: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:  # isinstance would take true for 1
-        raise _wrong(field, value, f"a whole number from {low} to {high:,}")
-
-
-def _wrong(field: str, value: Any, right: str) -> DataError:
-    return DataError(f"{field} is {'missing' if value is None else _short(value)}; it must be {right}")
-
-
-def _check_once(field: str, names: Sequence[str], remedy: str) -> None:
-    """Raises DataError if one of `names` stands there twice."""
-    first: dict[str, int] = {}
-    for number, name in enumerate(names):
-        if first.setdefault(name, number) != number:
-            raise DataError(f"{field} has {_short(name)} twice, as number {first[name]} and {number}; {remedy}")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Python would silently take the last of two values with one key."""
-    _check_once("an object", [key for key, _ in pairs], "give each key once")
-    return dict(pairs)
-
-
-def _short(value: Any) -> str:
-    text = reprlib.repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _need(is_right: Any, field: str, value: Any, right: str) -> None:
+    if not is_right:
+        raise DataError(f"{field} is {'missing' if value is None else reprlib.repr(value)[:80]}; it must be {right}")

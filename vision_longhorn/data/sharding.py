@@ -78,7 +78,7 @@ def make_shards(
     clear_aside(Path(out, f"{split}-*.tar"))
     if entry and all(os.path.exists(os.path.join(out, name)) for name in entry["filenames"]):
         note.unlink(missing_ok=True)
-        return entry["skipped"]
+        return entry.get("skipped", [])
     write_text(note, json.dumps(plan))
     shards = _shuffled(split, samples, seed, shard_size)
     lengths: list[int] = []
@@ -213,7 +213,7 @@ def make_digits(out: str | os.PathLike[str]) -> None:
             if not os.path.isdir(out) or not os.listdir(out):
                 raise
     index = read_index(out) or {"splits": {}}
-    if {entry.get("source") for entry in index["splits"].values()} != {"digits"}:
+    if any(entry.get("source") != "digits" for entry in index["splits"].values()) or not index["splits"]:
         raise DataError(f"{out} holds other data than the digits; name another folder")
 
 
