@@ -77,16 +77,15 @@ def write_index(
 def check_index(index: Any) -> None:
     """Fill in the fields that follow from others. Raises DataError, which names the field, if one is wrong."""
     _need(isinstance(index, dict), "it", index, "an object with splits")
-    _need(
-        isinstance(index.get("splits"), dict), "splits", index.get("splits"), "an object with an entry for each split"
-    )
-    for split, entry in index["splits"].items():
+    splits, count = index.get("splits"), index.get("num_classes")
+    _need(isinstance(splits, dict), "splits", splits, "an object with an entry for each split")
+    for split, entry in splits.items():
         _check_split(f"splits.{split[:40]}", entry)
-    count = index.get("num_classes")
-    _need(count is None or _is_number(count, 1, 10**7), "num_classes", count, "a whole number from 1 to 10,000,000")
+    if count is not None:
+        _need_number("num_classes", count, 1, 10**7)
     for field in "class_names", "display_names":
         if (names := index.get(field)) is not None:
-            _check_names(field, names)
+            _need_names(field, names)
             count = index["num_classes"] = count or len(names)
             if len(names) != count:
                 raise DataError(f"{field} has {len(names)} names for {count} classes; give one for each")
@@ -95,39 +94,34 @@ def check_index(index: Any) -> None:
 def _check_split(field: str, entry: Any) -> None:
     _need(isinstance(entry, dict), field, entry, "an object with filenames and shard_lengths")
     names, lengths = entry.get("filenames"), entry.get("shard_lengths")
-    _check_names(f"{field}.filenames", names)
+    _need_names(f"{field}.filenames", names)
     _need(isinstance(lengths, list), f"{field}.shard_lengths", lengths, "a list, the number of samples in each shard")
     for i, length in enumerate(lengths):
-        _need(
-            _is_number(length, 0, 10**12), f"{field}.shard_lengths[{i}]", length, f"a whole number from 0 to {10**12:,}"
-        )
+        _need_number(f"{field}.shard_lengths[{i}]", length, 0, 10**12)
     for name in names:
         if os.path.isabs(name) or re.match("pipe:", name, re.I) or "://" in name or ".." in re.split(r"[/\\]", name):
             raise DataError(f"{field}.filenames has {reprlib.repr(name)}, which is outside of its folder")
-    if not len(set(names)) == len(names) == len(lengths):
-        raise DataError(
-            f"{field} has {len(set(names))} different filenames, {len(names)} in all, and {len(lengths)} shard_lengths; "
-            "name each shard once and give each its own length"
-        )
+    if len(set(names)) < len(names):
+        raise DataError(f"{field}.filenames has {max(names, key=names.count)!r} twice; name each shard once")
+    if len(lengths) != len(names):
+        raise DataError(f"{field} has {len(names)} filenames and {len(lengths)} shard_lengths; give each its own")
     for key, kind, right in ("made_with", dict, "an object"), ("skipped", list, "a list of names"):
-        _need(isinstance(entry.get(key, kind()), kind), f"{field}.{key}", entry.get(key), right)
-    total = entry.setdefault("num_samples", sum(lengths))
-    _need(
-        type(total) is int and total == sum(lengths),
-        f"{field}.num_samples",
-        total,
-        f"{sum(lengths)}, which is what shard_lengths add up to",
-    )
+        _need(isinstance(entry.get(key) or kind(), kind), f"{field}.{key}", entry.get(key), right)
+    total, known = entry.get("num_samples"), sum(lengths)
+    is_right = total is None or type(total) is int and total == known
+    _need(is_right, f"{field}.num_samples", total, f"{known}, which is what shard_lengths add up to")
+    entry["num_samples"] = known
 
 
-def _check_names(field: str, names: Any) -> None:
+def _need_names(field: str, names: Any) -> None:
     _need(isinstance(names, list) and names, field, names, "a list of names")
     for i, name in enumerate(names):
         _need(isinstance(name, str) and name, f"{field}[{i}]", name, "a name, in quotes")
 
 
-def _is_number(value: Any, low: int, high: int) -> bool:
-    return type(value) is int and low <= value <= high  # isinstance would take true for 1
+def _need_number(field: str, value: Any, low: int, high: int) -> None:
+    is_right = type(value) is int and low <= value <= high  # isinstance would take true for 1
+    _need(is_right, field, value, f"a whole number from {low} to {high:,}")
 
 
 def _need(is_right: Any, field: str, value: Any, right: str) -> None:
