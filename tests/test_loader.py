@@ -402,8 +402,8 @@ def test_a_label_or_image_that_is_elsewhere_is_told_by_what_is_there(tmp_path, n
 
 def test_more_classes_by_hand(tmp_path):
     write_tar(tmp_path / "train-0.tar", members(range(8), label=lambda number: 7))
-    shards = open_shards(tmp_path, num_samples=8, num_classes=5)
-    for loader in loaders(shards, 0, num_classes=8):
+    shards = open_shards(tmp_path, num_samples=8, num_classes=8)
+    for loader in loaders(shards, 0):
         assert {label for _, targets in loader for label in targets.tolist()} == {7}
 
 
@@ -464,7 +464,6 @@ def test_nothing_in_a_shard_is_unpickled(tmp_path, extension):
         ("gs://bucket/train-{{0..3}}.tar", True, "gs: is not read"),
         ("file:x.tar", True, "file: is not read"),
         ("pipe: ", True, "names no command"),
-        ("pipe:touch {0}/run; cat {0}/s/train-{{000001..000000}}.tar", True, "range 000001..000000 is empty"),
     ],
 )
 def test_urls_that_run_commands_are_refused(tmp_path, url, allowed, message):
@@ -495,7 +494,7 @@ def test_shards_that_commands_print(tmp_path, monkeypatch, suffix, workers):
         for _ in range(2):
             seen = numbers(loader)
             assert sorted(set(seen)) == list(range(12)) if loader.num_batches is None else len(seen) == 12
-    with pytest.raises(DataError, match="number of samples .* is unknown; give num_samples, which no index"):
+    with pytest.raises(DataError, match="number of samples .* is unknown; give num_samples"):
         open_shards(pattern, allow_pipe=True)
 
 
@@ -503,9 +502,8 @@ def test_shards_that_commands_print(tmp_path, monkeypatch, suffix, workers):
     "pattern, message",
     [
         ("train-{000000..000003}.tar", r"train-000002\.tar is missing \(2 of 4"),
-        ("train-{000001..000000}.tar", "range 000001..000000 is empty"),
-        ("train-{}.tar", "empty brace range"),
-        ("train-{0..}.tar", "empty brace range"),
+        ("train-{}.tar", "no file or folder"),
+        ("train-{0..}.tar", "no file or folder"),
         ("train-{0..1.tar", "unbalanced braces"),
         ("other-*.tar", "no file matches"),
         ("train-000009.tar", r"no file or folder '.*train-000009\.tar'"),
@@ -525,11 +523,11 @@ def test_patterns_and_counts(tmp_path):
         shards = open_shards(f"{tmp_path}/s/{pattern}", num_samples=count, num_classes=5)
         assert (shards.num_samples, shards.num_classes, shards.samples_per_shard) == (count, 5, None)
         assert len(numbers(eval_loader(shards, number_of, batch_size=4, num_workers=0))) == count
-    with pytest.raises(DataError, match=r"is unknown; give num_samples, or write .*shards index \S+/s`$"):
+    with pytest.raises(DataError, match="is unknown; give num_samples, or write .*shards index FOLDER`$"):
         open_shards(tmp_path / "s")
-    with pytest.raises(DataError, match=r"is unknown; give num_samples, or write .*shards index \S+/s`$"):
+    with pytest.raises(DataError, match="is unknown; give num_samples, or write .*shards index FOLDER`$"):
         open_shards(f"{tmp_path}/s/train-*.tar.gz")
-    with pytest.raises(DataError, match="is unknown; give num_samples, which no index tells of a URL$"):
+    with pytest.raises(DataError, match="is unknown; give num_samples"):
         open_shards("http://localhost/train-{0..3}.tar")
     with pytest.raises(DataError, match="num_classes=-3; it must be at least 1"):
         open_shards(tmp_path / "s", num_samples=9, num_classes=-3)
@@ -579,12 +577,12 @@ def test_layout_of_imagenet_1k_wds(tmp_path):
                     "validation": {"imagenet1k-validation-00.tar": 4},
                 },
             )
-        train = open_shards(tmp_path, "train", num_samples=None if indexed else 11)
-        val = open_shards(tmp_path, "val", num_samples=None if indexed else 4)
+        train = open_shards(tmp_path, "train", num_samples=None if indexed else 11, num_classes=5)
+        val = open_shards(tmp_path, "val", num_samples=None if indexed else 4, train=train)
         assert (train.num_samples, val.num_samples) == (11, 4)
-        batches = eval_loader(val, number_of, batch_size=4, num_workers=0, num_classes=5)
+        batches = eval_loader(val, number_of, batch_size=4, num_workers=0)
         assert sorted(numbers(batches)) == [11, 12, 13, 14]
-        batches = list(train_loader(train, number_of, batch_size=11, num_workers=0, num_classes=5))
+        batches = list(train_loader(train, number_of, batch_size=11, num_workers=0))
         assert sorted(numbers(batches)) == list(range(11))
 
 

@@ -52,7 +52,7 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
             crop = step
         elif isinstance(step, ResizeKeepRatio) and resize is crop is None and _can_resample(step):
             resize = step
-        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None and _pads_black(step):
+        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None:
             crop = step
         elif isinstance(step, (transforms.RandomHorizontalFlip, transforms.RandomVerticalFlip)):
             is_vertical = isinstance(step, transforms.RandomVerticalFlip)
@@ -80,11 +80,6 @@ def _unfit(step: Any) -> UserError:
 def _can_resample(step: Any) -> bool:
     varies = getattr(step, "random_scale_prob", 0) or getattr(step, "random_aspect_prob", 0)
     return not varies and set(_as_list(step.interpolation)) <= {InterpolationMode.BICUBIC, InterpolationMode.BILINEAR}
-
-
-def _pads_black(step: transforms.RandomCrop) -> bool:
-    is_black = step.padding_mode == "constant" and not step.fill
-    return is_black and isinstance(step.padding, int) and not step.pad_if_needed
 
 
 def _as_list(value: Any) -> Any:
@@ -185,9 +180,7 @@ class Crops:
     def _padded_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
         size = self.resize.get_params(image, self.resize.size, self.resize.longest)
         image = _resized(image, correct, size, self.resize.interpolation)
-        padded = F.pad(image, [0, 0, *[self.crop.padding] * 4])
-        top, left, height, width = self.crop.get_params(padded.permute(2, 0, 1), self.crop.size)
-        return padded[top : top + height, left : left + width]
+        return self.crop(image.permute(2, 0, 1)).permute(1, 2, 0)
 
 
 def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], interpolation: Any) -> torch.Tensor:

@@ -9,7 +9,6 @@ import dataclasses
 import glob
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,7 +96,7 @@ def open_shards(
     class_names = class_names or (train.class_names if train else None)
     if num_classes is not None and num_classes < 1:
         raise DataError(f"num_classes={num_classes}; it must be at least 1")
-    if allow_pipe and _is_pipe(spec):
+    if allow_pipe and spec[:5].lower() == "pipe:":
         if not spec[5:].strip():
             raise DataError(f"{spec!r} names no command; write 'pipe:cat train-{{000000..000015}}.tar'")
         # Backslashes, and braces without a pattern in them, are left to the shell.
@@ -117,7 +116,7 @@ def open_shards(
     return dataclasses.replace(
         found,
         num_samples=_count_samples(spec, found, num_samples),
-        num_classes=num_classes or found.num_classes,
+        num_classes=num_classes or found.num_classes or (train.num_classes if train else None),
     )
 
 
@@ -128,12 +127,9 @@ def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: li
         }
         return _at_paths(splits[_pick(split, splits, spec)], split, spec)
     splits = find_shards(spec)
-    if not alike(split, splits):
-        is_folder = not splits
-        with contextlib.suppress(DataError):  # an archive of the images, say, may lie beside them
-            is_folder = is_folder or bool(alike(split, find_splits(spec, split)[0]))
-        if is_folder:
-            return _in_image_folder(spec, split, train, class_names)
+    # An archive of the images, say, may lie beside them.
+    if not alike(split, splits) and (not splits or alike(split, find_splits(spec, split)[0])):
+        return _in_image_folder(spec, split, train, class_names)
     return _at_paths(splits[_pick(split, splits, spec)], split)
 
 
@@ -205,12 +201,10 @@ def _count_samples(spec: str, found: ShardSet, num_samples: int | None) -> int:
             raise DataError(f"num_samples={num_samples}, but {what} {count}; drop it, or give {count}")
         num_samples = count
     if num_samples is None:
-        if found.pipes or "://" in found.urls[0]:
-            remedy = f", which no index tells of a {'command' if found.pipes else 'URL'}"
-        else:
-            folder = spec if os.path.isdir(spec) else os.path.dirname(found.urls[0]) or "."
-            remedy = f", or write an index with `python -m vision_longhorn.shards index {shlex.quote(folder)}`"
-        raise DataError(f"the number of samples in {spec!r} ({found.split}) is unknown; give num_samples{remedy}")
+        raise DataError(
+            f"the number of samples in {spec!r} ({found.split}) is unknown; give num_samples, or write the index of a "
+            "local folder with `python -m vision_longhorn.shards index FOLDER`"
+        )
     if num_samples < 1:
         raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")
     return num_samples
@@ -225,8 +219,7 @@ def _check_classes(spec: str, found: ShardSet, num_classes: int | None, wanted: 
                 f"class {name!r} has index {number} in {spec!r}, but {wanted.index(name)} in the training "
                 "data; make the shards of both in one folder, so that their classes agree"
             )
-    most = found.num_classes
-    if most and num_classes and num_classes < most:
+    if (most := found.num_classes) and num_classes and num_classes < most:
         raise DataError(f"num_classes={num_classes}, but {spec} has {most} classes; drop it, or give {most} or more")
 
 
@@ -243,25 +236,16 @@ def _pick(split: str, splits: Iterable[str], spec: str, others: Sequence[str] = 
     )
 
 
-def _is_pipe(spec: str) -> bool:
-    return spec[:5].lower() == "pipe:"
-
-
 def _expand(spec: str) -> list[str]:
     """Local paths and http(s) URLs that a pattern stands for, in order."""
-    if _is_pipe(spec) and not os.path.exists(spec):
-        raise DataError(
-            f"{spec!r} is not read, as pipe: runs a command; where that is meant, --allow-pipe (in Python "
-            "allow_pipe=True) has to be given, each time, also to resume a run or to evaluate a checkpoint"
-        )
     scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
     if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
-        raise DataError(f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL")
-    urls = _expand_braces(spec)
-    if any("{" in url or "}" in url for url in urls):
-        raise DataError(f"{spec!r} has an empty brace range; write train-{{000000..000015}}.tar")
+        raise DataError(
+            f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL, or where a "
+            "pipe: is meant --allow-pipe (in Python allow_pipe=True), each time, also to resume or evaluate a run"
+        )
     found = []
-    for url in urls:
+    for url in _expand_braces(spec):
         is_pattern = "://" not in url and glob.has_magic(url) and not os.path.exists(url)
         found += sorted(glob.glob(url)) if is_pattern else [url]
     if not found:
@@ -270,9 +254,6 @@ def _expand(spec: str) -> list[str]:
 
 
 def _expand_braces(spec: str, **options: bool) -> list[str]:
-    for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
-        if int(low) > int(high):
-            raise DataError(f"{spec!r}: the range {low}..{high} is empty; write the smaller number first")
     try:
         return list(braceexpand.braceexpand(spec, **options))
     except braceexpand.UnbalancedBracesError:  # type: ignore[attr-defined]  # its stub lacks it

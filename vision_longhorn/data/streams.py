@@ -87,13 +87,11 @@ class Stream(IterableDataset):
         batch_size: int,
         rank: int,
         world_size: int,
-        num_classes: int | None,
         keys: bool,
     ) -> None:
         self.shards, self.transform, self.batch_size, self.keys = shards, transform, batch_size, keys
         self.rank, self.world_size = rank, world_size
         self.lengths = shards.samples_per_shard or [1] * len(shards.urls)
-        self.num_classes = shards.num_classes if num_classes is None else num_classes
         self.decode_image = getattr(transform, "decode", decode_image)
         self.faults = Faults()
         # In shared memory, because workers outlive an epoch and must learn the number of the next one.
@@ -153,7 +151,7 @@ class Stream(IterableDataset):
         for sample in samples:
             wanted += repeats
             try:
-                image, label = decoded(sample, self.num_classes, self.decode_image)
+                image, label = decoded(sample, self.shards.num_classes, self.decode_image)
             except DataError as error:
                 self.faults.add(error)
                 continue

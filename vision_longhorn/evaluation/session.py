@@ -1,6 +1,7 @@
 """One evaluation from a command line to its results: model, data, whether their classes agree, and what is saved."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -137,16 +138,16 @@ class Session:
         }
 
     def batches(self) -> Iterable[Any]:
-        args, shards, accelerator = self.args, self.shards, self.accelerator
+        args, accelerator = self.args, self.accelerator
+        classes = self.model.num_classes if self.class_map is None else self.shards.num_classes
         return eval_loader(
-            shards,
+            dataclasses.replace(self.shards, num_classes=classes),
             create_transform(**self.loaded.settings),
             keys=args.predictions is not None,
             batch_size=args.batch_size,
             num_workers=args.workers,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
-            num_classes=self.model.num_classes if self.class_map is None else len(shards.class_names or ()),
             pin_memory=accelerator.device.type == "cuda",
         )
 
