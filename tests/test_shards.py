@@ -515,9 +515,9 @@ def test_names_that_people_use_are_kept_in_the_index(splits, tmp_path):
     (splits / "names.txt").write_text("Nought\nOne\nTwo\nThree\n")
     maker.main(["imagefolder", str(splits), str(out)])  # nothing else is left to do
     assert open_shards(out, "val").display_names == ["Nought", "One", "Two", "Three"]
-    names = tmp_path / "other.txt"
+    names = splits / "names.txt"
     names.write_text("class3\tdrei\nclass0\tnull\nclass1\teins\nclass2\tzwei, zwo\n", encoding="utf-8-sig")
-    maker.main(["imagefolder", str(splits), str(out), "--names", str(names)])
+    maker.main(["imagefolder", str(splits), str(out)])
     shards = open_shards(out)
     assert shards.display_names == ["null", "eins", "zwei, zwo", "drei"] and shards.class_names[0] == "class0"
     for text, message in (
@@ -527,7 +527,7 @@ def test_names_that_people_use_are_kept_in_the_index(splits, tmp_path):
     ):
         names.write_text(text)
         with pytest.raises(DataError, match=message):
-            maker.main(["imagefolder", str(splits), str(out), "--names", str(names)])
+            maker.main(["imagefolder", str(splits), str(out)])
     assert open_shards(out).display_names == shards.display_names
 
 
@@ -563,14 +563,14 @@ def test_index_of_shards_made_by_others(tmp_path, capsys):
     assert "train, 12 images in 3 shards, 7 classes" in capsys.readouterr().out
     assert open_shards(tmp_path, "val").samples_per_shard == [1]
     assert ReaderWds(str(tmp_path), split="train").num_samples == 12
-    (tmp_path / "names.txt").write_text("one\ntwo\n")
+    (tmp_path / "classes.txt").write_text("one\ntwo\n")
     with pytest.raises(DataError, match="label 6, but only 2 classes"):
-        maker.main(["index", str(tmp_path), "--classes", str(tmp_path / "names.txt")])
-    for option in "--classes", "--names":
-        (tmp_path / "names.txt").write_text("".join(f"{option} {n}\n" for n in range(8)))
-        maker.main(["index", str(tmp_path), option, str(tmp_path / "names.txt")])
+        maker.main(["index", str(tmp_path), "--classes", str(tmp_path / "classes.txt")])
+    for file in "classes", "names":
+        (tmp_path / f"{file}.txt").write_text("".join(f"{file} {n}\n" for n in range(8)))
+    maker.main(["index", str(tmp_path), "--classes", str(tmp_path / "classes.txt")])
     shards = open_shards(tmp_path)
-    assert (shards.num_classes, shards.class_names[7], shards.display_names[7]) == (8, "--classes 7", "--names 7")
+    assert (shards.num_classes, shards.class_names[7], shards.display_names[7]) == (8, "classes 7", "names 7")
 
 
 GOOD = {
@@ -689,15 +689,15 @@ def test_no_index_is_written_that_could_not_be_read(indexed):
 
 def test_folders_without_an_index_or_samples(tmp_path):
     (tmp_path / "empty").mkdir()
-    for command in "verify", "index":
+    for command, words in ("verify", "has no index"), ("index", "holds no shards"):
         with pytest.raises(DataError, match="none is not a folder; check the path"):
             maker.main([command, str(tmp_path / "none")])
-        with pytest.raises(DataError, match="empty holds no shards"):
+        with pytest.raises(DataError, match=f"empty {words}"):
             maker.main([command, str(tmp_path / "empty")])
     write_tar(tmp_path / "train-0.tar", [("no-ending", b"x")])
     with pytest.raises(DataError, match="has no index; `python -m vision_longhorn.shards index .*` writes it"):
         maker.main(["verify", str(tmp_path)])
-    with pytest.raises(DataError, match="hold no samples"):
+    with pytest.raises(DataError, match="holds no shards with samples"):
         maker.main(["index", str(tmp_path)])
     (tmp_path / "_info.json").write_text('{"splits": {}}')
     assert maker.verify(tmp_path) == [f"the index of {tmp_path} names no shards"]
@@ -707,13 +707,14 @@ def test_names_alone_tell_the_number_of_classes(tmp_path):
     write_tar(tmp_path / "train-0.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
     (tmp_path / "names.txt").write_text("cat\tCat\ndog\tDog\n")
     with pytest.raises(DataError, match="for classes whose names are known lines of a class, a tab"):
-        maker.main(["index", str(tmp_path), "--names", str(tmp_path / "names.txt")])
+        maker.main(["index", str(tmp_path)])
     for names, message in (("Cat\n", "label 1, but only 1 classes"), ("Cat\nDog\nEmu\n", None)):
         (tmp_path / "names.txt").write_text(names)
         with pytest.raises(DataError, match=message) if message else contextlib.nullcontext():
-            maker.main(["index", str(tmp_path), "--names", str(tmp_path / "names.txt")])
+            maker.main(["index", str(tmp_path)])
     shards = open_shards(tmp_path)
     assert (shards.num_classes, shards.class_names, shards.display_names) == (3, None, ["Cat", "Dog", "Emu"])
+    (tmp_path / "names.txt").unlink()
     maker.main(["index", str(tmp_path)])  # counts anew, and forgets no names
     assert open_shards(tmp_path).display_names == ["Cat", "Dog", "Emu"]
     (tmp_path / "classes.txt").write_text("a\nb\n")

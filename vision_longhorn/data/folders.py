@@ -19,7 +19,6 @@ SPELLINGS = {
     "test": ("test", "testing", "tst"),
 }
 _KNOWN = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
-NAMES_FILE = "names.txt"
 _RUN = 16  # files that stay together in every order; a worker's buffer mixes many times as many
 
 
@@ -143,13 +142,16 @@ class ImageFiles:
             }
 
 
-def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None = None) -> list[str]:
-    """Read what people call the classes, by class index.
+def read_names(folder: str | os.PathLike[str], class_names: Sequence[str] | None) -> list[str] | None:
+    """Read what people call the classes, by class index, from names.txt in a folder; None without that.
 
-    Each line of the text file is a class, a tab and its readable name; or all are readable names, in the order of the
-    classes. `class_names` are the classes by index, None if only their number is known. Raises DataError if the file
-    cannot be read, or does not name every class.
+    Each line is a class, a tab and its readable name; or all are readable names, in the order of the classes.
+    `class_names` are the classes by index, None if only their number is known. Raises DataError if the file cannot be
+    read, or does not name every class.
     """
+    path = os.path.join(folder, "names.txt")
+    if not os.path.isfile(path):
+        return None
     lines = read_lines(path)
     if class_names and lines and all("\t" in line for line in lines):
         names = {name.strip(): text.strip() for name, text in (line.split("\t", 1) for line in lines)}

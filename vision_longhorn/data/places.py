@@ -14,7 +14,7 @@ from typing import Any
 
 import braceexpand
 
-from .folders import NAMES_FILE, ImageFiles, alike, find_splits, known_split, list_images, read_names, same_split
+from .folders import ImageFiles, alike, find_splits, known_split, list_images, read_names, same_split
 from .images import DataError
 from .index import read_index
 from .samples import RawSample, nbytes
@@ -176,7 +176,7 @@ def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names:
             f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
             "unknown; give the training data an index with class names"
         )
-    file, files = os.path.join(spec, NAMES_FILE), ImageFiles(folder, listed)
+    files = ImageFiles(folder, listed)
     left_out = [f"beside {folder}: {', '.join(others)}"] if others else []
     left_out += [f"in {folder}: {list_others(passed_over)}"] if passed_over else []
     return ShardSet(
@@ -186,7 +186,7 @@ def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names:
         names,
         split,
         files.lengths,
-        display_names=read_names(file, names) if os.path.isfile(file) else None,
+        display_names=read_names(spec, names),
         files=files,
         left_out="; ".join(left_out),
     )

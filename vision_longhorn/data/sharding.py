@@ -1,4 +1,4 @@
-"""Making, checking and indexing shards."""
+"""Making, checking and indexing shards: what the commands of `python -m vision_longhorn.shards` do."""
 
 import concurrent.futures
 import hashlib
@@ -9,7 +9,9 @@ import os
 import random
 import re
 import shlex
+import sys
 import zlib
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,18 @@ import webdataset as wds
 from PIL import Image
 from tqdm import tqdm
 
+from vision_longhorn.errors import spelled
 from vision_longhorn.files import clear_aside, read_json, write_text, written_aside
 from vision_longhorn.settings import DIGITS
 
 from . import sources
-from .folders import read_names
+from .folders import alike, find_splits, known_split, read_lines, read_names, same_split
 from .images import DataError, check_image, decode_image
 from .index import read_index, write_index
 from .places import find_shards
 from .samples import RawSample, decoded, image_of, label_of
 from .tars import read_shard
+from .walk import list_others
 
 
 def make_shards(
@@ -231,8 +235,7 @@ def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
     line each; raises DataError if there is no such folder or no index, or the index cannot be understood."""
     index = read_index(directory)
     if index is None:
-        if not find_shards(directory):
-            raise DataError(f"{directory} holds no shards and no index; give a folder of shards")
+        find_shards(directory)  # which says what is no folder
         command = f"python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}"
         raise DataError(f"{directory} has no index; `{command}` writes it")
     problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
@@ -262,25 +265,20 @@ def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
 def index_shards(
     directory: str | os.PathLike[str],
     class_names: list[str] | None = None,
-    names: str | os.PathLike[str] | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Count the samples in shards made by others, and write their index.
 
     Args:
         directory: folder of shards, whose names or folders tell their splits.
         class_names: name of each class by its index, if known.
-        names: text file of what people call the classes, see `data.folders.read_names`.
-
-    Returns:
-        the index written
 
     Raises:
-        DataError: if there are no shards, one cannot be read, or `names` does not fit them.
+        DataError: if there are no shards, one cannot be read, or names.txt there does not fit them.
     """
     before = read_index(directory) or {}
     class_names = class_names or before.get("class_names")
     same = class_names == before.get("class_names")
-    display_names = read_names(names, class_names) if names else before.get("display_names") if same else None
+    display_names = read_names(directory, class_names) or (before.get("display_names") if same else None)
     splits: dict[str, tuple[list[str], list[int], Mapping[str, Any]]] = {}
     most = -1
     for split, paths in find_shards(directory).items():
@@ -290,12 +288,88 @@ def index_shards(
             lengths.append(len(labels))
             most = max([most, *labels])
         splits[split] = ([os.path.relpath(path, directory).replace(os.sep, "/") for path in paths], lengths, {})
-    if not splits:
-        raise DataError(f"{directory} holds no shards (SPLIT-000000.tar, plain or .gz, .bz2 or .xz)")
     if most < 0:
-        raise DataError(f"the shards in {directory} hold no samples; a sample is a KEY.jpg and a KEY.cls")
+        raise DataError(f"{directory} holds no shards with samples (SPLIT-000000.tar, of a KEY.jpg and a KEY.cls each)")
     named = class_names or display_names
     if named and len(named) <= most:
         raise DataError(f"the shards in {directory} have a label {most}, but only {len(named)} classes are named")
     write_index(directory, splits, class_names, len(named or range(most + 1)), display_names)
-    return read_index(directory) or {}
+
+
+@spelled(on_bad="--on-bad")
+def carry_out(args: Namespace) -> None:
+    """Carry out the command line `args` of `vision_longhorn.shards`. Raises UserError, of one line."""
+    if args.command == "imagefolder":
+        _imagefolder(args)
+    elif args.command == "imagenet":
+        _imagenet(args)
+    elif args.command == "digits":
+        make_digits(args.out)
+    elif args.command == "index":
+        index_shards(args.out, read_lines(args.classes) if args.classes else None)
+    else:
+        problems = verify(args.out, args.full)
+        for problem in problems:
+            print(problem, file=sys.stderr)
+        if problems:
+            raise DataError(f"{args.out} has {len(problems)} problems; fetch or make these shards again")
+        print(f"{args.out}: no problems")
+        return
+    index = read_index(args.out) or {"splits": {}}
+    for name, entry in index["splits"].items():
+        print(
+            f"{args.out}: {name}, {entry['num_samples']} images in {len(entry['filenames'])} shards, "
+            f"{index['num_classes']} classes"
+        )
+
+
+def _imagefolder(args: Namespace) -> None:
+    class_names: list[str] | None = (read_index(args.out) or {}).get("class_names")
+    paths, left_out = find_splits(args.src, class_names=class_names)
+    if paths and args.split:
+        one = paths[(alike(args.split, paths) or list(paths))[0]]
+        raise DataError(
+            f"{args.src} has splits ({', '.join(paths)}), which all become shards: leave out --split, or give {one}"
+        )
+    splits = {args.split or "train": args.src} if not paths else {}
+    for name, path in paths.items():
+        split = name.lower() if name.isalnum() else known_split(name)
+        if split in splits:
+            raise DataError(f"{splits[split]} and {path} would both be split {split!r}; rename one, or move it away")
+        splits[split] = path
+    if left_out:
+        print(f"left out of {args.src}, as no splits: {', '.join(left_out)}", file=sys.stderr)
+    listed = {}
+    # List all splits before anything is written, and train first: its classes hold for the others.
+    for split in sorted(splits, key=lambda split: (not same_split(split, "train"), split != "train")):
+        listed[split], class_names, others = sources.image_folder(splits[split], class_names)
+        if others:
+            print(f"left out of {splits[split]}: {list_others(others)}", file=sys.stderr)
+    display_names = read_names(args.src, class_names)
+    for split, samples in listed.items():
+        _make(args, split, samples, class_names or [], "imagefolder")
+    if display_names:
+        write_index(args.out, {}, display_names=display_names)
+
+
+def _imagenet(args: Namespace) -> None:
+    if args.train_tar == "-" and args.val_tar == "-":
+        raise DataError("both tars are left out; name at least one")
+    truth = None if args.val_tar == "-" else sources.ground_truth(args.truth)
+    os.makedirs(args.out, exist_ok=True)
+    train = None
+    if args.train_tar == "-":
+        class_names = (read_index(args.out) or {}).get("class_names") or sorted(set(truth or ()))
+    else:
+        train, class_names = sources.ilsvrc_train(args.train_tar)
+    # List both before anything is written, so that a val tar that does not fit is an error at once.
+    val = None if truth is None else sources.ilsvrc_val(args.val_tar, truth, class_names)
+    for split, samples in ("val", val), ("train", train):
+        if samples is not None:
+            _make(args, split, samples, class_names, "ILSVRC-2012")
+
+
+def _make(args: Namespace, split: str, samples: list[sources.Sample], class_names: list[str], source: str) -> None:
+    options = {name: getattr(args, name) for name in ("shard_size", "seed", "on_bad", "max_side")}
+    for name in make_shards(args.out, split, samples, class_names, source=source, **options):
+        print(f"skipped, as it cannot be read: {name}", file=sys.stderr)

@@ -1,11 +1,12 @@
 """Where the samples of new shards come from: image folders, the ILSVRC-2012 tars, scikit-learn's digits."""
 
+import contextlib
 import dataclasses
 import io
 import os
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast
 
@@ -73,8 +74,8 @@ def ilsvrc_train(path: str | os.PathLike[str]) -> tuple[list[Sample], list[str]]
     """List ILSVRC2012_img_train.tar, a tar of one tar per class, by its headers alone. Returns the samples and the
     classes (WordNet ids, sorted); raises DataError if it is not such a tar, or is cut short."""
     listed = {}
-    with _open_tar(path) as outer:
-        members = {os.path.splitext(os.path.basename(m.name))[0]: m for m in _files(outer, path)}
+    with _opened(path) as outer:
+        members = {os.path.splitext(os.path.basename(m.name))[0]: m for m in _files(outer)}
         strange = [name for name in members if not _WNID.fullmatch(name)]
         if strange or not members:
             first = strange[0] if strange else "nothing"
@@ -82,9 +83,8 @@ def ilsvrc_train(path: str | os.PathLike[str]) -> tuple[list[Sample], list[str]]
         names = sorted(members, key=lambda name: members[name].offset)
         for name in tqdm(names, "listing", unit="class", disable=None):
             start = members[name].offset_data
-            with _open_tar(path, outer.extractfile(members[name])) as inner:
-                files = _files(inner, f"{path}: {name}.tar")
-                listed[name] = sorted((m.name, start + m.offset_data, m.size) for m in files)
+            with _opened(path, outer.extractfile(members[name])) as inner:
+                listed[name] = sorted((m.name, start + m.offset_data, m.size) for m in _files(inner))
     class_names = sorted(members)
     samples = [
         Sample(f"{name}/{file}", label, os.fspath(path), offset, size)
@@ -98,9 +98,9 @@ def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: 
     """List ILSVRC2012_img_val.tar. `truth` has the WordNet id of each image by its number (see `ground_truth`). Raises
     DataError if images, labels and classes do not fit together."""
     labels = {name: label for label, name in enumerate(class_names)}
-    with _open_tar(path) as tar:
+    with _opened(path) as tar:
         members = {}
-        for member in _files(tar, path):
+        for member in _files(tar):
             number = re.search(r"_(\d+)\.JPEG$", member.name)
             if not number:
                 raise DataError(f"{path} holds {member.name}, not images like ILSVRC2012_val_00000001.JPEG")
@@ -181,15 +181,16 @@ def digits() -> tuple[dict[str, list[Sample]], list[str]]:
     return {"train": [samples[i] for i in sorted(train)], "val": [samples[i] for i in sorted(val)]}, names
 
 
-def _open_tar(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> tarfile.TarFile:
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> Iterator[tarfile.TarFile]:
     try:
-        return tarfile.open(path, "r:", fileobj)
+        with tarfile.open(path, "r:", fileobj) as tar:
+            yield tar
     except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{path} cannot be opened as an uncompressed tar ({reason(error)})") from None
+        raise DataError(
+            f"{path} is no uncompressed tar, or damaged or cut short ({reason(error)}); fetch it again"
+        ) from None
 
 
-def _files(tar: tarfile.TarFile, path: str | os.PathLike[str]) -> list[tarfile.TarInfo]:
-    try:
-        return [member for member in tar if member.isreg() and not is_hidden(member.name)]
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{path} is damaged or cut short ({reason(error)}); fetch it again") from None
+def _files(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    return [member for member in tar if member.isreg() and not is_hidden(member.name)]

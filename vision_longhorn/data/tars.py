@@ -47,7 +47,6 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         DataError: if the shard cannot be read to its end.
     """
     last = key = None
-    start = b""
     try:
         with _opened(url, pipe) as file:
             start = file.peek(32)
