@@ -160,7 +160,7 @@ def test_validation_has_the_indices_of_training(root, tmp_path):
         with pytest.raises(DataError, match="class 'fox' of .*val is not among the 4 classes"):
             open_shards(spec, "val", **options)
     write_folder(root / "val", 1, ["bee"])
-    with pytest.raises(DataError, match="val is to have two classes 'bee'"):
+    with pytest.raises(DataError, match="class 'bee' of .* or twice"):
         open_shards(root / "val", class_names=[*CLASSES, "bee"])
     write_folder(tmp_path / "few", 8, ["cat", "dog"])
     unnamed = write_shards(tmp_path / "shards", [8])  # of five classes without names
@@ -189,7 +189,7 @@ def test_a_folder_of_classes_has_no_splits(root):
 def test_what_is_neither_classes_nor_splits_for_certain_is_refused(root, tmp_path):
     (tmp_path / "none" / "sub").mkdir(parents=True)
     for folder in (tmp_path / "none", tmp_path / "none" / "sub", root / "val" / "cat"):
-        with pytest.raises(DataError, match="holds no shards .*vision_longhorn.shards imagefolder IMAGES OUT"):
+        with pytest.raises(DataError, match="holds no shards and no class folders with images"):
             open_shards(folder)
     write_folder(root, 3, ["fox"])
     with pytest.raises(DataError, match=r"has both splits \(train, val\) and classes \(fox\) in it"):
@@ -296,7 +296,7 @@ def test_one_walk_for_all_tools(untidy, tmp_path, capsys):
     maker.main(["imagefolder", str(untidy / "train"), str(tmp_path / "out")])
     assert f"left out of {untidy}/train: 9 (above/: a folder" in capsys.readouterr().err
     assert open_shards(tmp_path / "out").num_samples == 53
-    with pytest.raises(DataError, match="cat holds no shards and no folders of images; give"):
+    with pytest.raises(DataError, match="cat holds no shards and no class folders with images"):
         open_shards(untidy / "train" / "cat")
 
 
@@ -327,7 +327,7 @@ def test_shards_in_folders_of_their_splits(tmp_path):
     assert open_shards(root).samples_per_shard == [6] and open_shards(root, "test").num_samples == 4
     with pytest.raises(DataError, match="no split 'val'; it has Train, test; name one of these"):
         open_shards(root, "val")
-    with pytest.raises(DataError, match="no shards and no folders of images; give"):
+    with pytest.raises(DataError, match="no shards and no class folders with images"):
         open_shards(tmp_path)
 
 

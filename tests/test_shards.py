@@ -245,7 +245,7 @@ def test_shards_of_others_are_not_overwritten(folder, tmp_path):
 
 def test_folder_without_classes_or_images(tmp_path):
     (tmp_path / "src").mkdir()
-    with pytest.raises(DataError, match="no class folders"):
+    with pytest.raises(DataError, match="no class folders with images"):
         image_folder(tmp_path / "src")
     (tmp_path / "src" / "a").mkdir()
     (tmp_path / "src" / "a" / "notes.txt").write_text("")
@@ -281,7 +281,7 @@ def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(folder, tmp_p
 def test_files_that_cannot_be_written_are_told_by_their_own_names(tmp_path):
     for write in (
         lambda path: write_text(path, "x" * 100),
-        lambda path: write_index(path.parent, {"train": (["a" * 100], [1], {})}),
+        lambda path: write_index(path.parent, {"train": {"filenames": ["a" * 100], "shard_lengths": [1]}}),
     ):
         path = tmp_path / "_info.json"
         with full_disk(20), pytest.raises(OSError, match=f"File too large: '{path}'$"):

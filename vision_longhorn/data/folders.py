@@ -86,27 +86,27 @@ def list_images(
     """List a folder of one folder per class, as torchvision's ImageFolder does: classes are sorted by name.
 
     `class_names` are the classes by index, if another split has fixed them; some may be without images. Returns
-    (file name relative to `folder`, class index) of each image, none if there are no class folders; class_names; and
-    what is left out, as in `Walk.others`. Raises DataError if classes and folders do not fit together.
+    (file name relative to `folder`, class index) of each image; class_names; and what is left out, as in `Walk.others`.
+    Raises DataError if there are no images in class folders, or classes and folders do not fit together.
     """
     if not os.path.isdir(folder):
         raise DataError(f"{folder} is not a folder; check the path")
     found = walk(folder)
-    if not found.folders:
-        return [], [], []
     known = list(class_names or found.folders)
     labels = {name: label for label, name in enumerate(known)}
-    if twice := [name for name in found.folders if known.count(name) > 1]:
-        raise DataError(f"{folder} is to have two classes {twice[0]!r}; give each class a name of its own")
-    for name in found.folders:
-        if name not in labels:
-            raise DataError(
-                f"class {name!r} of {folder} is not among the {len(known)} classes of the other splits; "
-                "the first of them, as a rule train, has to have every class"
-            )
+    if wrong := [name for name in found.folders if known.count(name) != 1]:
+        raise DataError(
+            f"class {wrong[0]!r} of {folder} is not among the {len(known)} classes of the other splits, or twice; "
+            "the first of them, as a rule train, has to have every class"
+        )
     listed = [(name, labels[name.partition("/")[0]]) for name in found.images if "/" in name]
+    if not listed:
+        raise DataError(
+            f"{folder} holds no shards and no class folders with images ({', '.join(EXTENSIONS)}); give a folder with "
+            "train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg, or one of shards"
+        )
     empty = set(range(len(known))) - {label for _, label in listed}
-    if listed and empty and class_names is None:
+    if empty and class_names is None:
         raise DataError(
             f"class {known[min(empty)]!r} of {folder} has no images ({', '.join(EXTENSIONS)}); remove it or fill it"
         )

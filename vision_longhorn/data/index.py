@@ -8,7 +8,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vision_longhorn.errors import one_line, reason
@@ -44,31 +44,22 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def write_index(
     directory: str | os.PathLike[str],
-    splits: Mapping[str, tuple[Sequence[str], Sequence[int], Mapping[str, Any]]],
-    class_names: Sequence[str] | None = None,
+    splits: Mapping[str, Mapping[str, Any]],
+    class_names: list[str] | None = None,
     num_classes: int | None = None,
-    display_names: Sequence[str] | None = None,
+    display_names: list[str] | None = None,
 ) -> None:
-    """Write the index of a directory. `splits` has file names, samples per shard and further facts for each split;
-    splits that it does not name stay as they are. `num_classes` counts only where there are no `class_names`."""
+    """Write the index of a directory. `splits` has "filenames", "shard_lengths" and further facts for each split; those
+    that it does not name stay as they are. `num_classes` counts only where there are no `class_names`."""
     index = read_index(directory) or {"splits": {}}
-    for name, (filenames, lengths, facts) in splits.items():
-        index["splits"][name] = {
-            "name": name,
-            "num_samples": sum(lengths),
-            "filenames": list(filenames),
-            "shard_lengths": list(lengths),
-            **facts,
-        }
+    for name, entry in splits.items():
+        index["splits"][name] = {"name": name, "num_samples": sum(entry["shard_lengths"]), **entry}
     if class_names is not None:
         num_classes = len(class_names)
-        if index.get("class_names") != list(class_names):
+        if index.get("class_names") != class_names:
             index.pop("display_names", None)
-        index["class_names"] = list(class_names)
-    if num_classes is not None:
-        index["num_classes"] = num_classes
-    if display_names is not None:
-        index["display_names"] = list(display_names)
+    about = {"class_names": class_names, "num_classes": num_classes, "display_names": display_names}
+    index |= {field: value for field, value in about.items() if value is not None}
     check_index(index)
     with written_aside(os.path.join(directory, INDEX_NAMES[0])) as aside:
         aside.write_bytes(json.dumps(index, indent=1).encode())

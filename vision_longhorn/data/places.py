@@ -164,11 +164,6 @@ def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names:
             "trained on; give val_data, or a folder that has train and val in it"
         )
     listed, names, passed_over = list_images(folder, class_names)
-    if not listed:
-        raise DataError(
-            f"{folder} holds no shards and no folders of images; give a folder with train/CLASS/IMAGE.jpg and "
-            "val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards imagefolder IMAGES OUT` makes"
-        )
     if len(names) == 1 and class_names is None:
         raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
     if train is not None and class_names is None and train.num_classes not in (None, len(names)):

@@ -12,7 +12,7 @@ import shlex
 import sys
 import zlib
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def make_shards(
             skipped += [sample.name for key, sample in part.items() if key not in kept]
             bar.update(len(part))
     facts = {"source": source, "made_with": plan, "skipped": skipped}
-    write_index(out, {split: (list(shards), lengths, facts)}, class_names)
+    write_index(out, {split: {"filenames": list(shards), "shard_lengths": lengths, **facts}}, class_names)
     note.unlink()
     return skipped
 
@@ -279,7 +279,7 @@ def index_shards(
     class_names = class_names or before.get("class_names")
     same = class_names == before.get("class_names")
     display_names = read_names(directory, class_names) or (before.get("display_names") if same else None)
-    splits: dict[str, tuple[list[str], list[int], Mapping[str, Any]]] = {}
+    splits: dict[str, dict[str, Any]] = {}
     most = -1
     for split, paths in find_shards(directory).items():
         lengths = []
@@ -287,7 +287,8 @@ def index_shards(
             labels = [label_of(sample) for sample in read_shard(path)]
             lengths.append(len(labels))
             most = max([most, *labels])
-        splits[split] = ([os.path.relpath(path, directory).replace(os.sep, "/") for path in paths], lengths, {})
+        names = [os.path.relpath(path, directory).replace(os.sep, "/") for path in paths]
+        splits[split] = {"filenames": names, "shard_lengths": lengths}
     if most < 0:
         raise DataError(f"{directory} holds no shards with samples (SPLIT-000000.tar, of a KEY.jpg and a KEY.cls each)")
     named = class_names or display_names

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from vision_longhorn.errors import reason
 
 from .folders import list_images, read_lines
-from .images import EXTENSIONS, DataError
+from .images import DataError
 from .walk import is_hidden
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
@@ -54,11 +54,6 @@ def image_folder(
 ) -> tuple[list[Sample], list[str], list[tuple[str, str]]]:
     """The images of `folders.list_images` as samples, with its class names and what it left out."""
     listed, class_names, others = list_images(root, class_names)
-    if not listed:
-        raise DataError(
-            f"{root} has no class folders with images ({', '.join(EXTENSIONS)}); expected "
-            f"{os.path.join(root, 'CLASS', 'IMAGE.jpg')}"
-        )
     samples = []
     for name, label in listed:
         path = os.path.join(root, name)
