@@ -14,7 +14,7 @@ from typing import Any
 
 import braceexpand
 
-from .folders import ImageFiles, alike, find_splits, known_split, list_images, read_names, same_split
+from .folders import ImageFiles, alike, find_splits, known_split, list_images, read_names
 from .images import DataError
 from .index import read_index
 from .samples import RawSample, nbytes
@@ -276,7 +276,7 @@ def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
         split = (known or words or [own if known_split(own) else "train"])[-1]
         splits.setdefault(split, []).append(entry.path)
     for entry, kind in inside:
-        if kind == FOLDER and known_split(entry.name) and not any(same_split(entry.name, name) for name in splits):
+        if kind == FOLDER and known_split(entry.name) and not alike(entry.name, splits):
             with contextlib.suppress(DataError):  # a folder that cannot be read is an error once it is asked for
                 members = [(member, what) for member, what in scan(entry.path) if what != HIDDEN]
                 shards = [member.path for member, _ in members if shard_stem(member.name)]
