@@ -192,7 +192,7 @@ def test_what_is_neither_classes_nor_splits_for_certain_is_refused(root, tmp_pat
         with pytest.raises(DataError, match="holds no shards and no class folders with images"):
             open_shards(folder)
     write_folder(root, 3, ["fox"])
-    with pytest.raises(DataError, match=r"has both splits \(train, val\) and classes \(fox\) in it"):
+    with pytest.raises(DataError, match="has train, val, fox in it, which may be splits or classes"):
         open_shards(root)
     write_folder(tmp_path / "one" / "Data", 4)
     with pytest.raises(DataError, match="one has one class only, 'Data'"):
@@ -205,9 +205,9 @@ def test_classes_may_be_called_as_splits_are(tmp_path):
     write_folder(tmp_path / "two", 4, ["test", "train"])  # whether these are classes or splits without labels
     write_folder(tmp_path / "more", 4, ["val", "things/cat"])
     for folder, names in (tmp_path / "two", "test, train"), (tmp_path / "more", "val"):
-        with pytest.raises(DataError, match=f"has {names} with images right in them, which may be splits or classes"):
+        with pytest.raises(DataError, match=f"has {names}.* in it, which may be splits or classes"):
             open_shards(folder)
-        with pytest.raises(DataError, match=f"has {names} with images right in them, which may be splits or classes"):
+        with pytest.raises(DataError, match=f"has {names}.* in it, which may be splits or classes"):
             maker.main(["imagefolder", str(folder), str(tmp_path / "out")])
     assert open_shards(tmp_path / "two", "val", train=open_shards(tmp_path / "vehicles")).num_samples == 4
 

@@ -58,16 +58,11 @@ def find_splits(
     paths = {name: folders[name] for name in named if FOLDER in inside[name]}
     flat = [name for name in named if inside[name] == {FILE}]
     classes = [name for name in folders if name not in named and FILE in inside[name]]
-    if paths and classes:
+    if paths and classes or flat and not paths and not classes and not set(flat) <= set(class_names or ()):
         raise DataError(
-            f"{root} has both splits ({', '.join(paths)}) and classes ({', '.join(classes[:3])}) in it; "
-            f"name one folder of classes, like {os.path.join(root, next(iter(paths)))}, or part them"
-        )
-    if flat and not paths and not classes and not set(flat) <= set(class_names or ()):
-        raise DataError(
-            f"{root} has {', '.join(flat)} with images right in them, which may be splits or classes; a split holds "
-            f"one folder for each class ({os.path.join(root, flat[0], 'CLASS', 'IMAGE.jpg')}), and a class that is "
-            "called so needs other classes beside it"
+            f"{root} has {', '.join([*paths, *flat, *classes][:5])} in it, which may be splits or classes; a split "
+            f"holds a folder for each class ({os.path.join(root, named[0], 'CLASS', 'IMAGE.jpg')}), and a class that "
+            "is called as a split has other classes beside it, and no splits"
         )
     return paths, [name for name in folders if paths and name not in paths]
 

@@ -134,17 +134,16 @@ def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: li
 
 
 def _at_paths(urls: list[str], split: str, folder: str = "") -> ShardSet:
-    """The shards at `urls`, with what the index in `folder` says of them, or else the indexes in their own folders."""
+    """The shards at `urls`, with what the index in `folder` says of them, or else the one beside the first of them."""
     if "://" in urls[0]:
         return ShardSet(urls, 0, split=split)
-    folders = [folder] if folder else list(dict.fromkeys(map(os.path.dirname, urls)))
-    indexes = [read_index(folder or ".") or {"splits": {}} for folder in folders]
+    folder = folder or os.path.dirname(urls[0])
+    index = read_index(folder or ".") or {"splits": {}}
     counts: dict[str, int] = {}
-    for folder, index in zip(folders, indexes, strict=True):
-        for entry in index["splits"].values():
-            paths = [os.path.join(folder, name) for name in entry["filenames"]]
-            counts.update(zip(paths, entry["shard_lengths"], strict=True))
-    about: dict[str, Any] = {name: indexes[0].get(name) for name in ("num_classes", "class_names", "display_names")}
+    for entry in index["splits"].values():
+        paths = [os.path.join(folder, name) for name in entry["filenames"]]
+        counts.update(zip(paths, entry["shard_lengths"], strict=True))
+    about: dict[str, Any] = {name: index.get(name) for name in ("num_classes", "class_names", "display_names")}
     known = [counts[url] for url in urls] if all(url in counts for url in urls) else None
     return ShardSet(urls, 0, split=split, samples_per_shard=known, **about)
 

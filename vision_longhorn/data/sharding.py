@@ -166,15 +166,13 @@ def _write(
             with open(aside, "wb") as file, wds.TarWriter(file, encoder=False, **anonymous) as tar:
                 for (key, sample), future in zip(samples.items(), futures, strict=True):
                     try:
-                        data, extension, resized_from = future.result()
+                        data, extension = future.result()
                     except DataError as error:
                         if on_bad == "skip":
                             continue
                         remedy = "leave such files out with on_bad skip, or mend it and start anew"
                         raise DataError(f"{error}; {remedy}") from None
                     about = {"filename": sample.name, "label": sample.label, "class_name": class_names[sample.label]}
-                    if resized_from:
-                        about["resized_from"] = resized_from
                     label = str(sample.label).encode()
                     tar.write({"__key__": key, extension: data, "cls": label, "json": json.dumps(about).encode()})
                     written[key] = (zlib.crc32(data), label)
@@ -187,9 +185,9 @@ def _write(
     return set(written)
 
 
-def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str, list[int] | None]:
-    """Read and decode an image, and encode it anew if a side is above `max_side`. Returns the bytes to store, the
-    extension by which readers find them, and [width, height] of the original if it is smaller now."""
+def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str]:
+    """Read and decode an image, and encode it anew if a side is above `max_side`. Returns the bytes to store, and the
+    extension by which readers find them."""
     data = sample.read()
     try:
         image = decode_image(data)
@@ -197,11 +195,11 @@ def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, st
         raise DataError(f"{sample.name}: {error}") from None
     extension = os.path.splitext(sample.name)[1][1:].lower()
     if max_side is None or max(image.size) <= max_side:
-        return data, "jpg" if extension == "jpeg" else extension, None
+        return data, "jpg" if extension == "jpeg" else extension
     smaller = [max(1, round(side * max_side / max(image.size))) for side in image.size]
     file = io.BytesIO()
     image.resize(smaller, Image.Resampling.LANCZOS).save(file, "JPEG", quality=95)
-    return file.getvalue(), "jpg", list(image.size)
+    return file.getvalue(), "jpg"
 
 
 def make_digits(out: str | os.PathLike[str]) -> None:

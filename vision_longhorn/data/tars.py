@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from http.client import HTTPException
 from typing import IO, Any
 
-from webdataset.gopen import Pipe
 from webdataset.tariterators import group_by_keys
 
 from vision_longhorn.errors import reason
@@ -87,28 +86,26 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
     """The output of a shell command as a stream. A command that fails is an OSError at the end. If the stream is left
     before its end, all processes of the command are ended."""
     # The processes form a group of their own, to be ended together. ssh would take the terminal's input.
-    pipe = Pipe(command, mode="rb", ignore_errors=True, shell=True, stdin=subprocess.DEVNULL, start_new_session=True)
-    group = pipe.proc.pid
-    COMMANDS[group] = os.getpid()
+    process = subprocess.Popen(
+        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    )
+    stream: Any = process.stdout
+    COMMANDS[process.pid] = os.getpid()
     ended = False  # by itself, so that its exit code means something
     try:
-        yield pipe.stream
+        yield stream
         ended = True
     except Exception:
-        ended = not pipe.stream.peek(1)
+        ended = not stream.peek(1)
         raise
     finally:
         if not ended:
-            end_command(group)
-        try:
-            pipe.close()  # waits for two hours at most, and leaves the exit code in `status`
-        except subprocess.TimeoutExpired:
-            end_command(group)
-            raise OSError("its command goes on after its output has ended") from None
-        finally:
-            COMMANDS.pop(group, None)
-        if ended and pipe.status:
-            how = f"exit code {pipe.status}" if pipe.status > 0 else f"signal {-pipe.status}"
+            end_command(process.pid)
+        stream.close()
+        status = process.wait()
+        COMMANDS.pop(process.pid, None)
+        if ended and status:
+            how = f"exit code {status}" if status > 0 else f"signal {-status}"
             raise OSError(f"its command ended with {how}")
 
 
