@@ -702,7 +702,7 @@ def test_packed_shards_whatever_they_are_called(tmp_path, pack, ending):
     for part in packed[: len(packed) * 2 // 3], packed[: len(packed) // 2] + packed[len(packed) // 2 + 9 :]:
         path.write_bytes(part)
         with pytest.raises(
-            DataError, match=r"0\.tar cannot be read (from its start|after sample s00\d\d) \([^\n]+\); make"
+            DataError, match=r"0\.tar cannot be read (from its start|after sample s00\d\d) \([^\n]+\); "
         ):
             list(read_shard(str(path)))
 
@@ -721,7 +721,8 @@ def test_why_a_shard_cannot_be_read_is_told_in_words(tmp_path, spoil, words):
     write_tar(path, members(range(2)))
     spoil(path)
     with pytest.raises(
-        DataError, match=rf"^shard {path} cannot be read from its start \({words}\); make or fetch it again$"
+        DataError,
+        match=rf"^shard {path} cannot be read from its start \({words}\); (make or fetch it|a shard is a tar)",
     ):
         list(read_shard(str(path)))
 

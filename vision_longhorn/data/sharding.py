@@ -288,7 +288,10 @@ def index_shards(
         names = [os.path.relpath(path, directory).replace(os.sep, "/") for path in paths]
         splits[split] = {"filenames": names, "shard_lengths": lengths}
     if most < 0:
-        raise DataError(f"{directory} holds no shards with samples (SPLIT-000000.tar, of a KEY.jpg and a KEY.cls each)")
+        raise DataError(
+            f"{directory} holds no shards with samples (SPLIT-000000.tar, plain or .gz, .bz2 or .xz, with KEY.jpg and "
+            "KEY.cls in it)"
+        )
     named = class_names or display_names
     if named and len(named) <= most:
         raise DataError(f"the shards in {directory} have a label {most}, but only {len(named)} classes are named")

@@ -67,7 +67,9 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         where = f"after sample {key}" if key else "from its start"
         error.args = error.args[:1]  # webdataset adds the stream and the URL, and " @ " with the stream once more
         why = reason(error).partition(" @ <")[0]
-        raise DataError(f"shard {url} cannot be read {where} ({why}); make or fetch it again") from None
+        is_other = key is None and isinstance(error, tarfile.TarError)
+        remedy = "a shard is a tar, plain or packed with gzip, bzip2 or xz" if is_other else "make or fetch it again"
+        raise DataError(f"shard {url} cannot be read {where} ({why}); {remedy}") from None
 
 
 def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
