@@ -18,8 +18,8 @@ from tqdm import tqdm
 
 from vision_longhorn.class_names import readable_names
 from vision_longhorn.data import DataError, decode_image
-from vision_longhorn.data.images import EXTENSIONS, warn_if_dark
-from vision_longhorn.data.walk import HIDDEN, list_others, no_file, walk
+from vision_longhorn.data.images import EXTENSIONS
+from vision_longhorn.data.walk import NO_FILE, list_others, no_file, walk
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
@@ -140,7 +140,7 @@ def _images_below(folder: str) -> list[str]:
     inside = walk(folder)
     if not inside.images:
         raise UserError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
-    others = [(os.path.join(folder, name), why) for name, why in inside.others if why != HIDDEN]
+    others = [(os.path.join(folder, name), why) for name, why in inside.others]
     if others:
         print(f"left out: {list_others(others)}", file=sys.stderr)
     return [os.path.join(folder, name) for name in inside.images]
@@ -169,11 +169,9 @@ def read_image(path: str, transform: Callable[[Any], torch.Tensor]) -> torch.Ten
         UserError: It cannot be read.
     """
     try:
-        if what := no_file(path):  # a pipe, say, might never end
-            raise DataError(f"it is {what}")
-        data = Path(path).read_bytes()
-        image = decode_image(data)
+        if no_file(path):  # a pipe, say, might never end
+            raise DataError(f"it is {NO_FILE}")
+        image = decode_image(Path(path).read_bytes())
     except (OSError, ValueError) as error:  # a DataError, for one, and a path that is none
         raise UserError(f"{path}: {reason(error)}") from error
-    warn_if_dark(data, image, path)
     return transform(image)
