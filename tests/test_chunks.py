@@ -1,9 +1,7 @@
 """The exact rule in chunks on tensor cores against the float64 reference: on a CPU, where the interpreter's PTX is
 emulated, and, marked `gpu`, on a GPU."""
 
-import contextlib
 import os
-import warnings
 
 import pytest
 import torch
@@ -39,7 +37,6 @@ needs_interpreter = pytest.mark.skipif(
 def emulated(monkeypatch):
     ptx_emulator.install()
     monkeypatch.setattr(chunks, "takes_ptx", lambda *_: True)
-    monkeypatch.setattr(chunks, "_trouble", lambda _: None)
 
 
 @pytest.fixture(
@@ -388,27 +385,6 @@ def test_offsets_beyond_32_bits_are_not_taken_in_chunks(emulated):
     assert "2**31" in chunks.obstacle(scan_of(dict(zip(("x", "step", "k", "q"), sequence))))
     far = torch.empty_strided((1, 9, 16), (0, 2**28, 1), dtype=torch.bfloat16, device="meta")
     assert chunks._placed(far, 4).is_contiguous() and chunks._placed(inputs["x"], 4) is inputs["x"]
-
-
-def test_a_triton_that_does_not_compile_the_products_walks_with_one_warning(monkeypatch):
-    class Kernel:
-        def warmup(self, *args, **options):
-            raise NotImplementedError("mma")
-
-    inputs = inputs_of(1, 9, 6, 8)
-    monkeypatch.setattr(chunks, "takes_ptx", lambda *_: True)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    monkeypatch.setattr(fragments, "_probe_kernel", Kernel())
-    chunks._trouble.cache_clear()
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            assert [regimes(scan_of(inputs)) for _ in range(2)] == [{"sequential"}] * 2
-            with pytest.raises(ValueError, match="regime='chunked': Triton .* does not compile .*NotImplementedError"):
-                kernels.scan_plan(scan_of(inputs, regime="chunked"), backend="triton")
-        assert ["does not compile" in str(one.message) for one in said] == [True]
-    finally:
-        chunks._trouble.cache_clear()
 
 
 @needs_interpreter

@@ -171,7 +171,7 @@ def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(wei
     [
         ({}, ["no weights"]),
         ({"foo": 1}, ["no weights"]),
-        ({"foo": torch.zeros(2)}, ["another model", 'Unexpected key(s) in state_dict: "foo"']),
+        ({"foo": torch.zeros(2)}, ["another model", "Missing key(s) in state_dict: "]),
         ({"state_dict": {"foo": torch.zeros(2)}, "config": None}, ["another model"]),
         ([1], ["a list"]),
         (b"", ["torch's files"]),

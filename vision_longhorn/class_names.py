@@ -23,19 +23,15 @@ Names = tuple[list[str] | None, list[str] | None]  # class names, names for peop
 
 
 def model_names(model: Any, name: str) -> Names:
-    """Names of the classes of a timm model with pretrained weights: those that came with these, or ImageNet's.
-
-    Args:
-        model: The model.
-        name: Its name in timm's registry, "hf-hub:..." or "local-dir:...".
-    """
+    """Names of the classes of a timm model with pretrained weights: those that came with these, or ImageNet's. The
+    `name` is the one in timm's registry, "hf-hub:..." or "local-dir:..."."""
     cfg = model.pretrained_cfg
     if cfg.get("num_classes") != model.num_classes:  # then the classifier is new
         return None, None
     names = cfg.get("label_names")
     if isinstance(names, dict):  # by index, which JSON makes a text
         names = [names.get(str(i), names.get(i)) for i in range(model.num_classes)]
-    if names and None not in names:
+    if names and not isinstance(names, str) and None not in names:
         texts = cfg.get("label_descriptions") or {}
         return list(names), [texts.get(label, label) for label in names] if texts else None
     # The number of classes tells the data only for timm's own models.

@@ -64,6 +64,7 @@ RULES = (GatedLinearAttention(),)
 
 if HAS_TRITON:
     import triton
+    import triton.language as tl  # noqa: F401  (Triton's interpreter looks for it)
 
     from .mamba import Mamba
 

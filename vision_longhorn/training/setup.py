@@ -174,7 +174,6 @@ def build_loaders(
         num_workers=cfg.workers,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        num_classes=data.num_classes,
         pin_memory=on_gpu,
     )
     train = train_loader(

@@ -307,7 +307,7 @@ class Trainer:
         lines = [
             f"model   {cfg.model}, {count:,} parameters, input {size}, {data.num_classes} classes",
             f"data    {data.place}: {counts}",
-            *(f"        {line}" for line in (data.train.hint, *left_out) if line),
+            *(f"        {line}" for line in left_out),
             f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in {precision}, {cfg.epochs} "
             f"epochs of {self.updates_per_epoch} updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}",
             f"folder  {self.folder.path}",

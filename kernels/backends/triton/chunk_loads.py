@@ -12,7 +12,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from .fragments import START, TAKE, end_group, get_shared, packed, put_shared, read_one, read_two, wait_group
+from .fragments import START, TAKE, end_group, get_shared, packed, put_shared, read, wait_group
 from .lanes import offset_of
 
 UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
@@ -84,17 +84,17 @@ def written_at(ptr, lane, sequence, chunks, form):
 @triton.jit
 def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr, form):
     """Loads COUNT words of two numbers from `ptr` on, WORD numbers at once, with zeros from the `left`-th number on
-    unless ALL exist (with WORD 4 all do, or none). HOW and `place` are those of `read_two`."""
+    unless ALL exist (with WORD 4 all do, or none). HOW and `place` are those of `read`."""
     SLOT: tl.constexpr = 256 * form.NW
     words = ()
     if WORD == 4:
         wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(COUNT // 2):
-            words = words + read_two(place + SLOT * i, wide + i, left > 0, ALL, HOW)
+            words = words + read(place + SLOT * i, wide + i, left > 0, 2, ALL, HOW)
     else:
         pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(COUNT):
-            words = words + read_one(place + SLOT * i, pairs + i, 2 * i < left, ALL, HOW)
+            words = words + read(place + SLOT * i, pairs + i, 2 * i < left, 1, ALL, HOW)
     return words
 
 
@@ -119,7 +119,7 @@ def load_scalar(place, tokens, token, HOW: tl.constexpr):
     """Loads the logit that all channels share into the low half of a word."""
     # Copies are of whole words: that in which the number lies.
     at = (tokens.row + token * tokens.stride).to(tl.int64)
-    words = read_one(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), place > 0, True, HOW)
+    words = read(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), place > 0, 1, True, HOW)
     if HOW == TAKE:
         words = ((words[0] >> ((at & 2).to(tl.int32) * 8)) & 65535,)
     return words
@@ -133,7 +133,7 @@ def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
     OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
     w = ()
     for i in tl.static_range(form.CP):
-        w = w + read_two(place + SLOT * i, rows.w + (c * (2 * form.D) + 4 * i), 2 * i < lane.left, form.WORD == 4, HOW)
+        w = w + read(place + SLOT * i, rows.w + (c * (2 * form.D) + 4 * i), 2 * i < lane.left, 2, form.WORD == 4, HOW)
     place = place + SLOT * form.CP
     dy = ()
     for j in tl.static_range(2):

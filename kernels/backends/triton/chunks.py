@@ -1,19 +1,15 @@
 """The exact rule in chunks on tensor cores: when it can run so, and with what its kernels are launched."""
 
-import warnings
-from contextlib import nullcontext
-from functools import cache
 from typing import Any, NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack
 from ...rules import rule_of
 from . import chunk_backward, chunk_forward, fragments
 from .finish import sum_blocks, sum_sequences
-from .lanes import takes_ptx
+from .lanes import TENSOR_CORES, takes_ptx
 from .launch import Launch, pointer, run, strides
 from .tuning import multiprocessors
 
@@ -79,21 +75,8 @@ def obstacle(scan: Scan) -> Optional[str]:
             return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
     if L * max(D, N) >= _FAR:
         return f"the {L} tokens of a sequence have 2**31 numbers or more"
-    if not takes_ptx(scan.x.device, fragments.CAPABILITY):
+    if not takes_ptx(scan.x.device, TENSOR_CORES):
         return f"{scan.x.device} is no NVIDIA GPU of compute capability 8.0 or more"
-    return _trouble(scan.x.device)
-
-
-@cache
-def _trouble(device: torch.device) -> Optional[str]:
-    """Why this Triton cannot compile the kernels' instructions, with one warning; None if it can."""
-    try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            fragments._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
-    except Exception as error:
-        why = f"Triton {triton.__version__} does not compile its products ({type(error).__name__})"
-        warnings.warn(f"rule='exact' walks token by token on {device}: {why}", stacklevel=2)
-        return why
     return None
 
 
