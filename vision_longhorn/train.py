@@ -112,7 +112,6 @@ def _parser() -> Parser:
         choice = f": {', '.join(words)}" if isinstance(words, tuple) else ""
         about = f"{field.metadata['doc']}{choice} [{'none' if shown in (None, {}) else shown}]"
         group.add_argument(option, metavar="VALUE", help=about.replace("%", "%%"), **takes)
-        parser.synonyms.update({word.replace("_", "-"): option for word in field.metadata["also"]})
     return parser
 
 

@@ -25,13 +25,9 @@ def model_from_weights(
     """Makes a model that starts from the weights in a file.
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
-    All other tensors of the file and of the model have to be the same ones.
-
-    Args:
-        name, **kwargs: As for `create_model`.
-        path: A run's folder or checkpoint (its averaged weights, if it has any), bare weights, safetensors, or a
-            source of `runs.timm_source`.
-        num_classes, class_names: The model's classes. Names that are unknown (None) are not compared.
+    All other tensors of the file and of the model have to be the same ones. `path` is a run's folder or checkpoint (its
+    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. The `class_names`
+    are the model's; where names are unknown (None), they are not compared.
 
     Returns:
         (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.

@@ -35,7 +35,7 @@ from vision_longhorn.errors import UserError, bad_input, spelled
 from vision_longhorn.models.create import TimmModel, create_model
 from vision_longhorn.settings import DIGITS
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state, shard
+from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state
 from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
 
@@ -69,17 +69,13 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
 
 
 class Data(NamedTuple):
-    """The splits of a run. An epoch has as many samples as the training split, in whole updates."""
+    """The splits of a run."""
 
     place: str
     train: ShardSet
     val: ShardSet
     num_classes: int
-
-    def names(self) -> dict[str, list[str] | None]:
-        """The "class_names" and "display_names", each None unless every class of the model has one."""
-        found = {"class_names": self.train.class_names, "display_names": self.train.display_names}
-        return {key: list(names) if names and len(names) == self.num_classes else None for key, names in found.items()}
+    names: dict[str, list[str] | None]  # "class_names" and "display_names", each None unless every class has one
 
 
 def open_data(cfg: Config, accelerator: Accelerator) -> Data:
@@ -102,7 +98,9 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
     num_classes = cfg.num_classes or train.num_classes
     if num_classes is None:
         raise UserError(f"the shards in {place} do not say how many classes they have: give --num-classes")
-    return Data(place, train, val, num_classes)
+    found = {"class_names": train.class_names, "display_names": train.display_names}
+    names = {key: list(words) if words and len(words) == num_classes else None for key, words in found.items()}
+    return Data(place, train, val, num_classes, names)
 
 
 def check_classes(names: list[str] | None, others: list[str] | None, here: str, there: str) -> None:
@@ -137,18 +135,6 @@ def build_model(
     # To the same bits, timm updates fastest by parameters. With fsdp, only a state dict is sure to have the shards.
     by_parameters = not cfg.fsdp and not any(True for _ in model.buffers())
     return model, ModelEmaV3(model, decay=cfg.ema_decay, exclude_buffers=by_parameters)
-
-
-def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) -> None:
-    """Shares out the models' weights over the processes, with `cfg.fsdp`."""
-    if not cfg.fsdp:
-        return
-    if accelerator.num_processes == 1:
-        accelerator.print("Note: fsdp has nothing to share out with one process.")
-        return
-    if accelerator.scaler:
-        raise UserError("precision fp16 does not go together with fsdp: use bf16 or fp32")
-    shard(accelerator, *models, compress_gradients=cfg.compress_gradients)
 
 
 def build_loaders(
@@ -202,17 +188,14 @@ def build_loss(cfg: Config, num_classes: int) -> tuple[Mixup | None, nn.Module]:
     return mixup, SoftTargetCrossEntropy()
 
 
-def peak_rate(cfg: Config, global_batch: int, accelerator: Accelerator, resuming: bool) -> float:
+def peak_rate(cfg: Config, global_batch: int, resuming: bool) -> float:
     """Returns the learning rate at the end of the warm-up, for updates of `global_batch` samples."""
     peak = cfg.lr * global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
-    if cfg.min_lr > peak:
-        text = (
+    if cfg.min_lr > peak and not resuming:
+        raise UserError(
             f"min_lr is {cfg.min_lr}, above the peak of {peak:.2e} (lr {cfg.lr} at a batch of {cfg.lr_base_batch}, "
             f"here {global_batch}): give a smaller min_lr, or a larger lr"
         )
-        if not resuming:
-            raise UserError(text)
-        accelerator.print(f"Note: {text}.")
     return peak
 
 
@@ -229,7 +212,7 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
         )
 
 
-def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
     """Loads moments and step counts of a checkpoint; the settings stay those of `cfg`, which may have changed."""
     if checkpoint["config"]["opt"] != cfg.opt:
         raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
@@ -240,7 +223,7 @@ def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimiz
         for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
     ]
     with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
-        load_optimizer_state(model, optimizer, {"state": saved["state"], "param_groups": groups})
+        load_optimizer_state(optimizer, {"state": saved["state"], "param_groups": groups})
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:
@@ -269,12 +252,6 @@ def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: A
                 f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this "
                 f"run has {updates:,}, so its decay grows from 0 (ema_warmup)."
             )
-    elif not cfg.ema_warmup and cfg.ema_decay**updates > 0.05:
-        accelerator.print(
-            f"Note: {cfg.ema_decay**updates:.0%} of the averaged weights, by which best.pt goes, will be those at the "
-            f"start, after {updates:,} updates with an EMA of decay {cfg.ema_decay}: give --ema-warmup or a smaller "
-            "--ema-decay."
-        )
     ema.use_warmup = cfg.ema_warmup
 
 
@@ -282,7 +259,13 @@ def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: 
     """Wraps the model for training on images of a size (3, H, W): autocast, processes, compiler, CUDA graphs."""
     # Optimiser, scheduler and loaders stay out of prepare(): it would step the scheduler once per process, and feed
     # every process from the first one's stream.
-    speed_up(cfg, model, size, accelerator)
+    if cfg.cuda_graphs and cfg.fsdp:
+        accelerator.print("Note: fsdp runs without cuda_graphs.")
+    if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
+        images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
+        capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
+    elif cfg.compile:
+        compile_blocks(model) if is_sharded(model) else model.compile()
     if is_sharded(model):  # it sums over the processes by itself, and needs autocast only
         return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     net = accelerator.prepare(model)
@@ -296,14 +279,3 @@ def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: 
                 accelerator.backward(net(images).sum())
                 optimizer.zero_grad()
     return net
-
-
-def speed_up(cfg: Config, model: nn.Module, size: Any, accelerator: Accelerator) -> None:
-    """Compiles the model, captures its passes as CUDA graphs, or both, as cfg says."""
-    if cfg.cuda_graphs and cfg.fsdp:
-        accelerator.print("Note: fsdp runs without cuda_graphs.")
-    if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
-        images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
-        capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
-    elif cfg.compile:
-        compile_blocks(model) if is_sharded(model) else model.compile()
