@@ -543,75 +543,36 @@ def updates_in(folder):
     return list(runs.Run(folder).checkpoints())
 
 
-def save_epochs(folder, top1, per_epoch=2, made=0, keep=99):
-    """Saves what a run does whose epochs have these accuracies, each update; its number stands for the weights."""
-    state = dict(history=[], epoch=0, best_metric=-1.0, facts={"updates_per_epoch": per_epoch}, updates=made)
-    for value in top1:
-        for step in range(per_epoch):
-            state["updates"] += 1
-            end, best = step == per_epoch - 1, state["best_metric"]
-            if end:
-                state["epoch"] += 1
-                state["history"] = [*state["history"], {"epoch": state["epoch"], "val": {"top1": value}}]
-                state["best_metric"] = max(best, value)
-            weights = {"a": torch.tensor([state["updates"]])}
-            runs.Run(folder).save({**state, "state_dict": weights}, keep, is_best=end and value > best)
+def save_updates(folder, count, best):
+    """Saves what a run does, each update; its number stands for the weights."""
+    for number in range(1, count + 1):
+        state = {"updates": number, "state_dict": {"a": torch.tensor([number])}}
+        runs.Run(folder).save(state, keep=99, is_best=number == best)
     (folder / "metrics.json").write_text("[]")
 
 
-@pytest.mark.parametrize(
-    "top1, start, left, best",
-    [
-        ([1.0, 3.0, 2.0], "update-0000003.pt", [1, 2, 3], None),  # no lesser one is called the best
-        ([1.0, 3.0, 2.0], "update-0000005.pt", [1, 2, 3, 4, 5], 4),
-        ([1.0, 3.0, 2.0], "best.pt", [1, 2, 3, 4], 4),
-        ([1.0, 3.0], "update-0000001.pt", [1], None),
-    ],
-)
+@pytest.mark.parametrize("start", ["update-0000003.pt", "best.pt"])
 @pytest.mark.parametrize("links", [True, False])
-def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch, links, top1, start, left, best):
+def test_a_run_that_goes_back_sets_aside_all_but_its_checkpoint(tmp_path, monkeypatch, links, start):
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
-    save_epochs(tmp_path, top1)
-    before = {name: load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")}
-    aside = set_aside(runs.Run(tmp_path), tmp_path / start, left[-1])
-    assert updates_in(tmp_path) == left and aside == tmp_path / "before-1"
-    assert updates_in(aside) == list(range(left[-1] + 1, 2 * len(top1) + 1))
-    assert load_checkpoint(tmp_path / "last.pt")["updates"] == left[-1]
-    assert load_checkpoint(aside / "last.pt")["updates"] == before["last.pt"]
+    save_updates(tmp_path, 6, best=3)
+    aside = set_aside(runs.Run(tmp_path), tmp_path / start)
+    assert aside == tmp_path / "before-1"
+    names = {name: [path.name for path in sorted(folder.glob("*.pt"))] for name, folder in
+             {"left": tmp_path, "aside": aside}.items()}  # fmt: skip
+    assert names["left"] == ["best.pt", "last.pt"] if start == "best.pt" else ["last.pt", start]
+    assert names["aside"] == sorted({"best.pt", "last.pt", *(f"update-000000{n}.pt" for n in range(1, 7))} - {start})
+    assert load_checkpoint(tmp_path / "last.pt")["updates"] == 3 and load_checkpoint(aside / "last.pt")["updates"] == 6
     assert (aside / "metrics.json").exists() and not (tmp_path / "metrics.json").exists()
-    if best is None:
-        assert not (tmp_path / "best.pt").exists()
-    else:
-        assert load_checkpoint(tmp_path / "best.pt")["updates"] == best
-    gone = before["best.pt"] > left[-1]
-    assert (aside / "best.pt").exists() == gone
-    if gone:
-        assert load_checkpoint(aside / "best.pt")["updates"] == before["best.pt"]
-    assert set_aside(runs.Run(tmp_path), tmp_path / "last.pt", left[-1]) is None
+    assert set_aside(runs.Run(tmp_path), tmp_path / "last.pt") is None
 
 
-def test_on_other_processes_the_best_stays_and_no_new_checkpoint_is_taken_for_an_old_one(tmp_path):
-    """Half as many updates in an epoch: the numbers of those to come lie below those that are there."""
-    save_epochs(tmp_path, [1.0, 3.0, 2.0], per_epoch=4)
-    set_aside(runs.Run(tmp_path), tmp_path / "last.pt", 6)  # of 12
-    assert load_checkpoint(tmp_path / "best.pt")["updates"] == 8 and updates_in(tmp_path) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
-    runs.Run(tmp_path).save({"updates": 7, "state_dict": {"a": torch.zeros(1)}}, keep=2)
-    assert updates_in(tmp_path) == [6, 7] and updates_in(tmp_path / "before-1") == [
-        7,
-        8,
-        9,
-        10,
-        11,
-        12,
-    ]
+def test_the_last_checkpoint_by_either_name_is_no_way_back(tmp_path):
+    save_updates(tmp_path, 2, best=1)
+    for name in "last.pt", "update-0000002.pt":
+        assert set_aside(runs.Run(tmp_path), tmp_path / name) is None
+    assert updates_in(tmp_path) == [1, 2] and load_checkpoint(tmp_path / "best.pt")["updates"] == 1
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_path, arguments, capsys):
@@ -620,10 +581,12 @@ def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_p
     assert f"gone back behind is in {run / 'before-1'} now" in capsys.readouterr().out
     old, new = load_checkpoint(run / "before-1" / "last.pt"), load_checkpoint(run / "last.pt")
     assert all(torch.equal(value, old["state_dict"][key]) for key, value in new["state_dict"].items())
-    assert updates_in(run) == [3, 4, 5, 6, 7, 8] and list(runs.Run(run / "before-1").checkpoints()) == [6, 7, 8]
+    assert updates_in(run) == [5, 6, 7, 8] and updates_in(run / "before-1") == [3, 4, 6, 7, 8]
     assert [entry["epoch"] for entry in json.loads((run / "metrics.json").read_text())] == [1, 2]
-    best = max(new["history"], key=lambda entry: entry["val_ema"]["top1"])["epoch"]
-    assert new["best_metric"] == old["best_metric"] and load_checkpoint(run / "best.pt")["epoch"] == best
+    assert new["history"][-1]["val_ema"] == old["history"][-1]["val_ema"]
+    assert (
+        new["best_metric"] == new["history"][-1]["val_ema"]["top1"] and load_checkpoint(run / "best.pt")["epoch"] == 2
+    )
 
 
 def test_the_summary_is_a_table_also_where_epochs_were_not_evaluated(tmp_path):

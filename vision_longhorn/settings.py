@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import yaml
 
@@ -87,11 +87,12 @@ def option(
     return dataclasses.field(**factory, metadata=metadata)
 
 
+@dataclasses.dataclass
 class Settings:
     """Base of configs, which are dataclasses of `option`s. Raises UserError for a value that a field does not take."""
 
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(cast(Any, self)):
+        for field in dataclasses.fields(self):
             name, allowed, lengths = field.name, field.metadata["allowed"], field.metadata["lengths"]
             value = coerce(name, getattr(self, name), field.type)
             setattr(self, name, value)
@@ -107,11 +108,11 @@ class Settings:
     @classmethod
     def named(cls, *roles: Role) -> list[str]:
         """Names of the fields with one of these roles."""
-        return [field.name for field in dataclasses.fields(cast(Any, cls)) if field.metadata["role"] in roles]
+        return [field.name for field in dataclasses.fields(cls) if field.metadata["role"] in roles]
 
     def values(self) -> dict[str, Any]:
         """The values that are kept with a run: all but those for a single start."""
-        values = dataclasses.asdict(cast(Any, self))
+        values = dataclasses.asdict(self)
         return {key: value for key, value in values.items() if key not in self.named("start")}
 
     @classmethod

@@ -178,29 +178,26 @@ class Config(Settings):
         """Whether a run with these results of its epochs is finished."""
         return len(history) >= self.epochs
 
-    def shorten_warmup(self) -> None:
-        """Shortens a warm-up that would fill the run, and notes it."""
-        if self.warmup_epochs >= self.epochs:
-            self.notes.append(
-                f"a warm-up of {self.warmup_epochs:g} epochs would fill this run of {self.epochs}, so it takes "
-                f"{self.epochs / 20:g} epochs; --warmup-epochs gives another"
-            )
-            self.warmup_epochs = self.epochs / 20
+    def check_new(self, own_warmup: bool) -> None:
+        """Raises UserError for values that a new run must not have. A run that was begun with them goes on.
 
-    def faults(self) -> list[str]:
-        """Lines about values that a new run must not have. A run that was begun with them goes on."""
-        faults = []
+        A warm-up that would fill the run is shortened instead, unless it is the user's own, and noted.
+        """
         if self.auto_augment and not re.fullmatch(POLICIES, self.auto_augment):
-            faults.append(
+            raise UserError(
                 f"auto_augment is {self.auto_augment!r}: give none, cifar10, a policy of timm (original, originalr, "
                 "v0, v0r, 3a), or its rand or augmix with settings such as rand-m9-n2-mstd0.5-inc1 and augmix-m3-w3"
             )
-        if self.warmup_epochs >= self.epochs:
-            faults.append(
-                f"warmup_epochs is {self.warmup_epochs:g}, but the run has {self.epochs} epochs: give less, such as "
-                f"{self.epochs / 20:g}"
-            )
-        return faults
+        if self.warmup_epochs < self.epochs:
+            return
+        fills, less = (
+            f"a warm-up of {self.warmup_epochs:g} epochs would fill this run of {self.epochs}",
+            self.epochs / 20,
+        )
+        if own_warmup:
+            raise UserError(f"warmup_epochs is {self.warmup_epochs:g}: {fills}, give less, such as {less:g}")
+        self.notes.append(f"{fills}, so it takes {less:g} epochs; --warmup-epochs gives another")
+        self.warmup_epochs = less
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:

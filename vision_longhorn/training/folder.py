@@ -3,12 +3,10 @@
 import contextlib
 import itertools
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import yaml
 from accelerate import Accelerator
 from torch.utils.tensorboard import SummaryWriter
@@ -47,8 +45,8 @@ class RunFolder:
     def open(self, facts: dict[str, Any], started: str, updates: int) -> None:
         """Makes the folder, after the first update, so that a command that fails at once leaves none.
 
-        Earlier checkpoints beyond this number of `updates` are set aside, and earlier curves are hidden. `facts` are
-        what the run's bits depend on beside its config. A tracker knows a run by when it first `started`.
+        Earlier curves beyond this number of `updates` are hidden. `facts` are what the run's bits depend on beside its
+        config. A tracker knows a run by when it first `started`.
         """
         if self.writer or not self.accelerator.is_main_process:
             return
@@ -56,7 +54,7 @@ class RunFolder:
         self.lock = self.lock or self.held.enter_context(lock_folder(self.path))
         self.run.check_free(goes_on=bool(self.cfg.resume))  # another may have begun and ended since
         clear_aside(self.path / "*.pt")
-        if aside := set_aside(self.run, self.checkpoint, updates):
+        if aside := set_aside(self.run, self.checkpoint):
             what = "this run has gone back behind" if self.checkpoint else "an earlier run left"
             self.accelerator.print(f"Note: what {what} is in {aside} now.")
         # The environment comes first: it tells a run's folder from one in which somebody keeps a config.yaml.
@@ -124,43 +122,29 @@ def settings_of(cfg: Settings) -> dict[str, bool | int | float | str]:
     return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in values.items()}
 
 
-def set_aside(run: Run, checkpoint: Path | None = None, updates: int = 0) -> Path | None:
-    """Moves all that a run has written beyond a checkpoint into a new folder within, which can be resumed like the run.
+def set_aside(run: Run, checkpoint: Path | None = None) -> Path | None:
+    """Moves what a run has written into a new folder within, which can be resumed like the run.
 
-    Then last.pt is that checkpoint. Without a checkpoint the run starts anew. `updates` is its number with the present
-    number of processes.
+    Only the checkpoint that it goes on from stays, and is last.pt then. Without one the run starts anew.
 
     Returns:
-        The new folder; None where nothing is beyond.
+        The new folder; None where the checkpoint is the last one, or nothing has been written.
     """
-    made = _epochs_made(checkpoint) if checkpoint else -1
-    beyond = [file for number, file in run.checkpoints().items() if number > updates or _epochs_made(file) > made]
-    names = [name for name in (run.last, run.best) if name.exists() and _epochs_made(name) > made]
-    if checkpoint and not run.last.exists():
-        second_name(checkpoint, run.last)
-    if not (beyond or names or not checkpoint and run.has_begun()):
+    if not run.has_begun() or checkpoint and run.last.exists() and checkpoint.samefile(run.last):
         return None
-    names_aside = (run.path / f"before-{number}" for number in itertools.count(1))
-    aside = next(name for name in names_aside if not name.exists())
+    names = (run.path / f"before-{number}" for number in itertools.count(1))
+    aside = next(name for name in names if not name.exists())
     aside.mkdir()
     for file in run.config_file, run.environment_file:
         if file.exists():
             shutil.copyfile(file, aside / file.name)
-    # In this order, a kill at any moment loses nothing, and the next resume goes on from here.
-    if checkpoint and run.last in names:
-        second_name(run.last, aside / run.last.name)
-        second_name(checkpoint, run.last)
-        names.remove(run.last)
     curves = run.event_files() if not checkpoint else []  # else the new ones hide those beyond
-    for file in *names, *beyond, run.history_file, run.summary_file, run.bad_steps_file, run.curves_file, *curves:
-        if file.exists():
+    results = run.history_file, run.summary_file, run.bad_steps_file, run.curves_file
+    for file in *run.checkpoints().values(), run.best, *results, *curves:
+        if file.exists() and file != checkpoint:
             file.replace(aside / file.name)
+    if checkpoint:  # at the end: until then, a kill leaves a run that goes on from its old last.pt
+        if run.last.exists():
+            second_name(run.last, aside / run.last.name)
+        second_name(checkpoint, run.last)
     return aside
-
-
-def _epochs_made(file: Path) -> float:
-    """Epochs at a checkpoint, which compare over other numbers of processes. One that is damaged is beyond all."""
-    with contextlib.suppress(Exception):  # torch raises half a dozen types for damaged files
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)  # its tensors stay on the disk
-        return state["updates"] / state.get("facts", {}).get("updates_per_epoch", 1)
-    return math.inf

@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from vision_longhorn.errors import UserError
@@ -42,14 +42,6 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def compile_blocks(model: Any) -> None:
-    """Compiles a sharded model in place, block by block, since torch gathers weights between them."""
-    config = torch._dynamo.config  # each rate of drop path needs a program of its own, and torch gives up after 8
-    config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether `shard` has shared out the model."""
     return isinstance(model, FSDPModule)
@@ -63,14 +55,3 @@ def whole(state: Any, keep: bool) -> Any:
         return value.cpu() if keep else None
 
     return tree_map_only(Tensor, gather, state)
-
-
-def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads whole tensors, of which an optimiser of a sharded model takes its own part, on every process."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for number, values in state["state"].items():
-        one = parameters[number]
-        for key, value in values.items() if isinstance(one, DTensor) else ():
-            if torch.is_tensor(value) and value.shape == one.shape:
-                values[key] = distribute_tensor(value.to(one.device), one.device_mesh, one.placements)
-    optimizer.load_state_dict(state)

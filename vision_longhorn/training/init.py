@@ -92,5 +92,5 @@ def _open(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], dict[st
     loaded = load_model(path)
     architecture, size = loaded.model.pretrained_cfg["architecture"], loaded.settings["input_size"][-2:]
     config = {"model_kwargs": {"img_size": size}}
-    names = dict(class_names=loaded.class_names, display_names=loaded.display_names)
+    names = {"class_names": loaded.class_names}
     return path, {"state_dict": loaded.model.state_dict(), "arch": architecture, "config": config, **names}

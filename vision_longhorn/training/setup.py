@@ -15,6 +15,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vision_longhorn.class_names import difference
 from vision_longhorn.data import (
@@ -35,7 +36,7 @@ from vision_longhorn.errors import UserError, bad_input, spelled
 from vision_longhorn.models.create import TimmModel, create_model
 from vision_longhorn.settings import DIGITS
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state
+from vision_longhorn.training.fsdp import is_sharded
 from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
 
@@ -213,7 +214,10 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
 
 
 def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-    """Loads moments and step counts of a checkpoint; the settings stay those of `cfg`, which may have changed."""
+    """Loads moments and step counts of a checkpoint, of which an optimiser of a sharded model takes its own part.
+
+    The settings stay those of `cfg`, which may have changed.
+    """
     if checkpoint["config"]["opt"] != cfg.opt:
         raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
     saved = checkpoint["optimizer"]
@@ -222,8 +226,14 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
         {**group, **own, "params": group["params"]}
         for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
     ]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        one = parameters[number]
+        for key, value in values.items() if isinstance(one, DTensor) else ():
+            if torch.is_tensor(value) and value.shape == one.shape:
+                values[key] = distribute_tensor(value.to(one.device), one.device_mesh, one.placements)
     with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
-        load_optimizer_state(optimizer, {"state": saved["state"], "param_groups": groups})
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:
@@ -255,7 +265,7 @@ def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: A
     ema.use_warmup = cfg.ema_warmup
 
 
-def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: Any, accelerator: Accelerator) -> Any:
+def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, accelerator: Accelerator) -> Any:
     """Wraps the model for training on images of a size (3, H, W): autocast, processes, compiler, CUDA graphs."""
     # Optimiser, scheduler and loaders stay out of prepare(): it would step the scheduler once per process, and feed
     # every process from the first one's stream.
@@ -264,8 +274,13 @@ def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: 
     if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
         images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
         capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
+    elif cfg.compile and is_sharded(model):  # block by block, since torch gathers weights between them
+        config = torch._dynamo.config  # each rate of drop path needs a program of its own, and torch gives up after 8
+        config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
     elif cfg.compile:
-        compile_blocks(model) if is_sharded(model) else model.compile()
+        model.compile()
     if is_sharded(model):  # it sums over the processes by itself, and needs autocast only
         return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     net = accelerator.prepare(model)
