@@ -37,10 +37,6 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
         raise
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"accelerate cannot start with these settings: {one_line(error)}") from error
-    if accelerator.device.type != ("cpu" if cpu else "cuda"):
-        raise UserError(
-            f"accelerate gives the device {accelerator.device}: unset ACCELERATE_TORCH_DEVICE, or start new processes"
-        )
     if (precision, used) == ("auto", "fp16"):
         accelerator.print(f"Note: {torch.cuda.get_device_name()} has no bf16 in hardware: it runs in fp16.")
     return accelerator

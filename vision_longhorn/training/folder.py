@@ -15,7 +15,6 @@ from torch.utils.tensorboard.summary import hparams
 from vision_longhorn.environment import describe_environment
 from vision_longhorn.files import clear_aside, lock_folder, second_name, write_text
 from vision_longhorn.runs import Run
-from vision_longhorn.settings import Settings
 
 # TensorBoard sorts settings by name. So the main ones come before all others, which begin with "setting.".
 MAIN_SETTINGS = ("model", "mixer", "lr", "epochs", "seed")
@@ -115,7 +114,7 @@ class RunFolder:
         self.writer.flush()
 
 
-def settings_of(cfg: Settings) -> dict[str, bool | int | float | str]:
+def settings_of(cfg: Any) -> dict[str, bool | int | float | str]:
     """The settings as words and numbers; other values become text."""
     values = cfg.values()
     values |= {f"model_kwargs.{key}": value for key, value in values.pop("model_kwargs").items()}

@@ -11,7 +11,7 @@ from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.class_names import difference
 from vision_longhorn.errors import UserError
 from vision_longhorn.loading import checkpoint_names, load_model
-from vision_longhorn.models.create import TimmModel, create_model, mismatch
+from vision_longhorn.models.create import create_model, mismatch
 from vision_longhorn.runs import run_file, timm_source
 
 
@@ -21,7 +21,7 @@ def model_from_weights(
     num_classes: int,
     class_names: Sequence[str] | None = None,
     **kwargs: Any,
-) -> tuple[TimmModel, str]:
+) -> tuple[Any, str]:
     """Makes a model that starts from the weights in a file.
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
@@ -71,7 +71,7 @@ def model_from_weights(
 
 
 def _fit_classifier(
-    model: TimmModel, num_classes: int, of_file: int, class_names: Sequence[str] | None, names: Sequence[str] | None
+    model: Any, num_classes: int, of_file: int, class_names: Sequence[str] | None, names: Sequence[str] | None
 ) -> str:
     """Makes the classifier anew, unless the file has the same classes, `names`. Returns words on what it did."""
     other = difference(names, class_names, "the file", "the data") if names and class_names else ""

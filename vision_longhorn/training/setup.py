@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +12,6 @@ from timm.data import Mixup, create_transform
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,13 +26,11 @@ from vision_longhorn.data import (
     split_transform,
     train_loader,
 )
-from vision_longhorn.data.augment import Finish
-from vision_longhorn.data.loader import Loader
 from vision_longhorn.data.sharding import locate_data
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, spelled
-from vision_longhorn.models.create import TimmModel, create_model
+from vision_longhorn.models.create import create_model
 from vision_longhorn.settings import DIGITS
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import is_sharded
@@ -69,18 +66,9 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     )
 
 
-class Data(NamedTuple):
-    """The splits of a run."""
-
-    place: str
-    train: ShardSet
-    val: ShardSet
-    num_classes: int
-    names: dict[str, list[str] | None]  # "class_names" and "display_names", each None unless every class has one
-
-
-def open_data(cfg: Config, accelerator: Accelerator) -> Data:
-    """Finds the splits to train and to evaluate on."""
+def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet, int, dict[str, list[str] | None]]:
+    """Finds the splits to train and to evaluate on, the number of classes, and the "class_names" and "display_names",
+    each None unless every class has one."""
     if cfg.data is None:
         raise UserError("no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and val/...")
     if cfg.data == DIGITS:
@@ -101,7 +89,7 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
         raise UserError(f"the shards in {place} do not say how many classes they have: give --num-classes")
     found = {"class_names": train.class_names, "display_names": train.display_names}
     names = {key: list(words) if words and len(words) == num_classes else None for key, words in found.items()}
-    return Data(place, train, val, num_classes, names)
+    return train, val, num_classes, names
 
 
 def check_classes(names: list[str] | None, others: list[str] | None, here: str, there: str) -> None:
@@ -112,7 +100,7 @@ def check_classes(names: list[str] | None, others: list[str] | None, here: str, 
 
 def build_model(
     cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool, class_names: list[str] | None = None
-) -> tuple[TimmModel, ModelEmaV3 | None]:
+) -> tuple[Any, ModelEmaV3 | None]:
     """Makes the model on its device, and its averaged weights (EMA) if the run has them, which start as a copy.
 
     The `class_names` of the data, if they are known, decide whether the classifier of `cfg.init` stays.
@@ -139,9 +127,9 @@ def build_model(
 
 
 def build_loaders(
-    cfg: Config, data: Data, settings: dict[str, Any], accelerator: Accelerator
-) -> tuple[Loader, Loader, Finish | None]:
-    """Makes the loaders of both splits, and on a GPU the part of the augmentation that happens there."""
+    cfg: Config, splits: list[ShardSet], num_classes: int, settings: dict[str, Any], accelerator: Accelerator
+) -> tuple[Any, Any, Any]:
+    """Makes the loaders of both splits, and on a GPU the part of the augmentation that happens there, else None."""
     if cfg.workers is None:
         cfg.workers = default_workers()
     on_gpu = accelerator.device.type == "cuda"
@@ -151,7 +139,6 @@ def build_loaders(
             transform, finish = split_transform(transform)
         except UserError as error:
             accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
-    splits = [data.train, data.val]
     if cfg.keep_in_memory:
         splits = [keep_in_memory(split, cfg.workers) for split in splits]
         kept = sum(split.kept_bytes for split in splits) / 1e6
@@ -161,7 +148,7 @@ def build_loaders(
         num_workers=cfg.workers,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        num_classes=data.num_classes,
+        num_classes=num_classes,
         pin_memory=on_gpu,
     )
     train = train_loader(
@@ -236,7 +223,7 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
         optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
-def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:
+def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Any:
     """Makes a linear warm-up, then a whole cosine, by updates."""
     # timm takes fractions of epochs, which its types deny.
     scheduler, _ = create_scheduler_v2(

@@ -72,18 +72,18 @@ class Trainer:
         self.peak_lr = setup.peak_rate(cfg, self.global_batch, resuming)
 
         # Data and model
-        self.data = setup.open_data(cfg, accelerator)
-        names = self.data.names["class_names"]
-        self.model, self.ema = setup.build_model(cfg, self.data.num_classes, accelerator, resuming, names)
+        *self.splits, self.num_classes, self.names = setup.open_data(cfg, accelerator)
+        names = self.names["class_names"]
+        self.model, self.ema = setup.build_model(cfg, self.num_classes, accelerator, resuming, names)
         self.evaluated = {"val": self.model, **({"val_ema": self.ema.module} if self.ema else {})}
         self.settings = input_settings(self.model, cfg.values())
         if cfg.fsdp:
             shard(accelerator, *self.evaluated.values(), compress_gradients=cfg.compress_gradients)
         self.loader, self.val_loader, self.finish_images = setup.build_loaders(
-            cfg, self.data, self.settings, accelerator
+            cfg, self.splits, self.num_classes, self.settings, accelerator
         )
         held.callback(self.end_loaders)
-        self.mixup, criterion = setup.build_loss(cfg, self.data.num_classes)
+        self.mixup, criterion = setup.build_loss(cfg, self.num_classes)
 
         # Optimiser and schedule
         self.updates_per_epoch = len(self.loader) // cfg.grad_accum
@@ -183,7 +183,7 @@ class Trainer:
         done = self.epoch + 1
         if done % self.cfg.eval_interval and done != self.cfg.epochs:
             return {}
-        count = self.data.val.num_samples
+        count = self.splits[1].num_samples
         try:
             return evaluate(self.evaluated, self.val_loader, self.accelerator, count, self.cfg.batch_size)
         except DataError as error:
@@ -221,8 +221,8 @@ class Trainer:
         scaler, keep = self.accelerator.scaler, self.accelerator.is_main_process
         return dict(
             arch=self.cfg.model,
-            num_classes=self.data.num_classes,
-            **self.data.names,
+            num_classes=self.num_classes,
+            **self.names,
             config=self.cfg.values(),
             facts=self.facts(),
             epoch=self.epoch,
@@ -256,8 +256,7 @@ class Trainer:
     def resume(self) -> None:
         """Goes on where the checkpoint stopped, and says what has changed since."""
         cfg, checkpoint = self.cfg, load_checkpoint(str(self.cfg.resume))
-        names = self.data.names["class_names"]
-        setup.check_classes(checkpoint.get("class_names"), names, str(cfg.resume), "the data")
+        setup.check_classes(checkpoint.get("class_names"), self.names["class_names"], str(cfg.resume), "the data")
         self.load_state_dict(checkpoint)
         if self.epoch >= cfg.epochs:
             raise UserError(f"{self.folder.path} has finished its {self.epoch} epochs: give more by --epochs to go on")
@@ -284,7 +283,7 @@ class Trainer:
             "global_batch": self.global_batch,
             "updates_per_epoch": self.updates_per_epoch,
             "peak_lr": self.peak_lr,
-            "num_classes": self.data.num_classes,
+            "num_classes": self.num_classes,
             "schedule": "warm-up, then a whole cosine",
             "torch": str(torch.__version__),
             "device": "cpu" if cpu else torch.cuda.get_device_name(),
@@ -293,16 +292,16 @@ class Trainer:
 
     def describe(self) -> None:
         """Says what is going to happen."""
-        cfg, data, precision = self.cfg, self.data, self.accelerator.mixed_precision
+        cfg, (train, val), precision = self.cfg, self.splits, self.accelerator.mixed_precision
         size = "x".join(map(str, self.settings["input_size"]))
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        left_out = dict.fromkeys(f"left out {one}" for one in (data.train.left_out, data.val.left_out) if one)
-        counts = f"{data.train.num_samples:,} samples to train on, {data.val.num_samples:,} to evaluate"
+        left_out = dict.fromkeys(f"left out {one}" for one in (train.left_out, val.left_out) if one)
+        counts = f"{train.num_samples:,} samples to train on, {val.num_samples:,} to evaluate"
         precision = "fp32" if precision == "no" else precision
         lines = [
-            f"model   {cfg.model}, {count:,} parameters, input {size}, {data.num_classes} classes",
-            f"data    {data.place}: {counts}",
-            *(f"        {line}" for line in (data.train.hint, *left_out) if line),
+            f"model   {cfg.model}, {count:,} parameters, input {size}, {self.num_classes} classes",
+            f"data    {cfg.data}: {counts}",
+            *(f"        {line}" for line in (train.hint, *left_out) if line),
             f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in {precision}, {cfg.epochs} "
             f"epochs of {self.updates_per_epoch} updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}",
             f"folder  {self.folder.path}",
@@ -329,6 +328,6 @@ class Trainer:
             plot_runs([run.path], run.curves_file)
         for tag in self.evaluated:  # the last epoch always has an evaluation
             weights = "raw weights" if tag == "val" else "EMA weights"
-            self.say(f"{weights}  {describe(last[tag])} of {self.data.val.num_samples}")
+            self.say(f"{weights}  {describe(last[tag])} of {self.splits[1].num_samples}")
         self.say(f"best epoch   top-1 {self.best:.2f} %, saved as {run.best}")
         self.say(f"curves       {run.curves_file}, or live: tensorboard --logdir {run.path.parent}")

@@ -5,7 +5,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -15,8 +15,7 @@ from accelerate.utils import gather_object
 from vision_longhorn.data.samples import place
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
-from vision_longhorn.signals import SIGNALS, StopSignals
-from vision_longhorn.training.folder import RunFolder
+from vision_longhorn.signals import SIGNALS
 
 QUIET = 30  # seconds between two lines about how far a run without a bar is
 
@@ -25,7 +24,7 @@ class UpdateMonitor:
     """Reads each update when the next one has been queued, so the device never waits for the host.
 
     All processes read the same values of the same update, and so decide alike. An update has `images` samples over all
-    processes. `say` prints now and then how far the run is, where no bar shows it.
+    processes. `say`, a function, prints now and then how far the run in `folder` is, where no bar shows it.
 
     Attributes:
         stop: A signal that one of the processes has received, or 0.
@@ -34,14 +33,7 @@ class UpdateMonitor:
             "images_per_s" ("last"). Call `read_all` first.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        signals: StopSignals,
-        images: int,
-        updates_per_epoch: int,
-        say: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, folder: Any, signals: Any, images: int, updates_per_epoch: int, say: Any = None) -> None:
         self.folder, self.accelerator, self.signals = folder, folder.accelerator, signals
         self.say, self.said = say, time.monotonic()
         self.images, self.updates_per_epoch = images, updates_per_epoch
