@@ -22,7 +22,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from vision_longhorn.errors import one_line, reason
-from vision_longhorn.files import clear_aside, written_aside
+from vision_longhorn.files import append, clear_aside, written_aside
 from vision_longhorn.settings import DIGITS
 
 from . import sources
@@ -134,8 +134,7 @@ class Journal:
             raise DataError(f"{path} is damaged ({one_line(error)}); remove it, and its shards are made anew") from None
 
     def add(self, entry: Any) -> None:
-        with open(self.path, "ab") as file:
-            file.write(json.dumps(entry).encode() + b"\n")
+        append(self.path, json.dumps(entry).encode() + b"\n")
         self.entries.append(entry)
 
     def remove(self) -> None:

@@ -93,7 +93,6 @@ class RunFolder:
         self.accelerator.wait_for_everyone()
 
     def write_history(self, history: list[dict[str, Any]]) -> None:
-        """Writes the results of all epochs."""
         if self.writer:
             self.run.write_history(history)
 

@@ -43,7 +43,6 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has shared out the model."""
     return isinstance(model, FSDPModule)
 
 

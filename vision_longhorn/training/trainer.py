@@ -291,7 +291,6 @@ class Trainer:
         }
 
     def describe(self) -> None:
-        """Says what is going to happen."""
         cfg, (train, val), precision = self.cfg, self.splits, self.accelerator.mixed_precision
         size = "x".join(map(str, self.settings["input_size"]))
         count = sum(parameter.numel() for parameter in self.model.parameters())
