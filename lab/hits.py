@@ -64,7 +64,6 @@ def hits_of(checkpoint: Path, size: int, data: str, workers: int, accelerator: A
         create_transform(**settings),
         batch_size=batch,
         num_workers=workers,
-        num_classes=classes,
         pin_memory=accelerator.device.type == "cuda",
         keys=True,
     )

@@ -75,7 +75,8 @@ def renamed(run, folder, class_names, order=None):
                 target.addfile(image[0], io.BytesIO(image[1]))
                 target.addfile(label[0], io.BytesIO(text))
                 kept += 1
-    write_index(folder, {"val": (["val-0.tar"], [kept], {})}, class_names, None if class_names else len(order))
+    entry = {"filenames": ["val-0.tar"], "shard_lengths": [kept]}
+    write_index(folder, {"val": entry}, class_names, None if class_names else len(order))
     return folder
 
 

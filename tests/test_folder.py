@@ -2,12 +2,11 @@
 
 import itertools
 import os
-import shlex
 
 import pytest
 import torch
 from test_loader import all_parts, noisy_number_of, number_of, numbered, numbers, write_shards
-from test_shards import contents, picture
+from test_shards import picture
 from timm.data import create_transform
 from torchvision.datasets import ImageFolder
 
@@ -151,7 +150,6 @@ def test_validation_has_the_indices_of_training(root, tmp_path):
     train = open_shards(root)
     for val in (
         open_shards(root, "val"),
-        open_shards(root / "val", "val"),
         open_shards(root / "val", train=train),
         open_shards(root / "val", class_names=CLASSES),
     ):
@@ -161,7 +159,8 @@ def test_validation_has_the_indices_of_training(root, tmp_path):
     for spec, options in ((root, {}), (root / "val", {"train": train})):
         with pytest.raises(DataError, match="class 'fox' of .*val is not among the 4 classes"):
             open_shards(spec, "val", **options)
-    with pytest.raises(DataError, match="class 'bee' stands twice among those that .*val is to have"):
+    write_folder(root / "val", 1, ["bee"])
+    with pytest.raises(DataError, match="class 'bee' of .* or twice"):
         open_shards(root / "val", class_names=[*CLASSES, "bee"])
     write_folder(tmp_path / "few", 8, ["cat", "dog"])
     unnamed = write_shards(tmp_path / "shards", [8])  # of five classes without names
@@ -180,11 +179,9 @@ def test_shards_whose_classes_have_other_indices_than_in_training_are_refused(ro
 def test_a_folder_of_classes_has_no_splits(root):
     train = open_shards(root / "train")
     assert train.num_samples == 50 and open_shards(root / "val", "anything").num_samples == 14
-    with pytest.raises(DataError, match=f"^{root}/train has no splits but .* give {root}, which has train, val$"):
+    with pytest.raises(DataError, match=f"^{root}/train has no splits but .*; give val_data, or a folder that"):
         open_shards(root / "train", "val", train=train)
     (root / "val").rename(root / "other")
-    with pytest.raises(DataError, match=f"give val_data, or part its images into {root}/train/train and "):
-        open_shards(root / "train", "val", train=train)
     with pytest.raises(DataError, match="no split 'val'; it has train"):
         open_shards(root / "train" / "..", "val", train=train)
 
@@ -192,10 +189,10 @@ def test_a_folder_of_classes_has_no_splits(root):
 def test_what_is_neither_classes_nor_splits_for_certain_is_refused(root, tmp_path):
     (tmp_path / "none" / "sub").mkdir(parents=True)
     for folder in (tmp_path / "none", tmp_path / "none" / "sub", root / "val" / "cat"):
-        with pytest.raises(DataError, match="holds no shards .*vision_longhorn.shards imagefolder IMAGES OUT"):
+        with pytest.raises(DataError, match="holds no shards and no class folders with images"):
             open_shards(folder)
     write_folder(root, 3, ["fox"])
-    with pytest.raises(DataError, match=r"has both splits \(train, val\) and classes \(fox\) in it"):
+    with pytest.raises(DataError, match="has train, val, fox in it, which may be splits or classes"):
         open_shards(root)
     write_folder(tmp_path / "one" / "Data", 4)
     with pytest.raises(DataError, match="one has one class only, 'Data'"):
@@ -208,9 +205,9 @@ def test_classes_may_be_called_as_splits_are(tmp_path):
     write_folder(tmp_path / "two", 4, ["test", "train"])  # whether these are classes or splits without labels
     write_folder(tmp_path / "more", 4, ["val", "things/cat"])
     for folder, names in (tmp_path / "two", "test, train"), (tmp_path / "more", "val"):
-        with pytest.raises(DataError, match=f"has {names} with images right in them, which may be splits or classes"):
+        with pytest.raises(DataError, match=f"has {names}.* in it, which may be splits or classes"):
             open_shards(folder)
-        with pytest.raises(DataError, match=f"has {names} with images right in them, which may be splits or classes"):
+        with pytest.raises(DataError, match=f"has {names}.* in it, which may be splits or classes"):
             maker.main(["imagefolder", str(folder), str(tmp_path / "out")])
     assert open_shards(tmp_path / "two", "val", train=open_shards(tmp_path / "vehicles")).num_samples == 4
 
@@ -234,37 +231,24 @@ def test_splits_in_any_spelling(tmp_path, train, val, made):
             found = open_shards(root, split, train=open_shards(root))
             labels = [int(sample["cls"]) for number in range(len(found.urls)) for sample in found.read(number)]
             assert (found.class_names, sorted(labels)) == (CLASSES, [1, 1, 2, 2])
-    alone = open_shards(tmp_path / "root" / val, "val")
-    assert alone.class_names == CLASSES and "--split" not in alone.hint
     write_folder(tmp_path / "root" / "eval", 4)
     with pytest.raises(DataError, match=f"has {min(val, 'eval')}, {max(val, 'eval')}, each of which may be 'val'"):
         open_shards(tmp_path / "root", "val")
 
 
-def test_what_is_left_out_beside_splits_is_named(root, tmp_path, capsys):
+def test_folders_beside_the_splits_are_named(root, tmp_path, capsys):
     write_folder(root, 3, ["test"])  # images without labels
     write_folder(root / "holdout", 4)
-    write_folder(root / "valid", 4)
-    (root / "x.jpg").write_bytes(numbered(0))
-    (root / "dev").symlink_to("nowhere")
     (root / "images.tar").write_bytes(b"")
-    for split, words in ("train", []), ("val", ["valid"]):
+    for split, count in ("train", 50), ("val", 14):
         shards = open_shards(root, split)
-        assert shards.num_samples == {"train": 50, "val": 14}[split]
-        named = ["test", "holdout", "dev", "x.jpg", "images.tar"]
-        assert shards.left_out == f"beside {root}/{split}: {', '.join([*words, *sorted(named)])}"
+        assert (shards.num_samples, shards.left_out) == (count, f"beside {root}/{split}: holdout, test")
     maker.main(["imagefolder", str(root), str(tmp_path / "out")])
-    said = capsys.readouterr().err
-    assert all(word in said for word in named)
-    with pytest.raises(DataError, match=r"no split 'test'; it has images, and beside these .*holdout, test"):
-        open_shards(root, "test")
+    assert f"left out of {root}, as no splits: holdout, test" in capsys.readouterr().err
     (root / "images.tar").unlink()
-    with pytest.raises(
-        DataError, match=r"no split 'test'; it has train, val, valid, and beside these dev, holdout, test"
-    ):
-        open_shards(root, "test")
-    with pytest.raises(DataError, match=r"no split 'more'; it has train, .*beside these dev, holdout"):
-        open_shards(root, "more")
+    for split in "test", "more":
+        with pytest.raises(DataError, match=f"no split '{split}'; it has train, val, holdout, test"):
+            open_shards(root, split)
     assert open_shards(root, "holdout").num_samples == 4
 
 
@@ -299,20 +283,20 @@ def test_one_walk_for_all_tools(untidy, tmp_path, capsys):
     assert len(names) == 53 and {"emu/link.jpg", "fox/000.JPG", "fox2/001.JPG"} < names
     reasons = dict(walk(untidy / "train").others)
     assert reasons == {
-        **dict.fromkeys(["cat/.ipynb_checkpoints/", "dog/deep/.hidden/", "dog/@eaDir/", "__MACOSX/"], "hidden"),
-        "cat/._a.jpg": "hidden",
-        **dict.fromkeys(["cat/z.jpg", "cat/pipe.jpg"], "a pipe"),
-        **dict.fromkeys(["cat/here/", "dog/deep/up/", "above/", "fox/round/"], "a link to a folder above it"),
-        **dict.fromkeys(["dogs/", "emu/other/", "fox/sub/"], "a folder that is read elsewhere"),
+        **dict.fromkeys(["cat/z.jpg", "cat/pipe.jpg"], "a pipe, a socket or a device"),
+        **dict.fromkeys(
+            ["cat/here/", "dog/deep/up/", "above/", "fox/round/", "dogs/", "emu/other/", "fox/sub/"],
+            "a folder that is read elsewhere",
+        ),
     }
-    assert f"in {untidy}/train: 14 (__MACOSX/: hidden, above/: a link to a folder above it" in shards.left_out
+    assert f"in {untidy}/train: 9 (above/: a folder that is read elsewhere, cat/here/: a" in shards.left_out
     assert len(find_images([str(untidy / "train")])) == 53
     assert len(keep_in_memory(shards).kept) == len(shards.urls)
     capsys.readouterr()
     maker.main(["imagefolder", str(untidy / "train"), str(tmp_path / "out")])
-    assert f"left out of {untidy}/train: 14 (__MACOSX/: hidden" in capsys.readouterr().err
+    assert f"left out of {untidy}/train: 9 (above/: a folder" in capsys.readouterr().err
     assert open_shards(tmp_path / "out").num_samples == 53
-    with pytest.raises(DataError, match="cat holds no shards and no folders of images; give"):
+    with pytest.raises(DataError, match="cat holds no shards and no class folders with images"):
         open_shards(untidy / "train" / "cat")
 
 
@@ -343,7 +327,7 @@ def test_shards_in_folders_of_their_splits(tmp_path):
     assert open_shards(root).samples_per_shard == [6] and open_shards(root, "test").num_samples == 4
     with pytest.raises(DataError, match="no split 'val'; it has Train, test; name one of these"):
         open_shards(root, "val")
-    with pytest.raises(DataError, match="no shards and no folders of images; give"):
+    with pytest.raises(DataError, match="no shards and no class folders with images"):
         open_shards(tmp_path)
 
 
@@ -351,34 +335,25 @@ def test_what_is_there_is_named_where_a_split_is_missing(tmp_path):
     write_shards(tmp_path, [6], "test")
     write_shards(tmp_path, [6], indexed=True)
     write_folder(tmp_path / "val", 4)
-    with pytest.raises(DataError, match="it has train, and beside these test-000000.tar, val; name one of these"):
+    with pytest.raises(DataError, match="no split 'val'; it has train; name one of these"):
         open_shards(tmp_path, "val")
     (tmp_path / "_info.json").unlink()
     assert open_shards(tmp_path, "val").num_samples == 4
-    assert write_shards(tmp_path, [2], "validation").left_out == f"beside {tmp_path}/validation: val"
 
 
-def test_hint_gives_the_command_that_makes_shards_and_tells_what_is_left_out(root, tmp_path, capsys):
+def test_what_is_left_out_of_a_folder_is_told(root):
     for name in ("cat/a.gif", "dog/._003.jpg"):
         (root / "train" / name).write_bytes(b"")
-    root = root.rename(root.with_name("my root"))
-    train, val = open_shards(root), open_shards(root / "val", "val")
-    assert train.left_out == f"in {root}/train: 2 (cat/a.gif: no image by its name, dog/._003.jpg: hidden)"
+    train, val = open_shards(root), open_shards(root, "val")
+    assert train.left_out == f"in {root}/train: 1 (cat/a.gif: not of jpg, jpeg, png, webp, ppm)"
     assert val.left_out == "" and train.num_samples == 50
-    for hint in (train.hint, val.hint):
-        command = shlex.split(hint[hint.index("python -m") :])
-        out = tmp_path / "out"
-        maker.main([str(out) if word == "OUT" else word for word in command[3:]])
-        before = contents(out)
-    assert open_shards(out).num_samples == 50 and open_shards(out, "val").num_samples == 14
-    assert open_shards(out).hint == "" and contents(out) == before
 
 
 def test_names_beside_the_splits(root):
     assert open_shards(root).display_names is None
     (root / "names.txt").write_text("emu\tEmu, a bird\ncat\tCat\nbee\tHoney bee\nyak\tYak\ndog\tDog\n")
     wanted = ["Honey bee", "Cat", "Dog", "Emu, a bird"]
-    assert open_shards(root).display_names == open_shards(root / "val").display_names == wanted
+    assert open_shards(root).display_names == open_shards(root, "val").display_names == wanted
     (root / "names.txt").write_text("Honey bee\nCat\nDog\n")
-    with pytest.raises(DataError, match="names.txt has 3 names for 4 classes"):
+    with pytest.raises(DataError, match="names.txt has 3 lines for 4 classes"):
         open_shards(root)

@@ -23,12 +23,8 @@ Names = tuple[list[str] | None, list[str] | None]  # class names, names for peop
 
 
 def model_names(model: Any, name: str) -> Names:
-    """Names of the classes of a timm model with pretrained weights: those that came with these, or ImageNet's.
-
-    Args:
-        model: The model.
-        name: Its name in timm's registry, "hf-hub:..." or "local-dir:...".
-    """
+    """Names of the classes of a timm model with pretrained weights: those that came with these, or ImageNet's. The
+    `name` is the one in timm's registry, "hf-hub:..." or "local-dir:..."."""
     cfg = model.pretrained_cfg
     if cfg.get("num_classes") != model.num_classes:  # then the classifier is new
         return None, None

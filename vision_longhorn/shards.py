@@ -28,20 +28,11 @@ def _parser() -> Parser:
     making.add_argument("--shard-size", type=Range(1, kind=int), default=1000, help="images per shard at most (1000)")
     making.add_argument("--seed", type=Range(0, kind=int), default=0, help="of the order (0)")
     making.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be decoded")
-    making.add_argument("--threads", type=Range(1, kind=int), help="readers and decoders (one per core)")
     making.add_argument(
         "--max-side", type=Range(1, kind=int), help="store larger images with this longer side, for faster training"
     )
 
-    naming = argparse.ArgumentParser(add_help=False)
-    naming.add_argument(
-        "--names",
-        metavar="FILE",
-        help="what people call the classes: on each line a class, a tab and "
-        "its name, or one name a line in the order of the classes",
-    )
-
-    folder = commands.add_parser("imagefolder", parents=[making, naming], help="from a folder of one folder per class")
+    folder = commands.add_parser("imagefolder", parents=[making], help="from a folder of one folder per class")
     folder.add_argument("src", metavar="SRC", help="folder with CLASS/IMAGE.jpg, or train/CLASS/IMAGE.jpg and val/...")
     folder.add_argument("out", metavar="OUT")
     folder.add_argument("--split", help="name of the split, where SRC holds classes (train)")
@@ -52,20 +43,19 @@ def _parser() -> Parser:
     imagenet.add_argument(
         "truth",
         metavar="GROUND_TRUTH",
-        help="ILSVRC2012_devkit_t12.tar.gz, its ground-truth file, or one WordNet id a line; - without VAL_TAR",
+        help="ILSVRC2012_devkit_t12.tar.gz, its folder, or one WordNet id a line; - without VAL_TAR",
     )
     imagenet.add_argument("out", metavar="OUT")
-    imagenet.add_argument("--synsets", help="meta.mat, or WordNet ids in the order of the ILSVRC ids")
 
     demo = commands.add_parser("digits", help="scikit-learn's handwritten digits, the built-in demo set")
     demo.add_argument("out", metavar="OUT")
 
     check = commands.add_parser("verify", help="read shards again and compare them with their index")
-    check.add_argument("directory", metavar="DIR")
+    check.add_argument("out", metavar="DIR")
     check.add_argument("--full", action="store_true", help="decode every image")
 
-    count = commands.add_parser("index", parents=[naming], help="write the index of shards made by others")
-    count.add_argument("directory", metavar="DIR")
+    count = commands.add_parser("index", help="write the index of shards made by others")
+    count.add_argument("out", metavar="DIR")
     count.add_argument("--classes", help="text file, the name of class n on line n + 1")
     return parser
 
@@ -79,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no half shard
-    from vision_longhorn.data.shard_commands import carry_out
+    from vision_longhorn.data.sharding import carry_out
 
     carry_out(args)
 

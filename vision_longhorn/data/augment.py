@@ -44,23 +44,22 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     """
     crop: Any = None
     resize: ResizeKeepRatio | None = None
-    flips: list[tuple[str, float]] = []
-    policies: list[Any] = []
+    policies: list[tuple[Any, int]] = []  # each with the number of operations that it notes at most
     normalize = eraser = None
     for step in transform.transforms:
         if isinstance(step, RandomResizedCropAndInterpolation) and crop is None and _can_resample(step):
             crop = step
         elif isinstance(step, ResizeKeepRatio) and resize is crop is None and _can_resample(step):
             resize = step
-        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None and _pads_black(step):
+        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None:
             crop = step
         elif isinstance(step, (transforms.RandomHorizontalFlip, transforms.RandomVerticalFlip)):
-            is_vertical = isinstance(step, transforms.RandomVerticalFlip)
-            flips.append(("Vertical" if is_vertical else "Horizontal", step.p))
+            kind = "Vertical" if isinstance(step, transforms.RandomVerticalFlip) else "Horizontal"
+            policies.append((functools.partial(_flip, kind, step.p), 1))
         elif isinstance(step, (auto_augment.RandAugment, auto_augment.AutoAugment)):
             policies.append(_noting(step))
         elif isinstance(step, transforms.ColorJitter) and step.hue is None:
-            policies.append(functools.partial(_jitter, step))
+            policies.append((functools.partial(_jitter, step), 3))
         elif isinstance(step, transforms.Normalize):
             normalize = step
         elif isinstance(step, RandomErasing) and step.max_count == 1:
@@ -69,8 +68,8 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
             raise _unfit(step)
     if crop is None or normalize is None:
         raise UserError("the transform lacks a random crop or a normalisation; timm's create_transform makes both")
-    fill = next((op.kwargs["fillcolor"] for policy in policies for op in getattr(policy, "all_ops", ())), (0, 0, 0))
-    return Crops(crop, resize, flips, policies, eraser), Finish(normalize.mean, normalize.std, eraser, fill)
+    fill = next((op.kwargs["fillcolor"] for policy, _ in policies for op in getattr(policy, "all_ops", ())), (0, 0, 0))
+    return Crops(crop, resize, policies, eraser), Finish(normalize.mean, normalize.std, eraser, fill)
 
 
 def _unfit(step: Any) -> UserError:
@@ -82,28 +81,23 @@ def _can_resample(step: Any) -> bool:
     return not varies and set(_as_list(step.interpolation)) <= {InterpolationMode.BICUBIC, InterpolationMode.BILINEAR}
 
 
-def _pads_black(step: transforms.RandomCrop) -> bool:
-    is_black = step.padding_mode == "constant" and not step.fill
-    return is_black and isinstance(step.padding, int) and not step.pad_if_needed
-
-
 def _as_list(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else [value]
 
 
-def _noting(policy: Any) -> Any:
-    """A copy of one of timm's policies whose operations write down what they would do."""
+def _noting(policy: Any) -> tuple[Any, int]:
+    """A copy of one of timm's policies whose operations write down what they would do, and their number at most."""
     policy = copy.deepcopy(policy)
     if hasattr(policy, "ops"):  # RandAugment
-        policy.all_ops, policy.most = policy.ops, policy.num_layers
+        policy.all_ops, most = policy.ops, policy.num_layers
     else:
-        policy.all_ops, policy.most = [op for ops in policy.policy for op in ops], max(map(len, policy.policy))
+        policy.all_ops, most = [op for ops in policy.policy for op in ops], max(map(len, policy.policy))
     for op in policy.all_ops:
         name = op.name.removesuffix("Increasing").removesuffix("Original")
         if name not in KINDS:
             raise _unfit(op.name)
         op.aug_fn = functools.partial(_note, name)
-    return policy
+    return policy, most
 
 
 def _note(
@@ -112,6 +106,11 @@ def _note(
     resample = random.choice(resample) if isinstance(resample, (list, tuple)) else resample
     bilinear = resample is not None and resample == auto_augment.Image.Resampling.BILINEAR
     return notes + [KINDS.index(name), float(argument), float(bilinear)]
+
+
+def _flip(kind: str, probability: float, notes: list[float]) -> list[float]:
+    is_drawn = torch.rand(1).item() < probability  # as torchvision draws it
+    return notes + [KINDS.index(kind) if is_drawn else 0, 0, 0]
 
 
 def _jitter(step: transforms.ColorJitter, notes: list[float]) -> list[float]:
@@ -143,16 +142,9 @@ class Crops:
 
     decode = staticmethod(decode_tensor)
 
-    def __init__(
-        self,
-        crop: Any,
-        resize: Any,
-        flips: list[tuple[str, float]],
-        policies: list[Any],
-        eraser: RandomErasing | None,
-    ) -> None:
-        self.crop, self.resize, self.flips, self.policies = crop, resize, flips, policies
-        self.row_length = _HEAD + 3 * (len(flips) + sum(getattr(policy, "most", 3) for policy in policies))
+    def __init__(self, crop: Any, resize: Any, policies: list[tuple[Any, int]], eraser: RandomErasing | None) -> None:
+        self.crop, self.resize, self.policies = crop, resize, policies
+        self.row_length = _HEAD + 3 * sum(most for _, most in policies)
         self.eraser = copy.copy(eraser)
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the place is wanted
@@ -161,17 +153,13 @@ class Crops:
         """Take the result of `decode` to a uint8 tensor (height, width, 3) and a row, float64 (length,)."""
         image, correct = decoded
         image = (self._padded_crop if self.resize else self._resized_crop)(image, correct)
-        flips: list[float] = []
-        for kind, probability in self.flips:
-            is_drawn = torch.rand(1).item() < probability  # as torchvision draws it
-            flips += [KINDS.index(kind) if is_drawn else 0, 0, 0]
         notes: list[float] = []
-        for policy in self.policies:
+        for policy, _ in self.policies:
             notes = policy(notes)
         box = _Box(*image.shape[:2])
         if self.eraser is not None:
             self.eraser(box)
-        row = [random.getrandbits(48), *box.box, *flips, *notes]
+        row = [random.getrandbits(48), *box.box, *notes]
         row += [0] * (self.row_length - len(row))
         return image.contiguous(), torch.tensor(row, dtype=torch.float64)
 
@@ -185,9 +173,7 @@ class Crops:
     def _padded_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
         size = self.resize.get_params(image, self.resize.size, self.resize.longest)
         image = _resized(image, correct, size, self.resize.interpolation)
-        padded = F.pad(image, [0, 0, *[self.crop.padding] * 4])
-        top, left, height, width = self.crop.get_params(padded.permute(2, 0, 1), self.crop.size)
-        return padded[top : top + height, left : left + width]
+        return self.crop(image.permute(2, 0, 1)).permute(1, 2, 0)
 
 
 def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], interpolation: Any) -> torch.Tensor:

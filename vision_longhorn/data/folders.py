@@ -1,17 +1,17 @@
 """Folders of images, one folder per class: which splits and classes they have, and their files as samples."""
 
-import dataclasses
+import contextlib
 import os
 import random
 import re
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from .images import EXTENSIONS, DataError
 from .samples import RawSample
-from .walk import BROKEN, FILE, FOLDER, HIDDEN, extension, is_image, is_notable, scan, shard_stem, walk
+from .walk import FILE, FOLDER, NO_IMAGE, extension, is_image, scan, walk
 
 SPELLINGS = {
     "train": ("train", "training", "trn"),
@@ -19,7 +19,6 @@ SPELLINGS = {
     "test": ("test", "testing", "tst"),
 }
 _KNOWN = {spelling: split for split, spellings in SPELLINGS.items() for spelling in spellings}
-NAMES_FILE = "names.txt"
 _RUN = 16  # files that stay together in every order; a worker's buffer mixes many times as many
 
 
@@ -39,17 +38,6 @@ def alike(split: str, names: Iterable[str]) -> list[str]:
     return [split] if split in names else [name for name in names if same_split(name, split)]
 
 
-def beside(folder: str | os.PathLike[str], used: Container[str]) -> list[str]:
-    """What else in a folder may be data: names of folders, images, tar files and broken links that are not `used`."""
-    names = [
-        entry.name
-        for entry, kind in scan(folder)
-        if entry.name not in used
-        and (kind in (FOLDER, BROKEN) or kind != HIDDEN and (is_image(entry.name) or shard_stem(entry.name)))
-    ]
-    return names[:8] + ([f"{len(names) - 8} more"] if len(names) > 8 else [])
-
-
 def find_splits(
     root: str | os.PathLike[str], split: str = "", class_names: Sequence[str] | None = None
 ) -> tuple[dict[str, str], list[str]]:
@@ -57,8 +45,8 @@ def find_splits(
 
     Folders with images right in them, named like splits, are classes if other classes lie beside them, or if all of
     them are among `class_names`. Returns the path of each split by the name of its folder, none if the folders are
-    classes themselves, and the names of what else lies beside the splits and may be data. Raises DataError if there is
-    no such folder, or if its folders may be splits or classes.
+    classes themselves, and the names of the folders beside the splits. Raises DataError if there is no such folder, or
+    if its folders may be splits or classes.
     """
     if not os.path.isdir(root):
         raise DataError(f"{root} is not a folder; check the path")
@@ -66,45 +54,25 @@ def find_splits(
     named = [name for name in folders if known_split(name) or split and same_split(name, split)]
     if not named:
         return {}, []
-    paths = {name: folders[name] for name in named if _holds_folders(folders[name])}
-    flat = [name for name in named if name not in paths and _holds_images(folders[name])]
-    classes = [name for name in folders if name not in named and _holds_images(folders[name])]
-    if paths and classes:
+    inside = {name: _kinds(path) for name, path in folders.items()}
+    paths = {name: folders[name] for name in named if FOLDER in inside[name]}
+    flat = [name for name in named if inside[name] == {FILE}]
+    classes = [name for name in folders if name not in named and FILE in inside[name]]
+    if paths and classes or flat and not paths and not classes and not set(flat) <= set(class_names or ()):
         raise DataError(
-            f"{root} has both splits ({', '.join(paths)}) and classes ({', '.join(classes[:3])}) in it; "
-            f"name one folder of classes, like {os.path.join(root, next(iter(paths)))}, or part them"
+            f"{root} has {', '.join([*paths, *flat, *classes][:5])} in it, which may be splits or classes; a split "
+            f"holds a folder for each class ({os.path.join(root, named[0], 'CLASS', 'IMAGE.jpg')}), and a class that "
+            "is called as a split has other classes beside it, and no splits"
         )
-    if flat and not paths and not classes and not set(flat) <= set(class_names or ()):
-        raise DataError(
-            f"{root} has {', '.join(flat)} with images right in them, which may be splits or classes; a split holds "
-            f"one folder for each class ({os.path.join(root, flat[0], 'CLASS', 'IMAGE.jpg')}), and a class that is "
-            "called so needs other classes beside it"
-        )
-    return paths, beside(root, paths) if paths else []
+    return paths, [name for name in folders if paths and name not in paths]
 
 
-def splits_above(folder: str) -> dict[str, str]:
-    """Path of each split, by name, in the folder above `folder`, if `folder` is one of them; else none."""
-    above, own = os.path.split(os.path.abspath(folder))
-    inside = [entry for entry, kind in _inside(above) if kind == FOLDER and known_split(entry.name)]
-    paths = {entry.name: entry.path for entry in inside if _holds_folders(entry.path)}
-    return paths if own in paths else {}
-
-
-def _holds_folders(folder: str) -> bool:
-    return any(kind == FOLDER for _, kind in _inside(folder))
-
-
-def _holds_images(folder: str) -> bool:
-    return any(kind in (FILE, BROKEN) and is_image(entry.name) for entry, kind in _inside(folder))
-
-
-def _inside(folder: str) -> list[tuple[os.DirEntry[str], str]]:
-    """As `scan`, but nothing for a folder that cannot be read, which is an error once it is asked for."""
-    try:
-        return scan(folder)
-    except DataError:
-        return []
+def _kinds(folder: str) -> set[str]:
+    """Whether a folder holds a FOLDER, and an image, which is a FILE. One that cannot be read is an error once it is
+    asked for."""
+    with contextlib.suppress(DataError):
+        return {kind for entry, kind in scan(folder) if kind == FOLDER or kind == FILE and is_image(entry.name)}
+    return set()
 
 
 def list_images(
@@ -113,54 +81,44 @@ def list_images(
     """List a folder of one folder per class, as torchvision's ImageFolder does: classes are sorted by name.
 
     `class_names` are the classes by index, if another split has fixed them; some may be without images. Returns
-    (file name relative to `folder`, class index) of each image, none if there are no class folders; class_names; and
-    what is left out, as in `Walk.others`. Raises DataError if classes and folders do not fit together.
+    (file name relative to `folder`, class index) of each image; class_names; and what is left out, as in `Walk.others`.
+    Raises DataError if there are no images in class folders, or classes and folders do not fit together.
     """
     if not os.path.isdir(folder):
         raise DataError(f"{folder} is not a folder; check the path")
     found = walk(folder)
-    if not found.folders:
-        return [], [], []
     known = list(class_names or found.folders)
     labels = {name: label for label, name in enumerate(known)}
-    if len(labels) < len(known):
-        name = next(name for label, name in enumerate(known) if labels[name] != label)
+    if wrong := [name for name in found.folders if known.count(name) != 1]:
         raise DataError(
-            f"class {name!r} stands twice among those that {folder} is to have, so its folder could be of either: "
-            "give each class a name of its own"
+            f"class {wrong[0]!r} of {folder} is not among the {len(known)} classes of the other splits, or twice; "
+            "the first of them, as a rule train, has to have every class"
         )
-    for name in found.folders:
-        if name not in labels:
-            raise DataError(
-                f"class {name!r} of {folder} is not among the {len(known)} classes of the other splits; "
-                "the first of them, as a rule train, has to have every class"
-            )
     listed = [(name, labels[name.partition("/")[0]]) for name in found.images if "/" in name]
+    if not listed:
+        raise DataError(
+            f"{folder} holds no shards and no class folders with images ({', '.join(EXTENSIONS)}); give a folder with "
+            "train/CLASS/IMAGE.jpg and val/CLASS/IMAGE.jpg, or one of shards"
+        )
     empty = set(range(len(known))) - {label for _, label in listed}
-    if listed and empty and class_names is None:
+    if empty and class_names is None:
         raise DataError(
             f"class {known[min(empty)]!r} of {folder} has no images ({', '.join(EXTENSIONS)}); remove it or fill it"
         )
     loose = [(name, "in no folder of a class") for name in found.images if "/" not in name]
     # Files beside the class folders, such as a list of the classes or a note on the data, are not worth a word.
-    return listed, known, loose + [other for other in found.others if is_notable(*other) or "/" in other[0]]
+    return listed, known, loose + [(name, why) for name, why in found.others if why != NO_IMAGE or "/" in name]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class ImageFiles:
     """Labelled image files, in runs that serve as shards. `samples.image_of` reads a file when it is wanted."""
 
-    folder: str
-    # Arrays, because each worker would soon have its own copy of lists
-    names: np.ndarray  # (N,) bytes, relative to `folder`
-    labels: np.ndarray  # (N,) int32, class indices
-
-    @classmethod
-    def mixed(cls, folder: str, listed: list[tuple[str, int]]) -> "ImageFiles":
+    def __init__(self, folder: str, listed: list[tuple[str, int]]) -> None:
         """The files of `list_images`, in an order that mixes the classes and is always the same."""
-        listed = random.Random(0).sample(listed, len(listed))
-        names, labels = zip(*listed, strict=True)
-        return cls(folder, np.array([os.fsencode(name) for name in names]), np.array(labels, np.int32))
+        names, labels = zip(*random.Random(0).sample(listed, len(listed)), strict=True)
+        # Arrays, because each worker would soon have its own copy of lists
+        self.folder, self.names = folder, np.array([os.fsencode(name) for name in names])
+        self.labels = np.array(labels, np.int32)
 
     @property
     def lengths(self) -> list[int]:
@@ -179,36 +137,29 @@ class ImageFiles:
             }
 
 
-def read_names(path: str | os.PathLike[str], class_names: Sequence[str] | None = None) -> list[str]:
-    """Read what people call the classes, by class index.
+def read_names(folder: str | os.PathLike[str], class_names: Sequence[str] | None) -> list[str] | None:
+    """Read what people call the classes, by class index, from names.txt in a folder; None without that.
 
-    Each line of the text file is a class, a tab and its readable name; or all are readable names, in the order of the
-    classes. `class_names` are the classes by index, None if only their number is known. Raises DataError if the file
-    cannot be read, or does not name every class.
+    Each line is a class, a tab and its readable name; or all are readable names, in the order of the classes.
+    `class_names` are the classes by index, None if only their number is known. Raises DataError if the file cannot be
+    read, or does not name every class.
     """
+    path = os.path.join(folder, "names.txt")
+    if not os.path.isfile(path):
+        return None
     lines = read_lines(path)
-    names = {line.split("\t", 1)[0].strip(): line.split("\t", 1)[1].strip() for line in lines if "\t" in line}
-    if not names:
-        if not lines or class_names is not None and len(lines) != len(class_names):
-            wanted = "" if class_names is None else f" for {len(class_names)} classes"
-            raise DataError(
-                f"{path} has {len(lines)} names{wanted}; give one a line for every class, or lines of a "
-                "class, a tab and its name"
-            )
-        return lines
-    if bare := [line for line in lines if "\t" not in line]:
-        raise DataError(f"{path}: {bare[0]!r} has no tab, but other lines have; write a class, a tab and its name")
-    if class_names is None:
+    if class_names and lines and all("\t" in line for line in lines):
+        names = {name.strip(): text.strip() for name, text in (line.split("\t", 1) for line in lines)}
+        if missing := [name for name in class_names if name not in names]:
+            raise DataError(f"{path} lacks a name for class {missing[0]!r}; give each class one")
+        return [names[name] for name in class_names]
+    wanted = len(class_names or lines)
+    if not lines or len(lines) != wanted or any("\t" in line for line in lines):
         raise DataError(
-            f"{path} names classes, but which class has which index is unknown; give a list of the classes as well, "
-            "or names alone, one a line in this order"
+            f"{path} has {len(lines)} lines for {wanted} classes; give the name of each class in their order, or for "
+            "classes whose names are known lines of a class, a tab and its name"
         )
-    if missing := [name for name in class_names if name not in names]:
-        raise DataError(
-            f"{path} lacks a name for {len(missing)} of {len(class_names)} classes; the first of these is "
-            f"{missing[0]!r}"
-        )
-    return [names[name] for name in class_names]
+    return lines
 
 
 def read_lines(path: str | os.PathLike[str]) -> list[str]:

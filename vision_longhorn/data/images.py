@@ -3,10 +3,7 @@
 import contextlib
 import functools
 import io
-import itertools
-import logging
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +18,6 @@ except ImportError:  # torchvision is to give this over to torchcodec, which nee
         from torchcodec.decoders import decode_jpeg
     except ImportError:
         decode_jpeg = None
-
-_log = logging.getLogger(__name__)
-_warnings = itertools.count()  # `next` is safe in threads, in which `keep_in_memory` decodes
 
 # Without a list PIL also tries formats that start other programs (EPS runs ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
@@ -103,23 +97,6 @@ def _transformed(transform: ImageCms.ImageCmsTransform, image: torch.Tensor) -> 
 
 def _tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
-
-
-def too_dark(data: Any, decoded: Any) -> str:
-    """A warning about a 16-bit PNG that comes out dark or black because its values have 8, 12 or 14 bits; "" for all
-    else. `decoded` is what `decode_image` or `decode_tensor` made of `data`."""
-    is_deep = isinstance(data, bytes) and data[:4] == b"\x89PNG" and data[24:25] == b"\x10"
-    image = decoded[0] if isinstance(decoded, tuple) else decoded
-    if not is_deep or not isinstance(image, (Image.Image, torch.Tensor)) or np.asarray(image).max() > 63:
-        return ""
-    top = 256 * int(np.asarray(image).max()) + 255
-    return f"a 16-bit picture, and dark or black, as its values end at {top} of 65535: scale them to the whole range"
-
-
-def warn_if_dark(data: Any, decoded: Any, name: str) -> None:
-    """Log what `too_dark` says of the first such picture of this process."""
-    if (dark := too_dark(data, decoded)) and next(_warnings) == 0:
-        _log.warning("%s: %s", name, dark)
 
 
 def check_image(data: bytes) -> None:

@@ -8,7 +8,7 @@ import os
 import re
 import reprlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from vision_longhorn.errors import one_line, reason
@@ -28,7 +28,7 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
             continue
         try:
             with open(path, encoding="utf-8-sig") as file:
-                index = json.load(file, object_pairs_hook=_object)
+                index = json.load(file)
             check_index(index)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({reason(error)})") from None
@@ -44,31 +44,22 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def write_index(
     directory: str | os.PathLike[str],
-    splits: Mapping[str, tuple[Sequence[str], Sequence[int], Mapping[str, Any]]],
-    class_names: Sequence[str] | None = None,
+    splits: Mapping[str, Mapping[str, Any]],
+    class_names: list[str] | None = None,
     num_classes: int | None = None,
-    display_names: Sequence[str] | None = None,
+    display_names: list[str] | None = None,
 ) -> None:
-    """Write the index of a directory. `splits` has file names, samples per shard and further facts for each split;
-    splits that it does not name stay as they are. `num_classes` counts only where there are no `class_names`."""
+    """Write the index of a directory. `splits` has "filenames", "shard_lengths" and further facts for each split; those
+    that it does not name stay as they are. `num_classes` counts only where there are no `class_names`."""
     index = read_index(directory) or {"splits": {}}
-    for name, (filenames, lengths, facts) in splits.items():
-        index["splits"][name] = {
-            "name": name,
-            "num_samples": sum(lengths),
-            "filenames": list(filenames),
-            "shard_lengths": list(lengths),
-            **facts,
-        }
+    for name, entry in splits.items():
+        index["splits"][name] = {"name": name, "num_samples": sum(entry["shard_lengths"]), **entry}
     if class_names is not None:
         num_classes = len(class_names)
-        if index.get("class_names") != list(class_names):
+        if index.get("class_names") != class_names:
             index.pop("display_names", None)
-        index["class_names"] = list(class_names)
-    if num_classes is not None:
-        index["num_classes"] = num_classes
-    if display_names is not None:
-        index["display_names"] = list(display_names)
+    about = {"class_names": class_names, "num_classes": num_classes, "display_names": display_names}
+    index |= {field: value for field, value in about.items() if value is not None}
     check_index(index)
     with written_aside(os.path.join(directory, INDEX_NAMES[0])) as aside:
         aside.write_bytes(json.dumps(index, indent=1).encode())
@@ -76,92 +67,54 @@ def write_index(
 
 def check_index(index: Any) -> None:
     """Fill in the fields that follow from others. Raises DataError, which names the field, if one is wrong."""
-    _check("it", index, dict, "an object with splits")
-    _check("splits", index.get("splits"), dict, "an object with an entry for each split")
-    for split, entry in index["splits"].items():
-        _check_split(f" of split {_short(split)}", entry)
-    if index.get("num_classes") is not None:
-        _check_number("num_classes", index["num_classes"], 1, 10**7)
-    for field in ("class_names", "display_names"):
-        names = index.get(field)
-        if names is None:
-            continue
-        _check_names(field, "", names)
-        if index.get("num_classes") is None:
-            index["num_classes"] = len(names)
-        if len(names) != index["num_classes"]:
-            raise DataError(f"{field} has {len(names)} names for {index['num_classes']} classes; give one for each")
+    _need(isinstance(index, dict), "it", index, "an object with splits")
+    splits, count = index.get("splits"), index.get("num_classes")
+    _need(isinstance(splits, dict), "splits", splits, "an object with an entry for each split")
+    for split, entry in splits.items():
+        _check_split(f"splits.{split[:40]}", entry)
+    if count is not None:
+        _need_number("num_classes", count, 1, 10**7)
+    for field in "class_names", "display_names":
+        if (names := index.get(field)) is not None:
+            _need_names(field, names)
+            count = index["num_classes"] = count or len(names)
+            if len(names) != count:
+                raise DataError(f"{field} has {len(names)} names for {count} classes; give one for each")
 
 
-def _check_split(of: str, entry: Any) -> None:
-    _check(f"the entry{of}", entry, dict, "an object with filenames and shard_lengths")
+def _check_split(field: str, entry: Any) -> None:
+    _need(isinstance(entry, dict), field, entry, "an object with filenames and shard_lengths")
     names, lengths = entry.get("filenames"), entry.get("shard_lengths")
-    _check_names("filenames", of, names)
-    _check(f"shard_lengths{of}", lengths, list, "a list, the number of samples in each shard")
-    for number, length in enumerate(lengths):
-        _check_number(f"shard_lengths[{number}]{of}", length, 0, 10**12)
-    for field, kind, right in _OPTIONAL:
-        if entry.get(field) is not None:
-            _check(f"{field}{of}", entry[field], kind, right)
-    _check_once(f"filenames{of}", names, "name each shard once")
+    _need_names(f"{field}.filenames", names)
+    _need(isinstance(lengths, list), f"{field}.shard_lengths", lengths, "a list, the number of samples in each shard")
+    for i, length in enumerate(lengths):
+        _need_number(f"{field}.shard_lengths[{i}]", length, 0, 10**12)
     for name in names:
         if os.path.isabs(name) or re.match("pipe:", name, re.I) or "://" in name or ".." in re.split(r"[/\\]", name):
-            raise DataError(f"filenames{of} name {_short(name)}, which is outside of its folder")
+            raise DataError(f"{field}.filenames has {reprlib.repr(name)}, which is outside of its folder")
+    if len(set(names)) < len(names):
+        raise DataError(f"{field}.filenames has {max(names, key=names.count)!r} twice; name each shard once")
     if len(lengths) != len(names):
-        raise DataError(f"there are {len(names)} filenames{of}, but {len(lengths)} shard_lengths; give each its own")
-    total, right = entry.setdefault("num_samples", None), sum(lengths)
-    if total is None:
-        entry["num_samples"] = right
-    elif type(total) is not int or total != right:
-        raise DataError(
-            f"num_samples{of} is {_short(total)}; it must be {right}, which is what shard_lengths add up to"
-        )
+        raise DataError(f"{field} has {len(names)} filenames and {len(lengths)} shard_lengths; give each its own")
+    for key, kind, right in ("made_with", dict, "an object"), ("skipped", list, "a list of names"):
+        _need(isinstance(entry.get(key) or kind(), kind), f"{field}.{key}", entry.get(key), right)
+    total, known = entry.get("num_samples"), sum(lengths)
+    is_right = total is None or type(total) is int and total == known
+    _need(is_right, f"{field}.num_samples", total, f"{known}, which is what shard_lengths add up to")
+    entry["num_samples"] = known
 
 
-_OPTIONAL = (
-    ("name", str, "a text"),
-    ("source", str, "a text"),
-    ("made_with", dict, "an object"),
-    ("skipped", list, "a list of names"),
-)
+def _need_names(field: str, names: Any) -> None:
+    _need(isinstance(names, list) and names, field, names, "a list of names")
+    for i, name in enumerate(names):
+        _need(isinstance(name, str) and name, f"{field}[{i}]", name, "a name, in quotes")
 
 
-def _check(field: str, value: Any, kind: type, right: str) -> None:
-    if not isinstance(value, kind):
-        raise _wrong(field, value, right)
+def _need_number(field: str, value: Any, low: int, high: int) -> None:
+    is_right = type(value) is int and low <= value <= high  # isinstance would take true for 1
+    _need(is_right, field, value, f"a whole number from {low} to {high:,}")
 
 
-def _check_names(field: str, of: str, names: Any) -> None:
-    if not isinstance(names, list) or not names:
-        raise _wrong(f"{field}{of}", names, "a list of names")
-    for number, name in enumerate(names):
-        if not isinstance(name, str) or not name:
-            raise _wrong(f"{field}[{number}]{of}", name, "a name, in quotes")
-
-
-def _check_number(field: str, value: Any, low: int, high: int) -> None:
-    if type(value) is not int or not low <= value <= high:  # isinstance would take true for 1
-        raise _wrong(field, value, f"a whole number from {low} to {high:,}")
-
-
-def _wrong(field: str, value: Any, right: str) -> DataError:
-    return DataError(f"{field} is {'missing' if value is None else _short(value)}; it must be {right}")
-
-
-def _check_once(field: str, names: Sequence[str], remedy: str) -> None:
-    """Raises DataError if one of `names` stands there twice."""
-    first: dict[str, int] = {}
-    for number, name in enumerate(names):
-        if first.setdefault(name, number) != number:
-            raise DataError(f"{field} has {_short(name)} twice, as number {first[name]} and {number}; {remedy}")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Python would silently take the last of two values with one key."""
-    _check_once("an object", [key for key, _ in pairs], "give each key once")
-    return dict(pairs)
-
-
-def _short(value: Any) -> str:
-    text = reprlib.repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _need(is_right: Any, field: str, value: Any, right: str) -> None:
+    if not is_right:
+        raise DataError(f"{field} is {'missing' if value is None else reprlib.repr(value)[:80]}; it must be {right}")

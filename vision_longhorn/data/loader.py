@@ -31,7 +31,6 @@ def train_loader(
     seed: int = 0,
     repeats: int = 1,
     shuffle_buffer: int = 2048,
-    num_classes: int | None = None,
     pin_memory: bool = False,
     max_bad_samples: float = 0,
     keys: bool = False,
@@ -52,7 +51,6 @@ def train_loader(
         repeats: views of each image in an epoch, next to each other in a batch (batch augmentation, arXiv 1901.09335).
             The image is decoded once. Each epoch then has the next part in `repeats` of the images.
         shuffle_buffer: undecoded samples that each worker holds to draw from. ImageNet's files take 110 kB each.
-        num_classes: labels must be below it; default is that of the shards.
         pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets.
         max_bad_samples: samples of an epoch that each rank may skip if they cannot be used: a number, or below 1 a
             share of its samples. The next sample takes the place of a skipped one.
@@ -63,7 +61,7 @@ def train_loader(
 
     Raises:
         DataError: if there is not one batch per rank. While iterating: if more samples than `max_bad_samples` cannot be
-            used, or if shards without an index hold fewer than `num_samples`.
+            used.
     """
     if shards.num_samples < batch_size * world_size:
         most, where = shards.num_samples // world_size, f" on each of {world_size} processes" if world_size > 1 else ""
@@ -72,7 +70,7 @@ def train_loader(
     for name, value, least in ("repeats", repeats, 1), ("max_bad_samples", max_bad_samples, 0):
         if value < least:
             raise DataError(f"{name}={value}; it must be at least {least}")
-    common = shards, transform, batch_size, rank, world_size, num_classes, keys
+    common = shards, transform, batch_size, rank, world_size, keys
     stream = TrainStream(*common, seed=seed, repeats=repeats, shuffle_buffer=shuffle_buffer)
     share = max_bad_samples * shards.num_samples / world_size if max_bad_samples < 1 else max_bad_samples
     stream.faults = Faults(math.ceil(share), "; max_bad_samples says how many of an epoch may be skipped")
@@ -88,7 +86,6 @@ def eval_loader(
     num_workers: int,
     rank: int = 0,
     world_size: int = 1,
-    num_classes: int | None = None,
     pin_memory: bool = False,
     keys: bool = False,
 ) -> "Loader":
@@ -101,7 +98,7 @@ def eval_loader(
         DataError: while iterating, naming shard and sample, if a sample cannot be used.
     """
     batches = -(-shards.num_samples // (batch_size * world_size))
-    stream = EvalStream(shards, transform, batch_size, rank, world_size, num_classes, keys)
+    stream = EvalStream(shards, transform, batch_size, rank, world_size, keys)
     return Loader(stream, min(num_workers, batches), pin_memory)
 
 
@@ -126,7 +123,6 @@ class Loader(wds.WebLoader):
         self.stream = stream
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
-        self._counts: dict[int, int] = {}  # samples in each shard without an index, as far as they are known
         super().__init__(stream, **self.options)
 
     @property
@@ -160,7 +156,6 @@ class Loader(wds.WebLoader):
                     _raise_here_only()
                     for text, count in report.notes:
                         note(text, count)
-                    self._check_counts(report.counts)
                     if isinstance(batch, DataError):
                         # Raise a new error: this frame would form a cycle with `batch`, and workers that the garbage
                         # collector frees hear no call to end and are waited for, five seconds each.
@@ -183,16 +178,6 @@ class Loader(wds.WebLoader):
             self.stream.start.fill_(start + taken)
         if last_death >= 0:
             self.stream.start.fill_(start)
-
-    def _check_counts(self, counts: dict[int, int]) -> None:
-        """Raise DataError once this rank has read every shard to its end and found fewer samples than claimed."""
-        self._counts.update(counts)
-        held, claimed = sum(self._counts.values()), self.stream.shards.num_samples
-        if self.num_batches and len(self._counts) == len(self.stream.shards.urls) and held < claimed:
-            raise DataError(
-                f"the shards hold {held or 'no'} samples, but num_samples says {claimed}; "
-                + (f"give {held}" if held else "make or fetch them again")
-            )
 
     def _means_death(self, error: Exception) -> bool:
         """Tell whether an error says that a worker is gone. Errors raised by a worker's own code name the worker."""

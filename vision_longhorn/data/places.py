@@ -9,24 +9,12 @@ import dataclasses
 import glob
 import os
 import re
-import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import braceexpand
 
-from .folders import (
-    NAMES_FILE,
-    ImageFiles,
-    alike,
-    beside,
-    find_splits,
-    known_split,
-    list_images,
-    read_names,
-    same_split,
-    splits_above,
-)
+from .folders import ImageFiles, alike, find_splits, known_split, list_images, read_names
 from .images import DataError
 from .index import read_index
 from .samples import RawSample, nbytes
@@ -48,8 +36,7 @@ class ShardSet:
         pipes: whether `urls` are commands to run for their output. Nothing in a shard or an index can set it.
         display_names: what people call each class, by its index, None if unknown.
         files: the `ImageFiles` of an image folder, None for shards.
-        hint: for an image folder, a line with the command that makes shards of it; else "".
-        left_out: a line about what else may be data but is not read, or "".
+        left_out: a line about what lies in an image folder but is not read, or "".
         kept: the samples of each of `urls` in memory (see `keep_in_memory`), None for what is read in each pass.
     """
 
@@ -62,7 +49,6 @@ class ShardSet:
     pipes: bool = False
     display_names: list[str] | None = None
     files: ImageFiles | None = None
-    hint: str = ""
     left_out: str = ""
     kept: list[list[RawSample] | None] | None = dataclasses.field(default=None, repr=False)
 
@@ -110,7 +96,7 @@ def open_shards(
     class_names = class_names or (train.class_names if train else None)
     if num_classes is not None and num_classes < 1:
         raise DataError(f"num_classes={num_classes}; it must be at least 1")
-    if allow_pipe and _is_pipe(spec):
+    if allow_pipe and spec[:5].lower() == "pipe:":
         if not spec[5:].strip():
             raise DataError(f"{spec!r} names no command; write 'pipe:cat train-{{000000..000015}}.tar'")
         # Backslashes, and braces without a pattern in them, are left to the shell.
@@ -130,72 +116,62 @@ def open_shards(
     return dataclasses.replace(
         found,
         num_samples=_count_samples(spec, found, num_samples),
-        num_classes=num_classes or found.num_classes,
+        num_classes=num_classes or found.num_classes or (train.num_classes if train else None),
     )
 
 
 def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: list[str] | None) -> ShardSet:
-    index = read_index(spec)
-    if index is None:
-        splits = find_shards(spec)
-    else:
+    if index := read_index(spec):
         splits = {
             name: [os.path.join(spec, file) for file in entry["filenames"]] for name, entry in index["splits"].items()
         }
-    if index is None and not alike(split, splits):
-        is_folder = not splits
-        with contextlib.suppress(DataError):  # an archive of the images, say, may lie beside them
-            is_folder = is_folder or bool(alike(split, find_splits(spec, split)[0]))
-        if is_folder:
-            return _in_image_folder(spec, split, train, class_names)
-    split = _pick(split, splits, spec)
-    folders = [entry.name for entry, kind in scan(spec) if kind == FOLDER and entry.name not in splits]
-    left_out = _left_out(spec, split, _twins(split, [*splits, *folders]))
-    return _at_paths(splits[split], split, left_out, "" if index is None else spec)
+        return _at_paths(splits[_pick(split, splits, spec)], split, spec)
+    splits = find_shards(spec)
+    # An archive of the images, say, may lie beside them.
+    if not alike(split, splits) and (not splits or alike(split, find_splits(spec, split)[0])):
+        return _in_image_folder(spec, split, train, class_names)
+    return _at_paths(splits[_pick(split, splits, spec)], split)
 
 
-def _at_paths(urls: list[str], split: str, left_out: str = "", folder: str = "") -> ShardSet:
-    """The shards at `urls`, with what the index in `folder` says of them, or else the indexes in their own folders."""
+def _at_paths(urls: list[str], split: str, folder: str = "") -> ShardSet:
+    """The shards at `urls`, with what the index in `folder` says of them, or else the one beside the first of them."""
     if "://" in urls[0]:
         return ShardSet(urls, 0, split=split)
-    folders = [folder] if folder else list(dict.fromkeys(map(os.path.dirname, urls)))
-    indexes = [read_index(folder or ".") or {"splits": {}} for folder in folders]
+    folder = folder or os.path.dirname(urls[0])
+    index = read_index(folder or ".") or {"splits": {}}
     counts: dict[str, int] = {}
-    for folder, index in zip(folders, indexes, strict=True):
-        for entry in index["splits"].values():
-            paths = [os.path.join(folder, name) for name in entry["filenames"]]
-            counts.update(zip(paths, entry["shard_lengths"], strict=True))
-    about: dict[str, Any] = {name: indexes[0].get(name) for name in ("num_classes", "class_names", "display_names")}
+    for entry in index["splits"].values():
+        paths = [os.path.join(folder, name) for name in entry["filenames"]]
+        counts.update(zip(paths, entry["shard_lengths"], strict=True))
+    about: dict[str, Any] = {name: index.get(name) for name in ("num_classes", "class_names", "display_names")}
     known = [counts[url] for url in urls] if all(url in counts for url in urls) else None
-    return ShardSet(urls, 0, split=split, samples_per_shard=known, left_out=left_out, **about)
+    return ShardSet(urls, 0, split=split, samples_per_shard=known, **about)
 
 
 def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names: list[str] | None) -> ShardSet:
-    """The images of `spec/SPLIT`, or of `spec` if it holds classes. The splits of the folder above count as well."""
-    root, folder, (splits, others) = spec, spec, find_splits(spec, split, class_names)
+    """The images of `spec/SPLIT`, or of `spec` if it holds classes."""
+    folder, (splits, others) = spec, find_splits(spec, split, class_names)
     if splits:
-        split = _pick(split, {name: [path] for name, path in splits.items()}, spec)
-        folder, others = splits[split], _twins(split, splits) + others
-    elif splits := splits_above(spec):
-        root = os.path.dirname(os.path.abspath(spec))
-    if folder == spec and train and train.files and os.path.samefile(train.files.folder, spec):
-        remedy = f"val_data, or part its images into {os.path.join(spec, 'train')} and {os.path.join(spec, 'val')}"
-        if len(splits) > 1:
-            remedy = f"{root}, which has {', '.join(splits)}"
+        split = _pick(split, splits, spec, others)
+        folder = splits[split]
+        trained_on = alike("train", splits)[:1]
+        if class_names is None and trained_on and trained_on != [split]:
+            class_names = walk(splits[trained_on[0]]).folders
+    elif train and train.files and os.path.samefile(train.files.folder, spec):
         raise DataError(
             f"{spec} has no splits but classes ({', '.join((train.class_names or [])[:2])}, ...), and all of it is "
-            f"trained on; give {remedy}"
+            "trained on; give val_data, or a folder that has train and val in it"
         )
-    trained_on = alike("train", splits)[:1]
-    if class_names is None and trained_on and not os.path.samefile(splits[trained_on[0]], folder):
-        class_names = walk(splits[trained_on[0]], deep=False).folders
     listed, names, passed_over = list_images(folder, class_names)
-    _check_listed(folder, listed, names, class_names, train)
-    file = os.path.join(root, NAMES_FILE)
-    files = ImageFiles.mixed(folder, listed)
-    command = f"python -m vision_longhorn.shards imagefolder {shlex.quote(root)} OUT"
-    command += "" if splits else f" --split {split}"
-    left_out = [_left_out(root, split, others)] if others else []
+    if len(names) == 1 and class_names is None:
+        raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
+    if train is not None and class_names is None and train.num_classes not in (None, len(names)):
+        raise DataError(
+            f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
+            "unknown; give the training data an index with class names"
+        )
+    files = ImageFiles(folder, listed)
+    left_out = [f"beside {folder}: {', '.join(others)}"] if others else []
     left_out += [f"in {folder}: {list_others(passed_over)}"] if passed_over else []
     return ShardSet(
         [folder] * len(files.lengths),
@@ -204,33 +180,10 @@ def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names:
         names,
         split,
         files.lengths,
-        display_names=read_names(file, names) if os.path.isfile(file) else None,
+        display_names=read_names(spec, names),
         files=files,
-        hint=f"{folder} is read image by image, and shards load faster: {command}",
         left_out="; ".join(left_out),
     )
-
-
-def _check_listed(
-    folder: str,
-    listed: list[tuple[str, int]],
-    names: list[str],
-    class_names: list[str] | None,
-    train: ShardSet | None,
-) -> None:
-    """Raises DataError if a folder holds no images in folders, or its classes are not for certain those to use."""
-    if not listed:
-        raise DataError(
-            f"{folder} holds no shards and no folders of images; give a folder with train/CLASS/IMAGE.jpg and "
-            "val/CLASS/IMAGE.jpg, or of shards, which `python -m vision_longhorn.shards imagefolder IMAGES OUT` makes"
-        )
-    if len(names) == 1 and class_names is None:
-        raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
-    if train is not None and class_names is None and train.num_classes not in (None, len(names)):
-        raise DataError(
-            f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
-            "unknown; give the training data an index with class names"
-        )
 
 
 def _count_samples(spec: str, found: ShardSet, num_samples: int | None) -> int:
@@ -242,12 +195,10 @@ def _count_samples(spec: str, found: ShardSet, num_samples: int | None) -> int:
             raise DataError(f"num_samples={num_samples}, but {what} {count}; drop it, or give {count}")
         num_samples = count
     if num_samples is None:
-        if found.pipes or "://" in found.urls[0]:
-            remedy = f", which no index tells of a {'command' if found.pipes else 'URL'}"
-        else:
-            folder = spec if os.path.isdir(spec) else os.path.dirname(found.urls[0]) or "."
-            remedy = f", or write an index with `python -m vision_longhorn.shards index {shlex.quote(folder)}`"
-        raise DataError(f"the number of samples in {spec!r} ({found.split}) is unknown; give num_samples{remedy}")
+        raise DataError(
+            f"the number of samples in {spec!r} ({found.split}) is unknown; give num_samples, or write the index of a "
+            "local folder with `python -m vision_longhorn.shards index FOLDER`"
+        )
     if num_samples < 1:
         raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")
     return num_samples
@@ -262,55 +213,33 @@ def _check_classes(spec: str, found: ShardSet, num_classes: int | None, wanted: 
                 f"class {name!r} has index {number} in {spec!r}, but {wanted.index(name)} in the training "
                 "data; make the shards of both in one folder, so that their classes agree"
             )
-    most = found.num_classes
-    if most and num_classes and num_classes < most:
+    if (most := found.num_classes) and num_classes and num_classes < most:
         raise DataError(f"num_classes={num_classes}, but {spec} has {most} classes; drop it, or give {most} or more")
 
 
-def _twins(split: str, names: Iterable[str]) -> list[str]:
-    """The `names` that mean `split`, too."""
-    return [name for name in names if name != split and same_split(name, split)]
-
-
-def _left_out(spec: str, split: str, names: Sequence[str]) -> str:
-    return f"beside {os.path.join(spec, split)}: {', '.join(names)}" if names else ""
-
-
-def _pick(split: str, splits: Mapping[str, list[str]], spec: str) -> str:
-    """The name in `splits` (paths by name) that means `split`. Raises DataError if there is none, or more than one."""
+def _pick(split: str, splits: Iterable[str], spec: str, others: Sequence[str] = ()) -> str:
+    """The name in `splits` that means `split`. Raises DataError if there is none, or more than one."""
     found = alike(split, splits)
     if len(found) == 1:
         return found[0]
     if found:
         raise DataError(f"{spec!r} has {', '.join(found)}, each of which may be {split!r}; name one of these")
-    used = {*splits, *(os.path.basename(path) for entry in splits.values() for path in entry)}
-    others = beside(spec, used)
-    have = ", ".join(sorted(splits)) or "no shards"
     raise DataError(
-        f"{spec!r} has no split {split!r}; it has {have}{', and beside these ' if others else ''}{', '.join(others)}; "
+        f"{spec!r} has no split {split!r}; it has {', '.join([*sorted(splits), *others]) or 'no shards'}; "
         f"name one of these, or other data for {split!r}"
     )
 
 
-def _is_pipe(spec: str) -> bool:
-    return spec[:5].lower() == "pipe:"
-
-
 def _expand(spec: str) -> list[str]:
     """Local paths and http(s) URLs that a pattern stands for, in order."""
-    if _is_pipe(spec) and not os.path.exists(spec):
-        raise DataError(
-            f"{spec!r} is not read, as pipe: runs a command; where that is meant, --allow-pipe (in Python "
-            "allow_pipe=True) has to be given, each time, also to resume a run or to evaluate a checkpoint"
-        )
     scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
     if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
-        raise DataError(f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL")
-    urls = _expand_braces(spec)
-    if any("{" in url or "}" in url for url in urls):
-        raise DataError(f"{spec!r} has an empty brace range; write train-{{000000..000015}}.tar")
+        raise DataError(
+            f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL, or where a "
+            "pipe: is meant --allow-pipe (in Python allow_pipe=True), each time, also to resume or evaluate a run"
+        )
     found = []
-    for url in urls:
+    for url in _expand_braces(spec):
         is_pattern = "://" not in url and glob.has_magic(url) and not os.path.exists(url)
         found += sorted(glob.glob(url)) if is_pattern else [url]
     if not found:
@@ -319,9 +248,6 @@ def _expand(spec: str) -> list[str]:
 
 
 def _expand_braces(spec: str, **options: bool) -> list[str]:
-    for low, high in re.findall(r"\{(\d+)\.\.(\d+)[^}]*\}", spec):
-        if int(low) > int(high):
-            raise DataError(f"{spec!r}: the range {low}..{high} is empty; write the smaller number first")
     try:
         return list(braceexpand.braceexpand(spec, **options))
     except braceexpand.UnbalancedBracesError:  # type: ignore[attr-defined]  # its stub lacks it
@@ -349,7 +275,7 @@ def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
         split = (known or words or [own if known_split(own) else "train"])[-1]
         splits.setdefault(split, []).append(entry.path)
     for entry, kind in inside:
-        if kind == FOLDER and known_split(entry.name) and not any(same_split(entry.name, name) for name in splits):
+        if kind == FOLDER and known_split(entry.name) and not alike(entry.name, splits):
             with contextlib.suppress(DataError):  # a folder that cannot be read is an error once it is asked for
                 members = [(member, what) for member, what in scan(entry.path) if what != HIDDEN]
                 shards = [member.path for member, _ in members if shard_stem(member.name)]

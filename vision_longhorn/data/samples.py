@@ -1,6 +1,7 @@
 """Raw samples: dicts of "__key__", "__url__" and the bytes of each file by its extension."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,14 @@ def image_of(sample: RawSample) -> bytes:
                 return image.read_bytes()
             except OSError as error:
                 raise DataError(f"{place(sample)} cannot be read ({reason(error)}); mend or remove it") from None
-    raise DataError(f"{place(sample)}: no image ({', '.join(EXTENSIONS)}){_found_instead(sample)}")
+    raise _lacks(sample, f"image ({', '.join(EXTENSIONS)})")
 
 
 def label_of(sample: RawSample, num_classes: int | None = None) -> int:
     """Class index of a sample. Raises DataError if it has none, or one outside 0 <= label < num_classes."""
     text = sample.get("cls")
     if text is None:
-        raise DataError(f"{place(sample)}: no label (cls, with the class index){_found_instead(sample)}")
+        raise _lacks(sample, "label (cls, with the class index)")
     try:
         label = int(text)
     except ValueError:
@@ -48,13 +49,21 @@ def label_of(sample: RawSample, num_classes: int | None = None) -> int:
     return label
 
 
-def _found_instead(sample: RawSample) -> str:
-    """What a sample holds that lacks its image or label, for a message."""
+def decoded(sample: RawSample, num_classes: int | None, decode: Callable[[Any], Any]) -> tuple[Any, int]:
+    """What `decode` makes of a sample's image, and its label. Raises DataError, which names the sample."""
+    label = label_of(sample, num_classes)
+    data = sample[PIXELS] if PIXELS in sample else image_of(sample)
+    try:
+        return decode(data), label
+    except DataError as error:
+        raise DataError(f"{place(sample)}: {error}") from None
+
+
+def _lacks(sample: RawSample, what: str) -> DataError:
     members = [f"{sample['__key__']}.{name}" for name in sample if not name.startswith("__")]
-    shown = [name if len(name) <= 60 else f"...{name[-57:]}" for name in members[:5]] + ["..."] * (len(members) > 5)
-    return (
-        f", only {', '.join(shown)}; the members of a sample have one name up to its first dot and follow each other "
-        "in the tar, as `tar --sort=name` puts them"
+    return DataError(
+        f"{place(sample)}: no {what}, only {', '.join(members)[:300]}; the members of a sample have one name up to its "
+        "first dot and follow each other in the tar, as `tar --sort=name` puts them"
     )
 
 

@@ -1,11 +1,13 @@
 """Where the samples of new shards come from: image folders, the ILSVRC-2012 tars, scikit-learn's digits."""
 
+import contextlib
 import dataclasses
 import io
 import os
 import re
 import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, cast
 
 from PIL import Image
@@ -13,8 +15,8 @@ from tqdm import tqdm
 
 from vision_longhorn.errors import reason
 
-from .folders import list_images
-from .images import EXTENSIONS, DataError
+from .folders import list_images, read_lines
+from .images import DataError
 from .walk import is_hidden
 
 GROUND_TRUTH = "ILSVRC2012_validation_ground_truth.txt"
@@ -52,11 +54,6 @@ def image_folder(
 ) -> tuple[list[Sample], list[str], list[tuple[str, str]]]:
     """The images of `folders.list_images` as samples, with its class names and what it left out."""
     listed, class_names, others = list_images(root, class_names)
-    if not listed:
-        raise DataError(
-            f"{root} has no class folders with images ({', '.join(EXTENSIONS)}); expected "
-            f"{os.path.join(root, 'CLASS', 'IMAGE.jpg')}"
-        )
     samples = []
     for name, label in listed:
         path = os.path.join(root, name)
@@ -72,8 +69,8 @@ def ilsvrc_train(path: str | os.PathLike[str]) -> tuple[list[Sample], list[str]]
     """List ILSVRC2012_img_train.tar, a tar of one tar per class, by its headers alone. Returns the samples and the
     classes (WordNet ids, sorted); raises DataError if it is not such a tar, or is cut short."""
     listed = {}
-    with _open_tar(path) as outer:
-        members = {os.path.splitext(os.path.basename(m.name))[0]: m for m in _files(outer, path)}
+    with _opened(path) as outer:
+        members = {os.path.splitext(os.path.basename(m.name))[0]: m for m in _files(outer)}
         strange = [name for name in members if not _WNID.fullmatch(name)]
         if strange or not members:
             first = strange[0] if strange else "nothing"
@@ -81,9 +78,8 @@ def ilsvrc_train(path: str | os.PathLike[str]) -> tuple[list[Sample], list[str]]
         names = sorted(members, key=lambda name: members[name].offset)
         for name in tqdm(names, "listing", unit="class", disable=None):
             start = members[name].offset_data
-            with _open_tar(path, outer.extractfile(members[name])) as inner:
-                files = _files(inner, f"{path}: {name}.tar")
-                listed[name] = sorted((m.name, start + m.offset_data, m.size) for m in files)
+            with _opened(path, outer.extractfile(members[name])) as inner:
+                listed[name] = sorted((m.name, start + m.offset_data, m.size) for m in _files(inner))
     class_names = sorted(members)
     samples = [
         Sample(f"{name}/{file}", label, os.fspath(path), offset, size)
@@ -97,9 +93,9 @@ def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: 
     """List ILSVRC2012_img_val.tar. `truth` has the WordNet id of each image by its number (see `ground_truth`). Raises
     DataError if images, labels and classes do not fit together."""
     labels = {name: label for label, name in enumerate(class_names)}
-    with _open_tar(path) as tar:
+    with _opened(path) as tar:
         members = {}
-        for member in _files(tar, path):
+        for member in _files(tar):
             number = re.search(r"_(\d+)\.JPEG$", member.name)
             if not number:
                 raise DataError(f"{path} holds {member.name}, not images like ILSVRC2012_val_00000001.JPEG")
@@ -118,71 +114,46 @@ def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: 
     ]
 
 
-def ground_truth(path: str | os.PathLike[str], synsets: str | os.PathLike[str] | None = None) -> list[str]:
+def ground_truth(path: str | os.PathLike[str]) -> list[str]:
     """WordNet id of each validation image, in the order of the images' numbers.
 
     The devkit's own file holds ILSVRC ids from 1 to 1000, which do not follow the order of class indices; only the
     devkit's meta.mat tells which class is which.
 
     Args:
-        path: the devkit (`ILSVRC2012_devkit_t12.tar.gz`, or the folder unpacked from it), or its ground-truth file, or
-            a text file with one WordNet id a line.
-        synsets: for a file of ILSVRC ids without its meta.mat beside it: a meta.mat, or a text file whose n-th line
-            starts with the WordNet id of ILSVRC id n.
+        path: the devkit (`ILSVRC2012_devkit_t12.tar.gz`, or the folder unpacked from it), or a text file with one
+            WordNet id a line.
 
     Raises:
         DataError: if the ids cannot be told for certain.
     """
-    files = _devkit_files(path)
-    meta = files.get("meta.mat")
-    lines = files[GROUND_TRUTH].decode("ascii", "replace").split("\n")
-    lines = [line.strip() for line in lines if line.strip()]
-    if lines and all(_WNID.fullmatch(line) for line in lines):
-        return lines
-    if not lines or not all(line.isdigit() for line in lines):
-        raise DataError(f"{path}: every line must be one WordNet id (n01440764) or one ILSVRC id (1 to 1000)")
-    if not synsets and not meta:
-        raise DataError(
-            f"{path} holds ILSVRC ids, which only the devkit can translate; give ILSVRC2012_devkit_t12.tar.gz in its "
-            "place, put meta.mat beside it, or name a list with synsets"
-        )
-    names = _synset_order(_read(synsets), synsets) if synsets else _synset_order(meta or b"", "meta.mat")
-    unknown = [line for line in lines if int(line) not in names]
-    if unknown:
-        raise DataError(f"{path}: {unknown[0]} is not an ILSVRC id (1 to {max(names)}); are these class indices?")
-    return [names[int(line)] for line in lines]
-
-
-def _devkit_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
-    """The ground truth and meta.mat from a devkit, packed or not, or from a ground-truth file and its neighbour."""
     wanted = GROUND_TRUTH, "meta.mat"
+    found: dict[str, bytes] = {}
     if os.path.isdir(path):
         places = [os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files if file in wanted]
-        found = {os.path.basename(place): _read(place) for place in places}
+        found = {os.path.basename(place): Path(place).read_bytes() for place in places}
     elif os.path.isfile(path) and tarfile.is_tarfile(path):
         with tarfile.open(path) as tar:
             members = [m for m in tar if m.isreg() and os.path.basename(m.name) in wanted]
             found = {os.path.basename(m.name): cast(IO[bytes], tar.extractfile(m)).read() for m in members}
     else:
-        beside = os.path.join(os.path.dirname(path), "meta.mat")
-        found = {GROUND_TRUTH: _read(path)} | ({"meta.mat": _read(beside)} if os.path.isfile(beside) else {})
-    if GROUND_TRUTH not in found:
-        raise DataError(f"{path} holds no {GROUND_TRUTH}; give ILSVRC2012_devkit_t12.tar.gz or its folder")
-    return found
+        lines = read_lines(path)
+        if not lines or not all(_WNID.fullmatch(line) for line in lines):
+            raise DataError(
+                f"{path} holds other lines than one WordNet id each (n01440764); give ILSVRC2012_devkit_t12.tar.gz"
+            )
+        return lines
+    if len(found) < 2:
+        raise DataError(f"{path} holds no {' and '.join(wanted)}; give ILSVRC2012_devkit_t12.tar.gz or its folder")
+    from scipy.io import loadmat
 
-
-def _synset_order(data: bytes, path: str | os.PathLike[str]) -> dict[int, str]:
-    """ILSVRC id -> WordNet id, from a meta.mat or a text file."""
-    if data.startswith(b"MATLAB"):
-        from scipy.io import loadmat
-
-        synsets = loadmat(io.BytesIO(data), squeeze_me=True)["synsets"]
-        # The inner nodes of the hierarchy follow after the classes that images are labelled with.
-        return {int(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
-    lines = [line.split() for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
-    if not lines or not all(_WNID.fullmatch(line[0]) for line in lines):
-        raise DataError(f"{path}: every line must start with a WordNet id (n01440764), in the order of the ILSVRC ids")
-    return {number: line[0] for number, line in enumerate(lines, 1)}
+    synsets = loadmat(io.BytesIO(found["meta.mat"]), squeeze_me=True)["synsets"]
+    # The inner nodes of the hierarchy follow after the classes that images are labelled with.
+    names = {str(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+    ids = found[GROUND_TRUTH].decode("ascii", "replace").split()
+    if unknown := [number for number in ids if number not in names]:
+        raise DataError(f"{path}: {unknown[0]!r} in {GROUND_TRUTH} is no ILSVRC id (1 to {len(names)})")
+    return [names[number] for number in ids]
 
 
 def digits() -> tuple[dict[str, list[Sample]], list[str]]:
@@ -205,23 +176,16 @@ def digits() -> tuple[dict[str, list[Sample]], list[str]]:
     return {"train": [samples[i] for i in sorted(train)], "val": [samples[i] for i in sorted(val)]}, names
 
 
-def _read(path: str | os.PathLike[str]) -> bytes:
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> Iterator[tarfile.TarFile]:
     try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read ({reason(error)})") from None
-
-
-def _open_tar(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> tarfile.TarFile:
-    try:
-        return tarfile.open(path, "r:", fileobj)
+        with tarfile.open(path, "r:", fileobj) as tar:
+            yield tar
     except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{path} cannot be opened as an uncompressed tar ({reason(error)})") from None
+        raise DataError(
+            f"{path} is no uncompressed tar, or damaged or cut short ({reason(error)}); fetch it again"
+        ) from None
 
 
-def _files(tar: tarfile.TarFile, path: str | os.PathLike[str]) -> list[tarfile.TarInfo]:
-    try:
-        return [member for member in tar if member.isreg() and not is_hidden(member.name)]
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{path} is damaged or cut short ({reason(error)}); fetch it again") from None
+def _files(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:
+    return [member for member in tar if member.isreg() and not is_hidden(member.name)]

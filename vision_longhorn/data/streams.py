@@ -20,9 +20,9 @@ import torch
 import webdataset as wds
 from torch.utils.data import IterableDataset, default_collate, get_worker_info
 
-from .images import DataError, decode_image, warn_if_dark
+from .images import DataError, decode_image
 from .places import ShardSet
-from .samples import PIXELS, RawSample, image_of, label_of, place
+from .samples import RawSample, decoded
 
 _UNIT = 1 << 32
 _GOLDEN = 2654435769  # 2**32 / golden ratio
@@ -58,7 +58,6 @@ class Report:
     """A worker's news since its last batch. It is no tuple: torch would go through its strings to pin them."""
 
     notes: list[tuple[str, int]]  # of `Faults`
-    counts: dict[int, int]  # samples in each shard without an index that was read to its end
     places: list[tuple[str, str]]  # shard and key of each sample in the batch, if they are wanted
 
 
@@ -88,16 +87,13 @@ class Stream(IterableDataset):
         batch_size: int,
         rank: int,
         world_size: int,
-        num_classes: int | None,
         keys: bool,
     ) -> None:
         self.shards, self.transform, self.batch_size, self.keys = shards, transform, batch_size, keys
         self.rank, self.world_size = rank, world_size
         self.lengths = shards.samples_per_shard or [1] * len(shards.urls)
-        self.num_classes = shards.num_classes if num_classes is None else num_classes
         self.decode_image = getattr(transform, "decode", decode_image)
         self.faults = Faults()
-        self.counts: dict[int, int] = {}
         # In shared memory, because workers outlive an epoch and must learn the number of the next one.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # number of the first batch to make
@@ -108,11 +104,10 @@ class Stream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Batch | DataError, Report]]:
         info = get_worker_info()
         worker, num_workers = (info.id, info.num_workers) if info else (0, 1)
-        self.faults, self.counts = Faults(self.faults.limit, self.faults.remedy), {}
+        self.faults = Faults(self.faults.limit, self.faults.remedy)
 
         def report(places: list[tuple[str, str]]) -> Report:
-            found = Report(self.faults.notes, self.counts, places)
-            self.faults.notes, self.counts = [], {}
+            found, self.faults.notes = Report(self.faults.notes, places), []
             return found
 
         try:
@@ -140,9 +135,7 @@ class Stream(IterableDataset):
                     if mine(count):
                         yield sample
                     count += 1
-                if not indexed:
-                    self.counts[shard] = count
-                elif count != length:
+                if indexed and count != length:
                     raise DataError(
                         f"shard {self.shards.urls[shard]} has {count} samples where the index says {length}; make "
                         "or fetch it again, or index the folder anew"
@@ -151,17 +144,6 @@ class Stream(IterableDataset):
                 # Each lost sample has one owner. Without an index nobody knows how many there are.
                 self.faults.add(error, sum(map(mine, range(count, length))) if indexed and count < length else 1)
 
-    def decode(self, sample: RawSample) -> tuple[Any, int]:
-        """Returns (decoded image, label). Raises DataError, which names the sample."""
-        label = label_of(sample, self.num_classes)
-        data = sample[PIXELS] if PIXELS in sample else image_of(sample)
-        try:
-            image = self.decode_image(data)
-        except DataError as error:
-            raise DataError(f"{place(sample)}: {error}") from None
-        warn_if_dark(data, image, place(sample))
-        return image, label
-
     def views(self, samples: Iterable[RawSample], repeats: int = 1) -> Iterator[tuple[Any, int, tuple[str, str]]]:
         """Yields (transformed image, label, place), `repeats` times for each sample. The next sample has the views of a
         bad one beside its own, so view `n` always belongs to sample `n // repeats` or the first good one after it."""
@@ -169,7 +151,7 @@ class Stream(IterableDataset):
         for sample in samples:
             wanted += repeats
             try:
-                image, label = self.decode(sample)
+                image, label = decoded(sample, self.shards.num_classes, self.decode_image)
             except DataError as error:
                 self.faults.add(error)
                 continue

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from http.client import HTTPException
 from typing import IO, Any
 
-from webdataset.gopen import Pipe
 from webdataset.tariterators import group_by_keys
 
 from vision_longhorn.errors import reason
@@ -27,19 +26,12 @@ from vision_longhorn.signals import COMMANDS, end_command
 
 from .images import DataError
 from .samples import RawSample
-from .walk import extension, is_hidden, is_image, no_file
+from .walk import NO_FILE, extension, is_hidden, is_image, no_file
 
 _ABOUT = re.compile(r"__[^/]*__($|/)")
 
 # The bytes that a packed tar begins with, and the function that unpacks it
 _PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
-# The bytes that other files named like a tar begin with, and what to do about them
-_NO_TAR = {
-    rb"PK\x03\x04|Rar!\x1a\x07|7z\xbc\xaf": "is a zip, rar or 7z file: unpack it, and pack with `tar --sort=name -cf`",
-    rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18": "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`",
-    rb"version https://git-lfs": "is a pointer of Git LFS and not the file: fetch that with `git lfs pull`",
-    rb"(?i)\s*<(!doctype|html|\?xml)": "is a web page, perhaps of an error: fetch the shard again",
-}
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
@@ -54,7 +46,6 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         DataError: if the shard cannot be read to its end.
     """
     last = key = None
-    start = b""
     try:
         with _opened(url, pipe) as file:
             start = file.peek(32)
@@ -73,15 +64,12 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         if last is not None:
             yield last
     except (OSError, EOFError, ValueError, HTTPException, tarfile.TarError, zlib.error, lzma.LZMAError) as error:
-        what = next((what for begin, what in _NO_TAR.items() if re.match(begin, start)), None)
-        if what and key is None:
-            raise DataError(
-                f"shard {url} {what}; shards are tar files, plain or packed with gzip, bzip2 or xz"
-            ) from None
         where = f"after sample {key}" if key else "from its start"
         error.args = error.args[:1]  # webdataset adds the stream and the URL, and " @ " with the stream once more
         why = reason(error).partition(" @ <")[0]
-        raise DataError(f"shard {url} cannot be read {where} ({why}); make or fetch it again") from None
+        is_other = key is None and isinstance(error, tarfile.TarError)
+        remedy = "a shard is a tar, plain or packed with gzip, bzip2 or xz" if is_other else "make or fetch it again"
+        raise DataError(f"shard {url} cannot be read {where} ({why}); {remedy}") from None
 
 
 def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
@@ -90,8 +78,8 @@ def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
         return _output_of(url[5:])
     if "://" in url:
         return urllib.request.urlopen(url, timeout=60)
-    if what := no_file(url):  # reading it might never end, or never begin
-        raise OSError(f"it is {what}")
+    if no_file(url):  # reading it might never end, or never begin
+        raise OSError(f"it is {NO_FILE}")
     return open(url, "rb")
 
 
@@ -100,28 +88,26 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
     """The output of a shell command as a stream. A command that fails is an OSError at the end. If the stream is left
     before its end, all processes of the command are ended."""
     # The processes form a group of their own, to be ended together. ssh would take the terminal's input.
-    pipe = Pipe(command, mode="rb", ignore_errors=True, shell=True, stdin=subprocess.DEVNULL, start_new_session=True)
-    group = pipe.proc.pid
-    COMMANDS[group] = os.getpid()
+    process = subprocess.Popen(
+        command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+    )
+    stream: Any = process.stdout
+    COMMANDS[process.pid] = os.getpid()
     ended = False  # by itself, so that its exit code means something
     try:
-        yield pipe.stream
+        yield stream
         ended = True
     except Exception:
-        ended = not pipe.stream.peek(1)
+        ended = not stream.peek(1)
         raise
     finally:
         if not ended:
-            end_command(group)
-        try:
-            pipe.close()  # waits for two hours at most, and leaves the exit code in `status`
-        except subprocess.TimeoutExpired:
-            end_command(group)
-            raise OSError("its command goes on after its output has ended") from None
-        finally:
-            COMMANDS.pop(group, None)
-        if ended and pipe.status:
-            how = f"exit code {pipe.status}" if pipe.status > 0 else f"signal {-pipe.status}"
+            end_command(process.pid)
+        stream.close()
+        status = process.wait()
+        COMMANDS.pop(process.pid, None)
+        if ended and status:
+            how = f"exit code {status}" if status > 0 else f"signal {-status}"
             raise OSError(f"its command ended with {how}")
 
 

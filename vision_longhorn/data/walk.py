@@ -1,11 +1,10 @@
 """How all tools go through folders, and what they pass over: hidden things, folders seen before, what is no file."""
 
-import dataclasses
 import os
 import re
-import stat
 from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 from .images import EXTENSIONS, DataError
 
@@ -15,10 +14,9 @@ _HIDDEN = re.compile(
     r"lost\+found|@eaDir|PaxHeaders?(?:\.\d+)?)(?:/|$))",
     re.IGNORECASE,
 )
-FOLDER, FILE, HIDDEN, BROKEN = "a folder", "a file", "hidden", "a link that leads nowhere"
-NO_IMAGE = "no image by its name"
+FOLDER, FILE, HIDDEN, NO_FILE = "a folder", "a file", "hidden", "a pipe, a socket or a device"
+NO_IMAGE, AGAIN = f"not of {', '.join(EXTENSIONS)}", "a folder that is read elsewhere"
 _SHARD = re.compile(r"\.tar(\.(gz|bz2|xz))?$|\.t(gz|bz2?|xz)$")
-_ABOVE, _AGAIN = "a link to a folder above it", "a folder that is read elsewhere"
 
 
 def is_hidden(name: str) -> bool:
@@ -41,17 +39,14 @@ def shard_stem(name: str) -> str:
     return _SHARD.sub("", name) if _SHARD.search(name) else ""
 
 
-def no_file(path: str | os.PathLike[str]) -> str:
-    """The kind of thing at a path that could block its reader, such as "a pipe"; "" for files and folders. Raises
-    OSError if it cannot be looked at."""
-    mode = os.stat(path).st_mode
-    kinds = {stat.S_IFREG: "", stat.S_IFDIR: "", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
+def no_file(path: str | os.PathLike[str]) -> bool:
+    """Whether what is at a path could block its reader, as a pipe does."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def scan(folder: str | os.PathLike[str]) -> list[tuple[os.DirEntry[str], str]]:
-    """List a folder by name, each entry with its kind: FOLDER or FILE (or a link to one), HIDDEN, BROKEN, or the answer
-    of `no_file`. Raises DataError if the folder cannot be read."""
+    """List a folder by name, each entry with its kind: FOLDER or FILE (or a link to one), HIDDEN, or NO_FILE. A link
+    that leads nowhere is a FILE, which cannot be read. Raises DataError if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return [(entry, _kind(entry)) for entry in sorted(entries, key=lambda entry: entry.name)]
@@ -65,29 +60,28 @@ def _kind(entry: os.DirEntry[str]) -> str:
     if is_hidden(entry.name):
         return HIDDEN
     try:
-        return FOLDER if entry.is_dir() else FILE if entry.is_file() else no_file(entry.path)
-    except OSError:
-        return BROKEN
+        return FOLDER if entry.is_dir() else NO_FILE if not entry.is_file() and no_file(entry.path) else FILE
+    except OSError:  # a link to itself, say
+        return FILE
 
 
-@dataclasses.dataclass
-class Walk:
+class Walk(NamedTuple):
     """What `walk` has found. Names are relative to its folder, with / between their parts."""
 
     folders: list[str]  # right in it
-    # Sorted by their folder in `folders`, then by the whole folder, as torchvision's ImageFolder has them. Links that
-    # lead nowhere are among them: reading them is an error.
-    images: list[str]
-    others: list[tuple[str, str]]  # (name, why) of what was left out, HIDDEN or NO_IMAGE files last; folders end in /
+    images: list[
+        str
+    ]  # sorted by their folder in `folders`, then by the whole folder, as torchvision's ImageFolder does
+    others: list[tuple[str, str]]  # (name, why) of what was left out and is not hidden, NO_IMAGE last; folders end in /
 
 
-def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
+def walk(root: str | os.PathLike[str]) -> Walk:
     """Go through a folder and all folders in it. Links are followed, but no folder is read twice. Of two ways to a
-    folder, one right in `root` comes before a deeper one, and then a folder itself before a link to it. Without `deep`
-    only the folders right in `root` are named. Raises DataError if a folder cannot be read."""
-    found = Walk([], [], [])
-    seen = {_identity(root)}
+    folder, one right in `root` comes before a deeper one, and then a folder itself before a link to it. Raises
+    DataError if a folder cannot be read."""
+    seen = {_identity(place) for place in (root, *Path(root).resolve().parents)}
     parts: list[tuple[str, list[str]]] = []
+    others: list[tuple[str, str]] = []
     todo: deque[tuple[str, str]] = deque()
     links: deque[tuple[str, str]] = deque()
 
@@ -97,54 +91,40 @@ def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
         parts.append((prefix, images))
         for entry, kind in scan(folder):
             name = prefix + entry.name
-            if kind == FOLDER:
-                (links if entry.is_symlink() else todo).append((f"{name}/", entry.path))
-            elif kind in (FILE, BROKEN) and is_image(name):
+            if kind == FOLDER and entry.is_symlink():
+                links.append((f"{name}/", entry.path))
+            elif kind == FOLDER:
+                claim(f"{name}/", entry.path)
+            elif kind == FILE and is_image(name):
                 images.append(name)
-            else:
-                is_folder = kind == HIDDEN and entry.is_dir(follow_symlinks=False)
-                found.others.append((f"{name}/" if is_folder else name, NO_IMAGE if kind == FILE else kind))
+            elif kind != HIDDEN:
+                others.append((name, NO_IMAGE if kind == FILE else kind))
 
-    def claim(prefix: str, folder: str) -> bool:
-        """Whether a folder is to be read by this name."""
-        why = _ABOVE if _is_above(folder, root) else _AGAIN if _identity(folder) in seen else ""
-        if why:
-            found.others.append((prefix, why))
-        seen.add(_identity(folder))
-        return not why
+    def claim(prefix: str, folder: str) -> None:
+        """Read a folder by this name, unless it is read by another."""
+        if _identity(folder) in seen:
+            others.append((prefix, AGAIN))
+        else:
+            seen.add(_identity(folder))
+            todo.append((prefix, folder))
 
     enter("", root)
-    top = [place for place in (*todo, *links) if claim(*place)]
-    found.folders = sorted(prefix[:-1] for prefix, _ in top)
-    todo, links = deque(top if deep else ()), deque()
-    claimed = {prefix for prefix, _ in top}
+    while links:
+        claim(*links.popleft())
+    folders = sorted(prefix[:-1] for prefix, _ in todo)
     while todo or links:
-        place = (todo or links).popleft()
-        if place[0] in claimed or claim(*place):
-            enter(*place)
-
+        if todo:
+            enter(*todo.popleft())
+        else:
+            claim(*links.popleft())
     parts.sort(key=lambda part: (part[0].partition("/")[0], part[0][:-1]))
-    found.images = [name for _, images in parts for name in images]
-    found.others.sort(key=lambda other: (not is_notable(*other), other[0]))
-    return found
-
-
-def is_notable(name: str, why: str) -> bool:
-    """Whether one of `Walk.others` is a folder, or looks like a file and is none."""
-    return name.endswith("/") or why not in (HIDDEN, NO_IMAGE)
+    others.sort(key=lambda other: (other[1] == NO_IMAGE, other[0]))
+    return Walk(folders, [name for _, images in parts for name in images], others)
 
 
 def _identity(path: str | os.PathLike[str]) -> tuple[int, int]:
     about = os.stat(path)
     return about.st_dev, about.st_ino
-
-
-def _is_above(path: str, root: str | os.PathLike[str]) -> bool:
-    """Whether a link leads to a folder that it lies in, or that `root` lies in."""
-    if not os.path.islink(path):
-        return False
-    target = os.path.realpath(path)
-    return any(Path(os.path.realpath(place)).is_relative_to(target) for place in (os.path.dirname(path), root))
 
 
 def list_others(others: list[tuple[str, str]]) -> str:

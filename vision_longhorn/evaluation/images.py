@@ -20,8 +20,8 @@ from tqdm import tqdm
 
 from vision_longhorn.class_names import readable_names
 from vision_longhorn.data import DataError, decode_image
-from vision_longhorn.data.images import EXTENSIONS, warn_if_dark
-from vision_longhorn.data.walk import NO_IMAGE, is_notable, list_others, no_file, walk
+from vision_longhorn.data.images import EXTENSIONS
+from vision_longhorn.data.walk import NO_FILE, NO_IMAGE, list_others, no_file, walk
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
@@ -105,7 +105,7 @@ def find_images(places: Sequence[str]) -> list[str]:
         elif os.path.isfile(place):
             found.append(place)
         elif os.path.exists(place):
-            raise UserError(f"{place} is {no_file(place)}; give a file or a folder")
+            raise UserError(f"{place} is {NO_FILE}; give a file or a folder")
         else:
             raise UserError(f"there is no file or folder {place}")
     if wrong := next((path for path in found if "\0" in path), None):
@@ -122,9 +122,9 @@ def _images_below(folder: str) -> list[str]:
         raise UserError(f"{folder} holds no images ({', '.join(EXTENSIONS)})")
     pictures = Image.registered_extensions()
     others = [
-        (os.path.join(folder, name), why if is_notable(name, why) else f"not of {', '.join(EXTENSIONS)}")
+        (os.path.join(folder, name), why)
         for name, why in inside.others
-        if is_notable(name, why) or why == NO_IMAGE and os.path.splitext(name)[1].lower() in pictures
+        if why != NO_IMAGE or os.path.splitext(name)[1].lower() in pictures
     ]
     if others:
         print(f"left out: {list_others(others)}", file=sys.stderr)
@@ -164,13 +164,11 @@ def read_image(path: str, transform: Callable[[Any], torch.Tensor]) -> torch.Ten
         UserError: It cannot be read.
     """
     try:
-        if what := no_file(path):  # a pipe, say, might never end
-            raise DataError(f"it is {what}")
-        data = Path(path).read_bytes()
-        image = decode_image(data)
+        if no_file(path):  # a pipe, say, might never end
+            raise DataError(f"it is {NO_FILE}")
+        image = decode_image(Path(path).read_bytes())
     except (DataError, OSError) as error:
         raise UserError(f"{path}: {reason(error)}") from error
-    warn_if_dark(data, image, path)
     return transform(image)
 
 

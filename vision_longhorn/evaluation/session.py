@@ -1,6 +1,7 @@
 """One evaluation from a command line to its results: model, data, whether their classes agree, and what is saved."""
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -66,9 +67,8 @@ class Session:
         # A folder of images may lack some of its run's classes, so its labels follow the model's names.
         follow = self.names if self.is_own and not args.map_classes else None
         self.shards = open_shards(self.data, self.split, self.samples, allow_pipe=args.allow_pipe, class_names=follow)
-        left_out = self.shards.left_out and f"left out {self.shards.left_out}"
-        for note in filter(None, (self.shards.hint, left_out)):
-            self.say(f"note: {note}")
+        if self.shards.left_out:
+            self.say(f"note: left out {self.shards.left_out}")
         guess = imagenet_names(self.model.num_classes) if self.names is None else None
         if guess and not set(guess).isdisjoint(self.shards.class_names or ()):
             self.names = guess
@@ -138,16 +138,16 @@ class Session:
         }
 
     def batches(self) -> Iterable[Any]:
-        args, shards, accelerator = self.args, self.shards, self.accelerator
+        args, accelerator = self.args, self.accelerator
+        classes = self.model.num_classes if self.class_map is None else self.shards.num_classes
         return eval_loader(
-            shards,
+            dataclasses.replace(self.shards, num_classes=classes),
             create_transform(**self.loaded.settings),
             keys=args.predictions is not None,
             batch_size=args.batch_size,
             num_workers=args.workers,
             rank=accelerator.process_index,
             world_size=accelerator.num_processes,
-            num_classes=self.model.num_classes if self.class_map is None else len(shards.class_names or ()),
             pin_memory=accelerator.device.type == "cuda",
         )
 

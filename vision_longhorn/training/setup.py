@@ -127,7 +127,7 @@ def build_model(
 
 
 def build_loaders(
-    cfg: Config, splits: list[ShardSet], num_classes: int, settings: dict[str, Any], accelerator: Accelerator
+    cfg: Config, splits: list[ShardSet], settings: dict[str, Any], accelerator: Accelerator
 ) -> tuple[Any, Any, Any]:
     """Makes the loaders of both splits, and on a GPU the part of the augmentation that happens there, else None."""
     if cfg.workers is None:
@@ -148,7 +148,6 @@ def build_loaders(
         num_workers=cfg.workers,
         rank=accelerator.process_index,
         world_size=accelerator.num_processes,
-        num_classes=num_classes,
         pin_memory=on_gpu,
     )
     train = train_loader(

@@ -80,7 +80,7 @@ class Trainer:
         if cfg.fsdp:
             shard(accelerator, *self.evaluated.values(), compress_gradients=cfg.compress_gradients)
         self.loader, self.val_loader, self.finish_images = setup.build_loaders(
-            cfg, self.splits, self.num_classes, self.settings, accelerator
+            cfg, self.splits, self.settings, accelerator
         )
         held.callback(self.end_loaders)
         self.mixup, criterion = setup.build_loss(cfg, self.num_classes)
@@ -300,7 +300,7 @@ class Trainer:
         lines = [
             f"model   {cfg.model}, {count:,} parameters, input {size}, {self.num_classes} classes",
             f"data    {cfg.data}: {counts}",
-            *(f"        {line}" for line in (train.hint, *left_out) if line),
+            *(f"        {line}" for line in left_out),
             f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in {precision}, {cfg.epochs} "
             f"epochs of {self.updates_per_epoch} updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}",
             f"folder  {self.folder.path}",

@@ -286,7 +286,6 @@ def _words() -> Iterator[Case]:
         "shards-out": lambda place: ["imagefolder", place.material / "pictures", ""],
         "shards-verify": lambda place: ["verify", ""],
         "shards-index": lambda place: ["index", ""],
-        "shards-names": lambda place: ["imagefolder", place.material / "pictures", "out", "--names", ""],
         "shards-split": lambda place: ["imagefolder", place.material / "pictures" / "val", "out", "--split", ""],
         "shards-digits": lambda place: ["digits", ""],
         "lab-name": lambda place: [""],
@@ -295,7 +294,7 @@ def _words() -> Iterator[Case]:
         "lab-data": lambda place: ["mixers", "--dry-run", "--data", ""],
         "lab-merge": lambda place: ["mixers", "--list", "--merge", ""],
     }
-    defaults = ("lab-out", "eval-split", "shards-names", "shards-split")  # where nothing may stand for the default
+    defaults = ("lab-out", "eval-split", "shards-split")  # where nothing may stand for the default
     for name, make in empties.items():
         yield Case(f"words/empty-{name}", name.partition("-")[0], make, Expect(None if name in defaults else 1))
     fields = (
