@@ -39,36 +39,22 @@ def written_aside(
     aside.parent.mkdir(parents=True, exist_ok=True)
     _remove(aside)  # left by a process of the same number that was killed
     try:
-        with _named(path, aside):
-            yield aside
-            if lasting:
-                _sync(aside, os.O_RDWR)
-            if hashed:
-                hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
-            os.replace(aside, path)
-            if hashed:
-                write_hash(path)
-            if lasting and os.name == "posix":
-                _sync(aside.parent, os.O_RDONLY)
-    finally:
-        _remove(aside)
-
-
-@contextlib.contextmanager
-def _named(path: str | os.PathLike[str], aside: Path | None = None) -> Iterator[None]:
-    """Names `path` in an error that names `aside` or, as on a full disk, no file."""
-    try:
-        yield
+        yield aside
+        if lasting:
+            _sync(aside, os.O_RDWR)
+        if hashed:
+            hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
+        os.replace(aside, path)
+        if hashed:
+            write_hash(path)
+        if lasting and os.name == "posix":
+            _sync(aside.parent, os.O_RDONLY)
     except OSError as error:
-        if error.errno is not None and error.filename in (None, str(aside)):
+        if error.errno is not None and error.filename in (None, str(aside)):  # none, as on a full disk
             error.filename = os.fspath(path)
         raise
-
-
-def append(path: str | os.PathLike[str], data: bytes) -> None:
-    """Adds `data` to the end of a file; an OSError names the file."""
-    with _named(path), open(path, "ab") as file:
-        file.write(data)
+    finally:
+        _remove(aside)
 
 
 def _remove(path: Path) -> None:
