@@ -3,23 +3,19 @@ they are given; `reference` is a plain loop, `backends` has a vectorised one for
 `docs/scan.md` has the mathematics.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from . import (
-    flops,  # noqa: F401  (tells torch's counter what the operators cost)
-    mixing,  # noqa: F401  (registers operators, as ops does)
-    reference,
-)
+from . import flops, reference  # noqa: F401  (flops registers the operators and what they cost)
 from .checks import check
-from .contract import BACKENDS, Scan, check_option
-from .dispatch import HAS_TRITON, choose_backend
+from .contract import Scan
 from .ops import scan_plan
-from .reference import LONGHORN, longhorn_step, selective_step
+from .reference import longhorn_step, selective_step
+from .rules.base import HAS_TRITON
 
-__all__ = ["HAS_TRITON", "Scan", "choose_backend", "longhorn_scan", "longhorn_step", "recurrent_scan", "scan_plan",
+__all__ = ["HAS_TRITON", "Scan", "longhorn_scan", "longhorn_step", "recurrent_scan", "scan_plan",
            "selective_scan", "selective_step"]  # fmt: skip
 
 
@@ -34,12 +30,7 @@ def longhorn_scan(
     initial_state: Optional[Tensor] = None,
     *,
     rule: str = "diagonal",
-    direction: str = "forward",
-    combine: str = "none",
-    return_final_state: bool = False,
-    save_states: Optional[bool] = None,
-    backend: str = "auto",
-    regime: str = "auto",
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Longhorn's recurrence over a sequence (arXiv 2407.14207, section 3; `longhorn_step` is one token of it).
 
@@ -48,10 +39,6 @@ def longhorn_scan(
         diagonal: S_t[d] = (1 - eps_t[d] k_t^2) S_{t-1}[d] + eps_t[d] x_t[d] k_t
         exact:    S_t[d] = S_{t-1}[d] + eps_t[d] (x_t[d] - S_{t-1}[d] . k_t) k_t
         y_t[d]  = (S_t[d] . q_t + D[d] x_t[d]) * silu(z_t[d])
-
-    Inputs may be of any float dtypes (float64 not with Triton); sums and states are in float32 (float64). With
-    `direction="both"` every tensor may have a leading axis of 2, one entry for each direction; without it both
-    directions read the same values.
 
     Args:
         x: (B, L, D) values, L >= 1.
@@ -63,30 +50,12 @@ def longhorn_scan(
         beta_bias: (D,), or (1,) with a scalar beta; added to `beta`.
         initial_state: (B, D, N), with `direction="both"` (2, B, D, N); zeros if None.
         rule: "diagonal" or "exact".
-        direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
-        combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
-        return_final_state: also return the state after the last token scanned.
-        save_states: keep the states that the backward pass starts from, D N / 2 bytes a token and direction (Triton's
-            exact rule D (4 + N / 16), in chunks D (2 + N / 64)), instead of computing them again. By default, if an
-            input requires a gradient.
-        backend: "auto" (triton on a GPU, else torch), "torch", "triton", or "reference", the plain loop.
-        regime: how Triton goes through time: "sequential"; "parallel", in segments side by side, for few long sequences
-            ("diagonal" only); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,
-            16 or 32, an NVIDIA GPU of compute capability 8.0); "auto" chooses. `scan_plan` tells what is chosen.
+        options: direction, combine, return_final_state, save_states, backend, regime, see `recurrent_scan`.
 
     Returns:
-        y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with
-        `return_final_state` also the state, shaped like `initial_state`, in float32.
-
-    Raises:
-        ValueError: a shape, dtype, device or option is not as above.
-        RuntimeError: a backend was forced that cannot run on this device.
+        As `recurrent_scan`, which also says what is raised.
     """
-    check_option("rule", rule, LONGHORN)
-    return recurrent_scan(
-        x, beta, k, q, z, D, beta_bias, initial_state, rule=rule, direction=direction, combine=combine,
-        return_final_state=return_final_state, save_states=save_states, backend=backend, regime=regime,
-    )  # fmt: skip
+    return recurrent_scan(x, beta, k, q, z, D, beta_bias, initial_state, rule=rule, **options)
 
 
 def selective_scan(
@@ -101,42 +70,28 @@ def selective_scan(
     initial_state: Optional[Tensor] = None,
     *,
     dt_softplus: bool = True,
-    A_per_token: bool = False,
-    direction: str = "forward",
-    combine: str = "none",
-    return_final_state: bool = False,
-    save_states: Optional[bool] = None,
-    backend: str = "auto",
-    regime: str = "auto",
+    **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Mamba's selective scan (arXiv 2312.00752, Algorithm 2), channels last; `selective_step` is one token of it.
 
         S_t = exp(dt_t A) S_{t-1} + (dt_t x_t) B_t^T,     y_t = (S_t C_t + D x_t) * silu(z_t)
 
     Args:
-        x: (B, L, D) values.
         dt: (B, L, D) or (B, L, 1) step sizes, before the softplus if `dt_softplus`.
         A: (D, N); negative, so that exp(dt A) decays. With `A_per_token` (B, L, N), the same for all channels (the
             input-dependent A that arXiv 2407.14207 compares with).
         B: (B, L, N) input weights, in the place of Longhorn's keys.
         C: (B, L, N) read-out weights, in the place of the queries.
-        z, D, initial_state, direction, combine, return_final_state, save_states, backend, regime: as in
-            `longhorn_scan`; "parallel" is possible.
         dt_bias: (D,) or (1,), added to `dt` in float32, before the softplus.
         dt_softplus: whether the step size is softplus(dt + dt_bias).
-        A_per_token: whether A depends on the token.
+        x, z, D, initial_state: as in `longhorn_scan`.
+        options: A_per_token, direction, combine, return_final_state, save_states, backend, regime, see
+            `recurrent_scan`.
 
     Returns:
-        As `longhorn_scan`.
-
-    Raises:
-        ValueError, RuntimeError: as `longhorn_scan`.
+        As `recurrent_scan`, which also says what is raised.
     """
-    return recurrent_scan(
-        x, dt, B, C, z, D, dt_bias, initial_state, rule="mamba", A=A, softplus=dt_softplus, A_per_token=A_per_token,
-        direction=direction, combine=combine, return_final_state=return_final_state, save_states=save_states,
-        backend=backend, regime=regime,
-    )  # fmt: skip
+    return recurrent_scan(x, dt, B, C, z, D, dt_bias, initial_state, rule="mamba", A=A, softplus=dt_softplus, **options)
 
 
 def recurrent_scan(
@@ -162,26 +117,40 @@ def recurrent_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The scan of any rule in `rules.NAMES`, by one signature; each rule's file has its formula.
 
+    Inputs may be of any float dtypes (float64 not with Triton); sums and states are in float32 (float64). With
+    `direction="both"` every tensor may have a leading axis of 2, one entry for each direction; without it both
+    directions read the same values.
+
     Args:
+        x, k, q, z, D, initial_state: as in `longhorn_scan`.
         step: logits of the rule's step size or decay: (B, L, D) or (B, L, 1), or (B, L, N) where the rule has one for
             each state.
         bias: added to `step` in float32, as long as its last axis.
         rule: the rule's name.
         A: as in `selective_scan`, for rules that take it (Mamba's).
         softplus: for Mamba's rule, whether the step size is softplus(step + bias).
-        x, k, q, z, D, initial_state, direction, combine, return_final_state, save_states, backend, regime: as in
-            `longhorn_scan`.
         A_per_token: whether A depends on the token.
+        direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
+        combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
+        return_final_state: also return the state after the last token scanned.
+        save_states: keep the states that the backward pass starts from, D N / 2 bytes a token and direction (Triton's
+            exact rule D (4 + N / 16), in chunks D (2 + N / 64)), instead of computing them again. By default, if an
+            input requires a gradient.
+        backend: "auto" (triton on a GPU, else torch), "torch", "triton", or "reference", the plain loop.
+        regime: how Triton goes through time: "sequential"; "parallel", in segments side by side, for few long sequences
+            (rules that decay); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,
+            16 or 32, an NVIDIA GPU of compute capability 8.0); "auto" chooses. `scan_plan` tells what is chosen.
 
     Returns:
-        As `longhorn_scan`.
+        y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with
+        `return_final_state` also the state, shaped like `initial_state`, in float32.
 
     Raises:
-        ValueError, RuntimeError: as `longhorn_scan`.
+        ValueError: a shape, dtype, device or option is not as above.
+        RuntimeError: a backend was forced that cannot run on this device.
     """
     tensors = (x, step, k, q, A, z, D, bias, initial_state)
     options = (rule, direction, combine, softplus, A_per_token)
-    check_option("backend", backend, (*BACKENDS, "reference"))
     if backend == "reference":
         scan = Scan(*tensors, *options, regime)
         check(scan)

@@ -40,8 +40,8 @@ def _check_shapes(scan: Scan, rule: Rule) -> None:
         )
     B, L, D = scan.x.shape[-3:]
     N = scan.k.shape[-1] if scan.k.ndim else 0
-    if L < 1:
-        raise ValueError(f"x has {L} tokens (shape {tuple(scan.x.shape)}); a scan needs at least one")
+    if L < 1 or D < 1 or N < 1:
+        raise ValueError(f"a scan needs tokens, channels and states, and has {L}, {D} and {N} (d_state)")
     right: dict[str, list[tuple[int, ...]]] = {
         "x": [(B, L, D)],
         "k": [(B, L, N)],
@@ -69,5 +69,3 @@ def _check_shapes(scan: Scan, rule: Rule) -> None:
                 f"{rule.names.get(field, field)} has shape {tuple(value.shape)}; with x {tuple(scan.x.shape)}, d_state "
                 f"{N} and direction={scan.direction!r} it must be {' or '.join(map(str, shapes))}"
             )
-    if N < 1 or D < 1:
-        raise ValueError(f"d_state {N} and channels {D} must both be at least 1")

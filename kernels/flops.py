@@ -6,33 +6,30 @@ nor does what a backward pass finds again. Whatever the rule, a token costs thre
 channel: the change of the old state, what is written, and the read-out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from .contract import Scan
-from .mixing import FIELDS, Mix
+from . import mixing, ops  # noqa: F401  (register the operators)
 from .operators import schema
-from .ops import FIELDS as SCAN_FIELDS
 
 __all__ = ["fvcore_handles"]
 
 _OF_A_STATE = 3
 
 
-def _scan_macs(*values: Any) -> int:
+def _scan_macs(scan: Any) -> int:
     """Multiply-adds of a scan, from the operator's arguments with shapes in the place of tensors."""
-    scan: Any = Scan(*values[: len(SCAN_FIELDS)])
     B, L, D = scan.x[-3:]
-    return _OF_A_STATE * len(scan.reversed) * B * L * D * scan.k[-1]
+    return _OF_A_STATE * (2 if scan.direction == "both" else 1) * B * L * D * scan.k[-1]
 
 
-def _mix_macs(*values: Any) -> int:
+def _mix_macs(mix: Any) -> int:
     """Multiply-adds of a mixing: the convolution, the products with x_proj and dt_proj, and the scans."""
-    mix: Any = Mix(*values[: len(FIELDS)])
     S, channels, _ = mix.conv_weight
     per_token_A = mix.A_log is not None and len(mix.A_log) == 2
     states = (mix.x_proj[1] - mix.dt_proj[-1]) // (3 if per_token_A else 2)
@@ -43,23 +40,20 @@ def _mix_macs(*values: Any) -> int:
     return prod(mix.xz[:-1]) * of_token
 
 
-def _register(name: str, macs: Callable[..., int]) -> None:
-    """Tell torch the cost of an operator and of its backward operator, which takes other tensors first."""
-    first = schema(name).arguments[0].name
-    before = [argument.name for argument in schema(f"{name}_backward").arguments].index(first)
+def _macs(operator: str, values: Iterable[Any]) -> int:
+    names = [argument.name for argument in schema(operator).arguments]
+    macs = _scan_macs if operator.startswith("scan") else _mix_macs
+    return macs(SimpleNamespace(**dict(zip(names, values))))
 
-    @register_flop_formula(getattr(torch.ops.vision_longhorn, name))
+
+def _register(operator: str, operations: int) -> None:
+    @register_flop_formula(getattr(torch.ops.vision_longhorn, operator))
     def _(*shapes: Any, **_: Any) -> int:
-        return 2 * macs(*shapes)
-
-    @register_flop_formula(getattr(torch.ops.vision_longhorn, f"{name}_backward"))
-    def _(*shapes: Any, **_: Any) -> int:
-        return 2 * 2 * macs(*shapes[before:])
+        return operations * _macs(operator, shapes)
 
 
-_MACS: dict[str, Callable[..., int]] = {"scan": _scan_macs, "mix": _mix_macs}
-for _name in _MACS:
-    _register(_name, _MACS[_name])
+for _name, _operations in {"scan": 2, "scan_backward": 4, "mix": 2, "mix_backward": 4}.items():
+    _register(_name, _operations)
 
 
 def _plain(value: Any) -> Any:
@@ -74,8 +68,7 @@ def _plain(value: Any) -> Any:
 def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
     """Counts of multiply-adds by operator, as `fvcore.nn.FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles())`
     takes them. Each is called with an operator's inputs, tensors or values of a traced graph, and its outputs."""
-
-    def handle(macs: Callable[..., int]) -> Callable[[Sequence[Any], Sequence[Any]], int]:
-        return lambda inputs, outputs: macs(*map(_plain, inputs))
-
-    return {f"vision_longhorn::{name}": handle(macs) for name, macs in _MACS.items()}
+    return {
+        "vision_longhorn::scan": lambda inputs, outputs: _macs("scan", map(_plain, inputs)),
+        "vision_longhorn::mix": lambda inputs, outputs: _macs("mix", map(_plain, inputs)),
+    }

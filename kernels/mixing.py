@@ -93,9 +93,9 @@ FIELDS = Mix._fields[:11]  # in whose order programs call the operator
 def prepare(mix: Mix) -> Mix:
     """`mix` as the backends take it: with shapes checked, and contiguous. (`check` looks at the inputs of the scan.)"""
     S, D = (1 if mix.shared else min(2, len(mix.conv_weight))), mix.D.shape[-1]
-    x_rows, (_, steps, R) = mix.x_proj.shape[1], mix.dt_proj.shape
-    right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "x_proj": (S, x_rows, D),
-             "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D), "norm_weight": (2, D),
+    _, steps, R = mix.dt_proj.shape
+    right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "norm_weight": (2, D),
+             "x_proj": (S, mix.x_proj.shape[1], D), "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D),
              "xz": (*mix.xz.shape[:2], 2 * D)}  # fmt: skip
     for name, shape in right.items():
         value = getattr(mix, name)
@@ -104,11 +104,6 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
-    if mix.reversed and (mix.shared or S == 2):
-        raise ValueError("reversed=True is for one direction alone: leave it out with two sets of parameters or norms")
-    parts = 3 if mix.A_per_token else 2
-    if x_rows <= R or (x_rows - R) % parts:
-        raise ValueError(f"x_proj has {x_rows} rows; with a step size of rank {R} it must have {R} + {parts} d_state")
     given: tuple[Any, ...] = mix[1 : len(TENSORS)]
     parameters: list[Any] = [None if value is None else value.contiguous() for value in given]
     xz = mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous()

@@ -8,11 +8,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .contract import Scan, check_option, stack
+from .contract import Scan, stack
 from .rules import get_rule, rule_of
 from .rules.base import read_out
-
-LONGHORN = ("diagonal", "exact")
 
 
 def longhorn_step(
@@ -41,11 +39,7 @@ def longhorn_step(
 
     Returns:
         y (B, D) and the new state (B, D, N).
-
-    Raises:
-        ValueError: `rule` is neither "diagonal" nor "exact".
     """
-    check_option("rule", rule, LONGHORN)
     beta = beta if beta_bias is None else beta + beta_bias
     state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
     return read_out(state, x, q, z, D), state

@@ -5,7 +5,7 @@ import timm
 import torch
 from accelerate.state import AcceleratorState
 from torch import nn
-from vision_longhorn.kernels.dispatch import choose_backend
+from vision_longhorn.kernels.dispatch import backend_for, get_backend
 
 import vision_longhorn  # noqa: F401
 from vision_longhorn.devices import make_accelerator
@@ -21,7 +21,7 @@ def test_on_a_mac_commands_take_the_cpu_and_scans_of_ones_own_code_the_torch_pat
     found = accelerator.device.type, accelerator.mixed_precision
     AcceleratorState._reset_state(reset_partial_state=True)
     assert found == ("cpu", "no")
-    assert choose_backend("auto", torch.device("mps")) == choose_backend("auto", torch.device("cpu")) == "torch"
+    assert backend_for("auto", torch.device("mps")) is backend_for("auto", torch.device("cpu")) is get_backend("torch")
 
 
 @pytest.mark.parametrize("name", ["vlonghorn_tiny", "vim_tiny_cross"])

@@ -151,11 +151,11 @@ def test_a_run_that_starts_anew_for_want_of_a_checkpoint_has_its_weights(
 @pytest.mark.parametrize(
     "model, changes, words",
     [
-        ("vlonghorn_test", {"embed_dim": 48}, ["another model", "of another size", "[1, 1, 32] in the file"]),
-        ("vlonghorn_test", {"depth": 3}, ["another model", "9 tensors absent from the file, such as blocks.2."]),
-        ("vlonghorn_test", {"depth": 1}, ["another model", "9 tensors only in the file, such as blocks.1."]),
+        ("vlonghorn_test", {"embed_dim": 48}, ["another model", "size mismatch for ", "[1, 1, 32]"]),
+        ("vlonghorn_test", {"depth": 3}, ["another model", 'Missing key(s) in state_dict: "blocks.2.']),
+        ("vlonghorn_test", {"depth": 1}, ["another model", 'Unexpected key(s) in state_dict: "blocks.1.']),
         ("vlonghorn_test", {"class_token": "none", "global_pool": "avg"}, ["another model"]),
-        ("vim_test", {}, ["another model", "absent from the file, such as blocks.0.mixer.A_log"]),
+        ("vim_test", {}, ["another model", 'Missing key(s) in state_dict: "blocks.0.mixer.A_log']),
         ("vlonghorn_test", {"dept": 3}, ["dept"]),
     ],
 )
@@ -171,7 +171,7 @@ def test_weights_of_another_model_are_refused_whatever_the_number_of_classes(wei
     [
         ({}, ["no weights"]),
         ({"foo": 1}, ["no weights"]),
-        ({"foo": torch.zeros(2)}, ["another model", "only in the file"]),
+        ({"foo": torch.zeros(2)}, ["another model", "Missing key(s) in state_dict: "]),
         ({"state_dict": {"foo": torch.zeros(2)}, "config": None}, ["another model"]),
         ([1], ["a list"]),
         (b"", ["torch's files"]),

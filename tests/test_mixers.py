@@ -195,11 +195,6 @@ def test_what_makes_a_mixer_gets_what_it_takes():
             "'tap', the nearest known one is 'taps'; beside the model's own, mixer=Own takes taps",
         ),
         (dict(mixer=lambda dim: nn.Identity(), taps=3), "takes none"),
-        (
-            dict(mixer=nn.Identity()),
-            "mixer is a module already (Identity), and each block wants its own: give the class",
-        ),
-        (dict(mixer=lambda dim: dim), "makes no module (int): give a class"),
         (dict(mixer=3), "mixer=3 is not known"),
     ],
 )

@@ -182,7 +182,7 @@ def gain(name):
     "change,words",
     [
         (lose("layers.1.mixer.A_b_log"), "A_log"),
-        (lose("layers.0.mixer.conv1d.weight"), "conv1d_b.weight"),
+        (lose("layers.0.mixer.conv1d.weight"), "directions of blocks.0.mixer.conv_weight"),
         (lose("layers.0.norm.weight"), "blocks.0.norm.weight"),
         (lose("norm_f.weight"), "norm.weight"),
         (lose("cls_token"), "cls_token"),
@@ -191,7 +191,7 @@ def gain(name):
         (gain("layers.0.mixer.gamma"), "blocks.0.mixer.gamma"),
         (gain("layers.2.norm.weight"), "blocks.2.norm.weight"),
         (gain("layers.0.A_log"), "blocks.0.A_log"),
-        (lambda weights: weights.update({"layers.0.mixer.D": torch.ones(3)}), "layers.0.mixer.D "),
+        (lambda weights: weights.update({"layers.0.mixer.D": torch.ones(3)}), "directions of blocks.0.mixer.D"),
     ],
 )
 @pytest.mark.parametrize("classes", (CLASSES, 3))

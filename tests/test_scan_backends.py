@@ -209,12 +209,12 @@ def test_segments_of_time_side_by_side(rule, direction):
 
 
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("elements", (1, 700))
+@pytest.mark.parametrize("elements", (1, 2000))
 def test_torch_path_in_many_pieces(rule, elements, monkeypatch):
-    """Sequence by sequence and chunk by chunk, and a few of each at a time."""
+    """Chunk by chunk, and a few chunks at a time."""
     from vision_longhorn.kernels.backends.torch import scan as torch_scan
 
-    monkeypatch.setattr(torch_scan, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(torch_scan, "SPAN_ELEMENTS", elements)
     check(rule, "torch", 3, 29, 5, 4, direction="both", combine="mean")
 
 

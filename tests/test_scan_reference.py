@@ -34,10 +34,9 @@ def test_torch_path_passes_gradcheck(rule):
     assert torch.autograd.gradcheck(scan, tuple(value.requires_grad_() for value in inputs.values()))
 
 
-@pytest.mark.parametrize("rule", ("delta", "mamba", "exakt"))
-def test_a_step_of_longhorn_refuses_other_rules(rule):
-    with pytest.raises(ValueError, match=f"rule='{rule}'"):
-        longhorn_step(torch.zeros(1, 2, 3), *(torch.zeros(1, n) for n in (2, 2, 3, 3)), rule=rule)
+def test_a_step_of_longhorn_refuses_a_rule_that_is_not_there():
+    with pytest.raises(ValueError, match="rule='exakt'"):
+        longhorn_step(torch.zeros(1, 2, 3), *(torch.zeros(1, n) for n in (2, 2, 3, 3)), rule="exakt")
 
 
 def test_exact_step_minimises_the_online_objective():

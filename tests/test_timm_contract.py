@@ -101,18 +101,6 @@ def test_intermediates_are_what_the_blocks_give(name, class_token, index, indice
         assert torch.equal(token, stream[:, index : index + 1])
 
 
-def test_intermediate_layers_by_the_name_that_dino_has_for_them():
-    model, images = small(), torch.randn(2, 3, 32, 32)
-    found = model.get_intermediate_layers(images, [1, 3], return_prefix_tokens=True, norm=True)
-    expected = model.forward_intermediates(
-        images, [1, 3], return_prefix_tokens=True, norm=True, output_fmt="NLC", intermediates_only=True
-    )
-    assert [[part.shape for part in pair] for pair in found] == [[(2, 16, 32), (2, 1, 32)]] * 2
-    assert all(torch.equal(*parts) for pairs in zip(found, expected) for parts in zip(*pairs))
-    (maps,) = model.get_intermediate_layers(images, reshape=True)
-    assert maps.shape == (2, 32, 4, 4)
-
-
 def test_intermediates_that_are_not_there_are_refused():
     model, images = small(), torch.randn(1, 3, 32, 32)
     with pytest.raises(AssertionError):
@@ -260,7 +248,6 @@ def test_a_checkpoint_of_the_whole_model_feeds_features_only(name, tmp_path):
 @pytest.mark.parametrize(
     "options,message",
     [
-        (dict(depth=3), "of 3 blocks, the model has 4"),
         (dict(depth=5), "Unexpected.*blocks.4"),
         (dict(embed_dim=16), "size mismatch"),
     ],

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import check_whole, read_json, written_aside
-from vision_longhorn.models.create import are_names
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -52,7 +51,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         if path.suffix == ".safetensors":
             config = read_json(path.parent / "config.json")  # of a model folder in the hub's layout
             names = config.get("label_names") if isinstance(config, dict) else None
-            known = {"class_names": names} if are_names(names) else {}
+            known = {"class_names": names} if isinstance(names, list) else {}
             return {"state_dict": load_file(path), **known}
         with torch.serialization.safe_globals([argparse.Namespace]):  # in which timm's train.py keeps its arguments
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)

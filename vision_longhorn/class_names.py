@@ -31,7 +31,7 @@ def model_names(model: Any, name: str) -> Names:
     names = cfg.get("label_names")
     if isinstance(names, dict):  # by index, which JSON makes a text
         names = [names.get(str(i), names.get(i)) for i in range(model.num_classes)]
-    if names and None not in names:
+    if names and not isinstance(names, str) and None not in names:
         texts = cfg.get("label_descriptions") or {}
         return list(names), [texts.get(label, label) for label in names] if texts else None
     # The number of classes tells the data only for timm's own models.

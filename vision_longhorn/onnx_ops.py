@@ -30,22 +30,6 @@ _function: Any = script(Opset("vision_longhorn", 1), default_opset=op)
 
 
 @_function
-def _walk_diagonal(S, k, q, eps, x, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
-    """S + eps (x - k S) k, with eps and x (L, B, 1, D)."""
-
-    @graph()
-    def step(S_0, k_t, q_t, eps_t, x_t):
-        S_t = S_0 + eps_t * (x_t - k_t * S_0) * k_t
-        y_t = op.MatMul(q_t, S_t)
-        return S_t, y_t
-
-    last, y = op.Scan(
-        S, k, q, eps, x, body=step, num_scan_inputs=4, scan_input_directions=inputs, scan_output_directions=output
-    )
-    return y, last
-
-
-@_function
 def _walk_error(S, k, q, eps, x, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
     """S + eps (x - k^T S) k, with eps and x (L, B, 1, D)."""
 
@@ -62,17 +46,17 @@ def _walk_error(S, k, q, eps, x, inputs: Sequence[int], output: Sequence[int]) -
 
 
 @_function
-def _walk_decay(S, k, q, a, b, x, A, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
-    """exp(a b A) S + x k, with x (L, B, 1, D); a and b have a token's part, A (N, D) or (1,) is for all tokens."""
+def _walk_decay(S, k, q, a, b, c, x, A, inputs: Sequence[int], output: Sequence[int]) -> tuple[FLOAT, FLOAT]:
+    """(exp(a b A) - c k^2) S + x k, with x (L, B, 1, D); a, b and c are of a token, A (N, D) or (1,) is of all."""
 
     @graph()
-    def step(S_0, k_t, q_t, a_t, b_t, x_t):
-        S_t = op.Exp(a_t * b_t * A) * S_0 + x_t * k_t
+    def step(S_0, k_t, q_t, a_t, b_t, c_t, x_t):
+        S_t = (op.Exp(a_t * b_t * A) - c_t * k_t * k_t) * S_0 + x_t * k_t
         y_t = op.MatMul(q_t, S_t)
         return S_t, y_t
 
     last, y = op.Scan(
-        S, k, q, a, b, x, body=step, num_scan_inputs=5, scan_input_directions=inputs, scan_output_directions=output
+        S, k, q, a, b, c, x, body=step, num_scan_inputs=6, scan_input_directions=inputs, scan_output_directions=output
     )
     return y, last
 
@@ -101,23 +85,25 @@ def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
         energy = op.ReduceSumSquare(k, [-1], keepdims=1)
         k = k * op.Where(energy >= torch.finfo(torch.float32).tiny, op.Reciprocal(op.Sqrt(energy)), 0.0)
     x, one = _axis(s.x, 2), op.Constant(value_floats=[1.0])
+    tokens = op.Concat(op.Shape(s.x, start=0, end=1), op.Constant(value_ints=[1, 1, 1]), axis=0)
+    zeros, ones = op.Expand(0.0, tokens), op.Expand(1.0, tokens)
     walk, fixed = _walk_decay, [one]
-    if s.rule in ("mamba", "gla"):
-        ones = op.Expand(1.0, op.Concat(op.Shape(s.x, start=0, end=1), op.Constant(value_ints=[1, 1, 1]), axis=0))
-        if s.rule == "gla":
-            log_decay = -op.Softplus(-step) / TEMPERATURE  # log(sigmoid(u)) = -softplus(-u)
-            read = [_axis(log_decay, 3), ones, x]
-        else:
-            dt = op.Softplus(step) if s.softplus else step
-            read = [_axis(dt, 2), _axis(s.A, 3) if s.A_per_token else ones, _axis(dt * s.x, 2)]
-            fixed = [one if s.A_per_token else s.A]
+    if s.rule == "gla":
+        log_decay = -op.Softplus(-step) / TEMPERATURE  # log(sigmoid(u)) = -softplus(-u)
+        read = [_axis(log_decay, 3), ones, zeros, x]
+    elif s.rule == "mamba":
+        dt = op.Softplus(step) if s.softplus else step
+        read = [_axis(dt, 2), _axis(s.A, 3) if s.A_per_token else ones, zeros, _axis(dt * s.x, 2)]
+        fixed = [one if s.A_per_token else s.A]
     else:
-        walk, fixed = _walk_diagonal if s.rule.startswith("diagonal") else _walk_error, []
         if s.rule == "delta":
             eps = op.Sigmoid(step)
         else:  # 0 where exp is infinite
             eps = op.Reciprocal(op.Exp(-step) + op.ReduceSumSquare(k, [-1], keepdims=1) + 1.0)
-        read = [_axis(eps, 2), x]
+        eps = _axis(eps, 2)
+        read = [zeros, zeros, eps, eps * x]
+        if not s.rule.startswith("diagonal"):
+            walk, read, fixed = _walk_error, [eps, x], []
     state = s.initial_state
     if state is None:
         batch, channels = op.Shape(s.x, start=1, end=2), op.Shape(s.x, start=2, end=3)

@@ -52,12 +52,8 @@ class Functions:
         self.name = rule.name
         self.undoes, self.takes_norm, self.takes_A = rule.kind == "error", rule.takes_norm, rule.needs_A
         self.has_step, self.halves_key_sums = rule.step_per == "channel", rule.halves_key_sums
-        self._functions = functions
+        self.all = functions
         self.__dict__.update(functions)
-
-    def adapted(self, rule: type["Rule"], **functions: Any) -> "Functions":
-        """The functions of another rule, which differs in `functions`."""
-        return Functions(rule, **self._functions | functions)
 
     @property
     def value(self) -> "Functions":
@@ -67,7 +63,7 @@ class Functions:
     @property
     def cache_key(self) -> str:
         """The name that compiled kernels have on disk: it changes with the source of any function."""
-        return "-".join(function.cache_key for function in self._functions.values())
+        return "-".join(function.cache_key for function in self.all.values())
 
     def __repr__(self) -> str:
         return f"rule {self.name}"
@@ -140,16 +136,13 @@ class Rule:
         """Forgetting and write strength of each token, as `vision_longhorn.maps` defines them: (2, S, B, L) from the
         logits with their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
         found = []
-        for s in range(len(k)):
-            tokens = [step[s].flatten(0, 1), k[s].flatten(0, 1)]
-            if A is not None:
-                per_token = A.ndim == 4
-                tokens.append(A[s].flatten(0, 1).unsqueeze(1) if per_token else A[s].expand(len(tokens[0]), -1, -1))
-            pieces = zip(*(value.split(1024) for value in tokens))  # their states are large
-            found.append(torch.cat([self._effect(*piece) for piece in pieces], 1))
-        return torch.stack(found, 1).unflatten(2, k.shape[1:3])
+        for s in range(k.shape[0]):
+            for b in range(k.shape[1]):  # one image after the other: their states are large
+                of_image = None if A is None else A[s] if A.ndim == 3 else A[s, b].unsqueeze(1)
+                found.append(self._effect(step[s, b], k[s, b], of_image))
+        return torch.stack(found, 1).unflatten(1, k.shape[:2])
 
-    def _effect(self, step: Tensor, k: Tensor, A: Optional[Tensor] = None) -> Tensor:
+    def _effect(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> Tensor:
         """(2, T): how much of a state each of T tokens forgets, along its key if the kind is "error", and how much of
         its key it adds to an empty one."""
         T, N = k.shape

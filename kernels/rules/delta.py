@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import HAS_TRITON, Sizes, UnitKeys, unit
+from .base import HAS_TRITON, Functions, Sizes, UnitKeys, unit
 
 
 class Delta(UnitKeys):
@@ -48,4 +48,4 @@ if HAS_TRITON:
         e = tl.exp2(tl.minimum(u.to(tl.float32) * -LOG2E + bias, _MAX_EXPONENT))
         return reciprocal(1.0 + e, form.PTX) * keep, e
 
-    Delta.kernels = Exact.kernels.adapted(Delta, step_size=_step_size)
+    Delta.kernels = Functions(Delta, **{**Exact.kernels.all, "step_size": _step_size})

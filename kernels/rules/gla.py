@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import HAS_TRITON, Rule, Sizes, over_channels
+from .base import HAS_TRITON, Functions, Rule, Sizes, over_channels
 
 TEMPERATURE = 16.0
 
@@ -64,30 +64,13 @@ RULES = (GatedLinearAttention(),)
 
 if HAS_TRITON:
     import triton
-    import triton.language as tl
+    import triton.language as tl  # noqa: F401  (Triton's interpreter looks for it)
 
-    from ..backends.triton.lanes import dot
-    from .mamba import Mamba, decay
+    from .mamba import Mamba
 
     @triton.jit
     def _step_size(u, bias, norm, keep, form):
         return keep, keep  # 1, and 0 beyond the end
 
-    @triton.jit
-    def _step_back(now, before, x, w, k, A, eps, e, form):
-        dk = ()
-        G = ()
-        dA = ()
-        for n in tl.static_range(len(k)):
-            dk = dk + (now[n] * w,)
-            G = G + (now[n] * decay(k[n], A[n], eps, e, False),)
-            dA = dA + (G[n] * before[n] * eps,)
-        return G, eps * dot(now, k), w, dk, dA
-
-    @triton.jit
-    def _logit_back(dlog, u, bias, eps, e, inside, form):
-        return dlog  # unused: the logits' gradient comes from that of A
-
-    GatedLinearAttention.kernels = Mamba.kernels.adapted(
-        GatedLinearAttention, step_size=_step_size, step_back=_step_back, logit_back=_logit_back
-    )
+    # Mamba's `step_back` and `logit_back` find gradients of logits, too, which nothing reads here: A has them.
+    GatedLinearAttention.kernels = Functions(GatedLinearAttention, **{**Mamba.kernels.all, "step_size": _step_size})

@@ -106,17 +106,11 @@ if HAS_TRITON:
         return reciprocal(1.0 + e + norm, form.PTX), e
 
     @triton.jit
-    def lone_decay(k, eps, e):
-        # As in `Diagonal.decays`. A rule with another step size needs its own.
-        a = 1.0 - eps * (k * k)
-        return tl.where(a < 0.5, eps * (1.0 + e), a)
-
-    @triton.jit
     def diagonal_decay(k, A, eps, e, LONE: tl.constexpr):
-        if LONE:
-            return lone_decay(k, eps, e)
-        else:
-            return 1.0 - eps * (k * k)
+        a = 1.0 - eps * (k * k)
+        if LONE:  # as in `Diagonal.decays`; a rule with another step size needs its own
+            a = tl.where(a < 0.5, eps * (1.0 + e), a)
+        return a
 
     @triton.jit
     def diagonal_advance(S, x, k, A, eps, e):
@@ -124,7 +118,7 @@ if HAS_TRITON:
         new = ()
         for i in tl.static_range(len(k)):
             if len(k) == 1:
-                new = new + (lone_decay(k[i], eps, e) * S[i] + k[i] * w,)
+                new = new + (diagonal_decay(k[i], 0.0, eps, e, True) * S[i] + k[i] * w,)
             else:
                 new = new + (S[i] + k[i] * (w - eps * (k[i] * S[i])),)
         return new, w
@@ -157,7 +151,7 @@ if HAS_TRITON:
         dk = ()
         G = ()
         if len(k) == 1:
-            a = lone_decay(k[0], eps, e)
+            a = diagonal_decay(k[0], 0.0, eps, e, True)
             reads = now[0] * k[0]
             dx = eps * reads
             flow = now[0] * before[0]

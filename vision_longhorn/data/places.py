@@ -235,8 +235,8 @@ def _expand(spec: str) -> list[str]:
     scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
     if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
         raise DataError(
-            f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL, or where a "
-            "pipe: is meant --allow-pipe (in Python allow_pipe=True), each time, also to resume or evaluate a run"
+            f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL, or where "
+            "a pipe: is meant --allow-pipe (in Python allow_pipe=True), also to resume or evaluate a checkpoint"
         )
     found = []
     for url in _expand_braces(spec):

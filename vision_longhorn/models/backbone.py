@@ -8,7 +8,6 @@ Papers:
 
 import inspect
 from functools import partial
-from numbers import Integral
 from typing import Any, Final, Optional, cast
 
 import torch
@@ -32,13 +31,6 @@ __all__ = ["Block", "VisionLonghorn"]
 CLASS_TOKENS = ("middle", "first", "last", "none")
 POOLS = ("token", "avg", "max", "")
 SCAN_ORDERS = ("rows", "rows_columns")
-
-
-def check_whole(**sizes: Any) -> None:
-    """Raise ValueError for a size that is no whole number."""
-    for name, size in sizes.items():
-        if not isinstance(size, Integral):
-            raise ValueError(f"{name}={size!r}: give a whole number")
 
 
 class Block(nn.Module):
@@ -155,7 +147,6 @@ class VisionLonghorn(nn.Module):
         dd: dict[str, Any] = {"device": device, "dtype": dtype}
         check_option("class_token", class_token, CLASS_TOKENS)
         check_option("scan_order", scan_order, SCAN_ORDERS)
-        check_whole(embed_dim=embed_dim, depth=depth)
         check_options(mixer, mixer_args, models_own=inspect.signature(VisionLonghorn).parameters)
         self.num_features = self.head_hidden_size = self.embed_dim = embed_dim
         self.in_chans, self.class_token, self.dynamic_img_size = in_chans, class_token, dynamic_img_size
@@ -362,22 +353,6 @@ class VisionLonghorn(nn.Module):
                     patches = patches.transpose(1, 2).reshape(x.shape[0], -1, H, W).contiguous()
                 intermediates.append((patches, token) if return_prefix_tokens and token is not None else patches)
         return intermediates if intermediates_only else (self._norm(x), intermediates)
-
-    def get_intermediate_layers(
-        self,
-        x: Tensor,
-        n: int | list[int] = 1,
-        reshape: bool = False,
-        return_prefix_tokens: bool = False,
-        norm: bool = False,
-    ) -> list[Any]:
-        """DINO's name for `forward_intermediates`: outputs of the last `n` blocks, or of those with the indices `n`, as
-        tokens (B, H W, embed_dim), with `reshape` as maps (B, embed_dim, H, W)."""
-        form = "NCHW" if reshape else "NLC"
-        found: list[Any] = self.forward_intermediates(
-            x, n, return_prefix_tokens, norm, output_fmt=form, intermediates_only=True
-        )
-        return found
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

@@ -1,18 +1,17 @@
 """Models by their name in timm, with one-line errors."""
 
-import json
-import re
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, TypeAlias
 
 import timm
+from PIL import Image
 from timm.data import create_transform, resolve_data_config
 
 import vision_longhorn.models.vlonghorn  # noqa: F401, registers the models
 from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.files import check_whole
-from vision_longhorn.model_arguments import check_values, is_in
-from vision_longhorn.settings import COUNT, POSITIVE, Range
+from vision_longhorn.model_arguments import check_values
 
 TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, such as pretrained_cfg and num_classes
 
@@ -24,86 +23,23 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         UserError: For an unknown name, arguments that the model refuses, or a damaged model folder.
     """
     source, _, folder = name.rpartition(":")
-    if source.lower() == "local-dir":
-        check_model_folder(Path(folder))
     if not source and not timm.is_model(name):
         near = nearest(name, timm.list_models(), n=3)
         hint = f"the nearest names are {', '.join(near)}; " if near else ""
         raise UserError(f"unknown model {name!r}: {hint}timm.list_models() has them all")
     try:
         check_values(kwargs)
+        for file in Path(folder).iterdir() if source.lower() == "local-dir" else ():
+            if file.suffix in (".safetensors", ".bin", ".pth"):
+                check_whole(file)
         model = timm.create_model(name, **kwargs)
         if source:  # whose configuration may hold a value that timm takes and its transforms do not
-            create_transform(**resolve_data_config(model=model))
+            create_transform(**resolve_data_config(model=model))(Image.new("RGB", (8, 8)))
         return model
     except UserError as error:
         raise UserError(f"model {name} cannot be made: {error}") from error
     except Exception as error:  # a model may raise any type for a wrong argument
-        given = " ".join(f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay")
-        raise UserError(f"model {name} cannot be made with {given}: {mismatch(error)}") from error
-
-
-def mismatch(error: BaseException) -> str:
-    """The message of torch about tensors that do not fit, with an example in place of the list of them all."""
-    text, parts = str(error), []
-    for kind, keys in re.findall(r"(Missing|Unexpected) key\(s\) in state_dict: (.*?)\.(?:\s|$)", text):
-        names = re.findall(r'"([^"]+)"', keys)
-        where = "absent from" if kind == "Missing" else "only in"
-        parts.append(f"{len(names)} tensors {where} the file, such as {names[0]}")
-    sizes = re.findall(r"mismatch for (\S+): .*? shape torch.Size\((\S.*?)\) from .*? is torch.Size\((\S.*?)\)", text)
-    if sizes:
-        name, theirs, ours = sizes[0]
-        parts.append(f"{len(sizes)} of another size, such as {name}, {theirs} in the file, {ours} in the model")
-    return "; ".join(parts) or one_line(error)
-
-
-# What may stand in a model folder's config.json: the types of texts and tables, the ranges of numbers
-_TYPES: dict[str, Any] = dict(
-    architecture=str, interpolation=str, crop_mode=str, label_names=(list, dict), label_descriptions=dict
-)
-_RANGES = {
-    "num_classes": Range(0, kind=int),
-    **dict.fromkeys(("input_size", "test_input_size", "min_input_size"), COUNT),
-    **dict.fromkeys(("crop_pct", "test_crop_pct", "std"), POSITIVE),
-    "mean": Range(),
-}
-
-
-def check_model_folder(folder: Path) -> None:
-    """Checks what timm does not in a folder in the hub's layout: its weights, and the values in its config.json.
-
-    Raises:
-        UserError: Where one of them is missing or damaged.
-    """
-    file = folder / "config.json"
-    try:
-        config = json.loads(file.read_bytes())
-        found = {**config.get("pretrained_cfg", {}), **config}
-        wrong = {key: found.get(key) for key in (*_TYPES, *_RANGES) if not _fits(key, found.get(key))}
-        classes = found.get("num_classes")
-        if (other := config.get("model_args", {}).get("num_classes", classes)) != classes:
-            wrong["model_args.num_classes"] = other
-    except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}): give a folder in the hub's layout") from error
-    except (AttributeError, TypeError, ValueError) as error:  # no JSON, or a list where a dict should be
-        raise UserError(f"{file} is damaged ({one_line(error)}): fetch or make the folder again") from error
-    for key, value in wrong.items():
-        raise UserError(f"{file} is damaged ({key} is {value!r}): fetch or make the folder again")
-    for weights in folder.iterdir():
-        if weights.suffix in (".safetensors", ".bin", ".pth"):
-            check_whole(weights)
-
-
-def _fits(key: str, value: Any) -> bool:
-    if value is None:
-        return key != "architecture"
-    if key in _TYPES:
-        return isinstance(value, _TYPES[key]) and (not isinstance(value, list) or are_names(value))
-    items = value if isinstance(value, list) else [value]
-    has_length = len(items) == 3 if key.endswith("input_size") else len(items) > 0
-    return has_length and all(is_in(_RANGES[key], item) for item in items)
-
-
-def are_names(value: Any) -> bool:
-    """Whether a value is a list of texts."""
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+        given = [f"{key}={value}" for key, value in kwargs.items() if key != "pretrained_cfg_overlay"]
+        given += ["its config.json"] if source else []
+        why = shorten(one_line(error), 500)
+        raise UserError(f"model {name} cannot be made with {', '.join(given)}: {why}") from error

@@ -71,41 +71,24 @@ def _grid_of_weights(num_patches: int, patch_size: Sequence[int], model: VisionL
     )
 
 
-def fit_features(
-    net: nn.Module,
-    state_dict: dict[str, Tensor],
-    prefix: str,
-    _: Any,
-    strict: bool,
-    missing: list[str],
-    unexpected: list[str],
-    errors: list[str],
-    *,
-    depth: int,
-) -> None:
+def fit_features(net: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any, depth: int) -> None:
     """Hook before `load_state_dict` of a model made with `features_only=True`: take the weights of a whole model, too.
 
     timm wraps the model, which makes its names longer, and drops what the features do not need: the head, the norm, the
     blocks after the last one. `create_model(NAME, features_only=True, checkpoint_path=FILE)` loads a file into the
-    wrapper all the same. Its weights, under our names or the official ones, are renamed here, and those that `net`
-    lacks are dropped; weights of fewer blocks than the whole model's `depth` are an error.
+    wrapper all the same. Its weights, under our names or the official ones, are renamed here, and those of the `depth`
+    blocks of the whole model that `net` lacks are dropped.
     """
-    ((child, _),) = net.named_children()
-    inner = f"{prefix}{child}."
+    ((child, _model),) = net.named_children()
     names = [name for name in state_dict if name.startswith(prefix)]
-    if any(name.startswith(inner) for name in names):
+    if any(name.startswith(f"{prefix}{child}.") for name in names):
         return
     kept = {_part(name.removeprefix(f"{child}.")) for name in net.state_dict()}
     dropped = {"norm", "head", *(f"blocks.{i}" for i in range(depth))} - kept
-    blocks = set()
     for name in names:
-        value, part = state_dict.pop(name), _part(name.removeprefix(prefix))
-        if part.startswith("blocks."):
-            blocks.add(part)
-        if part not in dropped:
-            state_dict[inner + name.removeprefix(prefix)] = value
-    if strict and 0 < len(blocks) < depth:
-        errors.append(f"these weights are of {len(blocks)} blocks, the model has {depth}")
+        value, own = state_dict.pop(name), name.removeprefix(prefix)
+        if _part(own) not in dropped:
+            state_dict[f"{prefix}{child}.{own}"] = value
 
 
 def _part(name: str) -> str:

@@ -5,13 +5,10 @@ stacked along a leading axis, forward first.
 """
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-__all__ = ["from_official", "rename_official"]
 
 # Parameter here: its forward and its backward part there.
 _PAIRS = {
@@ -26,54 +23,42 @@ _PAIRS = {
 _PART_OF = {part: (name, i) for name, parts in _PAIRS.items() for i, part in enumerate(parts)}
 
 
-def from_official(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Rename the state dict of an official `VisionMamba` with bidirectional mixers ("v2") and RMS norms for `model`,
-    whose head may differ, or be absent.
+def rename_official(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook before `load_state_dict`: if `state_dict` is that of an official `VisionMamba` with bidirectional mixers
+    ("v2") and RMS norms, put its weights under our names. Its head may differ from the model's, or be absent.
 
     Raises:
         RuntimeError: a tensor is missing, has no place in `model`, or its directions do not fit. timm does not ask for
             all tensors when the number of classes changes, so this function does.
     """
+    theirs = [name for name in state_dict if name.startswith(prefix)]
+    if not any(name.startswith(f"{prefix}layers.") for name in theirs):
+        return
     out: dict[str, Tensor] = {}
-    pairs: dict[str, dict[int, tuple[str, Tensor]]] = {}
-    for name, value in weights.items():
-        mixer = re.fullmatch(r"layers\.(\d+)\.mixer\.(.+)", name)
-        if mixer and mixer[2] in _PART_OF:
-            own, direction = _PART_OF[mixer[2]]
+    pairs: dict[str, dict[int, Tensor]] = {}
+    for name in theirs:
+        value = state_dict.pop(name)
+        name = re.sub(r"^layers\.", "blocks.", re.sub(r"^norm_f\.", "norm.", name.removeprefix(prefix)))
+        block, mixer, part = name.partition(".mixer.")
+        if mixer and part in _PART_OF:
+            own, direction = _PART_OF[part]
             # A depthwise convolution's weight has an axis of length 1 for its only input channel.
             value = value.squeeze(1) if own == "conv_weight" and value.ndim == 3 else value
-            pairs.setdefault(f"blocks.{mixer[1]}.mixer.{own}", {})[direction] = (name, value)
+            pairs.setdefault(f"{block}.mixer.{own}", {})[direction] = value
         else:
-            out[re.sub(r"^layers\.", "blocks.", re.sub(r"^norm_f\.", "norm.", name))] = value
+            out[name] = value
 
-    here, unknown = model.state_dict(), list[str]()
+    here, wrong = model.state_dict(), list[str]()
     for name, pair in pairs.items():
-        if len(pair) == 2 and pair[0][1].shape == pair[1][1].shape:
-            out[name] = torch.stack([pair[0][1], pair[1][1]])
-            if name in here and len(here[name]) == 1:
-                unknown.append(f"the two directions of {name}")
+        if len(pair) == 2 and pair[0].shape == pair[1].shape and len(here.get(name, pair)) == 2:
+            out[name] = torch.stack([pair[0], pair[1]])
         else:
-            unknown += [f"{key} without a counterpart of its shape" for key, _ in pair.values()]
-
-    def body(names: Iterable[str]) -> set[str]:
-        return {name for name in names if not name.startswith("head.")}
-
-    missing = sorted(body(here) - out.keys())
-    unknown += sorted(body(out) - here.keys())
-    if missing or unknown:
+            wrong.append(f"the two directions of {name}")
+    wrong += sorted(name for name in here.keys() ^ out.keys() if not name.startswith("head."))
+    if wrong:
         raise RuntimeError(
-            "these weights of the official Vision Mamba are not those of this model: "
-            f"{len(missing)} tensors missing ({', '.join(missing[:3]) or 'none'}), "
-            f"{len(unknown)} without a place ({', '.join(unknown[:3]) or 'none'}); "
+            f"these weights of the official Vision Mamba are not those of this model: {len(wrong)} tensors do not fit "
+            f"or are in one of the two alone, such as {', '.join(wrong[:3])}; "
             "it takes vim_* of the same width and depth, wiring='vim' and a class token"
         )
-    return out
-
-
-def rename_official(model: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Hook before `load_state_dict`: if `state_dict` holds official weights, put them there under our names."""
-    weights = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
-    if any(name.startswith("layers.") for name in weights):
-        for name in weights:
-            del state_dict[prefix + name]
-        state_dict.update({prefix + name: value for name, value in from_official(weights, model).items()})
+    state_dict.update({prefix + name: value for name, value in out.items()})

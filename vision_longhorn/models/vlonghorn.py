@@ -5,7 +5,7 @@ from typing import Any
 
 from timm.models import _registry, build_model_with_cfg, generate_default_cfgs, register_model
 
-from vision_longhorn.models.backbone import Block, VisionLonghorn, check_whole
+from vision_longhorn.models.backbone import Block, VisionLonghorn
 from vision_longhorn.models.pretrained import checkpoint_filter_fn, fit_features
 
 __all__ = ["Block", "VisionLonghorn", "checkpoint_filter_fn"]
@@ -60,21 +60,11 @@ _WEIGHTS = {
 
 
 def _cfg(name: str, img_size: int = 224, **_: Any) -> dict[str, Any]:
-    cfg = {
-        "url": "",
-        "num_classes": 1000,
-        "input_size": (3, img_size, img_size),
-        "pool_size": None,
-        "crop_pct": 0.875,
-        "interpolation": "bicubic",
-        "fixed_input_size": True,
-        "mean": (0.485, 0.456, 0.406),
-        "std": (0.229, 0.224, 0.225),
-        "first_conv": "patch_embed.proj",
-        "classifier": "head",
-    }
+    cfg: dict[str, Any] = dict(
+        input_size=(3, img_size, img_size), fixed_input_size=True, first_conv="patch_embed.proj", classifier="head"
+    )
     if name in _WEIGHTS:
-        cfg["hf_hub_id"], cfg["hf_hub_filename"] = _WEIGHTS[name]
+        cfg |= dict(zip(("hf_hub_id", "hf_hub_filename"), _WEIGHTS[name]))
         cfg |= dict(license="apache-2.0", paper_ids="arXiv:2401.09417", origin_url="https://github.com/hustvl/Vim")
     return cfg
 
@@ -88,7 +78,6 @@ default_cfgs = generate_default_cfgs(
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
-    check_whole(depth=kwargs["depth"])
     out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
     model = build_model_with_cfg(
         VisionLonghorn,

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from textwrap import shorten
 from typing import Any
 
 import timm
@@ -9,9 +10,9 @@ from timm.models import clean_state_dict
 
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.class_names import difference
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.loading import checkpoint_names, load_model
-from vision_longhorn.models.create import create_model, mismatch
+from vision_longhorn.models.create import create_model
 from vision_longhorn.runs import run_file, timm_source
 
 
@@ -58,7 +59,7 @@ def model_from_weights(
     except UserError as error:
         raise UserError(
             f"{place} holds weights of another model ({file.get('arch') or 'of unknown name'}): "
-            f"{mismatch(error.__cause__ or error)}; give the model and model_kwargs it was trained with"
+            f"{shorten(one_line(error.__cause__ or error), 500)}; give the model and model_kwargs it was trained with"
         ) from error
     model.pretrained_cfg["input_size"] = cfg.input_size
     model.pretrained_cfg.pop("state_dict", None)

@@ -1,7 +1,7 @@
 """The scans in vectorised torch with their own backward pass.
 
-Only the recurrence walks through time. All directions are scanned together, as one batch; a large batch is cut into
-blocks, and time into spans of whole chunks of `CHUNK` tokens. Within a span the loop over tokens does only
+Only the recurrence walks through time. All directions are scanned together, as one batch, and time is cut into spans of
+whole chunks of `CHUNK` tokens. Within a span the loop over tokens does only
 
     "decay":  S_t = a_t * S_{t-1} + k_t w_t^T,  w_t = eps_t x_t
     "error":  S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
@@ -14,8 +14,6 @@ comes first and runs in the order of the scan: x, z and step (with its bias) are
 (R, N, D) or per token (L, R, N), D (R, D), initial_state (R, N, D).
 """
 
-import math
-import threading
 from typing import Any, Optional
 
 import torch
@@ -28,8 +26,8 @@ from ...rules.base import Sizes, over_channels, over_states
 
 CHUNK = 8  # tokens from one saved state to the next
 
-# The most numbers that the states of one block and span have. Smaller pieces would spend their time on calls.
-BLOCK_ELEMENTS = 1 << 21
+# The most numbers that the states of a span have, if it is longer than a chunk.
+SPAN_ELEMENTS = 1 << 21
 
 
 def _time_first(scan: Scan, value: Tensor) -> Tensor:
@@ -78,41 +76,17 @@ def _inputs(scan: Scan) -> Any:
     return scan._replace(bias=None, **found)
 
 
-def _cuts(d: Any) -> tuple[list[slice], list[slice]]:
-    """Blocks of sequences, and spans of time made of whole chunks."""
-    L, R, D = d.x.shape
-    room = max(1, BLOCK_ELEMENTS // (CHUNK * D * d.k.shape[-1]))  # chunks of one sequence
-    span = CHUNK * max(1, room // max(1, R))
-    return (
-        [slice(start, min(start + room, R)) for start in range(0, R, room)],
-        [slice(start, min(start + span, L)) for start in range(0, L, span)],
-    )
+def _spans(d: Any) -> list[slice]:
+    """Spans of time made of whole chunks."""
+    (L, R, D), N = d.x.shape, d.k.shape[-1]
+    span = CHUNK * max(1, SPAN_ELEMENTS // max(1, CHUNK * R * D * N))
+    return [slice(start, min(start + span, L)) for start in range(0, L, span)]
 
 
-def _cut(d: Any, b: slice, t: slice) -> Any:
-    """The sequences `b` at the times `t`."""
+def _cut(d: Any, t: slice) -> Any:
+    """The times `t`."""
     fixed = ("D", "initial_state") if d.A_per_token else ("A", "D", "initial_state")
-    return d._replace(**{name: value[b] if name in fixed else value[t, b] for name, value in d.tensors().items()})
-
-
-_kept = threading.local()
-
-
-def _workspace(d: Any, b: slice, spans: list[slice], fields: int) -> Tensor:
-    """Uninitialised memory for `fields` tensors of T + 1 states, T the tokens of a span: (fields, T + 1, b, N, D).
-
-    All calls of a thread share it while it is no larger than the cuts make it: memory that the allocator returns to
-    the system costs page faults when it is next written, at the demo's size as much time as the arithmetic.
-    """
-    shape = fields, spans[0].stop + 1, *d.initial_state[b].shape
-    size = math.prod(shape)
-    if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or size > 4 * BLOCK_ELEMENTS:
-        return d.x.new_empty(shape)
-    if getattr(_kept, "room", None) is None or _kept.room.numel() < size:
-        # It outlives the call, so the call's default dtype and device and its inference mode must not reach it.
-        with torch.inference_mode(False):
-            _kept.room = torch.empty(size, dtype=torch.float32, device="cpu")
-    return _kept.room[:size].view(shape)
+    return d._replace(**{name: value if name in fixed else value[t] for name, value in d.tensors().items()})
 
 
 def _rows(value: Tensor) -> tuple[Tensor, ...]:
@@ -125,15 +99,15 @@ def _columns(value: Tensor) -> tuple[Tensor, ...]:
     return value.unsqueeze(3).unbind(0)
 
 
-def _advance(d: Any, s: Sizes, state: Tensor, work: Tensor) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
-    """Walk from `state` through the T tokens of `d`. The first two fields of `work` hold the states and the decays.
+def _advance(d: Any, s: Sizes, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """Walk from `state` through the T tokens of `d`.
 
     Returns:
         The states before the first token and after each, (T + 1, b, N, D); x, or for kind "error" the errors,
         (T, b, D); eps times these, which is written along k, (T, b, D); the decays (T, b, N, D), or None for "error".
     """
     T, rule = len(d.x), rule_of(d)
-    states = work[0, : T + 1]
+    states = state.new_empty(T + 1, *state.shape)
     states[0] = state
     rows = states.unbind(0)
     if rule.kind == "error":
@@ -146,7 +120,7 @@ def _advance(d: Any, s: Sizes, state: Tensor, work: Tensor) -> tuple[Tensor, Ten
             torch.mul(eps, error, out=write)
             torch.addcmul(before, key_column, write, out=after)
         return states, errors, writes, None
-    a = rule.decays(d, s, work[1, :T])
+    a = rule.decays(d, s, torch.empty_like(states[1:]))
     writes = s.eps * d.x
     torch.mul(d.k.unsqueeze(3), writes.unsqueeze(2), out=states[1:])
     for before, after, decay in zip(rows, rows[1:], a.unbind(0)):
@@ -174,23 +148,19 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     """
     G, B, L, D, N = scan.sizes
     d = _inputs(scan)
-    blocks, spans = _cuts(d)
-    out, final = torch.empty_like(d.x), torch.empty_like(d.initial_state)
+    out, state = torch.empty_like(d.x), d.initial_state
     saved = d.x.new_empty(ceil_div(L, CHUNK) if save_states else 0, G * B, N, D)
-    for b in blocks:
-        state, work = d.initial_state[b], _workspace(d, b, spans, 2)
-        for t in spans:
-            part = _cut(d, b, t)
-            states = _advance(part, rule_of(d).sizes(part), state, work)[0]
-            if save_states:
-                saved[t.start // CHUNK : ceil_div(t.stop, CHUNK), b] = states[:-1:CHUNK]
-            y = _read_out(part, states[1:])
-            out[t, b] = y if part.z is None else y.mul_(F.silu(part.z))
-            state = states[-1]
-        final[b] = state
+    for t in _spans(d):
+        part = _cut(d, t)
+        states = _advance(part, rule_of(d).sizes(part), state)[0]
+        if save_states:
+            saved[t.start // CHUNK : ceil_div(t.stop, CHUNK)] = states[:-1:CHUNK]
+        y = _read_out(part, states[1:])
+        out[t] = y if part.z is None else y.mul_(F.silu(part.z))
+        state = states[-1]
     y = _batch_first(scan, out)
     y = (y[0] + y[1]).mul_(scan.output_scale) if scan.combine != "none" else y.view(scan.output_shape)
-    final = final.transpose(1, 2).reshape(scan.state_shape).contiguous()
+    final = state.transpose(1, 2).reshape(scan.state_shape).contiguous()
     saved = saved.unflatten(1, (G, B)).transpose(0, 1).contiguous() if save_states else saved.new_empty(0)
     return y.to(scan.x.dtype), final, saved
 
@@ -211,7 +181,7 @@ def backward(
     if not saved.numel():
         saved = forward(scan, True)[2]
     d = _inputs(scan)
-    blocks, spans = _cuts(d)
+    spans = _spans(d)
     starts = saved[:, [t.start // CHUNK for t in spans]].transpose(0, 1).flatten(1, 2)  # (spans, R, N, D)
     dy = torch.zeros_like(d.x) if dy is None else _time_first(scan, dy).mul_(scan.output_scale)
     if dfinal is None:
@@ -221,11 +191,10 @@ def backward(
     grads = {
         name: torch.zeros_like(value, memory_format=torch.contiguous_format) for name, value in d.tensors().items()
     }
-    for b in blocks:
-        adjoint, work = dfinal[b], _workspace(d, b, spans, 3)
-        for start, t in reversed(list(zip(starts, spans))):
-            adjoint = _span_backward(_cut(d, b, t), start[b], dy[t, b], adjoint, work, grads, b, t)
-        grads["initial_state"][b] = adjoint
+    adjoint = dfinal
+    for start, t in reversed(list(zip(starts, spans))):
+        adjoint = _span_backward(_cut(d, t), start, dy[t], adjoint, grads, t)
+    grads["initial_state"] = adjoint
 
     def original(name: str) -> Tensor:
         """The gradient in the layout of `scan`, with a direction axis first."""
@@ -242,23 +211,21 @@ def backward(
     return {name: unstack(original(name), value) for name, value in scan.tensors().items()}
 
 
-def _span_backward(
-    d: Any, state: Tensor, dy: Tensor, adjoint: Tensor, work: Tensor, grads: dict[str, Tensor], b: slice, t: slice
-) -> Tensor:
+def _span_backward(d: Any, state: Tensor, dy: Tensor, adjoint: Tensor, grads: dict[str, Tensor], t: slice) -> Tensor:
     """Rebuild a span from the state at its start, write its gradients into `grads`, and return the adjoint of that
     state, from that of the state at its end."""
     rule = rule_of(d)
     s = rule.sizes(d)
-    walk, targets, writes, a = _advance(d, s, state, work)
+    walk, targets, writes, a = _advance(d, s, state)
     before, states = walk[:-1], walk[1:]  # (T, b, N, D)
     if d.z is not None:
         sigmoid = torch.sigmoid(d.z)
-        grads["z"][t, b] = dy * _read_out(d, states) * (sigmoid * (1 + d.z * (1 - sigmoid)))
+        grads["z"][t] = dy * _read_out(d, states) * (sigmoid * (1 + d.z * (1 - sigmoid)))
         dy = dy * d.z * sigmoid
     if d.D is not None:
-        grads["D"][b] += (dy * d.x).sum(0)
+        grads["D"] += (dy * d.x).sum(0)
 
-    adjoints = work[2, : len(states)]  # the gradients of S_t, its read-out included
+    adjoints = torch.empty_like(states)  # the gradients of S_t, its read-out included
     rows = adjoints.unbind(0)
     if a is not None:
         torch.mul(d.q.unsqueeze(3), dy.unsqueeze(2), out=adjoints)
@@ -279,7 +246,7 @@ def _span_backward(
             torch.mul(eps, read, out=product)
             adjoint = torch.addcmul(row, key_column, product, value=-1)
 
-    grads["q"][t, b] = over_channels(states, dy)
+    grads["q"][t] = over_channels(states, dy)
     dk = over_channels(adjoints, writes)
     deps = targets * reads
     if a is None:
@@ -287,9 +254,9 @@ def _span_backward(
     else:
         dA = rule.through_decays(d, s, a, adjoints.mul_(before), dx, deps, dk)
         if dA is not None:
-            grads["A"][(t, b) if d.A_per_token else b] += dA
-    grads["x"][t, b] = dx if d.D is None else torch.addcmul(dx, d.D, dy)
+            grads["A"][t if d.A_per_token else ...] += dA
+    grads["x"][t] = dx if d.D is None else torch.addcmul(dx, d.D, dy)
     if d.step is not None:
-        grads["step"][t, b] = rule.through_sizes(d, s, deps, dk)
-    grads["k"][t, b] = dk
+        grads["step"][t] = rule.through_sizes(d, s, deps, dk)
+    grads["k"][t] = dk
     return adjoint

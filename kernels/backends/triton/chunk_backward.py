@@ -265,13 +265,13 @@ def _backward_kernel(
         P = loads.load_state(adjoint_ptr + G * adjoint_g + b * adjoint_b, lane, adjoint_d, adjoint_n, form)
     dskip = tiles.zeros(zero, 2 * form.CP)
     dbias = tiles.zeros(zero, 2 * form.CP)
-    ahead = loads.first_chunks(place, rows, lane, 0, chunks - 1, form)
+    for early in tl.static_range(form.STAGES - 1):
+        loads.start_chunk(place, rows, lane, 0, early, chunks - 1 - early, form)
     for n in tl.range(0, chunks, num_stages=1):
         c = chunks - 1 - n
         if (c + 1) % form.ANCHOR == 0 or n == 0:
             S = loads.load_state(anchor_row + c // form.ANCHOR * (D * form.N), lane, form.N, 1, form)
-        chunk = loads.next_chunk(place, rows, lane, 0, n, c, ahead, form)
-        ahead = loads.load_ahead(place, rows, lane, 0, c - 1, ahead, form)
+        chunk = loads.next_chunk(place, rows, lane, 0, n, c, form)
         first = 8 * c + 2 * t
         dys = _within(chunk.dy, first, L, form)
         shared = _shared(chunk.k, chunk.q, c, zero, lane, form)

@@ -62,7 +62,6 @@ def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
 @triton.jit
 def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
     """The states after a chunk (23) and y before its gate (22), both tile by tile as C lies; w is kept."""
-    PAIRS: tl.constexpr = (form.D + 1) // 2
     ys = ()
     new = ()
     for cp in tl.static_range(form.CP):
@@ -70,7 +69,7 @@ def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
         w0 = packed(w[0], w[1])
         w1 = packed(w[2], w[3])
         if form.SAVE:
-            tl.store(written + (c * (4 * PAIRS) + 4 * cp), loads.joined(w0, w1), mask=2 * cp < left)
+            tl.store(written + (c * (2 * form.D) + 4 * cp), loads.joined(w0, w1), mask=2 * cp < left)
         if form.OUTPUT:
             o = tiles.times_skip(tiles.numbers(chunk.x, cp, form), skip, cp)
             o = tiles.over_states(o, part_of(A, cp, form.CP), chunk.q, form.NP)
@@ -168,16 +167,14 @@ def _forward_kernel(
         S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, form)
     else:
         S = tiles.zeros(zero, 4 * form.CP * form.NP)
-    place = r * 8
-    if form.STAGES + form.RP > 0:
-        place = place + shared_room(form.ROOM, r)
+    place = r * 8 + shared_room(form.ROOM, r)
     kept = place + form.STAGES * form.STAGE
     if form.RP > 0:
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
-    ahead = loads.first_chunks(place, rows, lane, meeting, 0, form)
+    for n in tl.static_range(form.STAGES - 1):
+        loads.start_chunk(place, rows, lane, meeting, n, n, form)
     for c in tl.range(0, chunks, num_stages=1):
-        chunk = loads.next_chunk(place, rows, lane, meeting, c, c, ahead, form)
-        ahead = loads.load_ahead(place, rows, lane, meeting, c + 1, ahead, form)
+        chunk = loads.next_chunk(place, rows, lane, meeting, c, c, form)
         first = 8 * c + 2 * lane.t
         at = (lane.origin + lane.sign * first) * D
         next_at = (lane.origin + lane.sign * (first + 1)) * D

@@ -12,23 +12,23 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from .fragments import DIRECT, START, TAKE, end_group, get_shared, packed, put_shared, read_one, read_two, wait_group
+from .fragments import START, TAKE, end_group, get_shared, packed, put_shared, read, wait_group
 from .lanes import offset_of
 
 UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 
 # What a kernel is compiled for, each field a `tl.constexpr`.
 #   D channels with N states; CP tiles for a warp, NW warps for a program; logits of rank 8 RP, or 0 if they are whole
-#   WORD, STATES, RANKS: how many channels, states and low-rank numbers one load takes
+#   WORD: how many channels one load takes, 2 or 4
 #   SCALAR: one logit for all channels. ALIGNED: strides are multiples of 16
 #   ANCHOR: chunks from one kept state to the next
-#   STAGES: chunks that shared memory holds, STAGE bytes each, or 0 if they are loaded into registers; EXCHANGE: bytes
-#   for sums over warps. ROOM and WAIT: the PTX that reserves all of it, and that waits for a chunk
+#   STAGES: chunks that shared memory holds, STAGE bytes each. EXCHANGE: bytes for sums over warps. ROOM and WAIT: the
+#   PTX that reserves all of it, and that waits for a chunk
 # forward: MEET: every other warp goes from the last token to the first. OUTPUT: y is written. SAVE: w and S are kept
 # BACKWARD: the backward pass. IN_TURN: there, the directions take turns. OTHER: this is the second of them
 Form = namedtuple(
     "Form",
-    "D N RP NP CP NW WORD STATES RANKS SCALAR ALIGNED ANCHOR STAGES STAGE EXCHANGE ROOM WAIT FIRST_REVERSED HAS_Z "
+    "D N RP NP CP NW WORD SCALAR ALIGNED ANCHOR STAGES STAGE EXCHANGE ROOM WAIT FIRST_REVERSED HAS_Z "
     "HAS_D HAS_BIAS HAS_START HAS_ADJOINT HAS_INITIAL MEET OUTPUT SAVE BACKWARD IN_TURN OTHER",
 )
 # Where a lane is: its number r in the program, g and t in its warp; direction and sequence; the first of its channels,
@@ -77,41 +77,31 @@ def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
 @triton.jit
 def written_at(ptr, lane, sequence, chunks, form):
     """Where the lane's w of a sequence begin, (chunks, pairs of channels, 4) of two words: two tokens of a channel."""
-    PAIRS: tl.constexpr = (form.D + 1) // 2
     words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    return words + sequence * chunks * (4 * PAIRS) + (lane.d * 2 + lane.t)
+    return words + sequence * chunks * (2 * form.D) + (lane.d * 2 + lane.t)
 
 
 @triton.jit
 def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr, form):
     """Loads COUNT words of two numbers from `ptr` on, WORD numbers at once, with zeros from the `left`-th number on
-    unless ALL exist (with WORD 4 all do, or none). HOW and `place` are those of `read_two`."""
+    unless ALL exist (with WORD 4 all do, or none). HOW and `place` are those of `read`."""
     SLOT: tl.constexpr = 256 * form.NW
     words = ()
     if WORD == 4:
         wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(COUNT // 2):
-            words = words + read_two(place + SLOT * i, wide + i, left > 0, ALL, HOW)
-    elif WORD == 2:
+            words = words + read(place + SLOT * i, wide + i, left > 0, 2, ALL, HOW)
+    else:
         pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(COUNT):
-            words = words + read_one(place + SLOT * i, pairs + i, 2 * i < left, ALL, HOW)
-    else:
-        single = ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-        for i in tl.static_range(COUNT):
-            if ALL:
-                first = tl.load(single + 2 * i).to(tl.int32)
-                second = tl.load(single + (2 * i + 1)).to(tl.int32)
-            else:
-                first = tl.load(single + 2 * i, mask=2 * i < left, other=0).to(tl.int32)
-                second = tl.load(single + (2 * i + 1), mask=2 * i + 1 < left, other=0).to(tl.int32)
-            words = words + ((first & 65535) | (second << 16),)
+            words = words + read(place + SLOT * i, pairs + i, 2 * i < left, 1, ALL, HOW)
     return words
 
 
 @triton.jit
-def load_states(place, tokens, token, COUNT: tl.constexpr, WORD: tl.constexpr, HOW: tl.constexpr, form):
+def load_states(place, tokens, token, COUNT: tl.constexpr, HOW: tl.constexpr, form):
     """Loads a lane's share of a row of keys, queries or low-rank logits."""
+    WORD: tl.constexpr = 4 if COUNT % 2 == 0 else 2
     return load_words(place, tokens.row + token * tokens.stride, 0, COUNT, WORD, True, HOW, form)
 
 
@@ -127,15 +117,11 @@ def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.con
 @triton.jit
 def load_scalar(place, tokens, token, HOW: tl.constexpr):
     """Loads the logit that all channels share into the low half of a word."""
-    ptr = tokens.row + token * tokens.stride
-    if HOW == DIRECT:
-        words = (tl.load(ptr.to(tl.pointer_type(tl.int16), bitcast=True)).to(tl.int32) & 65535,)
-    else:
-        # Copies are of whole words: that in which the number lies.
-        at = ptr.to(tl.int64)
-        words = read_one(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), place > 0, True, HOW)
-        if HOW == TAKE:
-            words = ((words[0] >> ((at & 2).to(tl.int32) * 8)) & 65535,)
+    # Copies are of whole words: that in which the number lies.
+    at = (tokens.row + token * tokens.stride).to(tl.int64)
+    words = read(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), place > 0, 1, True, HOW)
+    if HOW == TAKE:
+        words = ((words[0] >> ((at & 2).to(tl.int32) * 8)) & 65535,)
     return words
 
 
@@ -144,11 +130,10 @@ def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
     """Loads w and dy of chunk c, which the backward pass reads besides."""
     first = 8 * c + 2 * lane.t
     SLOT: tl.constexpr = 256 * form.NW
-    PAIRS: tl.constexpr = (form.D + 1) // 2
     OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
     w = ()
     for i in tl.static_range(form.CP):
-        w = w + read_two(place + SLOT * i, rows.w + (c * (4 * PAIRS) + 4 * i), 2 * i < lane.left, form.WORD == 4, HOW)
+        w = w + read(place + SLOT * i, rows.w + (c * (2 * form.D) + 4 * i), 2 * i < lane.left, 2, form.WORD == 4, HOW)
     place = place + SLOT * form.CP
     dy = ()
     for j in tl.static_range(2):
@@ -175,17 +160,17 @@ def _load_chunk(place, rows, lane, c, meeting, HOW: tl.constexpr, form):
     row = lane.origin + lane.sign * tl.maximum(tl.minimum(i + lane.g, last), 0)
     first = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t, last), 0)
     second = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t + 1, last), 0)
-    OF_STATES: tl.constexpr = 256 * form.NW * (form.NP // 2 if form.STATES == 4 else form.NP)
+    OF_STATES: tl.constexpr = 256 * form.NW * (form.NP // 2 if form.NP % 2 == 0 else form.NP)
     OF_TOKENS: tl.constexpr = 2 * 256 * form.NW * (form.CP // 2 if form.WORD == 4 else form.CP)
     left = lane.left
-    k = load_states(place, rows.k, row, form.NP, form.STATES, HOW, form)
-    q = load_states(place + OF_STATES, rows.q, row, form.NP, form.STATES, HOW, form)
+    k = load_states(place, rows.k, row, form.NP, HOW, form)
+    q = load_states(place + OF_STATES, rows.q, row, form.NP, HOW, form)
     place = place + 2 * OF_STATES
     x = load_pair(place, rows.x, first, second, left, True, HOW, form)
     place = place + OF_TOKENS
     if form.RP > 0:
-        step = load_states(place, rows.step, row, form.RP, form.RANKS, HOW, form)
-        place = place + 256 * form.NW * (form.RP // 2 if form.RANKS == 4 else form.RP)
+        step = load_states(place, rows.step, row, form.RP, HOW, form)
+        place = place + 256 * form.NW * (form.RP // 2 if form.RP % 2 == 0 else form.RP)
     else:
         if form.SCALAR:
             step = load_scalar(place, rows.step, first, HOW)
@@ -204,41 +189,20 @@ def _load_chunk(place, rows, lane, c, meeting, HOW: tl.constexpr, form):
 
 
 @triton.jit
-def _start_chunk(place, rows, lane, meeting, n, c, form):
-    """Starts the copies of chunk c, the n-th to be taken."""
+def start_chunk(place, rows, lane, meeting, n, c, form):
+    """Starts the copies of chunk c, the n-th to be taken, to shared memory."""
     _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, meeting, START, form)
     end_group(place)
 
 
 @triton.jit
-def first_chunks(place, rows, lane, meeting, begin, form):
-    """Starts the loads that come before the loop, from chunk `begin` on, to registers or to shared memory."""
-    ahead = ()
-    if form.STAGES > 0:
-        for n in tl.static_range(form.STAGES - 1):
-            _start_chunk(place, rows, lane, meeting, n, begin - n if form.BACKWARD else n, form)
-    else:
-        ahead = _load_chunk(place, rows, lane, begin, meeting, DIRECT, form)
-    return ahead
-
-
-@triton.jit
-def next_chunk(place, rows, lane, meeting, n, c, ahead, form):
-    """Chunk c, the n-th to be taken: `ahead`, or from shared memory, to which a later one then starts on its way."""
-    chunk = ahead
-    if form.STAGES > 0:
-        wait_group(form.WAIT, place)
-        chunk = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, meeting, TAKE, form)
-        then = n + form.STAGES - 1
-        _start_chunk(place, rows, lane, meeting, then, c - (form.STAGES - 1) if form.BACKWARD else then, form)
+def next_chunk(place, rows, lane, meeting, n, c, form):
+    """Takes chunk c, the n-th, from shared memory, to which a later one then starts on its way."""
+    wait_group(form.WAIT, place)
+    chunk = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, meeting, TAKE, form)
+    then = n + form.STAGES - 1
+    start_chunk(place, rows, lane, meeting, then, c - (form.STAGES - 1) if form.BACKWARD else then, form)
     return chunk
-
-
-@triton.jit
-def load_ahead(place, rows, lane, meeting, c, ahead, form):
-    if form.STAGES == 0:
-        ahead = _load_chunk(place, rows, lane, c, meeting, DIRECT, form)
-    return ahead
 
 
 @triton.jit
@@ -252,15 +216,10 @@ def store_channels(ptr, words, left, ok, form):
         wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(form.CP // 2):
             tl.store(wide + i, joined(words[2 * i], words[2 * i + 1]), mask=ok)
-    elif form.WORD == 2:
+    else:
         pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(form.CP):
             tl.store(pairs + i, words[i], mask=ok & (2 * i < left))
-    else:
-        single = ptr.to(tl.pointer_type(tl.int16), bitcast=True)
-        for i in tl.static_range(form.CP):
-            tl.store(single + 2 * i, words[i].to(tl.int16), mask=ok & (2 * i < left))
-            tl.store(single + (2 * i + 1), (words[i] >> 16).to(tl.int16), mask=ok & (2 * i + 1 < left))
 
 
 @triton.jit

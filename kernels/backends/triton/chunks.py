@@ -1,20 +1,15 @@
 """The exact rule in chunks on tensor cores: when it can run so, and with what its kernels are launched."""
 
-import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import cache
 from typing import Any, NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack
 from ...rules import rule_of
 from . import chunk_backward, chunk_forward, fragments
 from .finish import sum_blocks, sum_sequences
-from .lanes import takes_ptx
+from .lanes import TENSOR_CORES, takes_ptx
 from .launch import Launch, pointer, run, strides
 from .tuning import multiprocessors
 
@@ -25,6 +20,7 @@ STATES = (8, 16, 32)
 # The ranks of logits that the kernels can make, and the most states then: more leave no room to load ahead.
 _RANKS, _RANK_STATES = (8, 16, 24), 16
 _SHARED = 48 << 10  # bytes that a program may reserve
+_FAR = 2**31  # the offsets of a sequence's tokens have 32 bits
 
 
 class Shape(NamedTuple):
@@ -65,41 +61,22 @@ def choose(kernel: str, scan: Scan) -> Shape:
 
 def obstacle(scan: Scan) -> Optional[str]:
     """Why `scan` cannot run in chunks; None if it can."""
-    _, _, L, _, N = scan.sizes
+    _, _, L, D, N = scan.sizes
     if scan.rule != "exact":
         return f"rule={scan.rule!r} has no chunked form here"
     if N not in STATES:
         return f"d_state is {N}; it must be one of {', '.join(map(str, STATES))}"
+    if D % 2:
+        return f"x has {D} channels; their number must be even"
     names = rule_of(scan).names
     for name in ("x", "step", "step_proj", "k", "q", "z"):
         value = getattr(scan, name)
         if value is not None and value.dtype != torch.bfloat16:
             return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
-    if any(_too_wide(v) for v in (scan.x, scan.step, scan.k, scan.q, scan.z) if v is not None):
-        return f"the {L} tokens of a sequence span 2**31 numbers or more"
-    if not takes_ptx(scan.x.device, fragments.CAPABILITY):
+    if L * max(D, N) >= _FAR:
+        return f"the {L} tokens of a sequence have 2**31 numbers or more"
+    if not takes_ptx(scan.x.device, TENSOR_CORES):
         return f"{scan.x.device} is no NVIDIA GPU of compute capability 8.0 or more"
-    return _trouble(scan.x.device)
-
-
-def _too_wide(value: Tensor) -> bool:
-    """Whether the tokens of a sequence span 2**31 numbers or more, in `value` or, unless its channels lie side by side,
-    in the contiguous copy that is read."""
-    width = value.shape[-1]
-    stride = value.stride(-2) if value.stride(-1) == 1 or width == 1 else width
-    return value.shape[-2] * max(stride, width) >= 2**31
-
-
-@cache
-def _trouble(device: torch.device) -> Optional[str]:
-    """Why this Triton cannot compile the kernels' instructions, with one warning; None if it can."""
-    try:
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            fragments._probe_kernel.warmup(torch.int32, grid=(1,), num_warps=1)
-    except Exception as error:
-        why = f"Triton {triton.__version__} does not compile its products ({type(error).__name__})"
-        warnings.warn(f"rule='exact' walks token by token on {device}: {why}", stacklevel=2)
-        return why
     return None
 
 
@@ -127,24 +104,19 @@ def saved_shape(scan: Scan) -> tuple[int, ...]:
     """The shape of what the backward pass starts from: w of every token in bfloat16, and some states, as float32."""
     G, B, L, D, N = scan.sizes
     chunks = ceil_div(L, CHUNK)
-    return (G * B * (chunks * 8 * ceil_div(D, 2) + ceil_div(chunks, ANCHOR) * D * N),)
+    return (G * B * D * (chunks * 4 + ceil_div(chunks, ANCHOR) * N),)
 
 
-def _aligned(values: Sequence[Tensor], size: int) -> bool:
-    """Whether one load can take `size` 16-bit numbers of a row."""
-    return all(v.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in v.stride()[:-1]) for v in values)
+def _fits(value: Tensor, size: int) -> bool:
+    """Whether one load can take `size` 16-bit numbers of a row, and all rows of a sequence are within reach."""
+    *strides, last = value.stride()
+    whole = value.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in strides)
+    return whole and last == 1 and value.shape[-2] * strides[-1] < _FAR
 
 
-def _word(values: list[Tensor], whole: bool) -> int:
-    """The number of channels that one load takes. `whole`: no lane has channels beyond the last."""
-    if whole and _aligned(values, 4):
-        return 4
-    return 2 if values[0].shape[-1] % 2 == 0 and _aligned(values, 2) else 1
-
-
-def _share(numbers: int, *values: Tensor) -> int:
-    """The number of a lane's `numbers` of a row that one load takes."""
-    return next((size for size in (4, 2) if numbers % size == 0 and _aligned(values, size)), 1)
+def _placed(value: Tensor, size: int) -> Tensor:
+    """`value`, or a copy that `_fits`."""
+    return value if _fits(value, size) else value.clone(memory_format=torch.contiguous_format)
 
 
 def _combined(scan: Scan) -> bool:
@@ -152,41 +124,44 @@ def _combined(scan: Scan) -> bool:
     return scan.direction == "both" and scan.combine != "none" and (scan.z is None or scan.z.ndim == 3)
 
 
+def _word(shape: Shape, D: int, channels: int) -> int:
+    """The number of channels that one load takes: 4 if each lane has as many, and all of them exist."""
+    return 4 if shape.pairs % 2 == 0 and D % channels == 0 else 2
+
+
 def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dict[str, Any]:
     """The arguments that both kernels take. A program has `channels` of one sequence. `others` are the tensors that the
     backward kernel reads or writes as it reads x."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
-    step = launch.args["step_ptr"]
     rank = 0 if scan.step_proj is None else scan.step_proj.shape[-1]
-    scalar = not rank and scan.step is not None and scan.step.shape[-1] == 1 and D > 1
-    if not scalar and step.stride(-1) != 1:
-        step = step.contiguous()
-    rows = [launch.args["x_ptr"]] + ([] if scalar or rank else [step])
-    rows += ([] if scan.z is None else [launch.args["z_ptr"]]) + list(others)
-    states = _share(N // 4, launch.args["k_ptr"], launch.args["q_ptr"])
-    ranks = _share(rank // 4, step) if rank else 1
-    proj = step if scan.step_proj is None else stack(scan, scan.step_proj, 2)
-    if rank and (proj.stride()[1:] != (rank, 1) or proj.data_ptr() % 4 or proj.stride(0) % 2):
+    scalar = not rank and scan.tensors()["step"].shape[-1] == 1
+    # What one load takes of channels, states and low-rank numbers.
+    word = _word(shape, D, channels)
+    states, ranks = (4 if numbers % 16 == 0 else 2 for numbers in (N, rank))
+    sizes = {"x": word, "k": states, "q": states}
+    sizes |= {} if scan.z is None else {"z": word}
+    sizes |= {} if scalar else {"step": ranks if rank else word}
+    args = dict(launch.args)
+    for name, size in sizes.items():
+        args |= pointer(name, _placed(args[f"{name}_ptr"], size), "gbld" if name == "step" else "gbl")
+    proj = args["step_ptr"] if scan.step_proj is None else stack(scan, scan.step_proj, 2)
+    if rank and (proj.stride(1) != rank or not _fits(proj, 2)):
         proj = proj.contiguous()
     aligned = launch.aligned and all(s % 16 == 0 for v in others for s in v.stride()[:-1])
     exchange = shape.warps * (N // 4 + 1) * 512 if others else 0  # bytes for sums over warps
-    args = launch.args | pointer("step", step, "gbld") | dict(
-        SCALAR=scalar, proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8, RANKS=ranks,
-        blocks=ceil_div(D, channels), unscale=1 / scan.output_scale, ALIGNED=aligned, BACKWARD=bool(others), NP=N // 8,
-        CP=shape.pairs, NW=shape.warps, STATES=states, ANCHOR=ANCHOR, num_warps=shape.warps, num_stages=1,
-        WORD=_word(rows, shape.pairs % 2 == 0 and D % channels == 0), enable_fp_fusion=True)  # fmt: skip
-    # Copies into shared memory are of whole words.
-    stages = shape.stages if args["WORD"] > 1 and states > 1 and (ranks > 1 or not rank) else 0
     reads = 2 * (1 + (not rank) + (scan.z is not None) + (2 if others else 0))  # of two tokens
-    slots = reads * ceil_div(2 * shape.pairs, args["WORD"]) + 2 * ceil_div(N // 4, states) + ceil_div(rank // 4, ranks)
+    slots = reads * ceil_div(2 * shape.pairs, word) + 2 * (N // 4 // states) + rank // 4 // ranks
     slots += shape.pairs if others else 0  # what the forward pass kept
     stage = slots * 8 * 32 * shape.warps
     kept = rank // 8 * shape.pairs * 8 * 32 * shape.warps
-    stages = min(stages, (_SHARED - exchange - kept) // stage)
-    stages = stages if stages > 1 else 0
-    args |= dict(STAGES=stages, STAGE=stage, EXCHANGE=exchange, WAIT=fragments.wait(max(0, stages - 2)),
-                 ROOM=fragments.room(max(16, stages * stage + exchange + kept)))  # fmt: skip
+    stages = min(shape.stages, (_SHARED - exchange - kept) // stage)
+    args |= dict(
+        SCALAR=scalar, proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8, blocks=ceil_div(D, channels),
+        unscale=1 / scan.output_scale, ALIGNED=aligned, BACKWARD=bool(others), NP=N // 8, CP=shape.pairs,
+        NW=shape.warps, ANCHOR=ANCHOR, num_warps=shape.warps, num_stages=1, WORD=word, enable_fp_fusion=True,
+        STAGES=stages, STAGE=stage, EXCHANGE=exchange, WAIT=fragments.wait(stages - 2),
+        ROOM=fragments.room(stages * stage + exchange + kept))  # fmt: skip
     if shape.registers is not None:
         args["maxnreg"] = shape.registers
     return args
@@ -194,7 +169,7 @@ def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dic
 
 def _parts(launch: Launch, saved: Tensor) -> dict[str, Tensor]:
     G, B, L, D, N = launch.sizes
-    return dict(written_ptr=saved, anchor_ptr=saved[G * B * ceil_div(L, CHUNK) * 8 * ceil_div(D, 2) :])
+    return dict(written_ptr=saved, anchor_ptr=saved[G * B * ceil_div(L, CHUNK) * 4 * D :])
 
 
 def forward(launch: Launch, save: bool, output: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -230,15 +205,15 @@ def backward(
     G, B, L, D, N = launch.sizes
     shape = choose("backward", scan)
     blocks = ceil_div(D, shape.channels)
-    if _too_wide(dy):
-        dy = dy.contiguous()  # the other tensors were looked at before the forward pass
+    word = _word(shape, D, shape.channels)
+    dy = _placed(dy, word)
     # Where one direction keeps all schedulers busy, the second comes after it and adds to its results.
     busy = B * blocks * shape.warps >= 8 * multiprocessors(scan.x.device)
     in_turn = scan.z is not None and _combined(scan) and busy
     in_place = in_turn or (scan.z is not None and G == 1)
     if not in_place:
         dz = scan.x.new_empty((G, B, L, D) if scan.z is not None else (0, 0, 0, 0))
-    elif dz is None or dz.stride(-1) != 1 or _too_wide(dz):
+    elif dz is None or not _fits(dz, word):
         dz = scan.x.new_empty(B, L, D)
     args = _common(launch, shape, shape.channels, *((dy,) if scan.z is None else (dy, dz)))
     scalar = args["SCALAR"]

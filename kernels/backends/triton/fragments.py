@@ -23,10 +23,6 @@ what they sum over in the same order, C is such an A too.
 import triton
 import triton.language as tl
 
-from .lanes import reciprocal
-
-CAPABILITY = 80  # of a GPU that has the products
-
 
 def _product(kind: str, columns: int, words: int, b_words: int) -> tuple[tl.constexpr, tl.constexpr]:
     """The PTX of C += A B, where A has 16 rows and B 8 columns, and its constraints."""
@@ -162,40 +158,34 @@ def get_shared(address):
 DIRECT, START, TAKE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
+_COPY_ONE = tl.constexpr("cp.async.ca.shared.global [$1], [$2], 4, $3; mov.u32 $0, $1;")
+_COPY_TWO = tl.constexpr("cp.async.ca.shared.global [$1], [$2], 8, $3; mov.u32 $0, $1;")
+
+
 @triton.jit
-def read_two(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
-    """Reads a 64-bit number at `ptr` as two words, or zeros where not `ok` (ALL promises that it holds everywhere).
-    `place` is the lane's own eight bytes of shared memory."""
+def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr):
+    """Reads one word at `ptr`, or two as a 64-bit number; zeros where not `ok` (ALL promises that it holds everywhere).
+    `place` is the lane's own four or eight bytes of shared memory."""
     words = ()
     if HOW == START:
-        size = place * 0 + 8 if ALL else tl.where(ok, 8, 0)
+        size = place * 0 + 4 * COUNT if ALL else tl.where(ok, 4 * COUNT, 0)
+        COPY: tl.constexpr = _COPY_TWO if COUNT == 2 else _COPY_ONE
         tl.inline_asm_elementwise(
-            "cp.async.ca.shared.global [$1], [$2], 8, $3; mov.u32 $0, $1;", "=r,r,l,r", [place, ptr.to(tl.int64), size],
-            dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
-    elif HOW == TAKE:
-        words = tl.inline_asm_elementwise(
-            "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place], dtype=(tl.int32, tl.int32), is_pure=False, pack=1
+            COPY, "=r,r,l,r", [place, ptr.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
         )
+    elif HOW == TAKE:
+        if COUNT == 2:
+            words = tl.inline_asm_elementwise(
+                "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place], (tl.int32, tl.int32), is_pure=False, pack=1
+            )
+        else:
+            words = (tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [place], tl.int32, False, 1),)
     else:
         v = tl.load(ptr) if ALL else tl.load(ptr, mask=ok, other=0)
-        words = (v.to(tl.int32), (v >> 32).to(tl.int32))
-    return words
-
-
-@triton.jit
-def read_one(place, ptr, ok, ALL: tl.constexpr, HOW: tl.constexpr):
-    """Reads one word in the same way."""
-    words = ()
-    if HOW == START:
-        size = place * 0 + 4 if ALL else tl.where(ok, 4, 0)
-        tl.inline_asm_elementwise(
-            "cp.async.ca.shared.global [$1], [$2], 4, $3; mov.u32 $0, $1;", "=r,r,l,r", [place, ptr.to(tl.int64), size],
-            dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
-    elif HOW == TAKE:
-        word = tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [place], tl.int32, is_pure=False, pack=1)
-        words = (word,)
-    else:
-        words = (tl.load(ptr) if ALL else tl.load(ptr, mask=ok, other=0),)
+        if COUNT == 2:
+            words = (v.to(tl.int32), (v >> 32).to(tl.int32))
+        else:
+            words = (v,)
     return words
 
 
@@ -215,13 +205,3 @@ def wait(groups: int) -> str:
 @triton.jit
 def wait_group(WAIT: tl.constexpr, place):
     tl.inline_asm_elementwise(WAIT, "=r,r", [place], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def _probe_kernel(out_ptr):
-    """Products and exchanges as the kernels of the chunks make them, to see whether Triton compiles them."""
-    r = tl.arange(0, 32)
-    zero = probe(r)
-    c = product_16((zero, zero, zero, zero), r, r, r, r, transposed(r), r)
-    c = product_tf32(product_8(c, r, r, packed(zero, zero)), c, exp2(zero), reciprocal(zero, True))
-    tl.store(out_ptr + r, from_lane(c[0], r).to(tl.int32, bitcast=True))

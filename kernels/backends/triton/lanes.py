@@ -79,6 +79,7 @@ def warp_lanes(device: torch.device) -> int:
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+TENSOR_CORES = 80  # the capability of a GPU that multiplies bfloat16 and TF32 matrices
 _INTERPRETED = tl.constexpr(INTERPRETED)  # as kernels may read it
 
 
@@ -228,9 +229,6 @@ def fold_lanes(values, V: tl.constexpr, NS: tl.constexpr, W: tl.constexpr):
             else:
                 values = (values[0] + tl.gather(values[0], lane ^ (W >> (s + 1)), 1),)
     return values
-
-
-FOLD_CAPABILITY = 80  # of a GPU that multiplies TF32 matrices
 
 
 def _matrix_fold(values: int) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from ...contract import Pair, Scan, ceil_div, power_of_2, stack, unstack
 from ...rules import rule_of
 from . import chunks, scan_backward, scan_forward
 from .finish import add_directions, sum_blocks, sum_sequences
-from .lanes import FOLD_CAPABILITY, takes_ptx, warp_lanes
+from .lanes import TENSOR_CORES, takes_ptx, warp_lanes
 from .launch import Launch, aligned, pointer, rows, run, strides
 from .tuning import Choice, choose, first_choice, multiprocessors
 
@@ -74,8 +74,8 @@ class _Walk(Launch):
         NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
         NI = ceil_div(N, NS)
         self.lanes = warp_lanes(x.device) // NS  # that hold channels
-        self.matrix = NS == 1 and takes_ptx(x.device, FOLD_CAPABILITY) and k.element_size() == q.element_size() == 2
-        self.args |= dict(A_b=0, A_l=0, A_d=0, A_n=0)
+        self.matrix = NS == 1 and takes_ptx(x.device, TENSOR_CORES) and k.element_size() == q.element_size() == 2
+        self.args |= dict(A_b=0, A_l=0, A_d=0, A_n=0, start_s=0, adjoint_s=0)
         self.args |= pointer("A", A, "gbl" if scan.A_per_token else "gdn", scan.x)
         self.args |= dict(
             scale=scan.output_scale, RULE=self.rule.kernels, SOFTPLUS=scan.softplus, A_PER_TOKEN=scan.A_per_token,
@@ -145,11 +145,6 @@ class _Walk(Launch):
         return _cut(self.scan, self.programs(choice), resident, kernel == "backward")
 
 
-def _segment_strides(name: str, value: Optional[Tensor], segmented: bool) -> dict[str, int]:
-    """The strides of states (G, B, D, N), or (G, B, segments, N, D) with one for each segment."""
-    return {f"{name}_s": 0, **strides(name, value, "gbsnd" if segmented else "gbdn")}
-
-
 def _norms(scan: Scan) -> int:
     G, B, L, _, _ = scan.sizes
     return G * B * ceil_div(L, CHUNK) * CHUNK if rule_of(scan).takes_norm else 0
@@ -193,13 +188,13 @@ def _forward(scan: Scan, save_states: bool, output: bool) -> tuple[Tensor, Tenso
             walk.run(
                 scan_forward._forward_kernel, first_choice("summary", scan), cut, **common, y_ptr=y, start_ptr=local,
                 final_ptr=local, decay_ptr=decay, HAS_START=False, OUTPUT=False, SUMMARY=True, SAVE=False,
-                **_segment_strides("start", None, True))  # fmt: skip
+                **strides("start", None, "gbsnd"))  # fmt: skip
             walk.carry(local, decay, start, reverse=False)
             start = local
         walk.run(
             scan_forward._forward_kernel, walk.choice("forward", cut), cut, **common, y_ptr=y, decay_ptr=final,
             start_ptr=final if start is None else start, final_ptr=final, HAS_START=start is not None, OUTPUT=output,
-            SUMMARY=False, SAVE=save_states, **_segment_strides("start", start, cut[0] > 1))  # fmt: skip
+            SUMMARY=False, SAVE=save_states, **strides("start", start, "gbsnd" if cut[0] > 1 else "gbdn"))  # fmt: skip
     return y, final, saved
 
 
@@ -279,8 +274,9 @@ def _walk_back(
         scan_backward._backward_kernel, choice, cut, **common, **walk.saved(saved),
         adjoint_ptr=saved if adjoint is None else adjoint, dx_ptr=dx, dstep_ptr=dstep, sums_ptr=sums, dA_ptr=dA,
         dz_ptr=dz, dD_ptr=dD, dbias_ptr=dbias, dinitial_ptr=dinitial, scratch_ptr=grad(scan.k, *parts, between, N, D),
-        HAS_ADJOINT=adjoint is not None, HAS_INITIAL=scan.initial_state is not None, V=values,
-        MATRIX=walk.matrix and values in (16, 32), **_segment_strides("adjoint", adjoint, cut[0] > 1))  # fmt: skip
+        HAS_ADJOINT=adjoint is not None, **strides("adjoint", adjoint, "gbsnd" if cut[0] > 1 else "gbdn"),
+        HAS_INITIAL=scan.initial_state is not None, V=values,
+        MATRIX=walk.matrix and values in (16, 32))  # fmt: skip
 
     A_of_tokens = () if scan.A is None or not scan.A_per_token else (scan.A,)
     of_tokens = sum_blocks(sums, scan.k, scan.q, *A_of_tokens, dkq=dkq)

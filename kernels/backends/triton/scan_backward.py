@@ -120,9 +120,8 @@ def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, a
             k_row = walk.load_rows(inputs.k, at, i + j + 1, 1, form.K_PACK, form)
             state, w = RULE.value.advance(state, part.x[j].to(tl.float32), k, A, eps, e)
             states = states + state
-        else:
-            if r == 0:
-                S, w = RULE.value.advance(state, part.x[j].to(tl.float32), k, A, eps, e)
+        elif r == 0:
+            S, w = RULE.value.advance(state, part.x[j].to(tl.float32), k, A, eps, e)
     return States(states, epss, es, S, k_row)
 
 

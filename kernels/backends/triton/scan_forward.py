@@ -142,9 +142,8 @@ def _forward_kernel(
                 ok = at.d_ok & inside
                 tl.store(y_row + offset_of(t, D, form.ALIGNED), (y * scale).to(y_ptr.dtype.element_ty), mask=ok)
         if form.SAVE and UNDOES:
-            if ((i + U) % form.T) * tl.maximum(
-                at.end - i - U, 0
-            ) == 0:  # either is zero; older interpreters have no `|`
+            left = tl.maximum(at.end - i - U, 0)
+            if ((i + U) % form.T) * left == 0:  # either is zero; older interpreters have no `|`
                 walk.store_state(saved_ptr, D, S, at, form)
                 saved_ptr += B.to(tl.int64) * (form.N * D)
         xs, us, zs = then
@@ -154,9 +153,8 @@ def _forward_kernel(
         place = (sequence * segments + at.segment) * (form.N * D) + at.first * D + d
         walk.store_state(final_ptr + place, D, S, at, form)
         walk.store_state(decay_ptr + place, D, RULE.value.end_total(total, inputs.A, form), at, form)
-    else:
-        if at.end == L:
-            walk.store_state(final_ptr + (sequence * D + d) * form.N + at.first, 1, S, at, form)
+    elif at.end == L:
+        walk.store_state(final_ptr + (sequence * D + d) * form.N + at.first, 1, S, at, form)
 
 
 @kernel(walk.UNALIGNED, specialized=["D"])

@@ -132,17 +132,15 @@ def unpack(row, source, PACK: tl.constexpr, form):
     for i in tl.static_range(form.NI):
         if PACK == 1:
             values = values + (row[i].to(tl.float32),)
+        elif PACK == 2:
+            word = (row[i // 2] >> (32 * (i % 2))).to(tl.int32)
+            values = values + (word.to(tl.float32, bitcast=True),)
+        elif source.row.dtype.element_ty == tl.bfloat16:
+            word = (row[i // 4] >> (32 * (i % 4 // 2))).to(tl.int32)
+            values = values + (low(word) if i % 2 == 0 else high(word),)
         else:
-            if PACK == 2:
-                word = (row[i // 2] >> (32 * (i % 2))).to(tl.int32)
-                values = values + (word.to(tl.float32, bitcast=True),)
-            else:
-                if source.row.dtype.element_ty == tl.bfloat16:
-                    word = (row[i // 4] >> (32 * (i % 4 // 2))).to(tl.int32)
-                    values = values + (low(word) if i % 2 == 0 else high(word),)
-                else:
-                    word = (row[i // 4] >> (16 * (i % 4))).to(tl.int16)
-                    values = values + (word.to(tl.float16, bitcast=True).to(tl.float32),)
+            word = (row[i // 4] >> (16 * (i % 4))).to(tl.int16)
+            values = values + (word.to(tl.float16, bitcast=True).to(tl.float32),)
     return values
 
 

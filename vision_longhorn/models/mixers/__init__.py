@@ -11,7 +11,7 @@ block, from 0). Whatever else it takes are its options. Beside `forward`, the mo
 """
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 from torch import nn
@@ -33,30 +33,18 @@ GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # arguments that
 
 def find_mixer(mixer: Mixer) -> Callable[..., nn.Module]:
     """The class or function of a mixer, by its name or as it is."""
-    if isinstance(mixer, nn.Module):
-        raise TypeError(
-            f"mixer is a module already ({type(mixer).__name__}), and each block wants its own: give the class, or a "
-            "function of the width that makes one"
-        )
     if callable(mixer):
         return mixer
     check_option("mixer", mixer, tuple(MIXERS))
     return MIXERS[mixer]
 
 
-def _parameters(mixer: Mixer) -> tuple[list[str], bool]:
-    """Names of the keyword arguments that a mixer takes, and whether it takes any other, too."""
-    _, *taken = inspect.signature(find_mixer(mixer)).parameters.values()  # the first is the width
-    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [one.name for one in taken if one.kind not in kinds], bool(taken) and taken[-1].kind == kinds[1]
-
-
-def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str] = ()) -> None:
+def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str]) -> None:
     """Raise TypeError if a mixer does not take these options; one of `models_own`, the model's, may have been meant."""
-    taken, takes_any = _parameters(mixer)
-    unknown = None if takes_any else next((option for option in options if option not in taken), None)
-    if unknown is not None:
-        own = [option for option in taken if option not in GIVEN]
+    parameters = inspect.signature(find_mixer(mixer)).parameters
+    unknown = next((option for option in options if option not in parameters), None)
+    if unknown is not None and not _takes_any(parameters):
+        own = [option for option in [*parameters][1:] if option not in GIVEN]  # the first is the width
         near = nearest(unknown, (*own, *models_own))
         hint = f", the nearest known one is '{near[0]}'" if near else ""
         name = repr(mixer) if isinstance(mixer, str) else getattr(mixer, "__name__", type(mixer).__name__)
@@ -66,24 +54,22 @@ def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str
         )
 
 
+def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
+    return any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values())
+
+
 def create_mixer(mixer: Mixer, dim: int, **options: Any) -> nn.Module:
-    """Make the mixer of a block, `dim` wide, from what every mixer is given and the options of this one.
+    """Make the mixer of a block, `dim` wide, from its own options and those of `GIVEN` that it takes.
 
     Raises:
         ValueError: there is none of this name, or an option has a value that it does not know.
-        TypeError: it has no such option, or does not give a module.
+        TypeError: it has no such option.
     """
-    check_options(mixer, [option for option in options if option not in GIVEN])
-    taken, takes_any = _parameters(mixer)
-    made = find_mixer(mixer)(dim, **{key: options[key] for key in options if takes_any or key in taken})
-    if not isinstance(made, nn.Module):
-        raise TypeError(
-            f"mixer={mixer!r} makes no module ({type(made).__name__}): give a class, or a function of the width"
-        )
-    if not takes_any:
-        place: dict[str, Any] = {key: options.get(key) for key in ("device", "dtype") if key not in taken}
-        made.to(**place)
-    return made
+    make = find_mixer(mixer)
+    parameters = inspect.signature(make).parameters
+    takes = [key for key in options if key in parameters or key not in GIVEN or _takes_any(parameters)]
+    made = make(dim, **{key: options[key] for key in takes})
+    return made.to(device=options.get("device"), dtype=options.get("dtype"))
 
 
 def reset_mixer(mixer: Any) -> None:

@@ -26,7 +26,6 @@ class GatedAttention(nn.Module):
         num_heads: heads; dim / 64, at least 1, if None.
         causal: whether a token sees itself and those before it only.
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
-        eps: not used; attention has no norm.
 
     Raises:
         ValueError: `num_heads` is less than 1.
@@ -40,7 +39,6 @@ class GatedAttention(nn.Module):
         num_heads: Optional[int] = None,
         causal: bool = False,
         residual_layers: int = 1,
-        eps: float = 1e-5,
         device: Any = None,
         dtype: Any = None,
     ):
