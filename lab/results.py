@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lab.plan import Arm, Study, Trial
+from lab.plan import Arm, Study, Trial, missing_or_wrong
 from lab.recall_config import RecallConfig
 from lab.runs import Record, TrialFolder
 from vision_longhorn.errors import UserError, one_line
@@ -17,7 +17,6 @@ from vision_longhorn.files import read_json, write_text
 from vision_longhorn.models.create import create_model
 
 SPEEDS = "speed.json"
-RUN = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hits": dict}  # and more
 
 
 class Known:
@@ -45,24 +44,17 @@ class Known:
             try:
                 self._take(content)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                what = f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
+                what = missing_or_wrong(error)
                 raise UserError(f"{file} is a damaged result of a study ({what}): leave it out") from error
 
     def _take(self, content: Record) -> None:
         for record in [*content.get("runs", []), *content.get("before", [])]:
-            for field, kind in RUN.items():
-                _expect(field, record[field], kind)
-            for name, value in record["final"].items():
-                _expect(f"final.{name}", value, (int, float))
             identity = record["key"], record["seed"]
             hits = {**self.runs.get(identity, {}).get("hits", {}), **record["hits"]}  # studies look at different sizes
             self.runs[identity] = {**record, "hits": hits}
         for record in content.get("unfinished", []):
             self.unfinished[record["key"], record["seed"]] = record
         for arm in content.get("arms", []):
-            _expect("key", arm["key"], str)
-            _expect("config", arm["config"], dict)
-            _expect("model_kwargs", arm["config"].get("model_kwargs", {}), dict)
             self.configs[arm["key"]] = arm["config"]
             if arm.get("parameters"):
                 self.parameters[arm["key"]] = arm["parameters"]
@@ -104,11 +96,6 @@ class Known:
             model = build(arm, classes)
             self.parameters[arm.key] = sum(parameter.numel() for parameter in model.parameters())
         return self.parameters.get(arm.key)
-
-
-def _expect(field: str, value: Any, kind: Any) -> None:
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{field} is {value!r:.60}")
 
 
 def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:

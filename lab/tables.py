@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -295,39 +295,36 @@ def plot(content: Record, out: Path) -> None:
     save_png(figure, out, dpi=100, tool="study")
 
 
-class Cell(NamedTuple):
-    """Settings that arms of recall with different learning rates share; `rest` is all others, as text."""
-
-    task: str
-    variant: str
-    rest: str
-    width: int
-
-
 class Grid:
-    """The arms of a study of recall by cell and learning rate."""
+    """The arms of a study of recall.
+
+    Attributes:
+        cells: By length and pairs, variant, all other settings, and width: arms by their learning rate.
+        rows: The same cells by the first three, then by width.
+    """
 
     def __init__(self, content: Record) -> None:
         self.reading = Reading(content)
-        self.cells: dict[Cell, dict[float, Record]] = defaultdict(dict)
-        self.rows: dict[tuple[str, str, str], dict[int, Cell]] = defaultdict(dict)  # all widths of a variant
+        self.cells: dict[tuple[str, str, str, int], dict[float, Record]] = defaultdict(dict)
+        self.rows: dict[tuple[str, str, str], dict[int, dict[float, Record]]] = defaultdict(dict)
         for arm in content["arms"]:
             config = dict(arm["config"])
             lr, length, pairs, width = (config.pop(key) for key in ("lr", "length", "pairs", "width"))
-            cell = Cell(f"{length}, {pairs}", arm["variant"], str(config), width)
-            self.cells[cell][lr] = arm
-            self.rows[cell[:3]][width] = cell
-        self.widths = sorted({cell.width for cell in self.cells})
+            row = f"{length}, {pairs}", arm["variant"], str(config)
+            cell = self.cells[row + (width,)]
+            cell[lr] = arm
+            self.rows[row][width] = cell
+        self.widths = sorted({width for *_, width in self.cells})
         self.rates = sorted({lr for arms in self.cells.values() for lr in arms})
 
-    def known(self, cell: Cell) -> dict[float, list[float]]:
-        """Accuracies in per cent, one for each seed, by learning rate."""
-        found = {lr: self.reading.accuracies(arm) for lr, arm in self.cells[cell].items()}
+    def known(self, arms: dict[float, Record]) -> dict[float, list[float]]:
+        """Accuracies of a cell in per cent, one for each seed, by learning rate."""
+        found = {lr: self.reading.accuracies(arm) for lr, arm in arms.items()}
         return {lr: values for lr, values in found.items() if values}
 
-    def best(self, cell: Cell) -> tuple[float, list[float]]:
+    def best(self, arms: dict[float, Record]) -> tuple[float, list[float]]:
         """The learning rate with the highest mean accuracy, and its accuracies; none where no run is finished."""
-        return max(self.known(cell).items(), key=lambda item: float(np.mean(item[1])), default=(0.0, []))
+        return max(self.known(arms).items(), key=lambda item: float(np.mean(item[1])), default=(0.0, []))
 
 
 def _recall(content: Record) -> str:
@@ -349,11 +346,11 @@ def _best_rates(grid: Grid) -> str:
     rows = [["length, pairs", "variant", "n", *(f"width {width}" for width in grid.widths)]]
     for (task, variant, _), cells in grid.rows.items():
         figures, counts = dict.fromkeys(grid.widths, "–"), []
-        for width, cell in cells.items():
-            (rate, accuracies), tried = grid.best(cell), len(grid.known(cell))
+        for width, arms in cells.items():
+            (rate, accuracies), tried = grid.best(arms), len(grid.known(arms))
             if accuracies:
                 counts.append(len(accuracies))
-                some = f", {tried} of {len(grid.cells[cell])} rates" if tried < len(grid.cells[cell]) else ""
+                some = f", {tried} of {len(arms)} rates" if tried < len(arms) else ""
                 figures[width] = f"{format_mean(accuracies)} ({rate:.3g}{some})"
         rows.append([task, variant, _range(counts or [0]), *figures.values()])
     return format_table(rows)
@@ -361,16 +358,16 @@ def _best_rates(grid: Grid) -> str:
 
 def _all_rates(grid: Grid) -> str:
     rows = [["length, pairs", "variant", "width", "parameters", *(f"lr {lr:.3g}" for lr in grid.rates)]]
-    for cell, arms in grid.cells.items():
+    for (task, variant, _, width), arms in grid.cells.items():
         figures = dict.fromkeys(grid.rates, "–")
-        for lr, accuracies in grid.known(cell).items():
+        for lr, accuracies in grid.known(arms).items():
             ends = _range([run["epochs"] for run in grid.reading.runs[arms[lr]["key"]]])
             if len(accuracies) > 1:
                 solved = sum(accuracy > arms[lr]["config"]["enough"] for accuracy in accuracies)
                 ends = f"{solved} of {len(accuracies)}, {ends}"
             figures[lr] = f"{format_mean(accuracies)} ({ends})"
         parameters = format_count(next(iter(arms.values()))["parameters"])
-        rows.append([cell.task, cell.variant, str(cell.width), parameters, *figures.values()])
+        rows.append([task, variant, str(width), parameters, *figures.values()])
     return format_table(rows)
 
 

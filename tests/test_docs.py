@@ -68,7 +68,7 @@ ENDINGS = {
 FOREIGN_FILES = {
     "validate.py", "benchmark.py",          # scripts of timm's
     "ab.png", "mine.yaml",                  # the reader's
-    "eval-last-imagenette-val-raw-mapped.json",  # put together from what was evaluated
+    "eval-last-val.json",  # put together from what was evaluated
 }
 # fmt: on
 FOREIGN_OPTIONS = {
@@ -324,7 +324,7 @@ NOT_RUN = {
     "keep_in_memory(": "data, DIR",
     "loader.set_epoch(3": "data, DIR",
     "split_transform(": "data, and a GPU",
-    "load_classifier(": "a run, or the network",
+    "load_model(": "a run, or the network",
     "model.cuda()": "a GPU",
     "custom_translation_table=": "a module of the reader's",
     'create_model("vim_small", pretrained=True)': "the network",

@@ -143,14 +143,12 @@ def test_two_processes_count_what_one_counts(run, tmp_path):
         "--out", str(tmp_path / "two.json"), *details(str(tmp_path / "two"))])  # fmt: skip
     assert done.wait() == [0, 0], done.text
     assert done.text.count("count 37 of 37") == 1
-    assert done.text.count("images/s") == 1
     two = json.loads((tmp_path / "two.json").read_text())
     assert (one["processes"], two["processes"]) == (1, 2)
     for key in "count", "top1_count", "top5_count", "weights":
         assert one[key] == two[key]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert one == json.loads((tmp_path / "one.json").read_text())
-    assert one["images_per_s"] is None and two["images_per_s"] > 0  # one batch, and several
     assert one["precision"] == "fp32"
 
     # What they say of every sample is the same, and adds up to the totals.
@@ -179,8 +177,8 @@ def table(path):
 
 
 def test_a_thousand_classes_make_a_picture_that_can_be_looked_at(tmp_path):
-    numbers = torch.arange(5000).numpy() % 1300
-    draw_confusion(tmp_path / "many.png", numbers, numbers[::-1], [f"class {i}" for i in range(1300)])
+    numbers = torch.arange(5000).numpy() % 1000
+    draw_confusion(tmp_path / "many.png", numbers, numbers[::-1], [f"class {i}" for i in range(1000)])
     with Image.open(tmp_path / "many.png") as picture:
         assert 500 < picture.width < 4000 and 500 < picture.height < 4000
 
@@ -289,20 +287,19 @@ def test_every_evaluation_has_its_own_file(run, named, tmp_path, capsys):
         return sorted(path.name for path in named.glob("*.json"))
 
     assert files() == ["eval-val.json"]
-    assert files("--data", str(data)) == ["eval-other-val.json", "eval-val.json"]
-    assert files("--raw") == ["eval-other-val.json", "eval-val-raw.json", "eval-val.json"]
+    assert files("--data", str(data)) == ["eval-val-2.json", "eval-val.json"]
+    assert files("--raw") == ["eval-val-2.json", "eval-val-3.json", "eval-val.json"]
     before = {path: path.read_bytes() for path in named.glob("*.json")}
     capsys.readouterr()
-    assert "eval-val-2.json" in files("--precision", "bf16")
-    assert "saved as" in capsys.readouterr().out
-    assert "eval-other-val-2.json" in files("--data", str(shutil.copytree(data, tmp_path / "moved" / "other")))
-    assert len(files("--checkpoint", str(named / "last.pt"))) == 6
+    assert "eval-val-4.json" in files("--precision", "bf16")
+    assert f"saved as {named / 'eval-val-4.json'}\n" in capsys.readouterr().out
+    assert "eval-last-val.json" in files("--checkpoint", str(named / "last.pt"))
     assert all(path.read_bytes() == text for path, text in before.items())
 
     # The same evaluation again replaces its result, also by way of another batch size.
-    assert len(files("--batch-size", "5")) == 6
+    assert len(files("--batch-size", "5")) == 5
     assert json.loads((named / "eval-val.json").read_text())["batch_size"] == 5
-    assert json.loads((named / "eval-val-2.json").read_text())["precision"] == "bf16"
+    assert json.loads((named / "eval-val-4.json").read_text())["precision"] == "bf16"
 
 
 def test_what_is_there_is_not_written_over(named, tmp_path, capsys):
@@ -326,7 +323,7 @@ def test_a_result_that_cannot_be_saved_is_printed(named, capsys):
         )
     said = capsys.readouterr()
     assert exit.value.code == 1 and "count 37 of 37" in said.out
-    assert said.err.count("\n") == 1 and "out.json cannot be written" in said.err
+    assert said.err.count("\n") == 1 and "best.pt: File exists" in said.err
 
 
 def test_a_bare_state_dict_brings_no_data(run, tmp_path, capsys):
@@ -379,8 +376,6 @@ def test_a_run_stands_before_or_behind_the_options_or_is_their_checkpoint(run, t
         eval_script.main(words)
         for words in ([str(run), *options], [*options, str(run)], [*options, "--checkpoint", str(run)])
     ]
-    for result in found:
-        result.pop("images_per_s")
     assert found[0] == found[1] == found[2] and found[0]["checkpoint"] == str(run / "best.pt")
 
 

@@ -2,28 +2,17 @@
 
 import sys
 from importlib import import_module
-from importlib.machinery import ModuleSpec
-from importlib.util import find_spec, spec_from_file_location
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 __all__ = ["VisionLonghorn", "__version__"]
 __version__ = "0.1.0"
 
-
-class _Checkout:
-    """Finds the kernels of a checkout, which stand beside this folder. An installed package holds them inside."""
-
-    folder = Path(__file__).resolve().parent.parent / "kernels"
-
-    @classmethod
-    def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name != f"{__name__}.kernels" or not (cls.folder / "contract.py").is_file():
-            return None
-        return spec_from_file_location(name, cls.folder / "__init__.py", submodule_search_locations=[str(cls.folder)])
-
-
-sys.meta_path.append(_Checkout)  # the last finder: an installed package's own kernels come first
+# A checkout has its kernels beside this folder, an installed package inside it.
+_CHECKOUT = Path(__file__).resolve().parent.parent
+if (_CHECKOUT / "kernels" / "contract.py").is_file():
+    __path__.append(str(_CHECKOUT))
 
 
 def _is_own_command() -> bool:

@@ -1,41 +1,35 @@
-"""A training run as a model folder in the Hugging Face hub's layout, or on the hub, with a model card.
+"""A training run as a model folder in the Hugging Face hub's layout, with a model card.
 
-    python -m vision_longhorn.hub runs/NAME/best.pt FOLDER              # timm.create_model("local-dir:FOLDER", ...)
-    python -m vision_longhorn.hub runs/NAME/best.pt USER/MODEL --push   # timm.create_model("hf-hub:USER/MODEL", ...)
+    python -m vision_longhorn.hub runs/NAME/best.pt FOLDER      # timm.create_model("local-dir:FOLDER", ...)
+    hf upload USER/MODEL FOLDER                                 # timm.create_model("hf-hub:USER/MODEL", ...)
 
 timm's `save_for_hf` does the work. Added are the run's own class names, the card, and a configuration that transformers
 takes, too.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vision_longhorn.class_names import readable_names
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.errors import UserError, one_line, reason
+from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import write_hash, written_aside
 from vision_longhorn.loading import checkpoint_names, load_run
 from vision_longhorn.outputs import check_output
 
 # What takes long to import is imported where it is used: the command line is read before.
-if TYPE_CHECKING:
-    from vision_longhorn.models.create import TimmModel
-
 USAGE = """`import vision_longhorn` makes timm know the architecture.
 
 ```python
 import timm, torch, vision_longhorn
 from PIL import Image
 
-model = timm.create_model("{source}", pretrained=True).eval()
+model = timm.create_model("{source}", pretrained=True).eval()    # of the hub: "hf-hub:USER/MODEL"
 transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
 with torch.no_grad():
     scores = model(transform(Image.open("image.png").convert("RGB"))[None])   # (1, {num_classes})
@@ -56,7 +50,7 @@ CITATIONS = [
 ]
 
 
-def model_card(model: TimmModel, source: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
+def model_card(model: Any, source: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
     """Describe a model, in the form in which `push_to_hf_hub` takes its `model_card`.
 
     Args:
@@ -108,15 +102,11 @@ def _training_details(checkpoint: dict[str, Any]) -> dict[str, str]:
 
 
 def _public(place: str | None) -> str:
-    """A place of data without what may be secret: a URL without user and query, the last name of a path."""
+    """The last name of a path; nothing of URLs and commands, which may hold a password."""
     if place is None:
         return "unknown"
-    if place[:5].lower() == "pipe:":
-        return "shards that a command prints"
-    scheme, colon, rest = place.partition("://")
-    if colon and scheme.lower() != "file":
-        return f"{scheme}://{re.sub(r'^[^/]*@', '', rest).partition('?')[0]}"
-    return next((name for name in re.split(r"[/\\]", place)[::-1] if name.strip(".~")), "a folder")
+    is_path = "://" not in place and not place.startswith("pipe:")
+    return re.split(r"[/\\]", place.rstrip("/\\"))[-1] if is_path else "shards from a URL or a command"
 
 
 def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -136,79 +126,40 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     `path` is as `load_run` takes it, `license` the hub's identifier of the weights' licence, such as "mit".
     """
     from safetensors import SafetensorError
-
-    _check_license(license)
-    folder = Path(folder)
-    check_output("folder", folder)
-    run = load_run(path)
-    try:
-        with written_aside(folder) as aside:
-            aside.mkdir()
-            _write(aside, *run, license, f"local-dir:{folder.name}")
-            write_hash(aside / "model.safetensors")
-    except (OSError, SafetensorError) as error:  # the second on a full disk, for one
-        raise UserError(
-            f"{folder} cannot be written ({reason(error)}): name a folder where you may write, with room for it"
-        ) from error
-
-
-def _write(folder: Path, model: TimmModel, checkpoint: dict[str, Any], license: str | None, source: str) -> None:
-    """Write weights, configuration and card into `folder`; `source` is what will load them."""
     from timm.models import save_for_hf
     from timm.models._hub import generate_readme
 
-    model.pretrained_cfg["license"] = license
-    arguments = checkpoint["config"]["model_kwargs"]
-    save_for_hf(model, str(folder), _labels(checkpoint), arguments, safe_serialization=True)
-    # timm writes the number of classes beside the model's arguments and among them, and transformers hands on both.
-    file = folder / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["model_args"].pop("num_classes", None)
-    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    # safetensors lets only the owner read what it writes.
-    shutil.copymode(file, folder / "model.safetensors")
-    card = generate_readme(model_card(model, source, checkpoint), re.split("[:/]", source)[-1])
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-def _push_run(path: str, name: str, license: str | None, private: bool) -> str:
-    """Upload a run as the model `name` of the hub, and return the address. A card that is there already stays."""
-    from huggingface_hub import HfApi
-
-    _check_license(license)
-    run = load_run(path)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            _write(Path(folder), *run, license, f"hf-hub:{name}")
-            api = HfApi(library_name="vision-longhorn")
-            repo = api.create_repo(name, private=private, exist_ok=True).repo_id
-            kept = ["README.md"] if api.file_exists(repo_id=repo, filename="README.md") else None
-            return str(api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=kept))
-    except Exception as error:  # the hub's client raises its own types, and those of its HTTP library, by versions
-        raise UserError(
-            f"{name} could not be pushed ({type(error).__name__}: {one_line(error)}): give USER/MODEL; `hf auth "
-            "whoami` tells whether you are logged in"
-        ) from error
-
-
-def _check_license(license: str | None) -> None:
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         raise UserError(f"--license is {license!r}: give an identifier of the hub, in small letters, such as mit")
+    folder = Path(folder)
+    check_output("folder", folder)
+    model, checkpoint = load_run(path)
+    model.pretrained_cfg["license"] = license
+    arguments = checkpoint["config"]["model_kwargs"]
+    try:
+        with written_aside(folder) as aside:
+            save_for_hf(model, str(aside), _labels(checkpoint), arguments, safe_serialization=True)
+            # timm writes the number of classes beside the model's arguments and among them, and transformers hands on
+            # both.
+            file = aside / "config.json"
+            config = json.loads(file.read_text(encoding="utf-8"))
+            config["model_args"].pop("num_classes", None)
+            file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+            # safetensors lets only the owner read what it writes.
+            shutil.copymode(file, aside / "model.safetensors")
+            card = generate_readme(model_card(model, f"local-dir:{folder.name}", checkpoint), folder.name)
+            (aside / "README.md").write_text(card, encoding="utf-8")
+            write_hash(aside / "model.safetensors")
+    except (OSError, SafetensorError) as error:  # the second on a full disk, for one
+        raise UserError(f"{folder} cannot be written ({reason(error)}): name another place for it") from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = Parser(description=__doc__.splitlines()[0])
+    parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
-    parser.add_argument("target", help="the folder to make, or with --push the hub's USER/MODEL")
+    parser.add_argument("target", help="the folder to make")
     parser.add_argument("--license", metavar="ID", help="the hub's identifier, such as mit [the card says unknown]")
-    parser.add_argument("--push", action="store_true", help="to the hub, with the token of `hf auth login`")
-    parser.add_argument("--private", action="store_true", help="with --push: make a repository that only you can see")
     args = parser.parse_args(argv)
-    if args.private and not args.push:
-        raise UserError("--private goes with --push: give both, or neither")
-    if args.push:
-        print(f"pushed: {_push_run(args.checkpoint, args.target, args.license, args.private)}")
-        return
     save_run_for_hub(args.checkpoint, args.target, args.license)
     print(f"wrote {args.target}")
 

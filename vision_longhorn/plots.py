@@ -1,22 +1,16 @@
 """PNG figures: the curves of runs, and what all plots have in common."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from vision_longhorn.errors import UserError, one_line
+from vision_longhorn.errors import UserError
 from vision_longhorn.files import written_aside
 from vision_longhorn.outputs import check_output
 
 # numpy, matplotlib and TensorBoard are imported where they are used: commands check their --out by this module first.
-if TYPE_CHECKING:
-    import numpy as np
-    from matplotlib.figure import Figure
-
 _SOFTWARE = "vision-longhorn "  # with the tool, what a PNG says made it
 # Older runs called the accuracies so; such a run may have gone on since.
 FORMER_TAGS = {
@@ -27,7 +21,7 @@ FORMER_TAGS = {
 }
 
 
-def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def read_scalars(run: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads the TensorBoard events in a run's folder: for each tag (epochs, values), two float64 arrays.
 
     Raises:
@@ -52,30 +46,20 @@ def read_scalars(run: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.
     return {tag: (np.interp(steps, *raw["train/epoch"]), values) for tag, (steps, values) in raw.items()}
 
 
-def new_figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Any:
     """A matplotlib figure of this size in inches. It needs no display, and pyplot does not keep it."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
-def save_png(figure: Figure, out: str | os.PathLike[str], dpi: float, tool: str) -> None:
+def save_png(figure: Any, out: str | os.PathLike[str], dpi: float, tool: str) -> None:
     """Writes a figure as a PNG that names the `tool` which made it. Makes the folder if it is missing.
 
-    Raises:
-        UserError: The file cannot be written. An earlier file at `out` is still there.
+    Where writing fails, an OSError names the file, and an earlier one at `out` is still there.
     """
-    try:
-        with written_aside(out) as aside:
-            figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _SOFTWARE + tool})
-    except OSError as error:
-        raise UserError(
-            f"{out} cannot be written ({error.strerror or one_line(error)}): name a file in a folder "
-            "that you may write to"
-        ) from error
+    with written_aside(out) as aside:
+        figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _SOFTWARE + tool})
 
 
 def check_png(out: str, tool: str, others: Sequence[str] = ()) -> None:
@@ -100,7 +84,8 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
     """Plots accuracy, loss and learning rate of runs into the PNG `out`, each run in its own colour.
 
     Raises:
-        UserError: A run has no curves, or the PNG cannot be written.
+        UserError: A run has no curves.
+        OSError: The PNG cannot be written.
     """
     from matplotlib.lines import Line2D
 
@@ -113,9 +98,7 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
         "loss": {"train/loss": ":", "val/loss": "-", "val_ema/loss": "--"},
         "learning rate": {"train/lr": "-"},
     }
-    averages = any("accuracy/top1_ema" in scalars for scalars in curves.values())
-    kinds: dict[Any, str] = {"-": "raw weights", "--": "EMA weights"} if averages else {"-": "evaluation"}
-    kinds[":"] = "training loss"
+    kinds: dict[Any, str] = {"-": "raw weights", "--": "EMA weights", ":": "training loss"}
     figure = new_figure(15, 5)
     for axes, (title, styles) in zip(figure.subplots(1, 3), panels.items(), strict=True):
         for number, scalars in enumerate(curves.values()):

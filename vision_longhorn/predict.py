@@ -7,21 +7,14 @@
 Images go through the transform by which the model is evaluated.
 """
 
-from __future__ import annotations
-
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError
 from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import Range
-
-if TYPE_CHECKING:
-    from vision_longhorn.models.create import TimmModel
 
 FORMATS = ("text", "csv", "json")
 
@@ -77,29 +70,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if args.maps is not None:
         check_output("--maps", args.maps, others=[args.out] if args.out else [])
     return args
-
-
-def load_classifier(
-    source: str | os.PathLike[str] | None = None, name: str | None = None
-) -> tuple[TimmModel, list[str] | None, list[str] | None]:
-    """Loads a classifier and the names of its classes.
-
-    Args:
-        source: A run's folder (then its best.pt), a checkpoint of a run, or a source of `runs.timm_source`.
-        name: In its place a timm name, "hf-hub:USER/MODEL" or "local-dir:FOLDER", whose pretrained weights are loaded.
-
-    Returns:
-        (model, class names, names for people): the model in training mode on the CPU, its `pretrained_cfg` with the
-        evaluation transform; lists by index, None where unknown.
-
-    Raises:
-        UserError: There is no such model, or it has no classes.
-    """
-    from vision_longhorn.loading import load_model  # for which --help need not wait
-
-    loaded = load_model(None if name else source, name)
-    loaded.check_classes()
-    return loaded.model, loaded.class_names, loaded.display_names
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ COMMANDS = {
     "shards": "make, check and index shards",
     "curves": "draw the curves of runs",
     "export": "a run as ONNX, AOTInductor package or model folder",
-    "hub": "a run as a model folder for timm, or on the Hugging Face hub",
+    "hub": "a run as a model folder for timm and the Hugging Face hub",
     "maps": "what a model's states forget and write, as pictures",
 }
 

@@ -1,7 +1,6 @@
 """What all command lines share: options that check what was typed, and errors of one line with exit code 1."""
 
 import argparse
-import codecs
 import os
 import re
 import sys
@@ -15,16 +14,6 @@ from vision_longhorn.settings import COUNT, Range
 from vision_longhorn.signals import end_commands, note_launcher
 
 
-def _show(error: Any) -> tuple[str | bytes, int]:
-    """Encodes a letter that the output's encoding lacks: a byte of a file's name as it is, others as \\u65e5."""
-    error.end = error.start + 1
-    is_byte = "\udc80" <= error.object[error.start] <= "\udcff"
-    return codecs.lookup_error("surrogateescape" if is_byte else "backslashreplace")(error)
-
-
-codecs.register_error("vision_longhorn_shown", _show)
-
-
 def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """Runs `main()`, and ends the process where it fails.
 
@@ -35,7 +24,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
         # Each line appears at once, in a file too. A terminal need not know all letters of a path.
-        sys.stdout.reconfigure(line_buffering=True, errors="vision_longhorn_shown")
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
         return main()

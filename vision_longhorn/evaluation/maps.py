@@ -13,7 +13,7 @@ over the channels. docs/timm.md ("Looking inside") tells how to read both.
 
 import contextlib
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,8 @@ class TokenMaps(NamedTuple):
     # fmt: off
     forgetting: Tensor                   # (depth, B, 2, H, W), H x W patches
     write: Tensor                        # (depth, B, 2, H, W)
-    class_forgetting: Optional[Tensor]   # (depth, B, 2), of the class token; None in a model without one
-    class_write: Optional[Tensor]
+    class_forgetting: Tensor | None      # (depth, B, 2), of the class token; None in a model without one
+    class_write: Tensor | None
     arrows: tuple[str, ...]              # the ways in which the two scans of each block go over the image, such as "→←"
     # fmt: on
 
@@ -98,9 +98,7 @@ def shown(image: Tensor, settings: dict[str, Any]) -> Any:
     return (image * std + mean).clamp(0, 1).permute(1, 2, 0).numpy()
 
 
-def plot_maps(
-    maps: TokenMaps, image: Any, out: str | Path, layers: Optional[list[int]] = None, sample: int = 0
-) -> None:
+def plot_maps(maps: TokenMaps, image: Any, out: str | Path, layers: list[int] | None = None, sample: int = 0) -> None:
     """Plots the maps of one image into a PNG: a row for each block, and an arrow above each map that tells in which way
     the scan goes over the image.
 
@@ -112,7 +110,8 @@ def plot_maps(
         sample: Index of the image in the batch of `maps`.
 
     Raises:
-        UserError: There is no such block, or the PNG cannot be written.
+        UserError: There is no such block.
+        OSError: The PNG cannot be written.
     """
     depth = len(maps.write)
     layers = list(range(depth)) if layers is None else layers

@@ -9,10 +9,13 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from matplotlib.colors import PowerNorm
+from sklearn.metrics import ConfusionMatrixDisplay, confusion_matrix
 
 from vision_longhorn.class_names import ClassMap
 from vision_longhorn.files import csv_file
 from vision_longhorn.plots import new_figure, save_png
+
+MOST_DRAWN = 1000  # classes, of which a picture still shows each
 
 
 class Predictions:
@@ -86,7 +89,8 @@ class Predictions:
             writer.writerow(["target", *labels])
             for i, label in enumerate(labels):
                 writer.writerow([label, *np.bincount(columns[rows == i], minlength=k).tolist()])
-        draw_confusion(folder / "confusion.png", rows, columns, [names[i] for i in self.classes.tolist()])
+        if k <= MOST_DRAWN:
+            draw_confusion(folder / "confusion.png", rows, columns, [names[i] for i in self.classes.tolist()])
 
 
 def draw_confusion(
@@ -94,29 +98,17 @@ def draw_confusion(
 ) -> None:
     """Draws a confusion matrix into a PNG, each row as shares of its class's samples.
 
-    Targets and predictions are int arrays (samples,), indices into `names`. Of more than 1,000 classes, neighbours
-    share a cell.
+    Targets and predictions are int arrays (samples,), indices into `names`.
     """
     k = len(names)
-    side = min(k, 1000)
-    cells = targets * side // k * side + predicted * side // k
-    matrix = np.bincount(cells, minlength=side * side).reshape(side, side)
-    shares = matrix / np.maximum(matrix.sum(1, keepdims=True), 1)
+    shares = confusion_matrix(targets, predicted, labels=range(k), normalize="true")
     inches = 4.5 + 0.3 * min(k, 20)
     figure = new_figure(inches + 1, inches)
     axes = figure.subplots()
     # A linear scale would draw rare confusions, most of them among many classes, as white as none.
-    extent = (-0.5, k - 0.5, k - 0.5, -0.5)
-    drawn = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.4, 0, 1), interpolation="nearest", extent=extent)
-    ticks = (0, 0.01, 0.05, 0.1, 0.2, 0.5, 1)
-    figure.colorbar(drawn, ax=axes, label="share of the class's samples", fraction=0.046, format="%g", ticks=ticks)
-    axes.set(xlabel="predicted", ylabel="true class")
-    if k <= 40:
-        short = [name if len(name) <= 24 else f"{name[:23]}\N{HORIZONTAL ELLIPSIS}" for name in names]
-        axes.set_xticks(range(k), short, rotation=90, fontsize=8)
-        axes.set_yticks(range(k), short, fontsize=8)
-    if k <= 20:
-        centred: Any = dict(ha="center", va="center", fontsize=7)
-        for i, j in zip(*matrix.nonzero(), strict=True):
-            axes.text(j, i, matrix[i, j], color="white" if shares[i, j] > 0.3 else "black", **centred)
-    save_png(figure, path, dpi=max(100, 2 * side / inches), tool="eval")
+    colours: Any = dict(cmap="Blues", im_kw=dict(norm=PowerNorm(0.4, 0, 1)))
+    shown = ConfusionMatrixDisplay(shares, display_labels=[name[:24] for name in names])
+    shown.plot(ax=axes, include_values=k <= 20, values_format=".2g", xticks_rotation="vertical", **colours)
+    if k > 40:
+        axes.set(xticks=[], yticks=[])
+    save_png(figure, path, dpi=max(100, 2 * k / inches), tool="eval")

@@ -27,16 +27,8 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of o and weight; that of z is written to `dz`.
-
-    Args:
-        dy: (B, L, D), dtype of z, its last axis contiguous; the gradient of y.
-        o, z, weight, eps: as given to `forward`.
-        dz: (B, L, D), dtype of z, its last axis contiguous.
-
-    Returns:
-        The gradients of o, (2, B, L, D) in its dtype, and of weight, (2, D) in float32 (float64).
-    """
+    """The gradients of o, (2, B, L, D) in its dtype, and of weight, (2, D) in float32 (float64), from dy, that of y.
+    That of z is written to `dz`. dy and dz are (B, L, D) in the dtype of z, and their last axes are contiguous."""
     dtype, o = o.dtype, o.to(wide(o))
     weight, dy, z = weight.to(o.dtype), dy.to(o.dtype), z.to(o.dtype)
     scale = _scale(o, eps)

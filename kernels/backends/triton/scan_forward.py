@@ -142,8 +142,8 @@ def _forward_kernel(
                 ok = at.d_ok & inside
                 tl.store(y_row + offset_of(t, D, form.ALIGNED), (y * scale).to(y_ptr.dtype.element_ty), mask=ok)
         if form.SAVE and UNDOES:
-            left = tl.maximum(at.end - i - U, 0)
-            if ((i + U) % form.T) * left == 0:  # either is zero; older interpreters have no `|`
+            # Either is zero; older interpreters have no `|`.
+            if ((i + U) % form.T) * tl.maximum(at.end - i - U, 0) == 0:
                 walk.store_state(saved_ptr, D, S, at, form)
                 saved_ptr += B.to(tl.int64) * (form.N * D)
         xs, us, zs = then

@@ -15,7 +15,7 @@ from tests.fuzz.process import Result
 Words = Sequence[str | Path]
 # Options whose value may be right and then takes longer than a case has, or whose work is another machine's
 LONG = {
-    "--compile", "--pretrained", "--push", "--speed", "--cuda-graphs", "--epochs", "--batch", "--img-size",
+    "--compile", "--pretrained", "--speed", "--cuda-graphs", "--epochs", "--batch", "--img-size",
     "--workers",
 }  # fmt: skip
 COUNTS = {
