@@ -28,6 +28,7 @@ from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
+from vision_longhorn.training.fsdp import shard
 from vision_longhorn.training.step import TrainStep
 
 CLASSES = 1000
@@ -49,7 +50,8 @@ def work(args: argparse.Namespace) -> None:
     accelerator = setup.start_processes(cfg, Path())
     device, gpu = accelerator.device, accelerator.device.type == "cuda"
     model, _ = setup.build_model(cfg, CLASSES, accelerator, resuming=False)
-    setup.share_out(cfg, [model], accelerator)
+    if cfg.fsdp:
+        shard(accelerator, model, compress_gradients=cfg.compress_gradients)
     optimizer = setup.build_optimizer(cfg, model, cfg.lr)
     net = setup.wrap(cfg, model, optimizer, size, accelerator).train()
     step = TrainStep(accelerator, model, net, F.cross_entropy, optimizer)

@@ -226,10 +226,7 @@ def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) ->
     values = _merge(Config, {"model": Config.model, **base, **facts.get(whole["data"], {})}, parts)
     values["model"] = whole.get("model", values["model"])
     config = Config(**{key: value for key, value in values.items() if key not in Config.named("host", "start")})
-    if not any("warmup_epochs" in part.get("overrides", {}) for part in parts):
-        config.shorten_warmup()
-    for fault in config.faults():
-        raise UserError(fault)
+    config.check_new(own_warmup=any("warmup_epochs" in part.get("overrides", {}) for part in parts))
     return config
 
 

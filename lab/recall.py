@@ -111,8 +111,7 @@ class RecallRun:
                 self.save()
                 self.folder.write_history(self.history)
         self.folder.write_history(self.history)  # of a run that was killed before it could
-        if self.folder.log:
-            self.folder.log.finish(self.cfg, max(entry["val"]["top1"] for entry in self.history))
+        self.folder.finish(max(entry["val"]["top1"] for entry in self.history))
 
     def train_epoch(self, signals: StopSignals) -> None:
         """Makes the updates of an epoch, evaluates, and reports both."""
@@ -144,11 +143,10 @@ class RecallRun:
             f"epoch {epoch + 1:3d}  loss {entry['train_loss']:.4f}  {rate:,.0f} sequences/s  "
             f"accuracy {entry['val']['top1']:.2f} %"
         )
-        if self.folder.log:
-            curves = {f"train/{key}": entry[key] for key in ("lr", "images_per_s", "epoch")}
-            curves |= {"train/loss": entry["train_loss"], "train/skipped": self.skipped}
-            self.folder.log.add(curves, self.updates)
-            self.folder.log.add_results({"val": entry["val"]}, self.updates)
+        curves = {f"train/{key}": entry[key] for key in ("lr", "images_per_s", "epoch")}
+        curves |= {"train/loss": entry["train_loss"], "train/skipped": self.skipped}
+        self.folder.add(curves, self.updates)
+        self.folder.add_results({"val": entry["val"]}, self.updates)
 
     def update(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Makes an update by the samples of these numbers, (batch_size,) int64: its loss and the gradient's norm."""

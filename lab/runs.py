@@ -12,7 +12,7 @@ import yaml
 from lab.plan import Trial
 from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import LOCK, FolderLock, read_json, write_text
+from vision_longhorn.files import LOCK, lock_folder, read_json, write_text
 from vision_longhorn.plots import read_scalars
 from vision_longhorn.runs import Run
 
@@ -50,7 +50,7 @@ class TrialFolder(Run):
         """Whether another process writes there."""
         if (self.path / LOCK).exists():
             try:
-                FolderLock(self.path).release()
+                lock_folder(self.path).close()
             except UserError:
                 return True
         return False

@@ -17,7 +17,7 @@ from vision_longhorn.data import open_shards
 from vision_longhorn.data.loader import cores
 from vision_longhorn.data.sharding import make_digits
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import FolderLock, read_json, write_text
+from vision_longhorn.files import lock_folder, read_json, write_text
 from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import DIGITS
 from vision_longhorn.signals import StopSignals
@@ -58,7 +58,7 @@ class Session:
         self.out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
             if not args.report:  # which may look on
-                held.callback(FolderLock(self.out).release)  # one at a time: two would start the same runs
+                held.enter_context(lock_folder(self.out))  # one at a time: two would start the same runs
             if args.speed:
                 return self.measure_speeds()
             self.check()

@@ -398,7 +398,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path, monkeypatch, capsys):
     (tmp_path / "bad.pt").write_bytes(pickle.dumps(Opener()))
     torch.save({"state_dict": Opener()}, tmp_path / "bad2.pt")
     (tmp_path / "ran").unlink(missing_ok=True)
-    for name, reason in ("bad.pt", "damaged"), ("bad2.pt", "and only tensors and plain values are read"):
+    for name, reason in ("bad.pt", "damaged"), ("bad2.pt", "more than tensors and plain values"):
         fails_with_one_line(eval_script.main, ["--checkpoint", name, "--data", "x"], capsys, name, reason)
     assert not (tmp_path / "ran").exists()
 

@@ -59,18 +59,6 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused_or_has_its_tensors(tmp_path)
     assert refused > 100
 
 
-def test_a_damaged_checkpoint_names_the_newest_that_is_whole(tmp_path):
-    for updates in 2, 3, 10:
-        Run(tmp_path).save({**STATE, "updates": updates}, keep=3, is_best=updates == 2)
-    data = (tmp_path / "last.pt").read_bytes()
-    flip(tmp_path / "last.pt", 8 * data.index(torch.arange(6.0).numpy().tobytes()))  # and with it update 10's
-    with pytest.raises(UserError, match=r"last.pt is damaged .*; \S*update-0000003.pt is whole"):
-        load_checkpoint(tmp_path / "last.pt")
-    (tmp_path / "update-0000003.pt").write_bytes(data[:-20])
-    with pytest.raises(UserError, match=r"update-0000002.pt is whole"):
-        load_checkpoint(tmp_path / "last.pt")
-
-
 def test_files_of_others_need_no_checksum(tmp_path):
     torch.serialization.set_crc32_options(False)
     try:
@@ -267,6 +255,6 @@ def test_a_study_writes_over_no_table_of_others(tmp_path):
 
 def test_the_demos_shards_replace_none_of_the_same_name(tmp_path):
     (tmp_path / "val-000000.tar").write_text("mine")
-    with pytest.raises(UserError, match="holds another val-000000.tar than the digits'"):
+    with pytest.raises(UserError, match="holds other data than the digits; name another folder"):
         shards.main(["digits", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["val-000000.tar"]

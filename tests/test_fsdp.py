@@ -131,7 +131,7 @@ def test_sharded_updates_that_are_not_finite_change_nothing(tmp_path, words):
 
 
 def test_what_cannot_be_sharded_is_said():
-    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2)
+    accelerator = SimpleNamespace(device=torch.device("cpu"), num_processes=2, scaler=None)
     with pytest.raises(UserError, match="ResNet"):
         shard(accelerator, timm.create_model("test_resnet"))
     with pytest.raises(UserError, match="compress_gradients"):

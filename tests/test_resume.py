@@ -49,7 +49,7 @@ from vision_longhorn.training import trainer, updates
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.folder import set_aside
 from vision_longhorn.training.setup import SoftTargetCrossEntropy, load_optimizer
-from vision_longhorn.training.step import step_if_finite
+from vision_longhorn.training.step import TrainStep
 from vision_longhorn.training.updates import UpdateMonitor
 
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -313,10 +313,9 @@ def test_what_was_started_not_to_hear_ctrl_c_does_not():
 
 def hold(folder, connection):
     """Holds a run's folder until it is killed."""
-    held = files.FolderLock(folder)
-    connection.send("held")
-    time.sleep(600)
-    held.release()
+    with files.lock_folder(folder):
+        connection.send("held")
+        time.sleep(600)
 
 
 def test_two_processes_do_not_write_one_run(tmp_path, undisturbed, capsys):
@@ -358,12 +357,13 @@ def test_a_run_whose_launcher_was_ended_saves_and_ends(tmp_path, arguments):
     assert (tmp_path / "run" / "last.pt").exists()
 
 
-def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(files.fcntl, "lockf", refuse)
-    assert "cannot be locked" in files.FolderLock(tmp_path).note
+    files.lock_folder(tmp_path).close()
+    assert "cannot be locked" in capsys.readouterr().out
 
 
 def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_path, undisturbed, capsys, monkeypatch):
@@ -543,83 +543,36 @@ def updates_in(folder):
     return list(runs.Run(folder).checkpoints())
 
 
-def save_epochs(folder, top1, per_epoch=2, made=0, keep=99):
-    """Saves what a run does whose epochs have these accuracies, each update; its number stands for the weights."""
-    state = dict(history=[], epoch=0, best_metric=-1.0, facts={"updates_per_epoch": per_epoch}, updates=made)
-    for value in top1:
-        for step in range(per_epoch):
-            state["updates"] += 1
-            end, best = step == per_epoch - 1, state["best_metric"]
-            if end:
-                state["epoch"] += 1
-                state["history"] = [*state["history"], {"epoch": state["epoch"], "val": {"top1": value}}]
-                state["best_metric"] = max(best, value)
-            weights = {"a": torch.tensor([state["updates"]])}
-            runs.Run(folder).save({**state, "state_dict": weights}, keep, is_best=end and value > best)
+def save_updates(folder, count, best):
+    """Saves what a run does, each update; its number stands for the weights."""
+    for number in range(1, count + 1):
+        state = {"updates": number, "state_dict": {"a": torch.tensor([number])}}
+        runs.Run(folder).save(state, keep=99, is_best=number == best)
     (folder / "metrics.json").write_text("[]")
 
 
-@pytest.mark.parametrize(
-    "top1, start, left, best",
-    [
-        ([1.0, 3.0, 2.0], "update-0000003.pt", [1, 2, 3], 2),  # the best of those that are left gets its name
-        ([1.0, 3.0, 2.0], "update-0000005.pt", [1, 2, 3, 4, 5], 4),
-        ([1.0, 3.0, 2.0], "best.pt", [1, 2, 3, 4], 4),
-        ([1.0, 2.0, 3.0], "update-0000005.pt", [1, 2, 3, 4, 5], 4),
-        ([1.0, 3.0], "update-0000001.pt", [1], None),
-    ],
-)
+@pytest.mark.parametrize("start", ["update-0000003.pt", "best.pt"])
 @pytest.mark.parametrize("links", [True, False])
-def test_a_run_that_goes_back_sets_aside_what_lies_beyond(tmp_path, monkeypatch, links, top1, start, left, best):
+def test_a_run_that_goes_back_sets_aside_all_but_its_checkpoint(tmp_path, monkeypatch, links, start):
     if not links:
         monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
-    save_epochs(tmp_path, top1)
-    before = {name: load_checkpoint(tmp_path / name)["updates"] for name in ("best.pt", "last.pt")}
-    aside = set_aside(runs.Run(tmp_path), tmp_path / start, left[-1])
-    assert updates_in(tmp_path) == left and aside == tmp_path / "before-1"
-    assert updates_in(aside) == list(range(left[-1] + 1, 2 * len(top1) + 1))
-    assert load_checkpoint(tmp_path / "last.pt")["updates"] == left[-1]
-    assert load_checkpoint(aside / "last.pt")["updates"] == before["last.pt"]
+    save_updates(tmp_path, 6, best=3)
+    aside = set_aside(runs.Run(tmp_path), tmp_path / start)
+    assert aside == tmp_path / "before-1"
+    names = {name: [path.name for path in sorted(folder.glob("*.pt"))] for name, folder in
+             {"left": tmp_path, "aside": aside}.items()}  # fmt: skip
+    assert names["left"] == ["best.pt", "last.pt"] if start == "best.pt" else ["last.pt", start]
+    assert names["aside"] == sorted({"best.pt", "last.pt", *(f"update-000000{n}.pt" for n in range(1, 7))} - {start})
+    assert load_checkpoint(tmp_path / "last.pt")["updates"] == 3 and load_checkpoint(aside / "last.pt")["updates"] == 6
     assert (aside / "metrics.json").exists() and not (tmp_path / "metrics.json").exists()
-    if best is None:
-        assert not (tmp_path / "best.pt").exists()
-    else:
-        assert load_checkpoint(tmp_path / "best.pt")["updates"] == best
-    gone = before["best.pt"] > left[-1]
-    assert (aside / "best.pt").exists() == gone
-    if gone:
-        assert load_checkpoint(aside / "best.pt")["updates"] == before["best.pt"]
-    assert set_aside(runs.Run(tmp_path), tmp_path / "last.pt", left[-1]) is None
+    assert set_aside(runs.Run(tmp_path), tmp_path / "last.pt") is None
 
 
-def test_no_lesser_checkpoint_is_called_the_best_where_that_is_gone(tmp_path):
-    save_epochs(tmp_path, [1.0, 2.0, 3.0])
-    (tmp_path / "update-0000004.pt").unlink()
-    set_aside(runs.Run(tmp_path), tmp_path / "update-0000005.pt", 5)
-    assert not (tmp_path / "best.pt").exists() and load_checkpoint(tmp_path / "before-1/best.pt")["updates"] == 6
-
-
-def test_on_other_processes_the_best_stays_and_no_new_checkpoint_is_taken_for_an_old_one(tmp_path):
-    """Half as many updates in an epoch: the numbers of those to come lie below those that are there."""
-    save_epochs(tmp_path, [1.0, 3.0, 2.0], per_epoch=4)
-    set_aside(runs.Run(tmp_path), tmp_path / "last.pt", 6)  # of 12
-    assert load_checkpoint(tmp_path / "best.pt")["updates"] == 8 and updates_in(tmp_path) == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
-    runs.Run(tmp_path).save({"updates": 7, "state_dict": {"a": torch.zeros(1)}}, keep=2)
-    assert updates_in(tmp_path) == [6, 7] and updates_in(tmp_path / "before-1") == [
-        7,
-        8,
-        9,
-        10,
-        11,
-        12,
-    ]
+def test_the_last_checkpoint_by_either_name_is_no_way_back(tmp_path):
+    save_updates(tmp_path, 2, best=1)
+    for name in "last.pt", "update-0000002.pt":
+        assert set_aside(runs.Run(tmp_path), tmp_path / name) is None
+    assert updates_in(tmp_path) == [1, 2] and load_checkpoint(tmp_path / "best.pt")["updates"] == 1
 
 
 def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_path, arguments, capsys):
@@ -628,10 +581,12 @@ def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_p
     assert f"gone back behind is in {run / 'before-1'} now" in capsys.readouterr().out
     old, new = load_checkpoint(run / "before-1" / "last.pt"), load_checkpoint(run / "last.pt")
     assert all(torch.equal(value, old["state_dict"][key]) for key, value in new["state_dict"].items())
-    assert updates_in(run) == [3, 4, 5, 6, 7, 8] and list(runs.Run(run / "before-1").checkpoints()) == [6, 7, 8]
+    assert updates_in(run) == [5, 6, 7, 8] and updates_in(run / "before-1") == [3, 4, 6, 7, 8]
     assert [entry["epoch"] for entry in json.loads((run / "metrics.json").read_text())] == [1, 2]
-    best = max(new["history"], key=lambda entry: entry["val_ema"]["top1"])["epoch"]
-    assert new["best_metric"] == old["best_metric"] and load_checkpoint(run / "best.pt")["epoch"] == best
+    assert new["history"][-1]["val_ema"] == old["history"][-1]["val_ema"]
+    assert (
+        new["best_metric"] == new["history"][-1]["val_ema"]["top1"] and load_checkpoint(run / "best.pt")["epoch"] == 2
+    )
 
 
 def test_the_summary_is_a_table_also_where_epochs_were_not_evaluated(tmp_path):
@@ -648,12 +603,11 @@ def test_gradients_sent_in_bfloat16_are_nearly_those_sent_whole(tmp_path, argume
     assert norms[0] != norms[1] and norms[1] == pytest.approx(norms[0], rel=2e-2)
 
 
-def test_an_accumulation_that_accelerate_is_told_of_changes_nothing_and_is_said(tmp_path, arguments, undisturbed):
+def test_an_accumulation_that_accelerate_is_told_of_changes_nothing(tmp_path, arguments, undisturbed):
     """It would leave out the sum over the processes in three of four updates, and their weights would part."""
     asked = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     run = Run(tmp_path / "run", [*arguments, "--workers", "0"], environment=asked)
     assert run.wait() == [0, 0], run.text
-    assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS 4 changes nothing" in run.text
     same_run(undisturbed(2, 0), tmp_path / "run")
 
 
@@ -787,7 +741,7 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
     model.load_state_dict(saved["model"])
     second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
     settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1)
-    load_optimizer(settings, model, second, {"optimizer": saved["optimizer"], "config": {"opt": name}})
+    load_optimizer(settings, second, {"optimizer": saved["optimizer"], "config": {"opt": name}})
     step(second, inputs[4])
     assert torch.equal(model.weight, wanted)
 
@@ -797,9 +751,9 @@ def test_the_best_epoch_is_known_after_a_stop():
         made = object.__new__(trainer.Trainer)
         made.cfg, made.ema, made.model = Config(opt="sgd", resume="last.pt"), None, torch.nn.Linear(2, 2)
         made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
-        made.accelerator = SimpleNamespace(scaler=None)
-        made.monitor = SimpleNamespace(state_dict=dict, load_state_dict=lambda state: None)
-        made.data = SimpleNamespace(num_classes=2, names=dict)
+        made.accelerator = SimpleNamespace(scaler=None, is_main_process=True)
+        made.monitor = SimpleNamespace(state={}, load=lambda state: None)
+        made.num_classes, made.names = 2, {}
         made.facts = lambda: {"updates_per_epoch": 4}
         made.updates_per_epoch, made.epoch, made.updates = 4, 0, 0
         made.best, made.history, made.started = -1.0, [], "now"
@@ -838,26 +792,25 @@ def test_a_step_on_a_gpu_is_skipped_without_waiting_for_it():
     weight = torch.nn.Parameter(torch.ones(3, device="cuda"))
     optimizer = torch.optim.AdamW([weight], fused=True)
     weight.grad = torch.ones_like(weight)
-    step_if_finite(optimizer, weight.grad.norm())
+    step = TrainStep(SimpleNamespace(scaler=None), torch.nn.ParameterList([weight]), None, None, optimizer)
+    step.apply(weight.grad.norm())
     state = optimizer.state[weight]
     before = [value.clone() for value in (weight.detach(), state["exp_avg"], state["step"])]
     weight.grad = torch.full_like(weight, math.nan)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        step_if_finite(optimizer, weight.grad.norm())
+        step.apply(weight.grad.norm())
     finally:
         torch.cuda.set_sync_debug_mode("default")
     same(before, [weight.detach(), state["exp_avg"], state["step"]])
 
 
-def test_where_no_bar_shows_it_a_line_now_and_then_says_how_far_a_run_is(tmp_path, monkeypatch):
+def test_where_no_bar_shows_it_a_line_now_and_then_says_how_far_a_run_is(monkeypatch):
     monkeypatch.setattr(updates, "QUIET", -1)
     lines = []
     monitor = UpdateMonitor(
-        Config(log_interval=1, max_bad_steps=2),
-        make_accelerator("cpu"),
+        SimpleNamespace(cfg=Config(log_interval=1, max_bad_steps=2), accelerator=make_accelerator("cpu"), writer=None),
         SimpleNamespace(received=0),
-        runs.Run(tmp_path),
         images=4,
         updates_per_epoch=3,
         say=lines.append,

@@ -501,7 +501,6 @@ def test_a_gpu_without_bf16_gets_fp16_and_says_so(monkeypatch, capsys, hardware,
         (["ACCELERATE_USE_DEEPSPEED", "true"], ["--use_deepspeed"]),
         (["ACCELERATE_USE_MEGATRON_LM", "true"], ["--use_megatron_lm"]),
         (["ACCELERATE_USE_PARALLELISM_CONFIG", "true"], ["--use_parallelism_config"]),
-        (["ACCELERATE_TORCH_DEVICE", "meta"], ["ACCELERATE_TORCH_DEVICE", "meta"]),
         (["ACCELERATE_USE_CPU", "maybe"], ["maybe"]),
         (["LOCAL_RANK", "first"], ["first"]),
     ],
@@ -514,25 +513,17 @@ def test_what_accelerate_cannot_be_asked_for_here_is_refused(monkeypatch, words,
 
 
 @pytest.mark.parametrize(
-    "variables, grad_accum, said",
+    "variable, value, grad_accum",
     [
-        ({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}, 1, []),  # as it always says
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, 1, ["ACCELERATE_MIXED_PRECISION fp16", "options"]),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 1, []),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, 1, ["inductor", "options"]),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 2, ["_STEPS 4", "options"]),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, 2, []),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 1, ["_STEPS 4", "options"]),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", 1),
+        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", 1),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", 2),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", 1),
     ],
 )
-def test_what_accelerate_is_asked_for_beside_the_options_is_said_and_changes_nothing(
-    monkeypatch, capsys, variables, grad_accum, said
-):
-    for variable, value in variables.items():
-        monkeypatch.setenv(variable, value)
+def test_what_accelerate_is_asked_for_beside_the_options_changes_nothing(monkeypatch, variable, value, grad_accum):
+    monkeypatch.setenv(variable, value)
     accelerator = devices.make_accelerator("cpu", "bf16", grad_accum)
-    notes = capsys.readouterr().out
-    assert notes.count("\n") == bool(said) and all(word in notes for word in said)
     assert accelerator.mixed_precision == "bf16" and accelerator.state.dynamo_plugin.backend == "NO"
     assert accelerator.gradient_accumulation_steps == grad_accum
 

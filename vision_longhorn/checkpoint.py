@@ -7,10 +7,7 @@ names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes the f
 """
 
 import argparse
-import contextlib
 import os
-import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +17,7 @@ from timm.models import clean_state_dict
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from vision_longhorn.errors import UserError, reason
+from vision_longhorn.errors import UserError
 from vision_longhorn.files import check_whole, read_json, written_aside
 
 
@@ -59,8 +56,12 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         with torch.serialization.safe_globals([argparse.Namespace]):  # in which timm's train.py keeps its arguments
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for damaged files
-        why = str(error) if isinstance(error, UserError) else f"{path} is no checkpoint: {_reason(path, error)}"
-        raise UserError(why + _whole_beside(path)) from error
+        if isinstance(error, (UserError, OSError)):
+            raise
+        raise UserError(
+            f"{path} is no checkpoint: it is none of torch's files, damaged, or holds more than tensors and plain "
+            "values, which is not read, as it could run code"  # torch's own words advise to run it
+        ) from error
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint: give a .pt file of a run")
     if "state_dict" not in checkpoint:
@@ -71,23 +72,6 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(weights, dict) or not any(map(torch.is_tensor, weights.values())):
         raise UserError(f"{path} holds no weights: give a .pt file of a run, or a state dict")
     return checkpoint
-
-
-def _whole_beside(path: Path) -> str:
-    for other in sorted(path.parent.glob("*.pt"), reverse=True):  # update-NUMBER.pt, then last.pt and best.pt
-        with contextlib.suppress(OSError, UserError):
-            if not other.samefile(path) and zipfile.is_zipfile(other):
-                check_whole(other)
-                return f"; {other} is whole"
-    return ""
-
-
-def _reason(path: Path, error: Exception) -> str:
-    if isinstance(error, OSError):
-        return reason(error)
-    if foreign := re.search(r"(?:GLOBAL|global:?|function|class) [`']?([\w.]+\.\w+)", str(error)):
-        return f"it holds {foreign[1]}, and only tensors and plain values are read, as others could run code"
-    return "it is none of torch's files, or damaged"  # torch advises to run the code in it
 
 
 def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.PathLike[str], ema: bool = False) -> None:

@@ -1,6 +1,5 @@
 """The device and the precision of a command, and the processes that share its work."""
 
-import os
 from typing import Any
 
 import torch
@@ -12,15 +11,11 @@ from vision_longhorn.errors import UserError, one_line
 
 
 def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: int = 1, **kwargs: Any) -> Accelerator:
-    """Makes the accelerator of a command. A process may call it again with another precision and, if it works alone,
-    another device.
+    """Makes the accelerator of a command, with `kwargs` of `Accelerator`. A process may call it again with another
+    precision and, if it works alone, another device.
 
-    Args:
-        device: "auto" (CUDA where there is a GPU), "cuda" or "cpu".
-        precision: "auto", "bf16", "fp16" or "fp32". "auto" is autocast to bf16 on a GPU with bf16 in hardware, to fp16
-            on another GPU, and fp32 on a CPU.
-        grad_accum: Forward passes in an update.
-        **kwargs: Further arguments of `Accelerator`.
+    The device is "auto" (CUDA where there is a GPU), "cuda" or "cpu"; the precision "auto", "bf16", "fp16" or "fp32".
+    "auto" is autocast to bf16 on a GPU with bf16 in hardware, to fp16 on another GPU, and fp32 on a CPU.
 
     Raises:
         UserError: There is no such device, it cannot compute in that precision, accelerate is asked for an engine of
@@ -42,17 +37,8 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
         raise
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(f"accelerate cannot start with these settings: {one_line(error)}") from error
-    if accelerator.device.type != ("cpu" if cpu else "cuda"):
-        raise UserError(
-            f"accelerate gives the device {accelerator.device}: unset ACCELERATE_TORCH_DEVICE, or start new processes"
-        )
     if (precision, used) == ("auto", "fp16"):
         accelerator.print(f"Note: {torch.cuda.get_device_name()} has no bf16 in hardware: it runs in fp16.")
-    settings = {"MIXED_PRECISION": used, "DYNAMO_BACKEND": "no", "GRADIENT_ACCUMULATION_STEPS": grad_accum}
-    for name, value in settings.items():
-        asked = os.environ.get(f"ACCELERATE_{name}", "no").lower()
-        if asked not in ("no", "1", str(value)):
-            accelerator.print(f"Note: ACCELERATE_{name} {asked} changes nothing: the command's own options count.")
     return accelerator
 
 

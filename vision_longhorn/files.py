@@ -2,7 +2,6 @@
 
 import contextlib
 import csv
-import errno
 import hashlib
 import json
 import os
@@ -40,36 +39,22 @@ def written_aside(
     aside.parent.mkdir(parents=True, exist_ok=True)
     _remove(aside)  # left by a process of the same number that was killed
     try:
-        with _named(path, aside):
-            yield aside
-            if lasting:
-                _sync(aside, os.O_RDWR)
-            if hashed:
-                hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
-            os.replace(aside, path)
-            if hashed:
-                write_hash(path)
-            if lasting and os.name == "posix":
-                _sync(aside.parent, os.O_RDONLY)
-    finally:
-        _remove(aside)
-
-
-@contextlib.contextmanager
-def _named(path: str | os.PathLike[str], aside: Path | None = None) -> Iterator[None]:
-    """Names `path` in an error that names `aside` or, as on a full disk, no file."""
-    try:
-        yield
+        yield aside
+        if lasting:
+            _sync(aside, os.O_RDWR)
+        if hashed:
+            hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
+        os.replace(aside, path)
+        if hashed:
+            write_hash(path)
+        if lasting and os.name == "posix":
+            _sync(aside.parent, os.O_RDONLY)
     except OSError as error:
-        if error.errno is not None and error.filename in (None, str(aside)):
+        if error.errno is not None and error.filename in (None, str(aside)):  # none, as on a full disk
             error.filename = os.fspath(path)
         raise
-
-
-def append(path: str | os.PathLike[str], data: bytes) -> None:
-    """Adds `data` to the end of a file; an OSError names the file."""
-    with _named(path), open(path, "ab") as file:
-        file.write(data)
+    finally:
+        _remove(aside)
 
 
 def _remove(path: Path) -> None:
@@ -181,42 +166,35 @@ def csv_file(path: str | os.PathLike[str]) -> Iterator[Any]:
         yield csv.writer(file, lineterminator="\n")
 
 
-class FolderLock:
-    """Holds an existing folder for this process until `release`, or until the process ends, however it ends.
+def lock_folder(folder: str | os.PathLike[str]) -> TextIO:
+    """Locks an existing folder for this process, until it closes the file that it gets, or ends, however it ends.
 
     The system locks the file run.lock, whose text names the process and its host. NFS and most cluster file systems
-    pass POSIX locks on to other machines, and a forked process does not inherit them. On a file system without locks,
-    `note` says that the folder could not be locked.
+    pass POSIX locks on to other machines, and a forked process does not inherit them.
 
     Raises:
         UserError: Where another process holds the folder, or it is a file.
     """
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.note: str | None = None
-        path = Path(folder, LOCK)
-        if path.parent.is_file():
-            raise UserError(f"{folder} is a file: name a folder for the run")
-        self._file = open(path, "a+", encoding="utf-8")
-        try:
-            if sys.platform == "win32":
-                self._file.seek(1 << 30)  # behind the text, so that others may read that
-                msvcrt.locking(self._file.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
-                self.note = f"{path} cannot be locked ({error.strerror}): see to it that no other process writes there"
-                return
-            self._file.close()
-            holder = path.read_text(encoding="utf-8").strip() or "another process"
-            raise UserError(
-                f"{folder} is being written by {holder}: end that one first, it saves on SIGTERM; if that "
-                f"machine is gone, remove {path}"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
-
-    def release(self) -> None:
-        self._file.close()
+    path = Path(folder, LOCK)
+    if path.parent.is_file():
+        raise UserError(f"{folder} is a file: name a folder for the run")
+    file = open(path, "a+", encoding="utf-8")
+    try:
+        if sys.platform == "win32":
+            file.seek(1 << 30)  # behind the text, so that others may read that
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.close()
+        holder = path.read_text(encoding="utf-8").strip() or "another process"
+        raise UserError(
+            f"{folder} is being written by {holder}: end that one first, it saves on SIGTERM; if that "
+            f"machine is gone, remove {path}"
+        ) from None
+    except OSError as error:  # a file system without locks
+        print(f"Note: {path} cannot be locked ({error.strerror}): see to it that no other process writes there.")
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file

@@ -1,24 +1,18 @@
 """Models with their weights: of a run, of a model folder, of the hub or of timm. All commands load them here."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from vision_longhorn.class_names import Names, model_names
 from vision_longhorn.errors import UserError
 from vision_longhorn.runs import run_file, timm_source
 from vision_longhorn.settings import DIGITS
 
-# `load_model` imports what needs torch: commands import this module before they read their command line.
-if TYPE_CHECKING:
-    from vision_longhorn.models.create import TimmModel
-
 
 class Loaded(NamedTuple):
-    model: TimmModel  # in training mode on the CPU
+    model: Any  # timm's, in training mode on the CPU
     name: str  # timm's
     weights: str  # "EMA", "raw" or "pretrained"
     settings: dict[str, Any]  # of its input, as `timm.data.create_transform` takes them for evaluation
@@ -51,6 +45,7 @@ def load_model(
         ema: Take the averaged weights of a checkpoint, or the raw ones; None: the averaged ones where there are any.
         **model_kwargs: Arguments of the model; they override the source's.
     """
+    # Commands import this module before they read their command line, which need not wait for torch.
     from vision_longhorn.checkpoint import load_checkpoint, load_weights
     from vision_longhorn.data.transforms import input_settings
     from vision_longhorn.models.create import create_model
@@ -82,7 +77,7 @@ def load_model(
     return Loaded(model, name, weights, settings, *names, model_kwargs, checkpoint, file)
 
 
-def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[TimmModel, dict[str, Any]]:
+def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Loads the model of a run's folder (then of its best.pt) or checkpoint, and the checkpoint.
 
     The weights are the averaged ones where there are any. `model_kwargs` override the run's own.

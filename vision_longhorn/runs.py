@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from vision_longhorn.errors import UserError
-from vision_longhorn.files import clear_aside, csv_file, second_name, write_text
+from vision_longhorn.files import csv_file, second_name, write_text
 
 
 class Run:
@@ -42,11 +42,6 @@ class Run:
         for file in (*self.texts, self.curves_file) if not self.has_begun() else ():
             if os.path.lexists(file):
                 raise UserError(f"{self.path} holds a {file.name} that no run has written: give another --run-dir")
-
-    def clear(self) -> None:
-        """Removes what killed processes left half written."""
-        for name in *self.texts, self.curves_file, self.last, self.best, self.path / "update-*.pt":
-            clear_aside(name)
 
     def save(self, state: dict[str, Any], keep: int, is_best: bool = False) -> None:
         """Saves a checkpoint as update-NUMBER.pt, of which `keep` stay, as last.pt, and perhaps as best.pt."""

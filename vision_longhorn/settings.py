@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import yaml
 
@@ -75,33 +75,24 @@ def option(
     allowed: Range | tuple[str, ...] | None = None,
     *,
     role: Role = "result",
-    also: tuple[str, ...] = (),
     lengths: tuple[int, ...] | None = None,
     group: str | None = None,
 ) -> Any:
-    """Makes a field of a config.
+    """Makes a field of a config: its default, and its line and, for it and those that follow, its heading in --help.
 
-    Args:
-        default, doc: Its default, and its line in --help.
-        allowed: `Range` or tuple of words that it, or every item of a list, may be; None: whatever its type allows.
-        role, also: What it decides, and its names in other trainers.
-        lengths: The numbers of items that a list may have.
-        group: Heading in --help for this field and those that follow.
+    It, or every item of a list, is in the `Range` or one of the words `allowed`, and a list has one of the `lengths`.
     """
-    metadata = dict(doc=doc, allowed=allowed, role=role, also=also, lengths=lengths, group=group)
+    metadata = dict(doc=doc, allowed=allowed, role=role, lengths=lengths, group=group)
     factory = {"default_factory": default.copy} if isinstance(default, (dict, list)) else {"default": default}
     return dataclasses.field(**factory, metadata=metadata)
 
 
+@dataclasses.dataclass
 class Settings:
     """Base of configs, which are dataclasses of `option`s. Raises UserError for a value that a field does not take."""
 
-    resume: str | None
-    track: str | None
-    keep_checkpoints: int
-
     def __post_init__(self) -> None:
-        for field in dataclasses.fields(cast(Any, self)):
+        for field in dataclasses.fields(self):
             name, allowed, lengths = field.name, field.metadata["allowed"], field.metadata["lengths"]
             value = coerce(name, getattr(self, name), field.type)
             setattr(self, name, value)
@@ -117,11 +108,11 @@ class Settings:
     @classmethod
     def named(cls, *roles: Role) -> list[str]:
         """Names of the fields with one of these roles."""
-        return [field.name for field in dataclasses.fields(cast(Any, cls)) if field.metadata["role"] in roles]
+        return [field.name for field in dataclasses.fields(cls) if field.metadata["role"] in roles]
 
     def values(self) -> dict[str, Any]:
         """The values that are kept with a run: all but those for a single start."""
-        values = dataclasses.asdict(cast(Any, self))
+        values = dataclasses.asdict(self)
         return {key: value for key, value in values.items() if key not in self.named("start")}
 
     @classmethod

@@ -60,12 +60,8 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
         merged = {**coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
     config = Config(**{**values, **given})
-    if not resumes and "warmup_epochs" not in given:
-        config.shorten_warmup()
-    faults = config.faults()
-    if faults and not resumes:
-        raise UserError(faults[0])
-    config.notes += faults
+    if not resumes:
+        config.check_new(own_warmup="warmup_epochs" in given)
     return config, Path(path).stem if path else config.model
 
 
@@ -112,7 +108,6 @@ def _parser() -> Parser:
         choice = f": {', '.join(words)}" if isinstance(words, tuple) else ""
         about = f"{field.metadata['doc']}{choice} [{'none' if shown in (None, {}) else shown}]"
         group.add_argument(option, metavar="VALUE", help=about.replace("%", "%%"), **takes)
-        parser.synonyms.update({word.replace("_", "-"): option for word in field.metadata["also"]})
     return parser
 
 

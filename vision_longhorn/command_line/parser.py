@@ -71,7 +71,6 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
-        self.synonyms: dict[str, str] = {}  # from names that other tools have for options, without dashes
         self._negative_number_matcher = re.compile(r"-\.?\d")  # argparse takes -1e-3 for an option
 
     def error(self, message: str) -> NoReturn:
@@ -89,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         found, unknown = parse(words)
         if unknown and unknown[0].startswith("--"):
             option = unknown[0].partition("=")[0]
-            names = {**self.synonyms, **{name.lstrip("-"): name for name in self._option_string_actions}}
+            names = {name.lstrip("-"): name for name in self._option_string_actions}
             near = nearest(option.lstrip("-"), names)
             self.error(f"unknown option {option}" + (f"; the nearest known one is {names[near[0]]}" if near else ""))
         if unknown:

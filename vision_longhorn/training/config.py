@@ -32,18 +32,15 @@ class Config(Settings):
     """All values of a run. The defaults are the ViM recipe for a tiny model at batch 1024, on one GPU."""
 
     # Model
-    model: str = option(
-        "vlonghorn_tiny", "timm's name of the model, such as vlonghorn_* and vim_*", also=("arch",), group="model"
-    )
+    model: str = option("vlonghorn_tiny", "timm's name of the model, such as vlonghorn_* and vim_*", group="model")
     model_kwargs: dict = option(
-        {}, "arguments of the model, KEY=VALUE ..., added to the file's; KEY=none takes one away", also=("img_size",)
+        {}, "arguments of the model, KEY=VALUE ..., added to the file's; KEY=none takes one away"
     )
     drop_path: float = option(0.0, "stochastic depth rate", BELOW_ONE)
     init: str | None = option(
         None,
         "weights to start from: a run, a file or a model folder in the hub's layout; position embedding, patches and "
         "classifier are fitted",
-        also=("pretrained", "finetune", "initial_checkpoint"),
     )
     num_classes: int | None = option(None, "number of classes; default: that of the data", COUNT)
 
@@ -52,7 +49,6 @@ class Config(Settings):
         None,
         "shards (folder, brace pattern, glob or URL), a folder of images with train/ and val/, or 'digits', the "
         "built-in demo set",
-        also=("data_dir", "data_path", "dataset"),
         role="host",
         group="data",
     )
@@ -65,11 +61,7 @@ class Config(Settings):
         False, "run the commands of `pipe:COMMAND` in data and val_data; a resumed run needs it again", role="start"
     )
     workers: int | None = option(
-        None,
-        "loader processes per training process; default: one per core, at most 8",
-        WHOLE,
-        also=("num_workers",),
-        role="host",
+        None, "loader processes per training process; default: one per core, at most 8", WHOLE, role="host"
     )
     keep_in_memory: bool = option(
         False, "decode all images once and keep them in memory, three bytes per pixel, for small data", role="speed"
@@ -99,7 +91,7 @@ class Config(Settings):
     hflip: float = option(0.5, "probability of a horizontal flip", SHARE)
     color_jitter: float | None = option(0.3, "strength of colour jitter; auto_augment takes its place", NOT_NEGATIVE)
     auto_augment: str | None = option(
-        "rand-m9-mstd0.5-inc1", "timm's policy, such as RandAugment's; cifar10: AutoAugment's for that", also=("aa",)
+        "rand-m9-mstd0.5-inc1", "timm's policy, such as RandAugment's; cifar10: AutoAugment's for that"
     )
     re_prob: float = option(0.25, "probability of random erasing", SHARE)
     re_mode: str = option("pixel", "filling of the erased part", ("const", "rand", "pixel"))
@@ -112,19 +104,17 @@ class Config(Settings):
     mixup_prob: float = option(1.0, "probability that a batch is mixed", SHARE)
 
     # Optimiser and schedule
-    opt: str = option("adamw", "timm's name of the optimiser", also=("optimizer",), group="optimiser and schedule")
-    lr: float = option(1e-3, "peak learning rate, for a batch of lr_base_batch", POSITIVE, also=("learning_rate",))
+    opt: str = option("adamw", "timm's name of the optimiser", group="optimiser and schedule")
+    lr: float = option(1e-3, "peak learning rate, for a batch of lr_base_batch", POSITIVE)
     lr_base_batch: int | None = option(1024, "batch for which lr is given; none: lr is used as it is", COUNT)
     layer_decay: float | None = option(
         None, "factor of the learning rate from each block to the one before it; 0.75 is usual in fine-tuning", FRACTION
     )
     weight_decay: float = option(0.1, "weight decay, but not of biases, norms and no_weight_decay()", NOT_NEGATIVE)
-    clip_grad: float | None = option(None, "largest norm of the gradient", POSITIVE, also=("max_grad_norm",))
-    batch_size: int = option(
-        1024, "samples per process and pass (see grad_accum)", COUNT, also=("per_device_train_batch_size",)
-    )
-    grad_accum: int = option(1, "forward passes per update", COUNT, also=("gradient_accumulation_steps",))
-    epochs: int = option(300, "passes over the training data", COUNT, also=("num_train_epochs",))
+    clip_grad: float | None = option(None, "largest norm of the gradient", POSITIVE)
+    batch_size: int = option(1024, "samples per process and pass (see grad_accum)", COUNT)
+    grad_accum: int = option(1, "forward passes per update", COUNT)
+    epochs: int = option(300, "passes over the training data", COUNT)
     warmup_epochs: float = option(5, "epochs of linear warm-up, part of `epochs`", NOT_NEGATIVE)
     warmup_lr: float = option(1e-6, "learning rate at the start of the warm-up", NOT_NEGATIVE)
     min_lr: float = option(1e-5, "learning rate at the end of the cosine", NOT_NEGATIVE)
@@ -134,9 +124,7 @@ class Config(Settings):
     )
 
     # Run
-    run_dir: str | None = option(
-        None, "folder of the run; default: runs/NAME-TIME", also=("output_dir", "output"), role="start", group="run"
-    )
+    run_dir: str | None = option(None, "folder of the run; default: runs/NAME-TIME", role="start", group="run")
     resume: str | None = option(
         None,
         "go on with this run (its folder, or one of its checkpoints) under its own config; without a value: with the "
@@ -149,7 +137,6 @@ class Config(Settings):
         "auto",
         "auto is bf16 autocast on a GPU (fp16 on one without bf16), and fp32 on a CPU",
         ("auto", "bf16", "fp16", "fp32"),
-        also=("amp", "mixed_precision"),
     )
     compile: bool = option(False, "torch.compile the model")
     cuda_graphs: bool = option(
@@ -164,17 +151,14 @@ class Config(Settings):
         None,
         "also send the curves to this tracker of accelerate, whose package has to be installed",
         TRACKERS,
-        also=("report_to", "wandb"),
         role="host",
     )
     log_interval: int = option(50, "updates between two entries of the training curves", COUNT, role="writing")
     eval_interval: int = option(1, "epochs between two evaluations; the last epoch always has one", COUNT)
     checkpoint_interval: int = option(
-        1000, "updates between two checkpoints; an epoch's end has one too", COUNT, also=("save_steps",), role="writing"
+        1000, "updates between two checkpoints; an epoch's end has one too", COUNT, role="writing"
     )
-    keep_checkpoints: int = option(
-        2, "checkpoints to keep, beside the best", COUNT, also=("checkpoint_hist",), role="writing"
-    )
+    keep_checkpoints: int = option(2, "checkpoints to keep, beside the best", COUNT, role="writing")
     max_bad_steps: int = option(
         10, "stop after so many updates in a row whose loss or gradients are not finite", COUNT, role="writing"
     )
@@ -194,29 +178,26 @@ class Config(Settings):
         """Whether a run with these results of its epochs is finished."""
         return len(history) >= self.epochs
 
-    def shorten_warmup(self) -> None:
-        """Shortens a warm-up that would fill the run, and notes it."""
-        if self.warmup_epochs >= self.epochs:
-            self.notes.append(
-                f"a warm-up of {self.warmup_epochs:g} epochs would fill this run of {self.epochs}, so it takes "
-                f"{self.epochs / 20:g} epochs; --warmup-epochs gives another"
-            )
-            self.warmup_epochs = self.epochs / 20
+    def check_new(self, own_warmup: bool) -> None:
+        """Raises UserError for values that a new run must not have. A run that was begun with them goes on.
 
-    def faults(self) -> list[str]:
-        """Lines about values that a new run must not have. A run that was begun with them goes on."""
-        faults = []
+        A warm-up that would fill the run is shortened instead, unless it is the user's own, and noted.
+        """
         if self.auto_augment and not re.fullmatch(POLICIES, self.auto_augment):
-            faults.append(
+            raise UserError(
                 f"auto_augment is {self.auto_augment!r}: give none, cifar10, a policy of timm (original, originalr, "
                 "v0, v0r, 3a), or its rand or augmix with settings such as rand-m9-n2-mstd0.5-inc1 and augmix-m3-w3"
             )
-        if self.warmup_epochs >= self.epochs:
-            faults.append(
-                f"warmup_epochs is {self.warmup_epochs:g}, but the run has {self.epochs} epochs: give less, such as "
-                f"{self.epochs / 20:g}"
-            )
-        return faults
+        if self.warmup_epochs < self.epochs:
+            return
+        fills, less = (
+            f"a warm-up of {self.warmup_epochs:g} epochs would fill this run of {self.epochs}",
+            self.epochs / 20,
+        )
+        if own_warmup:
+            raise UserError(f"warmup_epochs is {self.warmup_epochs:g}: {fills}, give less, such as {less:g}")
+        self.notes.append(f"{fills}, so it takes {less:g} epochs; --warmup-epochs gives another")
+        self.warmup_epochs = less
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:
@@ -228,11 +209,10 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
     file = next((f for f in (Path(path), CONFIGS / f"{path}.yaml") if f.is_file()), None)
     if file is None:
         raise UserError(f"no config at {path}: give a YAML file or one of {', '.join(config_names())}")
-    values, fields = read_yaml(file), dataclasses.fields(Config)
-    names = {word: field.name for field in fields for word in (*field.metadata["also"], field.name)}
-    for key in (key for key in values if key not in Config.__dataclass_fields__):
+    values, names = read_yaml(file), Config.__dataclass_fields__
+    for key in (key for key in values if key not in names):
         near = nearest(str(key), names)
-        hint = f"the nearest known one is {names[near[0]]!r}, " if near else ""
+        hint = f"the nearest known one is {near[0]!r}, " if near else ""
         raise UserError(f"{file}: unknown key {key!r}; {hint}`vision-longhorn train --help` lists all")
     return values
 

@@ -4,19 +4,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from vision_longhorn.errors import UserError
-
-WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)  # the first process gets all, the others nothing
 
 
 def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = False) -> None:
@@ -26,8 +20,13 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
     With `compress_gradients` the gradients are summed in bfloat16.
 
     Raises:
-        UserError: A model has no `blocks` or has buffers, or a CPU is to compress gradients.
+        UserError: A model has no `blocks` or has buffers, a CPU is to compress gradients, or the precision is fp16.
     """
+    if accelerator.num_processes == 1:
+        accelerator.print("Note: fsdp has nothing to share out with one process.")
+        return
+    if accelerator.scaler:
+        raise UserError("precision fp16 does not go together with fsdp: use bf16 or fp32")
     cpu = accelerator.device.type == "cpu"
     if cpu and compress_gradients:
         raise UserError("compress_gradients together with fsdp needs GPUs: leave one of them out")
@@ -43,50 +42,15 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
             fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def compile_blocks(model: Any) -> None:
-    """Compiles a sharded model in place, block by block, since torch gathers weights between them."""
-    config = torch._dynamo.config  # each rate of drop path needs a program of its own, and torch gives up after 8
-    config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)
-
-
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has shared out the model."""
     return isinstance(model, FSDPModule)
 
 
-def whole_weights(model: nn.Module) -> dict[str, Any]:
-    """The whole state dict of a model, sharded or not. All processes take part, the first one gets it."""
-    return get_model_state_dict(model, options=WHOLE)
+def whole(state: Any, keep: bool) -> Any:
+    """A state dict with whole tensors on the CPU. All processes take part, and only those that `keep` it get them."""
 
+    def gather(value: Tensor) -> Tensor | None:
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        return value.cpu() if keep else None
 
-def whole_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`optimizer.state_dict()` as it is without shards. All processes take part, the first one gets it."""
-    if not is_sharded(model) or not optimizer.state:  # torch would fill an empty state by a step of its own
-        return optimizer.state_dict()
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=WHOLE)
-    # torch names the parameters here, but optimisers number them.
-    names = [name for group in state.get("param_groups", ()) for name in group["params"]]
-    return _renamed(state, {name: i for i, name in enumerate(names)}) if state else state
-
-
-def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Loads the state of an unsharded optimiser, or from `whole_optimizer_state`, on every process."""
-    if not is_sharded(model) or not state["state"]:
-        optimizer.load_state_dict(state)
-        return
-    name = {parameter: name for name, parameter in model.named_parameters()}
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    state = _renamed(state, {i: name[parameter] for i, parameter in enumerate(parameters)})
-    set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
-    for own, group in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        own.update({**group, "params": own["params"]})  # torch makes lists of tuples
-
-
-def _renamed(state: dict[str, Any], new: dict[Any, Any]) -> dict[str, Any]:
-    """An optimiser's state with new keys for its parameters."""
-    return {
-        "state": {new[key]: value for key, value in state["state"].items()},
-        "param_groups": [{**group, "params": [new[key] for key in group["params"]]} for group in state["param_groups"]],
-    }
+    return tree_map_only(Tensor, gather, state)

@@ -17,14 +17,9 @@ def capture(
 ) -> None:
     """Lets `model` replay its training passes as CUDA graphs, to the same bits. In eval mode it runs as before.
 
-    What the model decides or draws on the host stays as it is in the capture.
-
-    Args:
-        accelerator: Gives the precision.
-        model: Changed in place. Afterwards its parameters have to keep their memory, and its batches their shape.
-        images: (B, 3, H, W) on the GPU, a batch of that shape; its values do not matter.
-        passes: Backward passes in an update.
-        compiled: Compile the training passes first.
+    What the model decides or draws on the host stays as it is in the capture. Its parameters have to keep their memory,
+    and its batches the shape of `images`, (B, 3, H, W) on the GPU, whose values do not matter. An update has so many
+    backward `passes`. If `compiled`, the training passes are compiled first.
 
     Raises:
         UserError: The model does something that torch cannot capture, such as waiting for the GPU.
@@ -43,8 +38,6 @@ def capture(
             apart = passes == 1 and gradients_are_apart(model, images)
             gc.collect()  # remains of that pass would bring its stream into the capture
             torch.cuda.make_graphed_callables(model, (images,), allow_unused_input=True)
-    except torch.OutOfMemoryError:
-        raise
     except (RuntimeError, AssertionError) as error:
         options, remedy = ("compile, cuda_graphs", "one of them") if compiled else ("cuda_graphs", "it")
         raise UserError(f"{options}: this model cannot be captured ({one_line(error)}): leave {remedy} out") from error

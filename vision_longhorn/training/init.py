@@ -12,7 +12,7 @@ from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.class_names import difference
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.loading import checkpoint_names, load_model
-from vision_longhorn.models.create import TimmModel, create_model
+from vision_longhorn.models.create import create_model
 from vision_longhorn.runs import run_file, timm_source
 
 
@@ -22,17 +22,13 @@ def model_from_weights(
     num_classes: int,
     class_names: Sequence[str] | None = None,
     **kwargs: Any,
-) -> tuple[TimmModel, str]:
+) -> tuple[Any, str]:
     """Makes a model that starts from the weights in a file.
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
-    All other tensors of the file and of the model have to be the same ones.
-
-    Args:
-        name, **kwargs: As for `create_model`.
-        path: A run's folder or checkpoint (its averaged weights, if it has any), bare weights, safetensors, or a
-            source of `runs.timm_source`.
-        num_classes, class_names: The model's classes. Names that are unknown (None) are not compared.
+    All other tensors of the file and of the model have to be the same ones. `path` is a run's folder or checkpoint (its
+    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. The `class_names`
+    are the model's; where names are unknown (None), they are not compared.
 
     Returns:
         (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.
@@ -76,7 +72,7 @@ def model_from_weights(
 
 
 def _fit_classifier(
-    model: TimmModel, num_classes: int, of_file: int, class_names: Sequence[str] | None, names: Sequence[str] | None
+    model: Any, num_classes: int, of_file: int, class_names: Sequence[str] | None, names: Sequence[str] | None
 ) -> str:
     """Makes the classifier anew, unless the file has the same classes, `names`. Returns words on what it did."""
     other = difference(names, class_names, "the file", "the data") if names and class_names else ""
@@ -97,5 +93,5 @@ def _open(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], dict[st
     loaded = load_model(path)
     architecture, size = loaded.model.pretrained_cfg["architecture"], loaded.settings["input_size"][-2:]
     config = {"model_kwargs": {"img_size": size}}
-    names = dict(class_names=loaded.class_names, display_names=loaded.display_names)
+    names = {"class_names": loaded.class_names}
     return path, {"state_dict": loaded.model.state_dict(), "arch": architecture, "config": config, **names}

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,9 +12,9 @@ from timm.data import Mixup, create_transform
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
-from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from vision_longhorn.class_names import difference
 from vision_longhorn.data import (
@@ -26,16 +26,14 @@ from vision_longhorn.data import (
     split_transform,
     train_loader,
 )
-from vision_longhorn.data.augment import Finish
-from vision_longhorn.data.loader import Loader
 from vision_longhorn.data.sharding import locate_data
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, spelled
-from vision_longhorn.models.create import TimmModel, create_model
+from vision_longhorn.models.create import create_model
 from vision_longhorn.settings import DIGITS
 from vision_longhorn.training.config import Config
-from vision_longhorn.training.fsdp import compile_blocks, is_sharded, load_optimizer_state, shard
+from vision_longhorn.training.fsdp import is_sharded
 from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
 
@@ -68,22 +66,9 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     )
 
 
-class Data(NamedTuple):
-    """The splits of a run. An epoch has as many samples as the training split, in whole updates."""
-
-    place: str
-    train: ShardSet
-    val: ShardSet
-    num_classes: int
-
-    def names(self) -> dict[str, list[str] | None]:
-        """The "class_names" and "display_names", each None unless every class of the model has one."""
-        found = {"class_names": self.train.class_names, "display_names": self.train.display_names}
-        return {key: list(names) if names and len(names) == self.num_classes else None for key, names in found.items()}
-
-
-def open_data(cfg: Config, accelerator: Accelerator) -> Data:
-    """Finds the splits to train and to evaluate on."""
+def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet, int, dict[str, list[str] | None]]:
+    """Finds the splits to train and to evaluate on, the number of classes, and the "class_names" and "display_names",
+    each None unless every class has one."""
     if cfg.data is None:
         raise UserError("no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and val/...")
     if cfg.data == DIGITS:
@@ -102,7 +87,9 @@ def open_data(cfg: Config, accelerator: Accelerator) -> Data:
     num_classes = cfg.num_classes or train.num_classes
     if num_classes is None:
         raise UserError(f"the shards in {place} do not say how many classes they have: give --num-classes")
-    return Data(place, train, val, num_classes)
+    found = {"class_names": train.class_names, "display_names": train.display_names}
+    names = {key: list(words) if words and len(words) == num_classes else None for key, words in found.items()}
+    return train, val, num_classes, names
 
 
 def check_classes(names: list[str] | None, others: list[str] | None, here: str, there: str) -> None:
@@ -113,7 +100,7 @@ def check_classes(names: list[str] | None, others: list[str] | None, here: str, 
 
 def build_model(
     cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool, class_names: list[str] | None = None
-) -> tuple[TimmModel, ModelEmaV3 | None]:
+) -> tuple[Any, ModelEmaV3 | None]:
     """Makes the model on its device, and its averaged weights (EMA) if the run has them, which start as a copy.
 
     The `class_names` of the data, if they are known, decide whether the classifier of `cfg.init` stays.
@@ -139,22 +126,10 @@ def build_model(
     return model, ModelEmaV3(model, decay=cfg.ema_decay, exclude_buffers=by_parameters)
 
 
-def share_out(cfg: Config, models: list[nn.Module], accelerator: Accelerator) -> None:
-    """Shares out the models' weights over the processes, with `cfg.fsdp`."""
-    if not cfg.fsdp:
-        return
-    if accelerator.num_processes == 1:
-        accelerator.print("Note: fsdp has nothing to share out with one process.")
-        return
-    if accelerator.scaler:
-        raise UserError("precision fp16 does not go together with fsdp: use bf16 or fp32")
-    shard(accelerator, *models, compress_gradients=cfg.compress_gradients)
-
-
 def build_loaders(
-    cfg: Config, data: Data, settings: dict[str, Any], accelerator: Accelerator
-) -> tuple[Loader, Loader, Finish | None]:
-    """Makes the loaders of both splits, and on a GPU the part of the augmentation that happens there."""
+    cfg: Config, splits: list[ShardSet], settings: dict[str, Any], accelerator: Accelerator
+) -> tuple[Any, Any, Any]:
+    """Makes the loaders of both splits, and on a GPU the part of the augmentation that happens there, else None."""
     if cfg.workers is None:
         cfg.workers = default_workers()
     on_gpu = accelerator.device.type == "cuda"
@@ -164,7 +139,6 @@ def build_loaders(
             transform, finish = split_transform(transform)
         except UserError as error:
             accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
-    splits = [data.train, data.val]
     if cfg.keep_in_memory:
         splits = [keep_in_memory(split, cfg.workers) for split in splits]
         kept = sum(split.kept_bytes for split in splits) / 1e6
@@ -201,17 +175,14 @@ def build_loss(cfg: Config, num_classes: int) -> tuple[Mixup | None, nn.Module]:
     return mixup, SoftTargetCrossEntropy()
 
 
-def peak_rate(cfg: Config, global_batch: int, accelerator: Accelerator, resuming: bool) -> float:
+def peak_rate(cfg: Config, global_batch: int, resuming: bool) -> float:
     """Returns the learning rate at the end of the warm-up, for updates of `global_batch` samples."""
     peak = cfg.lr * global_batch / cfg.lr_base_batch if cfg.lr_base_batch else cfg.lr
-    if cfg.min_lr > peak:
-        text = (
+    if cfg.min_lr > peak and not resuming:
+        raise UserError(
             f"min_lr is {cfg.min_lr}, above the peak of {peak:.2e} (lr {cfg.lr} at a batch of {cfg.lr_base_batch}, "
             f"here {global_batch}): give a smaller min_lr, or a larger lr"
         )
-        if not resuming:
-            raise UserError(text)
-        accelerator.print(f"Note: {text}.")
     return peak
 
 
@@ -228,8 +199,11 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
         )
 
 
-def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-    """Loads moments and step counts of a checkpoint; the settings stay those of `cfg`, which may have changed."""
+def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
+    """Loads moments and step counts of a checkpoint, of which an optimiser of a sharded model takes its own part.
+
+    The settings stay those of `cfg`, which may have changed.
+    """
     if checkpoint["config"]["opt"] != cfg.opt:
         raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
     saved = checkpoint["optimizer"]
@@ -238,11 +212,17 @@ def load_optimizer(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimiz
         {**group, **own, "params": group["params"]}
         for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
     ]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, values in saved["state"].items():
+        one = parameters[number]
+        for key, value in values.items() if isinstance(one, DTensor) else ():
+            if torch.is_tensor(value) and value.shape == one.shape:
+                values[key] = distribute_tensor(value.to(one.device), one.device_mesh, one.placements)
     with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
-        load_optimizer_state(model, optimizer, {"state": saved["state"], "param_groups": groups})
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
-def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Scheduler:
+def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Any:
     """Makes a linear warm-up, then a whole cosine, by updates."""
     # timm takes fractions of epochs, which its types deny.
     scheduler, _ = create_scheduler_v2(
@@ -268,20 +248,25 @@ def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: A
                 f"Note: an EMA of decay {cfg.ema_decay} averages over {1 / (1 - cfg.ema_decay):,.0f} updates and this "
                 f"run has {updates:,}, so its decay grows from 0 (ema_warmup)."
             )
-    elif not cfg.ema_warmup and cfg.ema_decay**updates > 0.05:
-        accelerator.print(
-            f"Note: {cfg.ema_decay**updates:.0%} of the averaged weights, by which best.pt goes, will be those at the "
-            f"start, after {updates:,} updates with an EMA of decay {cfg.ema_decay}: give --ema-warmup or a smaller "
-            "--ema-decay."
-        )
     ema.use_warmup = cfg.ema_warmup
 
 
-def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: Any, accelerator: Accelerator) -> Any:
+def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, accelerator: Accelerator) -> Any:
     """Wraps the model for training on images of a size (3, H, W): autocast, processes, compiler, CUDA graphs."""
     # Optimiser, scheduler and loaders stay out of prepare(): it would step the scheduler once per process, and feed
     # every process from the first one's stream.
-    speed_up(cfg, model, size, accelerator)
+    if cfg.cuda_graphs and cfg.fsdp:
+        accelerator.print("Note: fsdp runs without cuda_graphs.")
+    if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
+        images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
+        capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
+    elif cfg.compile and is_sharded(model):  # block by block, since torch gathers weights between them
+        config = torch._dynamo.config  # each rate of drop path needs a program of its own, and torch gives up after 8
+        config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+    elif cfg.compile:
+        model.compile()
     if is_sharded(model):  # it sums over the processes by itself, and needs autocast only
         return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     net = accelerator.prepare(model)
@@ -295,14 +280,3 @@ def wrap(cfg: Config, model: nn.Module, optimizer: torch.optim.Optimizer, size: 
                 accelerator.backward(net(images).sum())
                 optimizer.zero_grad()
     return net
-
-
-def speed_up(cfg: Config, model: nn.Module, size: Any, accelerator: Accelerator) -> None:
-    """Compiles the model, captures its passes as CUDA graphs, or both, as cfg says."""
-    if cfg.cuda_graphs and cfg.fsdp:
-        accelerator.print("Note: fsdp runs without cuda_graphs.")
-    if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
-        images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
-        capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
-    elif cfg.compile:
-        compile_blocks(model) if is_sharded(model) else model.compile()

@@ -14,14 +14,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 class TrainStep:
     """Forward and backward passes, clipping, then a step of the optimiser and of the averaged weights.
 
-    Args:
-        accelerator: Gives the passes of an update, the sum over the processes, and the loss scaling in fp16.
-        model: The model whose weights are trained, not wrapped.
-        net: `model` as it is called: wrapped for several processes, under autocast, compiled.
-        criterion: Maps what `net` returns and the targets to the mean loss, () float32.
-        optimizer: Of `model`'s parameters.
-        ema: Averaged weights of `model`.
-        clip_grad: Largest norm of the gradient.
+    `net` is `model` as it is called: wrapped for several processes, under autocast, compiled. `criterion` maps what it
+    returns and the targets to the mean loss, () float32. `clip_grad` is the largest norm of the gradient.
     """
 
     def __init__(
@@ -74,21 +68,16 @@ class TrainStep:
         return loss_sum / self.accelerator.gradient_accumulation_steps, norm
 
     def apply(self, norm: Tensor) -> None:
-        """Changes the weights by the gradient that the parameters have, whose `norm` is () float32 on the device."""
-        step_if_finite(self.optimizer, norm)
+        """Changes the weights by the gradient that the parameters have, unless its `norm`, () float32, is not finite.
+
+        torch's fused optimisers decide that on the device. For the others the host decides, and waits for the device.
+        """
+        optimizer: Any = self.optimizer
+        # The first update has to create the moments; SGD would never fill them if the device skipped it.
+        if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
+            optimizer.grad_scale, optimizer.found_inf = None, (~norm.isfinite()).float()
+            optimizer.step()
+        elif norm.isfinite():
+            optimizer.step()
         if self.accelerator.scaler:
             self.accelerator.scaler.update()
-
-
-def step_if_finite(optimizer: torch.optim.Optimizer, grad_norm: Tensor) -> None:
-    """Makes `optimizer.step()` unless the gradient's norm, () float32 on the device, is not finite.
-
-    torch's fused optimisers decide that on the device. For the others the host decides, and waits for the device.
-    """
-    # The first update has to create the moments; SGD would never fill them if the device skipped it.
-    if getattr(optimizer, "_step_supports_amp_scaling", False) and optimizer.state:
-        optimizer.grad_scale = None  # type: ignore[attr-defined]
-        optimizer.found_inf = (~grad_norm.isfinite()).float()  # type: ignore[attr-defined]
-        optimizer.step()
-    elif grad_norm.isfinite():
-        optimizer.step()

@@ -29,7 +29,7 @@ from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.folder import RunFolder
-from vision_longhorn.training.fsdp import whole_optimizer_state, whole_weights
+from vision_longhorn.training.fsdp import shard, whole
 from vision_longhorn.training.step import TrainStep
 from vision_longhorn.training.updates import UpdateMonitor
 
@@ -69,20 +69,21 @@ class Trainer:
         self.folder = RunFolder(run_dir, cfg, accelerator, held)
         resuming = self.folder.checkpoint is not None
         self.global_batch = cfg.batch_size * accelerator.num_processes * cfg.grad_accum
-        self.peak_lr = setup.peak_rate(cfg, self.global_batch, accelerator, resuming)
+        self.peak_lr = setup.peak_rate(cfg, self.global_batch, resuming)
 
         # Data and model
-        self.data = setup.open_data(cfg, accelerator)
-        names = self.data.names()["class_names"]
-        self.model, self.ema = setup.build_model(cfg, self.data.num_classes, accelerator, resuming, names)
+        *self.splits, self.num_classes, self.names = setup.open_data(cfg, accelerator)
+        names = self.names["class_names"]
+        self.model, self.ema = setup.build_model(cfg, self.num_classes, accelerator, resuming, names)
         self.evaluated = {"val": self.model, **({"val_ema": self.ema.module} if self.ema else {})}
         self.settings = input_settings(self.model, cfg.values())
-        setup.share_out(cfg, list(self.evaluated.values()), accelerator)
+        if cfg.fsdp:
+            shard(accelerator, *self.evaluated.values(), compress_gradients=cfg.compress_gradients)
         self.loader, self.val_loader, self.finish_images = setup.build_loaders(
-            cfg, self.data, self.settings, accelerator
+            cfg, self.splits, self.settings, accelerator
         )
         held.callback(self.end_loaders)
-        self.mixup, criterion = setup.build_loss(cfg, self.data.num_classes)
+        self.mixup, criterion = setup.build_loss(cfg, self.num_classes)
 
         # Optimiser and schedule
         self.updates_per_epoch = len(self.loader) // cfg.grad_accum
@@ -94,8 +95,7 @@ class Trainer:
         # Signals, and the reading of each update. In a file, the many lines of a bar would run into the others.
         shows_bar = accelerator.is_main_process and sys.stderr.isatty()
         self.signals, say = StopSignals(), None if shows_bar else self.say
-        counts = self.global_batch, self.updates_per_epoch
-        self.monitor = UpdateMonitor(cfg, accelerator, self.signals, self.folder.run, *counts, say)
+        self.monitor = UpdateMonitor(self.folder, self.signals, self.global_batch, self.updates_per_epoch, say)
 
         # A checkpoint comes before compiling and capturing, which take the weights as they are.
         if resuming:
@@ -122,7 +122,7 @@ class Trainer:
         cfg, monitor = self.cfg, self.monitor
         with self.progress, self.signals:
             if self.folder.checkpoint:
-                self.open_folder()
+                self.folder.open(self.facts(), self.started, self.updates)
                 if self.history:
                     self.folder.write_history(self.history)
                 if not self.folder.run.best.exists():  # the run may have gone back behind its best epoch
@@ -131,7 +131,7 @@ class Trainer:
                 batches, end = self.open_epoch(), (self.epoch + 1) * self.updates_per_epoch
                 while self.updates < end:
                     self.train_step(batches)
-                    self.open_folder()
+                    self.folder.open(self.facts(), self.started, self.updates)
                     if monitor.stop or self.updates == end or self.updates % cfg.checkpoint_interval == 0:
                         monitor.read_all()
                         if monitor.stop or self.updates < end:  # at the epoch's end, the evaluation comes first
@@ -140,7 +140,7 @@ class Trainer:
                         self.stop()
 
                 skipped = self.accelerator.reduce(torch.tensor(self.loader.num_skipped, device=self.device))
-                facts = {**monitor.last, "skipped_samples": skipped.item()}
+                facts = {**monitor.state["last"], "skipped_samples": skipped.item()}
                 is_best = self.end_epoch(facts, self.evaluate())
                 self.report_epoch()
                 self.folder.save(self.state_dict(), is_best)
@@ -183,7 +183,7 @@ class Trainer:
         done = self.epoch + 1
         if done % self.cfg.eval_interval and done != self.cfg.epochs:
             return {}
-        count = self.data.val.num_samples
+        count = self.splits[1].num_samples
         try:
             return evaluate(self.evaluated, self.val_loader, self.accelerator, count, self.cfg.batch_size)
         except DataError as error:
@@ -210,11 +210,6 @@ class Trainer:
         leave(self.accelerator)
         sys.exit(128 + number)
 
-    def open_folder(self) -> None:
-        """Makes the run's folder, unless it is open."""
-        self.folder.open(self.facts(), self.started, self.updates)
-        self.monitor.log = self.folder.log
-
     def end_loaders(self) -> None:
         """Ends the loaders' processes with the run; Python may free them much later."""
         del self.loader, self.val_loader
@@ -223,23 +218,23 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the checkpoint. All processes take part, the first one gets whole tensors."""
-        scaler = self.accelerator.scaler
+        scaler, keep = self.accelerator.scaler, self.accelerator.is_main_process
         return dict(
             arch=self.cfg.model,
-            num_classes=self.data.num_classes,
-            **self.data.names(),
+            num_classes=self.num_classes,
+            **self.names,
             config=self.cfg.values(),
             facts=self.facts(),
             epoch=self.epoch,
             updates=self.updates,
-            watch=self.monitor.state_dict(),
-            state_dict=whole_weights(self.model),
-            optimizer=whole_optimizer_state(self.model, self.optimizer),
+            watch=self.monitor.state,
+            state_dict=whole(self.model.state_dict(), keep),
+            optimizer=whole(self.optimizer.state_dict(), keep),
             best_metric=self.best,
             history=self.history,
             started=self.started,
             scaler=scaler and scaler.state_dict(),
-            **({"state_dict_ema": whole_weights(self.ema.module)} if self.ema else {}),
+            **({"state_dict_ema": whole(self.ema.module.state_dict(), keep)} if self.ema else {}),
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -248,10 +243,10 @@ class Trainer:
         load_weights(self.model, state, path)
         if self.ema:
             load_weights(self.ema.module, state, path, ema=True)
-        setup.load_optimizer(self.cfg, self.model, self.optimizer, state)
+        setup.load_optimizer(self.cfg, self.optimizer, state)
         if self.accelerator.scaler and state.get("scaler"):
             self.accelerator.scaler.load_state_dict(state["scaler"])
-        self.monitor.load_state_dict(state["watch"])
+        self.monitor.load(state["watch"])
         self.epoch, self.best, self.history = state["epoch"], state["best_metric"], state["history"]
         self.started = state.get("started", self.started)
         before = state["facts"]["updates_per_epoch"]
@@ -261,8 +256,7 @@ class Trainer:
     def resume(self) -> None:
         """Goes on where the checkpoint stopped, and says what has changed since."""
         cfg, checkpoint = self.cfg, load_checkpoint(str(self.cfg.resume))
-        names = self.data.names()["class_names"]
-        setup.check_classes(checkpoint.get("class_names"), names, str(cfg.resume), "the data")
+        setup.check_classes(checkpoint.get("class_names"), self.names["class_names"], str(cfg.resume), "the data")
         self.load_state_dict(checkpoint)
         if self.epoch >= cfg.epochs:
             raise UserError(f"{self.folder.path} has finished its {self.epoch} epochs: give more by --epochs to go on")
@@ -289,7 +283,7 @@ class Trainer:
             "global_batch": self.global_batch,
             "updates_per_epoch": self.updates_per_epoch,
             "peak_lr": self.peak_lr,
-            "num_classes": self.data.num_classes,
+            "num_classes": self.num_classes,
             "schedule": "warm-up, then a whole cosine",
             "torch": str(torch.__version__),
             "device": "cpu" if cpu else torch.cuda.get_device_name(),
@@ -297,16 +291,15 @@ class Trainer:
         }
 
     def describe(self) -> None:
-        """Says what is going to happen."""
-        cfg, data, precision = self.cfg, self.data, self.accelerator.mixed_precision
+        cfg, (train, val), precision = self.cfg, self.splits, self.accelerator.mixed_precision
         size = "x".join(map(str, self.settings["input_size"]))
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        left_out = dict.fromkeys(f"left out {one}" for one in (data.train.left_out, data.val.left_out) if one)
-        counts = f"{data.train.num_samples:,} samples to train on, {data.val.num_samples:,} to evaluate"
+        left_out = dict.fromkeys(f"left out {one}" for one in (train.left_out, val.left_out) if one)
+        counts = f"{train.num_samples:,} samples to train on, {val.num_samples:,} to evaluate"
         precision = "fp32" if precision == "no" else precision
         lines = [
-            f"model   {cfg.model}, {count:,} parameters, input {size}, {data.num_classes} classes",
-            f"data    {data.place}: {counts}",
+            f"model   {cfg.model}, {count:,} parameters, input {size}, {self.num_classes} classes",
+            f"data    {cfg.data}: {counts}",
             *(f"        {line}" for line in left_out),
             f"run     {self.accelerator.num_processes} process(es) on {self.device.type} in {precision}, {cfg.epochs} "
             f"epochs of {self.updates_per_epoch} updates of {self.global_batch} samples, peak lr {self.peak_lr:.2e}",
@@ -316,25 +309,24 @@ class Trainer:
 
     def report_epoch(self) -> None:
         """Says how the last epoch went, and adds its evaluation to the curves."""
-        if not self.folder.log:
-            return
         entry = self.history[-1]
         results, skipped = {tag: entry[tag] for tag in self.evaluated if tag in entry}, entry["skipped_samples"]
         accuracies = "".join(f"  {tag} top-1 {result['top1']:.2f} %" for tag, result in results.items())
-        self.progress.write(
-            f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  {entry['images_per_s']:,.0f} "
-            f"images/s{accuracies}{f'  {skipped} samples skipped' if skipped else ''}"
-        )
-        self.folder.log.add_results(results, self.updates)
+        if self.accelerator.is_main_process:
+            self.progress.write(
+                f"epoch {entry['epoch']:3d}  loss {entry['train_loss']:.4f}  {entry['images_per_s']:,.0f} "
+                f"images/s{accuracies}{f'  {skipped} samples skipped' if skipped else ''}"
+            )
+        self.folder.add_results(results, self.updates)
 
     def finish(self) -> None:
         """Draws the curves, and says what came of the run."""
         run, last = self.folder.run, self.history[-1]
-        if self.folder.log:
-            self.folder.log.finish(self.cfg, self.best)
+        self.folder.finish(self.best)
+        if self.accelerator.is_main_process:
             plot_runs([run.path], run.curves_file)
         for tag in self.evaluated:  # the last epoch always has an evaluation
             weights = "raw weights" if tag == "val" else "EMA weights"
-            self.say(f"{weights}  {describe(last[tag])} of {self.data.val.num_samples}")
+            self.say(f"{weights}  {describe(last[tag])} of {self.splits[1].num_samples}")
         self.say(f"best epoch   top-1 {self.best:.2f} %, saved as {run.best}")
         self.say(f"curves       {run.curves_file}, or live: tensorboard --logdir {run.path.parent}")
