@@ -106,6 +106,8 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
+    if mix.reversed and (mix.shared or S == 2):
+        raise ValueError("reversed=True is for one direction alone: leave it out with two sets of parameters or norms")
     given: tuple[Any, ...] = mix[1 : len(TENSORS)]
     parameters: list[Any] = [None if value is None else value.contiguous() for value in given]
     xz = mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous()

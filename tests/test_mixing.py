@@ -300,6 +300,12 @@ def test_inputs_of_any_strides(backend):
             assert grad.is_contiguous()
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)
+def test_two_directions_cannot_be_reversed(layout):
+    with pytest.raises(ValueError, match="reversed=True is for one direction alone"):
+        torch.ops.vision_longhorn.mix(*operator_inputs(UPDATES[0], layout, False), True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "T,D,M", [(50432, 768, 56), (48680, 384, 48), (197, 1536, 64), (1, 128, 20), (1001, 100, 44), (300, 128, 23)]
