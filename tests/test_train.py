@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
 from vision_longhorn import devices, runs  # noqa: E402
-from vision_longhorn.checkpoint import load_checkpoint
+from vision_longhorn.checkpoint import load_checkpoint  # noqa: E402
 from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
 from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
