@@ -160,6 +160,13 @@ def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
     triton_norm.backward(y, o, z, weight, 1e-5, torch.empty_like(z))
 
 
+def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import unit as triton_unit
+
+    k, q = _tensor(2, BATCH, TOKENS, 2 * 16, dtype=dtype).chunk(2, -1)
+    triton_unit.backward(k, q, *triton_unit.forward(k, q))
+
+
 def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import projections
 
@@ -197,6 +204,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "tiny")),
+    "unit": (compile_unit, ("both_directions",)),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
 # Constants that make another kernel of one: a row of the table names those that are set.

@@ -35,6 +35,7 @@ class Scan(NamedTuple):
     A_per_token: bool = False      # Mamba only
     regime: str = "auto"           # Triton only
     step_proj: Optional[Tensor] = None  # ([2,] D, R): the logits are step step_proj^T, and step is ([2,] B, L, R)
+    qk_norm: bool = False          # k and q are divided by their lengths first (`backends.torch.unit`)
     # fmt: on
 
     @property

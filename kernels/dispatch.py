@@ -1,7 +1,7 @@
 """Which backend runs: chosen by the device of the inputs, or forced."""
 
 import os
-from importlib import import_module
+from functools import cache
 
 import torch
 
@@ -10,10 +10,14 @@ from .contract import BACKENDS, check_option
 from .rules.base import HAS_TRITON
 
 
+@cache
 def get_backend(name: str) -> Backend:
     """The backend called "torch" or "triton"."""
-    # Triton is optional, and slow to import.
-    return import_module(".backends.triton.backend" if name == "triton" else ".backends.torch", __package__)
+    if name == "torch":
+        return Backend()
+    from .backends.triton.backend import TritonBackend  # Triton is optional, and slow to import
+
+    return TritonBackend()
 
 
 def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Backend:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import Backend
+from .backends.torch.unit import unit
 from .checks import check
 from .contract import Scan, ceil_div, wide
 from .dispatch import backend_for
@@ -38,6 +39,7 @@ class Mix(NamedTuple):
     rule: str                      # one of `rules.NAMES`
     eps: float                     # of the norms
     reversed: bool = False         # convolve and scan from the last token to the first
+    qk_norm: bool = False          # keys and queries have unit length (`backends.torch.unit`)
     # fmt: on
 
     @property
@@ -83,7 +85,7 @@ class Mix(NamedTuple):
                 direction, z = "both", None
         return Scan(
             x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token,
-            step_proj=step_proj)  # fmt: skip
+            step_proj=step_proj, qk_norm=self.qk_norm)  # fmt: skip
 
 
 TENSORS = Mix._fields[:9]
@@ -104,6 +106,8 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
+    if mix.reversed and (mix.shared or S == 2):
+        raise ValueError("reversed=True is for one direction alone: leave it out with two sets of parameters or norms")
     given: tuple[Any, ...] = mix[1 : len(TENSORS)]
     parameters: list[Any] = [None if value is None else value.contiguous() for value in given]
     xz = mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous()
@@ -124,7 +128,7 @@ def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tens
 
 
 def token_facts(
-    x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor]
+    x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], qk_norm: bool = False
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     """The logits with their bias (S, B, L, D, 1 or N), the keys (S, B, L, N) and A, in the dtype of the convolved x
     (S, B, L, D). Parameters as in `Mix`."""
@@ -132,7 +136,7 @@ def token_facts(
     low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
     k, _, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
-    return step, k, _rates(A_log, *a)
+    return step, unit(k) if qk_norm else k, _rates(A_log, *a)
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -208,19 +212,16 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     return grads | {"D": found["D"], "dt_bias": found["bias"]}
 
 
-# Older exported programs do not give `reversed`.
-
-
 def _mix(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`forward`. The first result is y, (B, L, D) in the dtype of xz; the others are for the backward pass."""
-    fields, (save_states, backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
-    mix = Mix(*fields, *reversed)
+    fields, (save_states, backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
+    mix = Mix(*fields, *later)
     return forward(mix, save_states, backend_for(backend, mix.xz.device))
 
 
 def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    fields, (save_states, backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
-    mix = prepare(Mix(*fields, *reversed))
+    fields, (save_states, backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
+    mix = prepare(Mix(*fields, *later))
     empty = mix.xz.new_empty
     (S, D, _), (B, L, _) = mix.conv_weight.shape, mix.xz.shape
     low = empty(S, B, L, mix.low_width)
@@ -233,8 +234,8 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values: Any) -> tuple[Tensor, ...]:
     """The gradient of each of TENSORS, empty where the tensor is absent."""
-    fields, (backend, *reversed) = values[: len(FIELDS)], values[len(FIELDS) :]
-    mix = Mix(*fields, *reversed)
+    fields, (backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
+    mix = Mix(*fields, *later)
     grads = backward(mix, dy.contiguous(), low, saved, kept, backend_for(backend, mix.xz.device))
     return tuple(
         mix.xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
@@ -243,6 +244,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
 
 
 _ARGUMENTS = arguments(Mix, FIELDS)
-_operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, bool reversed=False", 4, _mix, _mix_shapes)
+_LATER = "bool reversed=False, bool qk_norm=False"  # programs of older versions do not give these
+_operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, {_LATER}", 4, _mix, _mix_shapes)
 define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
-                 f"{_ARGUMENTS}, str backend, bool reversed=False", 1, len(TENSORS), _mix_backward)  # fmt: skip
+                 f"{_ARGUMENTS}, str backend, {_LATER}", 1, len(TENSORS), _mix_backward)  # fmt: skip

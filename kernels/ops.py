@@ -29,7 +29,16 @@ def forward(scan: Scan, save_states: bool, backend: Backend) -> tuple[Tensor, Te
             f"logits at low rank (step_proj) are for the exact rule's chunks on a GPU, not for rule={scan.rule!r} with "
             f"rank {scan.step_proj.shape[-1]} and d_state {scan.sizes[4]} here: give them whole"
         )
+    scan = normalised(scan, backend)
     return backend.scan_forward(rule_of(scan).prepare(scan), save_states)
+
+
+def normalised(scan: Scan, backend: Backend) -> Scan:
+    """`scan` over keys and queries of unit length, if it is to have them."""
+    if not scan.qk_norm:
+        return scan
+    k, q = backend.unit_forward(scan.k, scan.q)
+    return scan._replace(k=k, q=q, qk_norm=False)
 
 
 def backward(
@@ -39,10 +48,14 @@ def backward(
     """A gradient for each tensor of `scan`, by field; that of z is written to `dz` instead, and those of k and q to
     `dkq`, (G, B, L, N) each for G sets of parameters, if given."""
     rule = rule_of(scan)
-    prepared = rule.prepare(scan)
+    unit = normalised(scan, backend)
+    prepared = rule.prepare(unit)
     # The backend cannot write the sum of two directions' gradients in place, nor what `restore` changes.
-    in_place = dkq if dkq and prepared.k is scan.k and len(dkq[0]) == len(scan.reversed) else None
-    grads = rule.restore(scan, prepared, backend.scan_backward(prepared, dy, dfinal, saved, dz, in_place))
+    in_place = dkq if dkq and prepared.k is unit.k and len(dkq[0]) == len(scan.reversed) else None
+    grads = rule.restore(unit, prepared, backend.scan_backward(prepared, dy, dfinal, saved, dz, in_place))
+    if scan.qk_norm:
+        written = dict(zip("kq", in_place or ())) | grads
+        backend.unit_backward(scan.k, scan.q, written["k"], written["q"])
     for name, out in zip(("z", "k", "q"), (dz, *(dkq or ()))):
         if out is not None and name in grads:
             out.copy_(grads.pop(name))
@@ -56,21 +69,27 @@ def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, in
     return backend_for(backend, scan.x.device).plan(rule_of(scan).prepare(scan))
 
 
+def read_scan(values: tuple[Any, ...], count: int) -> tuple[Scan, tuple[Any, ...]]:
+    """The scan that an operator's arguments describe, and its `count` arguments that are no fields of one. Programs of
+    older versions do not give `qk_norm`."""
+    fields, others = values[: len(FIELDS)], values[len(FIELDS) :]
+    regime, qk_norm = (*others[count:], False)[:2]
+    return Scan._make((*fields, regime, None, qk_norm)), others[:count]
+
+
 def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     """y, the final state (empty unless `return_final_state`), and what the backward pass starts from: if `save_states`,
     the states at the starts of the chunks; else an empty tensor, and the backward pass finds them again."""
-    *fields, return_final_state, save_states, backend, regime = values
-    scan = Scan._make((*fields, regime, None))
+    scan, (return_final_state, save_states, backend) = read_scan(values, 3)
     check(scan)
-    y, final_state, saved = forward(scan, save_states, backend_for(backend, scan.x.device, regime))
+    y, final_state, saved = forward(scan, save_states, backend_for(backend, scan.x.device, scan.regime))
     return y, final_state if return_final_state else final_state.new_empty(0), saved
 
 
 def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *fields, return_final_state, save_states, backend, regime = values
-    scan = Scan._make((*fields, regime, None))
+    scan, (return_final_state, save_states, backend) = read_scan(values, 3)
     check(scan)
-    saved = backend_for(backend, scan.x.device, regime).saved_shape(scan) if save_states else (0,)
+    saved = backend_for(backend, scan.x.device, scan.regime).saved_shape(scan) if save_states else (0,)
     return (
         scan.x.new_empty(scan.output_shape),
         scan.x.new_empty(scan.state_shape if return_final_state else (0,), dtype=scan.accumulator),
@@ -80,15 +99,15 @@ def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def _scan_backward(dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, *values: Any) -> tuple[Tensor, ...]:
     """The gradient of each of TENSORS, empty where the tensor is absent."""
-    *fields, backend, regime = values
-    scan = Scan._make((*fields, regime, None))
+    scan, (backend,) = read_scan(values, 1)
     dfinal = dfinal if dfinal is not None and dfinal.numel() else None  # of the empty state that stands for none
-    grads = backward(scan, dy, dfinal, saved, backend_for(backend, scan.x.device, regime))
+    grads = backward(scan, dy, dfinal, saved, backend_for(backend, scan.x.device, scan.regime))
     return tuple(grads[name] if name in grads else scan.x.new_empty(0) for name in TENSORS)
 
 
 _ARGUMENTS = arguments(Scan, FIELDS).replace("Tensor? step", "Tensor step")  # None inside the backends alone
-_operator = define("scan", f"{_ARGUMENTS}, bool return_final_state, bool save_states, str backend, str regime", 3,
-                   _scan, _scan_shapes)  # fmt: skip
+_operator = define("scan", f"{_ARGUMENTS}, bool return_final_state, bool save_states, str backend, str regime, "
+                   "bool qk_norm=False", 3, _scan, _scan_shapes)  # fmt: skip
 define_gradients("scan", _operator, "Tensor? dy, Tensor? dfinal, Tensor saved, "
-                 f"{_ARGUMENTS}, str backend, str regime", 2, len(TENSORS), _scan_backward)  # fmt: skip
+                 f"{_ARGUMENTS}, str backend, str regime, bool qk_norm=False",
+                 2, len(TENSORS), _scan_backward)  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
+from .backends.torch.unit import unit
 from .contract import Scan, stack
 from .rules import get_rule, rule_of
 from .rules.base import read_out
@@ -24,6 +25,7 @@ def longhorn_step(
     beta_bias: Optional[Tensor] = None,
     *,
     rule: str = "diagonal",
+    qk_norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token of Longhorn's recurrence (Algorithm 1 of arXiv 2407.14207): the update and the read-out.
 
@@ -35,12 +37,13 @@ def longhorn_step(
 
     Args:
         state: (B, D, N), the state after the tokens so far; zeros before the first.
-        x, beta, k, q, z, D, beta_bias, rule: as in `longhorn_scan`, without the axis of tokens.
+        x, beta, k, q, z, D, beta_bias, rule, qk_norm: as in `longhorn_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).
     """
     beta = beta if beta_bias is None else beta + beta_bias
+    k, q = (unit(k), unit(q)) if qk_norm else (k, q)
     state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
     return read_out(state, x, q, z, D), state
 
@@ -57,18 +60,20 @@ def selective_step(
     dt_bias: Optional[Tensor] = None,
     *,
     dt_softplus: bool = True,
+    qk_norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token of Mamba's selective scan (arXiv 2312.00752, Algorithm 2, with B discretised as dt * B).
 
     Args:
         state: (B, D, N), the state after the tokens so far.
         A: (D, N), or (B, 1, N) where A depends on the token.
-        x, dt, B, C, z, D, dt_bias, dt_softplus: as in `selective_scan`, without the axis of tokens.
+        x, dt, B, C, z, D, dt_bias, dt_softplus, qk_norm: as in `selective_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).
     """
     dt = dt if dt_bias is None else dt + dt_bias
+    B, C = (unit(B), unit(C)) if qk_norm else (B, C)
     state = get_rule("mamba").update(state, x, dt, B, A, softplus=dt_softplus)
     return read_out(state, x, C, z, D), state
 
@@ -86,6 +91,8 @@ def scan(scan: Scan) -> tuple[Tensor, Tensor]:
     tensors: dict[str, Any] = {
         name: stack(scan, value, axes.get(name, 3)).to(scan.accumulator) for name, value in scan.tensors().items()
     }
+    if scan.qk_norm:
+        tensors |= {name: unit(tensors[name]) for name in ("k", "q")}
     ys, states = [], []
     for g, backward in enumerate(scan.reversed):
         d: Any = scan._replace(**{name: value[g] for name, value in tensors.items()})

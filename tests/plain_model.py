@@ -17,6 +17,8 @@ def plain_scan(p, i, x, mixer):
     rank, N = mixer.dt_rank, mixer.d_state
     low = x @ p["x_proj"][i].t()
     k, q, a = low[..., rank : rank + N], low[..., rank + N : rank + 2 * N], low[..., rank + 2 * N :]
+    if mixer.qk_norm:
+        k, q = (v / torch.sqrt((v * v).sum(-1, keepdim=True) + 1e-6) for v in (k, q))
     logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
     state, ys = x.new_zeros(x.shape[0], x.shape[2], N), []
     for t in range(x.shape[1]):

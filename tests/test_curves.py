@@ -1,5 +1,7 @@
 """Curves of runs, drawn from TensorBoard events."""
 
+import time
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -7,6 +9,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from vision_longhorn import curves, plots
 from vision_longhorn.errors import UserError
+from vision_longhorn.runs import Run
+from vision_longhorn.training.folder import keep_order
 
 
 def write_run(folder, updates_per_epoch, averaged):
@@ -27,6 +31,18 @@ def test_curves_of_runs_with_different_batches_share_the_axis_of_epochs(tmp_path
         epochs, top1 = plots.read_scalars(run)["accuracy/top1"]
         np.testing.assert_allclose(epochs, [1, 2, 3])
         np.testing.assert_allclose(top1, [updates_per_epoch, 2 * updates_per_epoch, 3 * updates_per_epoch])
+
+
+def test_a_clock_that_went_back_leaves_curves_in_their_order(tmp_path, monkeypatch):
+    for clock, first, last in (2e9, 1, 6), (1.9e9, 4, 9), (1.8e9, 8, 11):
+        monkeypatch.setattr(time, "time", lambda: clock)
+        keep_order(Run(tmp_path))
+        with SummaryWriter(tmp_path, purge_step=first) as writer:
+            for update in range(first, last):
+                writer.add_scalar("train/epoch", update, update)
+                writer.add_scalar("train/loss", first, update)
+    epochs, losses = plots.read_scalars(tmp_path)["train/loss"]
+    assert epochs.tolist() == list(range(1, 11)) and losses.tolist() == [1] * 3 + [4] * 4 + [8] * 3
 
 
 def test_a_run_that_began_under_former_names_of_curves_is_read_as_one(tmp_path):

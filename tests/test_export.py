@@ -35,6 +35,7 @@ VARIANTS = {
     "exact shared": dict(model_name="vlonghorn_test", rule="exact", wiring="shared", global_pool="max", beta="scalar"),
     "diagonal shared": dict(model_name="vlonghorn_test", wiring="shared", class_token="last"),
     "mamba": dict(model_name="vim_test", global_pool=""),
+    "exact unit": dict(model_name="vlonghorn_test", rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.1),
     "mamba shared": dict(model_name="vim_test", wiring="shared", class_token="none", global_pool="avg", beta="scalar"),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -267,7 +268,7 @@ class Scans(nn.Module):
 
     def forward(self, *values):
         inputs = dict(zip(self.names, values))
-        y, state = call(self.rule, inputs, direction="both", return_final_state=True)
+        y, state = call(self.rule, inputs, direction="both", return_final_state=True, qk_norm=True)
         mean = call(self.rule, inputs, direction="both", combine="mean")
         own = {
             name: value[1] if name == "initial_state" or value.shape[0] == 2 and name != "z" else value

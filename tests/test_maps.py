@@ -34,6 +34,8 @@ def measured(p, i, x, mixer):
     low = (x @ p["x_proj"][i].t()).flatten(0, 1)
     logit = low[:, :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
     key = low[:, rank : rank + N]
+    if mixer.qk_norm:
+        key = key / (key.square().sum(-1, keepdim=True) + 1e-6).sqrt()
     A = None
     if mixer.rule == "mamba":
         rest = low[:, None, rank + 2 * N :]  # of a token's own A
@@ -84,6 +86,7 @@ OPTIONS = [
     dict(name="vim_test"),
     dict(name="vim_test", wiring="shared"),
     dict(wiring="alternate"),
+    dict(rule="exact", qk_norm=True),
     dict(scan_order="rows_columns"),
     dict(name="vim_test", beta="scalar"),
     dict(name="vim_test", A_per_token=True),

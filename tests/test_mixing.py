@@ -76,6 +76,13 @@ def test_mixer_is_its_plain_description(backend, layout, update):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wiring,rule", [("vim", "exact"), ("shared", "diagonal"), ("alternate", "mamba")])
+def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, rule):
+    mixer = build(backend, wiring=wiring, rule=rule, qk_norm=True)
+    check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_rates_beyond_float32_forget_everything_with_finite_gradients(backend):
     mixer = build(backend, rule="mamba", A_per_token=True)
     with torch.no_grad():
@@ -291,6 +298,12 @@ def test_inputs_of_any_strides(backend):
         for grad, right in zip(torch.autograd.grad(y.sum(), others), grads):
             torch.testing.assert_close(grad, right)
             assert grad.is_contiguous()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)
+def test_two_directions_cannot_be_reversed(layout):
+    with pytest.raises(ValueError, match="reversed=True is for one direction alone"):
+        torch.ops.vision_longhorn.mix(*operator_inputs(UPDATES[0], layout, False), True)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """The models: sizes, wiring against a plain description, image sizes, initialisation, precision, timm's interface."""
 
+import copy
 import itertools
 import math
 from itertools import product
@@ -423,6 +424,11 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(class_token="none"), "global_pool='avg'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact'"),
         (dict(img_size=4), "patch_size=(8, 8)"),
+        (dict(beta_min=0.1), "beta_max=None"),
+        (dict(beta_min=0.1, beta_max=0.01), "beta_max=0.01"),
+        (dict(beta_min=0.0, beta_max=1.0), "beta_min=0.0"),
+        (dict(mixer="mamba", beta_min=0.1, beta_max=0.2), "rule='mamba'"),
+        (dict(rule="gla", beta_min=0.1, beta_max=0.2), "rule='gla'"),
     ],
 )
 def test_options_that_are_wrong_are_named(options, words):
@@ -495,6 +501,10 @@ def check_initialisation(model):
             # Log-uniform: half of them below the geometric middle.
             assert abs((dt < 1e-2).float().mean() - 0.5) < 0.1
             torch.testing.assert_close(mixer.A_log.exp(), torch.arange(1.0, 17).expand_as(mixer.A_log))
+        elif mixer.beta_range:
+            beta = torch.sigmoid(mixer.dt_bias)
+            assert beta.min() >= 0.999e-3 and beta.max() <= 1.001e-1
+            assert abs((beta < 1e-2).float().mean() - 0.5) < 0.1 and len(beta.unique()) > 0.9 * beta.numel()
         else:
             assert not mixer.dt_bias.any()  # beta = sigmoid(0) = 1/2
     stacked = model.blocks[0].mixer.x_proj
@@ -507,10 +517,33 @@ def test_initialisation(name):
     check_initialisation(timm.create_model(name, depth=6))
 
 
-@pytest.mark.parametrize("name", ("vlonghorn_tiny_shared", "vim_tiny"))
-def test_model_made_without_memory_is_initialised_later(name):
+SPREAD = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1)
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda model: model,
+        lambda model: model.init_weights(),
+        lambda model: [block.mixer.reset_parameters() for block in model.blocks],
+        lambda model: model.reset_classifier(1000),
+        lambda model: copy.deepcopy(model),
+    ],
+    ids=("made", "init_weights", "reset_parameters", "reset_classifier", "copy"),
+)
+def test_channels_start_with_memories_that_differ_however_a_model_is_made(again):
+    torch.manual_seed(0)
+    model = timm.create_model("vlonghorn_tiny", depth=2, **SPREAD)
+    found = again(model)
+    check_initialisation(found if isinstance(found, torch.nn.Module) else model)
+
+
+@pytest.mark.parametrize(
+    "name,options", [("vlonghorn_tiny_shared", {}), ("vim_tiny", {}), ("vlonghorn_tiny", SPREAD)], ids=str
+)
+def test_model_made_without_memory_is_initialised_later(name, options):
     with torch.device("meta"):
-        model = timm.create_model(name, depth=2)
+        model = timm.create_model(name, depth=2, **options)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for value in model.parameters():

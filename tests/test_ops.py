@@ -40,7 +40,7 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def operator_arguments(rule, direction, combine, *, final=True, save=True, **options):
+def operator_arguments(rule, direction, combine, *, final=True, save=True, qk_norm=False, **options):
     """Positional arguments of `torch.ops.vision_longhorn.scan`; two chunks, so that saved states matter."""
     inputs = make_inputs(rule, 2, 9, 3, 4, direction=direction, **options)
     if not options.get("state", True):
@@ -57,6 +57,7 @@ def operator_arguments(rule, direction, combine, *, final=True, save=True, **opt
         save,
         "auto",
         "auto",
+        *([True] if qk_norm else []),  # programs of older versions leave it out
     )
 
 
@@ -106,8 +107,8 @@ def test_autocast_does_not_reach_into_a_scan():
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
     "options",
-    [dict(scalar_step=True, stacked=False), dict(dtype=torch.bfloat16), dict(dtype=torch.float64)],
-    ids=("scalar", "bf16", "fp64"),
+    [dict(scalar_step=True, stacked=False), dict(dtype=torch.bfloat16), dict(dtype=torch.float64, qk_norm=True)],
+    ids=("scalar", "bf16", "fp64, unit"),
 )
 def test_opcheck_of_other_shapes_and_dtypes(rule, options):
     """Inputs without gradients too: that is what runs under inference."""

@@ -115,6 +115,61 @@ def test_optional_inputs_may_be_absent(backend, rule):
     assert max(found.values()) <= 1e-5, found
 
 
+UNIT_CASES = [
+    ("forward", "none", True, 16, "unit", torch.float32),
+    ("both", "mean", False, 5, "mixed", torch.float32),  # one set for both directions, lengths from 0 to 1e3
+    ("both", "none", True, 1, "large", torch.float32),
+    ("backward", "none", True, 40, "unit", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(
+    "backend,rule,case", cases(UNIT_CASES, UNIT_CASES[1:2], ("diagonal", "exact", "delta", "mamba_per_token"))
+)
+def test_keys_and_queries_of_unit_length(backend, rule, case):
+    direction, combine, stacked, N, keys, dtype = case
+    inputs = make_inputs(rule, 2, 11, 5, N, direction=direction, stacked=stacked, keys=keys, dtype=dtype)
+    found = errors(rule, inputs, backend, direction=direction, combine=combine, qk_norm=True)
+    assert max(found.values()) <= TOLERANCE[dtype], found
+    # The formula, by itself: the same scan over keys and queries that were divided before.
+    units = {name: inputs[name] / (inputs[name].square().sum(-1, keepdim=True) + 1e-6).sqrt() for name in ("k", "q")}
+    same = call(rule, {**inputs, **units}, backend=backend, direction=direction, combine=combine)
+    assert (
+        relative_rms(call(rule, inputs, backend=backend, direction=direction, combine=combine, qk_norm=True), same)
+        < 1e-2
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_a_zero_key_of_unit_length_writes_nothing_and_gradients_stay_finite(backend, dtype):
+    inputs = make_inputs("exact", 1, 9, 4, 8, dtype=dtype)
+    inputs["k"][:, 2], inputs["q"][:, 3], inputs["k"][:, 4] = 0, 0, inputs["k"][:, 4] * 1e-6
+    found = outputs_and_gradients("exact", inputs, backend=backend, qk_norm=True)
+    assert all(value.isfinite().all() for value in found.values())
+    first = {name: value[:, :3] if name in ("x", "step", "k", "q", "z") else value for name, value in inputs.items()}
+    _, before = call("exact", {**first, **{n: first[n][:, :2] for n in ("x", "step", "k", "q", "z")}},
+                     backend=backend, qk_norm=True, return_final_state=True)  # fmt: skip
+    _, after = call("exact", first, backend=backend, qk_norm=True, return_final_state=True)
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("rule", ("diagonal", "exact", "mamba"))
+def test_steps_with_keys_of_unit_length_are_the_scan(rule):
+    inputs = make_inputs(rule, 2, 5, 3, 4, dtype=torch.float64)
+    expected, last = call(rule, inputs, backend="reference", qk_norm=True, return_final_state=True)
+    step, state = (kernels.selective_step if rule == "mamba" else kernels.longhorn_step), inputs["initial_state"]
+    options = dict(D=inputs["D"]) | (
+        dict(A=inputs["A"], dt_bias=inputs["bias"]) if rule == "mamba" else dict(beta_bias=inputs["bias"], rule=rule)
+    )
+    letters = ("dt", "B", "C") if rule == "mamba" else ("beta", "k", "q")
+    for t in range(5):
+        token = dict(zip(letters, (inputs[name][:, t] for name in ("step", "k", "q"))))
+        y, state = step(state, inputs["x"][:, t], **token, z=inputs["z"][:, t], **options, qk_norm=True)
+        assert relative_rms(y, expected[:, t]) < 1e-12
+    assert relative_rms(state, last) < 1e-12
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_mamba_without_softplus(backend):
     inputs = make_inputs("mamba", 2, 10, 5, 4)

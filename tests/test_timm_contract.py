@@ -101,6 +101,18 @@ def test_intermediates_are_what_the_blocks_give(name, class_token, index, indice
         assert torch.equal(token, stream[:, index : index + 1])
 
 
+def test_intermediates_by_dinos_name():
+    model, images = small(), torch.randn(2, 3, 32, 32)
+    expected = model.forward_intermediates(
+        images, [1, 3], return_prefix_tokens=True, norm=True, output_fmt="NLC", intermediates_only=True
+    )
+    found = model.get_intermediate_layers(images, [1, 3], return_prefix_tokens=True, norm=True)
+    for pair, right in zip(found, expected, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(pair, right, strict=True))
+    (maps,) = model.get_intermediate_layers(images, reshape=True)
+    assert torch.equal(maps, model.forward_intermediates(images, 1, intermediates_only=True)[0])
+
+
 def test_intermediates_that_are_not_there_are_refused():
     model, images = small(), torch.randn(1, 3, 32, 32)
     with pytest.raises(AssertionError):

@@ -6,17 +6,19 @@ In Python, the functions are those of `vision_longhorn.evaluation.maps`, under t
 """
 
 from collections.abc import Sequence
-
-from timm.data import create_transform
+from typing import Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.evaluation.images import read_image
-from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
-from vision_longhorn.loading import load_model
 from vision_longhorn.plots import check_png
 from vision_longhorn.settings import Range
 
-__all__ = ["main", "plot_maps", "token_maps"]
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    from vision_longhorn.evaluation import maps  # takes seconds, for which --help need not wait
+
+    return getattr(maps, name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,6 +31,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", nargs="+", type=Range(kind=int), metavar="N", help=blocks)
     args = parser.parse_args(argv)
     check_png(args.out, "maps", [args.checkpoint, args.image])
+
+    from timm.data import create_transform
+
+    from vision_longhorn.evaluation.images import read_image
+    from vision_longhorn.evaluation.maps import plot_maps, shown, token_maps
+    from vision_longhorn.loading import load_model
+
     loaded = load_model(args.checkpoint)
     tensor = read_image(args.image, create_transform(**loaded.settings))  # (3, H, W)
     maps = token_maps(loaded.model.eval(), tensor[None])

@@ -14,10 +14,11 @@ import torch
 from onnxscript import FLOAT, graph, opset18, script
 from onnxscript.values import Opset
 
+from vision_longhorn.kernels.backends.torch.unit import EPS
 from vision_longhorn.kernels.contract import Scan
 from vision_longhorn.kernels.mixing import FIELDS, Mix
 from vision_longhorn.kernels.operators import schema
-from vision_longhorn.kernels.ops import FIELDS as SCAN_FIELDS
+from vision_longhorn.kernels.ops import read_scan
 from vision_longhorn.kernels.rules.gla import TEMPERATURE
 
 OPSET = 18
@@ -77,10 +78,15 @@ def _silu(value: Any) -> Any:
     return value * op.Sigmoid(value)
 
 
+def _unit(value: Any) -> Any:
+    """As `backends.torch.unit`."""
+    return value / op.Sqrt(op.ReduceSumSquare(value, [-1], keepdims=1) + EPS)
+
+
 def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     """Give y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, with the tokens first."""
     step = s.step if s.bias is None else s.step + s.bias
-    k = s.k
+    k, q = (_unit(s.k), _unit(s.q)) if s.qk_norm else (s.k, s.q)
     if s.rule in ("diagonal_unit", "delta"):  # k / ||k||, or 0 if its square is below float32's smallest normal number
         energy = op.ReduceSumSquare(k, [-1], keepdims=1)
         k = k * op.Where(energy >= torch.finfo(torch.float32).tiny, op.Reciprocal(op.Sqrt(energy)), 0.0)
@@ -108,7 +114,7 @@ def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     if state is None:
         batch, channels = op.Shape(s.x, start=1, end=2), op.Shape(s.x, start=2, end=3)
         state = op.Expand(0.0, op.Concat(batch, op.Shape(k, start=2, end=3), channels, axis=0))
-    read = [_axis(k, 3), _axis(s.q, 2), *read]
+    read = [_axis(k, 3), _axis(q, 2), *read]
     y, state = walk(state, *read, *fixed, inputs=[int(backward)] * len(read), output=[int(backward)])
     y = op.Squeeze(y, [2])
     return y if s.D is None else y + s.D * s.x, state
@@ -130,7 +136,7 @@ def _translates(function: Any) -> Any:
 
 @_translates
 def scan(*values: Any) -> Any:
-    s: Any = Scan(*values[: len(SCAN_FIELDS)])
+    s: Any = read_scan(values, 3)[0]
     ys, states = [], []
     for g, backward in enumerate(s.reversed):
 
@@ -179,7 +185,7 @@ def mix(*values: Any) -> Any:
             log = _entry(m.A_log, s)
             A = -op.Exp(a + log if per_token else op.Transpose(log, perm=[1, 0]))
         bias, D = _entry(m.dt_bias, s), _entry(m.D, s)
-        return Scan(u, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token)
+        return Scan(u, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token, qk_norm=m.qk_norm)
 
     ys, parameters = [], [prepared(s) for s in range(sets)]
     for g in range(2 if m.shared else sets):

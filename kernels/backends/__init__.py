@@ -1,3 +1,37 @@
-"""The backends: modules that compute the same, `torch` anywhere and `triton.backend` on a GPU."""
+"""The backends as objects. `Backend` is torch's; `triton.backend.TritonBackend` computes the same on a GPU."""
 
-from types import ModuleType as Backend  # noqa: F401  (what annotations call such a module)
+from ..contract import Scan
+from .torch import conv, norm, projections, scan, unit
+
+
+class Backend:
+    """The torch backend. Its functions say what those of every backend take and return. They know nothing of autograd,
+    and give the same bits in every run."""
+
+    name = "torch"
+    regimes: tuple[str, ...] = ("auto", "sequential")
+
+    scan_forward = staticmethod(scan.forward)
+    scan_backward = staticmethod(scan.backward)
+    saved_shape = staticmethod(scan.saved_shape)
+    conv_forward = staticmethod(conv.forward)
+    conv_backward = staticmethod(conv.backward)
+    norm_forward = staticmethod(norm.forward)
+    norm_backward = staticmethod(norm.backward)
+    unit_forward = staticmethod(unit.forward)
+    unit_backward = staticmethod(unit.backward)
+    pad = staticmethod(projections.pad)
+    unpad = staticmethod(projections.unpad)
+    x_proj_backward = staticmethod(projections.x_proj_backward)
+    dt_proj_backward = staticmethod(projections.dt_proj_backward)
+
+    @staticmethod
+    def takes_projection(scan: Scan) -> bool:
+        """Whether `scan` can run with logits at low rank (`Scan.step_proj`). In the place of the gradient of `step`,
+        `scan_backward` returns that of the whole logits then, (.., B, L, D)."""
+        return False
+
+    @staticmethod
+    def plan(scan: Scan) -> dict[str, tuple[int, int, int, str]]:
+        """How `scan` would run, see `kernels.scan_plan`."""
+        return {}

@@ -354,6 +354,22 @@ class VisionLonghorn(nn.Module):
                 intermediates.append((patches, token) if return_prefix_tokens and token is not None else patches)
         return intermediates if intermediates_only else (self._norm(x), intermediates)
 
+    def get_intermediate_layers(
+        self,
+        x: Tensor,
+        n: int | list[int] = 1,
+        reshape: bool = False,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+    ) -> list[Any]:
+        """DINO's name for `forward_intermediates`: outputs of the last `n` blocks, or of those with the indices `n`, as
+        tokens (B, H W, embed_dim), with `reshape` as maps (B, embed_dim, H, W)."""
+        form = "NCHW" if reshape else "NLC"
+        found: list[Any] = self.forward_intermediates(
+            x, n, return_prefix_tokens, norm, output_fmt=form, intermediates_only=True
+        )
+        return found
+
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -61,6 +62,7 @@ class RunFolder:
         config = yaml.safe_dump(self.cfg.values(), sort_keys=False)
         write_text(self.run.config_file, config)
         hidden = updates + 1 if self.checkpoint else None
+        keep_order(self.run)
         self.writer = self.held.enter_context(SummaryWriter(self.path, purge_step=hidden))
         self.writer.add_text("config", f"```yaml\n{config}```")
         if self.cfg.track:
@@ -111,6 +113,15 @@ class RunFolder:
             self.writer._get_file_writer().add_summary(summary)
         self.writer.add_scalar("when_finished/best_top1", best)
         self.writer.flush()
+
+
+def keep_order(run: Run) -> None:
+    """Renames event files from the future: readers sort by the time in the names, and the clock has gone back."""
+    now = int(time.time())
+    later = [file for file in run.event_files() if file.name.split(".")[3] >= f"{now:010d}"]
+    for number, file in enumerate(later):
+        *words, _, rest = file.name.split(".", 4)  # events.out.tfevents.TIME.REST
+        file.rename(file.with_name(".".join((*words, f"{now - 1:010d}.{number:03d}", rest))))
 
 
 def settings_of(cfg: Any) -> dict[str, bool | int | float | str]:

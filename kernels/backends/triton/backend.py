@@ -1,11 +1,28 @@
-"""What runs on a GPU, and in Triton's interpreter. The two projections' forward passes are torch's. Only
-`dispatch.get_backend` imports this module: Triton is optional."""
+"""The Triton backend as an object. Only `dispatch.get_backend` imports it: Triton is optional."""
 
-from ...contract import REGIMES as regimes  # noqa: F401
-from . import conv, norm, scan
-from .chunks import takes_projection  # noqa: F401
-from .projections import dt_proj_backward, pad, unpad, x_proj_backward  # noqa: F401
+from ...contract import REGIMES
+from .. import Backend
+from . import chunks, conv, norm, projections, scan, unit
 
-scan_forward, scan_backward, saved_shape, plan = scan.forward, scan.backward, scan.saved_shape, scan.plan
-conv_forward, conv_backward = conv.forward, conv.backward
-norm_forward, norm_backward = norm.forward, norm.backward
+
+class TritonBackend(Backend):
+    """What runs on a GPU and in Triton's interpreter. The two projections' forward passes are torch's."""
+
+    name = "triton"
+    regimes = REGIMES
+
+    scan_forward = staticmethod(scan.forward)
+    scan_backward = staticmethod(scan.backward)
+    saved_shape = staticmethod(scan.saved_shape)
+    takes_projection = staticmethod(chunks.takes_projection)
+    plan = staticmethod(scan.plan)
+    conv_forward = staticmethod(conv.forward)
+    conv_backward = staticmethod(conv.backward)
+    norm_forward = staticmethod(norm.forward)
+    norm_backward = staticmethod(norm.backward)
+    unit_forward = staticmethod(unit.forward)
+    unit_backward = staticmethod(unit.backward)
+    pad = staticmethod(projections.pad)
+    unpad = staticmethod(projections.unpad)
+    x_proj_backward = staticmethod(projections.x_proj_backward)
+    dt_proj_backward = staticmethod(projections.dt_proj_backward)

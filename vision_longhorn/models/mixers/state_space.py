@@ -21,6 +21,16 @@ WIRINGS = ("vim", "shared", "forward", "alternate")
 BETAS = ("vector", "scalar")
 
 
+def _beta_range(rule: str, low: Optional[float], high: Optional[float]) -> Optional[tuple[float, float]]:
+    if low is None and high is None:
+        return None
+    if get_rule(rule).names["step"] != "beta":
+        raise ValueError(f"beta_min={low}, beta_max={high} with rule={rule!r}, which has no beta: leave them out")
+    if low is None or high is None or not 0 < low <= high < 1:
+        raise ValueError(f"beta_min={low}, beta_max={high}; give both, with 0 < beta_min <= beta_max < 1")
+    return low, high
+
+
 class BidirectionalMixer(nn.Module):
     """Projection, short convolution, a scan in each direction, gate, projection: (B, L, dim) to (B, L, dim).
 
@@ -54,6 +64,9 @@ class BidirectionalMixer(nn.Module):
             again: faster, at d_inner N / 2 bytes a token and direction for each block (the exact rule on a GPU
             d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)).
         index: number of the block, from 0; in the "alternate" wiring it decides the direction.
+        qk_norm: divide keys and queries (Mamba's B and C) by their lengths, as `kernels.recurrent_scan` does.
+        beta_min, beta_max: the channels start with a beta drawn log-uniformly from this range, so that their memories
+            differ from the start; in 0 < beta_min <= beta_max < 1, None for 0.5 everywhere. (Rules with a beta only.)
 
     Raises:
         ValueError: an option is not known, or the rule cannot have it.
@@ -76,6 +89,9 @@ class BidirectionalMixer(nn.Module):
         device: Any = None,
         dtype: Any = None,
         index: int = 0,
+        qk_norm: bool = False,
+        beta_min: Optional[float] = None,
+        beta_max: Optional[float] = None,
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
@@ -88,11 +104,13 @@ class BidirectionalMixer(nn.Module):
             )
         if A_per_token and not law.takes_A:
             raise ValueError(f"A_per_token=True with rule={rule!r}, which has no A: it belongs to Mamba")
+        self.beta_range = _beta_range(rule, beta_min, beta_max)
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
         self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
+        self.qk_norm = qk_norm
         self.sets = sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
         steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
@@ -125,7 +143,12 @@ class BidirectionalMixer(nn.Module):
         nn.init.uniform_(self.x_proj, -bound, bound)
         bound = self.dt_rank**-0.5
         nn.init.uniform_(self.dt_proj, -bound, bound)
-        get_rule(self.rule).reset_bias(self.dt_bias)
+        if self.beta_range:
+            low, high = map(math.log, self.beta_range)
+            beta = torch.empty_like(self.dt_bias, dtype=torch.float32).uniform_(low, high).exp()
+            self.dt_bias.copy_(torch.logit(beta))
+        else:
+            get_rule(self.rule).reset_bias(self.dt_bias)
         if self.A_log is not None:
             states = torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=torch.float32)
             self.A_log.copy_(states.log().to(self.A_log.dtype).expand_as(self.A_log))
@@ -140,7 +163,7 @@ class BidirectionalMixer(nn.Module):
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
-            self.reversed,
+            self.reversed, self.qk_norm,
         )  # fmt: skip
         return self.out_proj(y)
 
@@ -153,7 +176,7 @@ class BidirectionalMixer(nn.Module):
             x = xz.chunk(2, -1)[0].to(wide)
             weight, bias = self.conv_weight.contiguous(), self.conv_bias.contiguous()
             x = get_backend("torch").conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
-            step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
+            step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log, self.qk_norm)
             found = get_rule(self.rule).maps(step, k, A)
         return found.expand(2, 2, -1, -1).transpose(1, 2)
 
