@@ -11,6 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections import Counter
 from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,12 +25,15 @@ from tensorboard.backend.event_processing.event_multiplexer import EventMultiple
 from test_train import REPOSITORY, fails_with_one_line, write_digits
 
 from lab import __main__ as lab
-from lab import hits, queue, recall
+from lab import hits, holdout, queue, recall
 from lab.plan import STUDIES, read_studies, unique_trials
 from lab.results import Known, build, write_results
 from lab.statistics import read_bits
 from lab.tables import markdown
 from vision_longhorn.command_line.parser import run_cli
+from vision_longhorn.data.places import open_shards
+from vision_longhorn.data.sharding import make_digits
+from vision_longhorn.data.tars import read_shard
 from vision_longhorn.errors import UserError
 from vision_longhorn.train import load_config
 from vision_longhorn.training import trainer
@@ -552,3 +556,18 @@ def test_twelve_lines_make_a_study_as_the_help_shows(tmp_path, monkeypatch, caps
     words = ["mine", "--file", "mine.yaml", "--device", "cpu"]
     lab.main([*words, "--data", "photos", "--dry-run"])  # which opens the data and builds the models
     assert "6 of 6 runs to do" in capsys.readouterr().out
+
+
+def test_a_tenth_of_each_class_is_held_out(tmp_path, capsys):
+    make_digits(tmp_path / "digits")
+    holdout.main([str(tmp_path / "digits"), str(tmp_path / "held"), "--tenth", "3"])
+    whole = [sample for url in open_shards(tmp_path / "digits").urls for sample in read_shard(url)]
+    train, val = (open_shards(tmp_path / "held", split) for split in ("train", "val"))
+    parts = [[sample for url in part.urls for sample in read_shard(url)] for part in (train, val)]
+    keys = [{sample["__key__"] for sample in part} for part in parts]
+    assert not keys[0] & keys[1] and keys[0] | keys[1] == {sample["__key__"] for sample in whole}
+    labels = [Counter(int(sample["cls"]) for sample in part) for part in (whole, parts[1])]
+    assert all(abs(labels[1][label] - count / 10) < 1 for label, count in labels[0].items())
+    assert (train.num_samples, val.num_samples) == tuple(map(len, parts)) and train.class_names == val.class_names
+    with pytest.raises(UserError, match="held is there already"):
+        holdout.hold_out(str(tmp_path / "digits"), str(tmp_path / "held"))

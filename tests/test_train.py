@@ -28,6 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 import train_imagenet  # noqa: E402
 from vision_longhorn import devices, runs  # noqa: E402
+from vision_longhorn.checkpoint import load_checkpoint  # noqa: E402
 from vision_longhorn.command_line.commands import COMMANDS  # noqa: E402
 from vision_longhorn.command_line.parser import run_cli  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
@@ -549,6 +550,16 @@ def test_an_optimiser_that_cannot_be_used_is_one_line_before_anything_is_made(tm
     words = [*QUICK, *PLAIN, *shards, "--opt", name, "--run-dir", tmp_path / "run"]
     fails_with_one_line(train_imagenet.main, words, capsys, f"opt={name} is", *WORDS_OF_HELP.get(name, []))
     assert not (tmp_path / "run").exists()
+
+
+def test_decays_of_the_optimisers_averages_are_those_asked_for(tmp_path, shards, capsys):
+    words = [*QUICK, *PLAIN, *shards, "--epochs", "1", "--opt-betas", "0.8", "0.95"]
+    train_imagenet.main(list(map(str, [*words, "--run-dir", tmp_path / "run"])))
+    groups = load_checkpoint(tmp_path / "run" / "last.pt")["optimizer"]["param_groups"]
+    assert all(tuple(group["betas"]) == (0.8, 0.95) for group in groups)
+    words += ["--opt", "momentum", "--run-dir", tmp_path / "other"]
+    fails_with_one_line(train_imagenet.main, words, capsys, "opt=momentum", "leave opt_betas=[0.8, 0.95] out")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_folder_that_tensorboard_cannot_name_is_one_line_before_it_is_made(tmp_path, shards, capsys):

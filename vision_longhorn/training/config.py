@@ -105,6 +105,12 @@ class Config(Settings):
 
     # Optimiser and schedule
     opt: str = option("adamw", "timm's name of the optimiser", group="optimiser and schedule")
+    opt_betas: list[float] | None = option(
+        None,
+        "decays of the optimiser's averages, such as 0.9 0.95; default: the optimiser's own",
+        BELOW_ONE,
+        lengths=(2,),
+    )
     lr: float = option(1e-3, "peak learning rate, for a batch of lr_base_batch", POSITIVE)
     lr_base_batch: int | None = option(1024, "batch for which lr is given; none: lr is used as it is", COUNT)
     layer_decay: float | None = option(

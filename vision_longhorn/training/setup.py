@@ -190,12 +190,17 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
     """Makes timm's optimiser, fused where the device can then skip an update by itself."""
     if cfg.fsdp and cfg.opt not in SHARDED:
         raise UserError(f"opt is {cfg.opt!r}: with fsdp give one of {', '.join(SHARDED)}")
-    fused: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
+    options: dict[str, Any] = {"fused": True} if cfg.opt in (FUSED_SHARDED if is_sharded(model) else FUSED) else {}
+    if cfg.opt_betas:
+        options["betas"] = tuple(cfg.opt_betas)
     with bad_input(f"opt={cfg.opt}"):
-        if get_optimizer_info(cfg.opt.lower().removeprefix("lookahead_")).second_order:
+        info = get_optimizer_info(cfg.opt.lower().removeprefix("lookahead_"))
+        if cfg.opt_betas and not info.has_betas:  # timm would drop them without a word
+            raise UserError(f"it has no betas; leave opt_betas={cfg.opt_betas} out")
+        if info.second_order:
             raise UserError("it takes second derivatives; give another, such as adamw or lamb")
         return create_optimizer_v2(
-            model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **fused
+            model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **options
         )
 
 
