@@ -409,18 +409,23 @@ def test_two_processes_make_the_digits_at_once_and_they_are_those_of_scikit_lear
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     make_digits(out)
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    (out / "val-000001.tar").unlink()
+    make_digits(out)
     assert maker.verify(out, full=True) == []
+    (out / "_info.json").unlink()  # as after a stop in the middle
+    (out / "train-000002.tar").unlink()
+    (out / "notes.txt").write_text("mine")
+    make_digits(f"{out}/")
+    assert maker.verify(out, full=True) == [] and len(list(out.iterdir())) == 8
 
 
 def test_digits_do_not_overwrite_other_data(folder, tmp_path):
     make(folder, tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    make_digits(tmp_path / "empty")
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "notes.txt").write_text("")
-    for name in "out", "more":
+    (tmp_path / "more" / "val-000000.tar").write_bytes(b"mine")
+    for name, words in ("out", "other data than"), ("more", "another val-000000.tar than"):
         before = contents(tmp_path / name)
-        with pytest.raises(DataError, match="other data"):
+        with pytest.raises(DataError, match=f"holds {words} the digits"):
             make_digits(tmp_path / name)
         assert contents(tmp_path / name) == before
 
@@ -638,6 +643,7 @@ FILES, LENGTHS, SUM = "splits.train.filenames", "splits.train.shard_lengths", "s
         ({"splits": ...}, "splits is missing; it must be an object"),
         ({"class_names": ["cat", ["x" * 10000] * 100]}, r"class_names\[1\] is .{,80}; it must be"),
         (b"[]", r"it is \[\]; it must be an object with splits"),
+        (b'{"splits": {"train": {}, "val": {}, "train": {}}}', "an object has 'train' twice"),
         (b"", "it is not JSON in UTF-8: Expecting value"),
         (json.dumps(GOOD).encode()[:-30], "it is not JSON in UTF-8: "),
         (b"[" * 100000, "it is not JSON in UTF-8: maximum recursion"),
@@ -700,7 +706,7 @@ def test_folders_without_an_index_or_samples(tmp_path):
 def test_names_alone_tell_the_number_of_classes(tmp_path):
     write_tar(tmp_path / "train-0.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
     (tmp_path / "names.txt").write_text("cat\tCat\ndog\tDog\n")
-    with pytest.raises(DataError, match="for classes whose names are known lines of a class, a tab"):
+    with pytest.raises(DataError, match="where the classes have names, lines of a class, a tab"):
         maker.main(["index", str(tmp_path)])
     for names, message in (("Cat\n", "label 1, but only 1 classes"), ("Cat\nDog\nEmu\n", None)):
         (tmp_path / "names.txt").write_text(names)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def list_images(
     found = walk(folder)
     known = list(class_names or found.folders)
     labels = {name: label for label, name in enumerate(known)}
-    if wrong := [name for name in found.folders if known.count(name) != 1]:
+    times = Counter(known)
+    if wrong := [name for name in found.folders if times[name] != 1]:
         raise DataError(
             f"class {wrong[0]!r} of {folder} is not among the {len(known)} classes of the other splits, or twice; "
             "the first of them, as a rule train, has to have every class"
@@ -156,8 +158,8 @@ def read_names(folder: str | os.PathLike[str], class_names: Sequence[str] | None
     wanted = len(class_names or lines)
     if not lines or len(lines) != wanted or any("\t" in line for line in lines):
         raise DataError(
-            f"{path} has {len(lines)} lines for {wanted} classes; give the name of each class in their order, or for "
-            "classes whose names are known lines of a class, a tab and its name"
+            f"{path} has {len(lines)} lines for {wanted} classes; give the name of each class in their order, or, "
+            "where the classes have names, lines of a class, a tab and its name"
         )
     return lines
 

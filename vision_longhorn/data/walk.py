@@ -69,16 +69,14 @@ class Walk(NamedTuple):
     """What `walk` has found. Names are relative to its folder, with / between their parts."""
 
     folders: list[str]  # right in it
-    images: list[
-        str
-    ]  # sorted by their folder in `folders`, then by the whole folder, as torchvision's ImageFolder does
+    images: list[str]  # sorted by their folder in `folders`, then by the whole folder, as torchvision's ImageFolder
     others: list[tuple[str, str]]  # (name, why) of what was left out and is not hidden, NO_IMAGE last; folders end in /
 
 
-def walk(root: str | os.PathLike[str]) -> Walk:
+def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
     """Go through a folder and all folders in it. Links are followed, but no folder is read twice. Of two ways to a
-    folder, one right in `root` comes before a deeper one, and then a folder itself before a link to it. Raises
-    DataError if a folder cannot be read."""
+    folder, one right in `root` comes before a deeper one, and then a folder itself before a link to it. Without `deep`
+    only what is right in `root` is listed. Raises DataError if a folder cannot be read."""
     seen = {_identity(place) for place in (root, *Path(root).resolve().parents)}
     parts: list[tuple[str, list[str]]] = []
     others: list[tuple[str, str]] = []
@@ -112,7 +110,7 @@ def walk(root: str | os.PathLike[str]) -> Walk:
     while links:
         claim(*links.popleft())
     folders = sorted(prefix[:-1] for prefix, _ in todo)
-    while todo or links:
+    while deep and (todo or links):
         if todo:
             enter(*todo.popleft())
         else:
@@ -128,6 +126,6 @@ def _identity(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def list_others(others: list[tuple[str, str]]) -> str:
-    """List what a Walk left out, for a message: "2 (cat/z.jpg: a pipe, cat/a.gif: no image by its name)"."""
+    """List what a Walk left out, for a message: "2 (cats/: a folder that is read elsewhere, cat/a.gif: not of jpg)"."""
     named = [f"{name}: {why}" for name, why in others[:5]]
     return f"{len(others)} ({', '.join(named)}{', ...' if len(others) > 5 else ''})"
