@@ -53,7 +53,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or self.held.enter_context(lock_folder(self.path))
         self.run.check_free(goes_on=bool(self.cfg.resume))  # another may have begun and ended since
-        clear_aside(self.path / "*.pt")
+        for name in "*.pt", "*.json", "*.csv", "*.yaml", "curves.png":
+            clear_aside(self.path / name)
         if aside := set_aside(self.run, self.checkpoint):
             what = "this run has gone back behind" if self.checkpoint else "an earlier run left"
             self.accelerator.print(f"Note: what {what} is in {aside} now.")
