@@ -78,7 +78,7 @@ def reset_mixer(mixer: Any) -> None:
         mixer.reset_parameters()
         return
     if next(mixer.parameters(recurse=False), None) is not None:
-        raise TypeError(f"{type(mixer).__name__} has parameters: give it reset_parameters(), which initialises them")
+        raise TypeError(f"{type(mixer).__name__} has parameters but no reset_parameters() to initialise them")
     for part in mixer.children():
         reset_mixer(part)
 
