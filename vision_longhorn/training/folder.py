@@ -1,6 +1,7 @@
 """The folder of a run as training writes it: checkpoints, results, and curves for TensorBoard and other trackers."""
 
 import contextlib
+import filecmp
 import itertools
 import json
 import shutil
@@ -140,7 +141,10 @@ def set_aside(run: Run, checkpoint: Path | None = None) -> Path | None:
     Returns:
         The new folder; None where the checkpoint is the last one, or nothing has been written.
     """
-    if not run.has_begun() or checkpoint and run.last.exists() and checkpoint.samefile(run.last):
+    if not run.has_begun():
+        return None
+    # A file system without links has last.pt as a copy.
+    if checkpoint and run.last.exists() and filecmp.cmp(checkpoint, run.last, shallow=checkpoint.samefile(run.last)):
         return None
     names = (run.path / f"before-{number}" for number in itertools.count(1))
     aside = next(name for name in names if not name.exists())
