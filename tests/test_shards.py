@@ -355,6 +355,16 @@ def test_ground_truth_that_cannot_be_told_is_refused(ilsvrc, tmp_path):
     (data / GROUND_TRUTH).write_text("0\n1\n2\n")
     with pytest.raises(DataError, match=r"'0' in \S+ is no ILSVRC id \(1 to 4\)"):
         ground_truth(ilsvrc / "ILSVRC2012_devkit_t12")
+    with tarfile.open(tmp_path / "kit.tar.gz", "w:gz") as tar:
+        tar.add(data)
+    whole = (tmp_path / "kit.tar.gz").read_bytes()
+    for length in len(whole) // 2, len(whole) - 30:
+        (tmp_path / "kit.tar.gz").write_bytes(whole[:length])
+        with pytest.raises(DataError, match="is no tar, or damaged or cut short"):
+            ground_truth(tmp_path / "kit.tar.gz")
+    (data / "meta.mat").write_bytes((data / "meta.mat").read_bytes()[:100])
+    with pytest.raises(UserError, match="meta.mat of .* is not accepted"):
+        ground_truth(ilsvrc / "ILSVRC2012_devkit_t12")
     (data / "meta.mat").unlink()
     with pytest.raises(DataError, match="holds no .* and meta.mat"):
         ground_truth(ilsvrc / "ILSVRC2012_devkit_t12")

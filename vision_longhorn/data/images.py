@@ -110,10 +110,10 @@ def warn_if_dark(data: Any, image: Any, name: str) -> None:
     `image` is what `decode_image` or `decode_tensor` has made of `data`."""
     if isinstance(data, bytes) and data[:4] == b"\x89PNG" and data[24:25] == b"\x10":
         pixels = image[0] if isinstance(image, tuple) else image
-        if isinstance(pixels, (Image.Image, torch.Tensor)) and (top := int(np.asarray(pixels).max())) < 64:
-            if next(_warnings) == 0:
-                why = f"its values end at {256 * top + 255} of 65535: scale them to the whole range"
-                _log.warning("%s: a 16-bit picture, and dark or black, as %s", name, why)
+        top = int(np.asarray(pixels).max()) if isinstance(pixels, (Image.Image, torch.Tensor)) else 255
+        if top < 64 and next(_warnings) == 0:
+            why = f"its values end at {256 * top + 255} of 65535: scale them to the whole range"
+            _log.warning("%s: a 16-bit picture, and dark or black, as %s", name, why)
 
 
 def check_image(data: bytes) -> None:

@@ -68,7 +68,16 @@ def make_shards(
     Raises:
         DataError: if an image cannot be used, or the shards there were begun with other arguments.
     """
-    plan = _plan(split, samples, class_names, seed, shard_size, max_side)
+    if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
+        raise DataError(f"split {split!r} must be one word of small letters and digits, like train or val")
+    if shard_size < 1 or not samples:
+        raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
+    if max_side is not None and max_side < 1:
+        raise DataError(f"max_side={max_side}; it must be at least 1")
+    # What the bytes of the shards depend on
+    files = _digest(samples, class_names)
+    plan = {"samples": len(samples), "files": files, "seed": seed, "shard_size": shard_size}
+    plan |= {} if max_side is None else {"max_side": max_side}
     os.makedirs(out, exist_ok=True)
     note = Path(out, f".{split}.plan.json")  # there while shards are missing
     index = read_index(out) or {"splits": {}}
@@ -110,26 +119,11 @@ def make_shards(
     return skipped
 
 
-def _plan(
-    split: str,
-    samples: Sequence[sources.Sample],
-    class_names: list[str],
-    seed: int,
-    shard_size: int,
-    max_side: int | None,
-) -> dict[str, Any]:
-    """What the bytes of the shards depend on. Raises DataError for arguments that cannot be."""
-    if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
-        raise DataError(f"split {split!r} must be one word of small letters and digits, like train or val")
-    if shard_size < 1 or not samples:
-        raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
-    if max_side is not None and max_side < 1:
-        raise DataError(f"max_side={max_side}; it must be at least 1")
+def _digest(samples: Sequence[sources.Sample], class_names: list[str]) -> str:
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for sample in samples:
         digest.update(f"{sample.name}\0{sample.label}\0{sample.size}\n".encode("utf-8", "surrogateescape"))
-    plan = {"samples": len(samples), "files": digest.hexdigest()[:16], "seed": seed, "shard_size": shard_size}
-    return plan if max_side is None else {**plan, "max_side": max_side}
+    return digest.hexdigest()[:16]
 
 
 def _shuffled(
@@ -138,18 +132,15 @@ def _shuffled(
     """The samples of each shard by their keys, by its name."""
     order = list(samples)
     random.Random(seed).shuffle(order)
+    names = (os.path.splitext(os.path.basename(sample.name))[0] for sample in order)
+    # The position makes a key unique. A reader takes all after the first dot for the extension.
+    keys = [f"{position:07d}_{re.sub('[^A-Za-z0-9_-]', '_', name)[:64]}" for position, name in enumerate(names)]
     count = -(-len(samples) // shard_size)
     edges = [len(samples) * i // count for i in range(count + 1)]
     return {
-        f"{split}-{i:06d}.tar": {_key(position, order[position]): order[position] for position in range(start, stop)}
+        f"{split}-{i:06d}.tar": dict(zip(keys[start:stop], order[start:stop], strict=True))
         for i, (start, stop) in enumerate(itertools.pairwise(edges))
     }
-
-
-def _key(position: int, sample: sources.Sample) -> str:
-    """Key of a sample. The position makes it unique; a reader takes all after the first dot for the extension."""
-    stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(sample.name))[0])[:64]
-    return f"{position:07d}_{stem}"
 
 
 def _write(
@@ -269,10 +260,7 @@ def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
     return problems
 
 
-def index_shards(
-    directory: str | os.PathLike[str],
-    class_names: list[str] | None = None,
-) -> None:
+def index_shards(directory: str | os.PathLike[str], class_names: list[str] | None = None) -> None:
     """Count the samples in shards made by others, and write their index.
 
     Args:

@@ -1,4 +1,4 @@
-"""Models by their name in timm, with one-line errors."""
+"""Makes models by their name in timm, with one-line errors."""
 
 from pathlib import Path
 from textwrap import shorten
@@ -17,7 +17,7 @@ TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, such as p
 
 
 def create_model(name: str, /, **kwargs: Any) -> TimmModel:
-    """`timm.create_model` that explains what is wrong in one line.
+    """Call `timm.create_model`, and explain in one line what is wrong.
 
     Raises:
         UserError: For an unknown name, arguments that the model refuses, or a damaged model folder.
