@@ -23,8 +23,10 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # Each line appears at once, in a file too. A terminal need not know all letters of a path.
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+        # Each line appears at once, in a file too. A terminal need not know all letters of a path; UTF-8 lacks only the
+        # bytes of a name in another encoding, which go out as they are.
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(line_buffering=True, errors="surrogateescape" if is_utf8 else "backslashreplace")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
         return main()
