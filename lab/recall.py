@@ -36,7 +36,7 @@ from vision_longhorn.training.step import TrainStep
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains as the command line `argv` says (default: the process's own)."""
+    """Trains what the command line `argv` says (default: the process's own)."""
     parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--config", required=True, help="YAML file of settings")
     parser.add_argument("--run-dir", required=True, help="folder of the run")

@@ -72,8 +72,7 @@ class Known:
             self.speeds[key].update(speeds)
 
     def check(self, arms: Iterable[Arm]) -> None:
-        """Raises UserError if an earlier result of an arm has other settings. That is possible because its key leaves
-        out defaults, which may have changed since."""
+        """Raises UserError if a default, which an arm's key leaves out, has changed since an earlier result of it."""
         for arm in arms:
             now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
             before = arm.config.decisive({"model_kwargs": {}, **self.configs.get(arm.key, now)})

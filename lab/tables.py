@@ -37,8 +37,7 @@ class Reading:
         return f"{arm['setting']}, {arm['variant']}" if arm["setting"] else arm["variant"]
 
     def accuracies(self, arm: Record, kind: str = "") -> list[float]:
-        """Lists the top-1 of an arm's runs in per cent, for the weights that count, or those of `kind`. Raw weights
-        stand in for averages that a run does not have."""
+        """Lists the top-1 in per cent of an arm's runs, with `kind` or else `weights`; raw stands in for a missing ema."""
         finals = [run["final"] for run in self.runs[arm["key"]]]
         return [final.get(kind or self.weights, final["raw"]) for final in finals]
 

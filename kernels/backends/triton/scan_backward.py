@@ -37,8 +37,7 @@ def _adjoint_kernel(
     step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n, z_g, z_b, z_l,
     bias_g, bias_d, dy_g, dy_b, dy_l, scale, form, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Computes what each segment adds to the adjoint, and the product of its decays: the counterpart of
-    `_forward_kernel` with SUMMARY."""
+    """Computes what each segment adds to the adjoint, and the product of its decays, as SUMMARY does going forward."""
     at = walk.place_of(blocks, segments, span, L, form)
     if at.segment == 0:
         return  # no segment follows it on the way back
