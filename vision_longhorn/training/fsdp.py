@@ -23,7 +23,7 @@ def shard(accelerator: Accelerator, *models: Any, compress_gradients: bool = Fal
         UserError: A model has no `blocks` or has buffers, a CPU is to compress gradients, or the precision is fp16.
     """
     if accelerator.num_processes == 1:
-        accelerator.print("Note: fsdp does nothing with a single process.")
+        accelerator.print("Note: fsdp has no effect with one process.")
         return
     if accelerator.scaler:
         raise UserError("precision fp16 does not work with fsdp: use bf16 or fp32")
