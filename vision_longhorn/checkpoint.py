@@ -59,7 +59,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         if isinstance(error, (UserError, OSError)):
             raise
         raise UserError(
-            f"{path} is no checkpoint: it is no file of torch, is damaged, or holds more than tensors and plain "
+            f"{path} is no checkpoint: it is not one of torch's files, is damaged, or holds more than tensors and plain "
             "values, which is not read, as it could run code"  # torch's own message advises to run it
         ) from error
     if not isinstance(checkpoint, dict):
