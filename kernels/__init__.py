@@ -32,7 +32,7 @@ def longhorn_scan(
     rule: str = "diagonal",
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Longhorn's recurrence over a sequence (arXiv 2407.14207, section 3; `longhorn_step` is one token of it).
+    """Run Longhorn's recurrence over a sequence (arXiv 2407.14207, section 3; `longhorn_step` runs one token).
 
     With eps = b / (1 + b ||k||^2), b = sigmoid(beta + beta_bias), for each channel d
 
@@ -53,7 +53,7 @@ def longhorn_scan(
         options: direction, combine, return_final_state, save_states, backend, regime, qk_norm, see `recurrent_scan`.
 
     Returns:
-        As `recurrent_scan`, which also says what is raised.
+        The same as `recurrent_scan`, which also lists the errors.
     """
     return recurrent_scan(x, beta, k, q, z, D, beta_bias, initial_state, rule=rule, **options)
 
@@ -72,7 +72,7 @@ def selective_scan(
     dt_softplus: bool = True,
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Mamba's selective scan (arXiv 2312.00752, Algorithm 2), channels last; `selective_step` is one token of it.
+    """Run Mamba's selective scan (arXiv 2312.00752, Algorithm 2), channels last; `selective_step` runs one token.
 
         S_t = exp(dt_t A) S_{t-1} + (dt_t x_t) B_t^T,     y_t = (S_t C_t + D x_t) * silu(z_t)
 
@@ -89,7 +89,7 @@ def selective_scan(
             C), see `recurrent_scan`.
 
     Returns:
-        As `recurrent_scan`, which also says what is raised.
+        The same as `recurrent_scan`, which also lists the errors.
     """
     return recurrent_scan(x, dt, B, C, z, D, dt_bias, initial_state, rule="mamba", A=A, softplus=dt_softplus, **options)
 
@@ -116,7 +116,7 @@ def recurrent_scan(
     regime: str = "auto",
     qk_norm: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The scan of any rule in `rules.NAMES`, by one signature; each rule's file has its formula.
+    """Scan with any rule in `rules.NAMES`. Each rule's file has its formula.
 
     Inputs may be of any float dtypes (float64 not with Triton); sums and states are in float32 (float64). With
     `direction="both"` every tensor may have a leading axis of 2, one entry for each direction; without it both
@@ -126,7 +126,7 @@ def recurrent_scan(
         x, k, q, z, D, initial_state: as in `longhorn_scan`.
         step: logits of the rule's step size or decay: (B, L, D) or (B, L, 1), or (B, L, N) where the rule has one for
             each state.
-        bias: added to `step` in float32, as long as its last axis.
+        bias: added to `step` in float32; its length is that of the last axis of `step`.
         rule: the rule's name.
         A: as in `selective_scan`, for rules that take it (Mamba's).
         softplus: for Mamba's rule, whether the step size is softplus(step + bias).
@@ -134,9 +134,9 @@ def recurrent_scan(
         direction: "forward" from the first token to the last, "backward" from the last to the first, or "both".
         combine: with "both", whether y holds the two directions side by side ("none"), their "sum" or their "mean".
         return_final_state: also return the state after the last token scanned.
-        save_states: keep the states that the backward pass starts from, D N / 2 bytes a token and direction (Triton's
-            exact rule D (4 + N / 16), in chunks D (2 + N / 64)), instead of computing them again. By default, if an
-            input requires a gradient.
+        save_states: keep the states that the backward pass starts from, instead of computing them again. They take
+            D N / 2 bytes a token and direction (with Triton, the exact rule takes D (4 + N / 16), or D (2 + N / 64) in
+            chunks). By default they are kept if an input requires a gradient.
         backend: "auto" (triton on a GPU, else torch), "torch", "triton", or "reference", the plain loop.
         regime: how Triton goes through time: "sequential"; "parallel", in segments side by side, for few long sequences
             (rules that decay); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,

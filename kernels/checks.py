@@ -1,4 +1,4 @@
-"""Refusals of scans that the contract does not allow."""
+"""Checks that a scan's arguments are what the contract allows."""
 
 import torch
 
@@ -20,7 +20,7 @@ def check(scan: Scan) -> None:
         raise ValueError(f"combine={scan.combine!r} adds two directions; with direction={scan.direction!r} use 'none'")
     _check_shapes(scan, rule)
     if (scan.A is not None) != rule.takes_A:
-        raise ValueError(f"rule={scan.rule!r} {'needs A' if rule.takes_A else 'has no A'}")
+        raise ValueError(f"rule={scan.rule!r} {'needs A' if rule.takes_A else 'has no A: leave it out'}")
     for name, value in scan.tensors().items():
         name = rule.names.get(name, name)
         if value.dtype not in _DTYPES:
@@ -41,7 +41,7 @@ def _check_shapes(scan: Scan, rule: Rule) -> None:
     B, L, D = scan.x.shape[-3:]
     N = scan.k.shape[-1] if scan.k.ndim else 0
     if L < 1 or D < 1 or N < 1:
-        raise ValueError(f"a scan needs tokens, channels and states, and has {L}, {D} and {N} (d_state)")
+        raise ValueError(f"the scan has {L} tokens, {D} channels and {N} states (d_state); give at least 1 of each")
     right: dict[str, list[tuple[int, ...]]] = {
         "x": [(B, L, D)],
         "k": [(B, L, N)],
@@ -63,7 +63,7 @@ def _check_shapes(scan: Scan, rule: Rule) -> None:
         if both:
             stacked: list[tuple[int, ...]] = [(2, *shape) for shape in shapes]
             shapes = stacked if field == "initial_state" else shapes + stacked
-        # Lengths first: comparing (B, ...) with (2, B, ...) would tie the batch of a compiled model to other than 2.
+        # Numbers of axes first: comparing (B, ...) with (2, B, ...) would bar a compiled model from batches of 2.
         if not any(value.ndim == len(shape) and tuple(value.shape) == shape for shape in shapes):
             raise ValueError(
                 f"{rule.names.get(field, field)} has shape {tuple(value.shape)}; with x {tuple(scan.x.shape)}, d_state "

@@ -1,4 +1,4 @@
-"""The inputs of a scan, as every implementation takes them: `reference` and the backends differ in speed alone."""
+"""The inputs of a scan, as every implementation takes them: `reference` and the backends differ only in speed."""
 
 from typing import NamedTuple, Optional
 
@@ -69,7 +69,7 @@ class Scan(NamedTuple):
         return wide(self.x)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors that are present, by field name."""
+        """Return the tensors that are present, by field name."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
 
@@ -79,30 +79,30 @@ def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
 
 
 def wide(value: Tensor) -> torch.dtype:
-    """float64 for float64, else float32: the dtype of sums."""
+    """Return the dtype of sums: float64 for float64, else float32."""
     return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up. (Triton's own function takes microseconds, which a launch would pay often.)"""
+    """Return a / b, rounded up. (Triton's own function would cost each launch several microseconds.)"""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n, n >= 1."""
+    """Return the smallest power of 2 that is at least n, n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 def stack(scan: Scan, value: Tensor, ndim: int) -> Tensor:
-    """A view of `value` with a leading axis, one entry for each direction that is scanned. `ndim` counts the axes
-    without it."""
+    """Return a view of `value` with a leading axis, one entry for each direction that is scanned. `ndim` counts the
+    axes without it."""
     if value.ndim == ndim:
         value = value.unsqueeze(0)
     return value.expand(len(scan.reversed), *value.shape[1:])
 
 
 def unstack(grad: Tensor, like: Tensor) -> Tensor:
-    """The gradient of `stack`, in the dtype of `like`: summed over directions and channels that `like` shares."""
+    """Undo `stack` for a gradient: sum it over the directions and channels that share `like`, and take its dtype."""
     if grad.ndim > like.ndim:
         grad = torch.add(grad[0], grad[1]) if grad.shape[0] > 1 else grad.squeeze(0)
     if grad.shape != like.shape:

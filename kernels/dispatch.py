@@ -12,7 +12,7 @@ from .rules.base import HAS_TRITON
 
 @cache
 def get_backend(name: str) -> Backend:
-    """The backend called "torch" or "triton"."""
+    """Return the backend called "torch" or "triton"."""
     if name == "torch":
         return Backend()
     from .backends.triton.backend import TritonBackend  # Triton is optional, and slow to import
@@ -21,7 +21,7 @@ def get_backend(name: str) -> Backend:
 
 
 def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Backend:
-    """The backend that `backend` means on `device`: with "auto" triton on a GPU where it is installed, else torch.
+    """Return the backend that `backend` means on `device`. "auto" is triton on a GPU where it is installed, else torch.
 
     Raises:
         ValueError: `backend` is not known, or does not have the regime.
@@ -34,10 +34,10 @@ def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Bac
     if backend == "triton" and not (HAS_TRITON and on_gpu):
         why = f"the tensors are on {device}" if HAS_TRITON else "triton is not installed"
         raise RuntimeError(
-            f"backend='triton': {why}; use backend='auto', a GPU and a torch that brings triton, or on a CPU Triton's "
-            "interpreter, by TRITON_INTERPRET=1 before the first import"
+            f"backend='triton': {why}; use backend='auto', or a GPU and a torch that comes with triton, or Triton's "
+            "interpreter on a CPU: set TRITON_INTERPRET=1 before the first import"
         )
     found = get_backend(backend)
     if regime not in found.regimes:
-        raise ValueError(f"regime={regime!r} is one of the Triton kernels', not of the torch path; use regime='auto'")
+        raise ValueError(f"regime={regime!r} belongs to the Triton kernels, not the torch path; use regime='auto'")
     return found

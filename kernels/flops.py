@@ -1,8 +1,8 @@
-"""Counts of floating-point operations, for torch's counter and, by `fvcore_handles`, for others.
+"""Counts of floating-point operations, for torch's counter and, through `fvcore_handles`, for fvcore's.
 
 Only products that are summed count, as in torch's own formulas: each multiply-add as two operations, and twice that in
-the backward pass, where both factors get a gradient. Norms, gates, activations, step sizes and decays count nothing,
-nor does what a backward pass finds again. Whatever the rule, a token costs three multiply-adds for each state of each
+the backward pass, where both factors get a gradient. Norms, gates, activations, step sizes and decays do not count, nor
+does what a backward pass computes again. Whatever the rule, a token costs three multiply-adds for each state of each
 channel: the change of the old state, what is written, and the read-out.
 """
 
@@ -23,13 +23,13 @@ _OF_A_STATE = 3
 
 
 def _scan_macs(scan: Any) -> int:
-    """Multiply-adds of a scan, from the operator's arguments with shapes in the place of tensors."""
+    """Count the multiply-adds of a scan, from the operator's arguments with shapes in the place of tensors."""
     B, L, D = scan.x[-3:]
     return _OF_A_STATE * (2 if scan.direction == "both" else 1) * B * L * D * scan.k[-1]
 
 
 def _mix_macs(mix: Any) -> int:
-    """Multiply-adds of a mixing: the convolution, the products with x_proj and dt_proj, and the scans."""
+    """Count the multiply-adds of a mixing: the convolution, the products with x_proj and dt_proj, and the scans."""
     S, channels, _ = mix.conv_weight
     per_token_A = mix.A_log is not None and len(mix.A_log) == 2
     states = (mix.x_proj[1] - mix.dt_proj[-1]) // (3 if per_token_A else 2)
@@ -57,7 +57,7 @@ for _name, _operations in {"scan": 2, "scan_backward": 4, "mix": 2, "mix_backwar
 
 
 def _plain(value: Any) -> Any:
-    """An option, or a tensor's shape; also where a value of a traced graph stands for it."""
+    """Return an option as it is, and the shape of a tensor. Values of a traced graph may stand for either."""
     if isinstance(value, torch.Tensor):
         return value.shape
     if isinstance(value, torch._C.Value):
@@ -66,8 +66,8 @@ def _plain(value: Any) -> Any:
 
 
 def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
-    """Counts of multiply-adds by operator, as `fvcore.nn.FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles())`
-    takes them. Each is called with an operator's inputs, tensors or values of a traced graph, and its outputs."""
+    """Return what counts multiply-adds in `fvcore.nn.FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles())`:
+    functions that are called with an operator's inputs, tensors or values of a traced graph, and its outputs."""
     return {
         "vision_longhorn::scan": lambda inputs, outputs: _macs("scan", map(_plain, inputs)),
         "vision_longhorn::mix": lambda inputs, outputs: _macs("mix", map(_plain, inputs)),

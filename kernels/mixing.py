@@ -1,9 +1,9 @@
-"""All that stands between the two projections of a block, as one operator: short convolution, step sizes, keys and
-queries, the scan in one or both directions, gate and mean (or norms).
+"""Everything between the two projections of a block, as one operator: short convolution, step sizes, keys and queries,
+the scan in one or both directions, gate and mean (or norms).
 
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
 keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
-With `save_states` the states are kept, and also the convolved x and the step sizes, which weigh much less.
+With `save_states` the states are kept, and also the convolved x and the step sizes, which take much less memory.
 """
 
 from typing import Any, NamedTuple, Optional
@@ -23,16 +23,16 @@ from .rules import get_rule
 
 class Mix(NamedTuple):
     """Inputs of one mixing. With S = 2 each direction has its own parameters, and the gated outputs are averaged. With
-    S = 1 and `norm_weight` both directions share them, and the outputs meet as in `backends.torch.norm`. With S = 1
-    alone there is one direction, the forward one unless `reversed`."""
+    S = 1 and `norm_weight` both directions share them, and the outputs are combined as in `backends.torch.norm`. With
+    S = 1 and no norms there is one direction, the forward one unless `reversed`."""
 
     # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token
     conv_bias: Tensor              # (S, D)
     x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
-    dt_proj: Tensor                # (S, D, 1 or N, R), as the rule has logits
-    dt_bias: Tensor                # (S, D, 1 or N)
+    dt_proj: Tensor                # (S, H, R), with H = D, 1 or N logits of a token
+    dt_bias: Tensor                # (S, H)
     A_log: Optional[Tensor]        # (S, D, N) for Mamba, A = -exp(A_log); or (S, N), added to the token's part
     D: Tensor                      # (S, D) skip weight
     norm_weight: Optional[Tensor]  # (2, D)
@@ -47,8 +47,8 @@ class Mix(NamedTuple):
         return self.norm_weight is not None
 
     def kept_shape(self, save_states: bool) -> tuple[int, ...]:
-        """The shape of the convolved x, and of the step sizes if each channel has its own, where they are kept. With
-        norms, the input of these is kept instead."""
+        """Return the shape in which the convolved x is kept, with the step sizes if each channel has its own; (0,) if
+        they are not kept. With norms, their input is kept instead."""
         if not save_states or get_rule(self.rule).kind != "decay" or self.shared:
             return (0,)
         S, D, _ = self.conv_weight.shape
@@ -69,8 +69,8 @@ class Mix(NamedTuple):
         return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
-        """The scan over the convolved x (S, B, L, D); step (S, B, L, D, 1 or N), low (S, B, L, low_width); or step at
-        low rank, (S, B, L, width), with its projection (S, D, width)."""
+        """Make the scan over the convolved x (S, B, L, D), with step (S, B, L, H) and low (S, B, L, low_width). `step`
+        may also be at low rank, (S, B, L, width), with its projection (S, D, width)."""
         k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
         z: Optional[Tensor] = self.xz.chunk(2, -1)[1]
@@ -89,11 +89,11 @@ class Mix(NamedTuple):
 
 
 TENSORS = Mix._fields[:9]
-FIELDS = Mix._fields[:11]  # in whose order programs call the operator
+FIELDS = Mix._fields[:11]  # programs call the operator with arguments in this order
 
 
 def prepare(mix: Mix) -> Mix:
-    """`mix` as the backends take it: with shapes checked, and contiguous. (`check` looks at the inputs of the scan.)"""
+    """Check the shapes of `mix`, and make its tensors contiguous. (`check` looks at the inputs of the scan.)"""
     S, D = (1 if mix.shared else min(2, len(mix.conv_weight))), mix.D.shape[-1]
     _, steps, R = mix.dt_proj.shape
     right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "norm_weight": (2, D),
@@ -119,7 +119,7 @@ _MAX_LOG_RATE = 60.0
 
 
 def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tensor]:
-    """A, in the dtype of sums: (S, D, N) from A_log alone, (S, B, L, N) with each token's part `a`."""
+    """Return A in the dtype of sums: (S, D, N) from A_log alone, (S, B, L, N) with each token's part `a`."""
     if A_log is None:
         return None
     if a is None:
@@ -130,8 +130,8 @@ def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tens
 def token_facts(
     x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], qk_norm: bool = False
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """The logits with their bias (S, B, L, D, 1 or N), the keys (S, B, L, N) and A, in the dtype of the convolved x
-    (S, B, L, D). Parameters as in `Mix`."""
+    """Return the logits with their bias (S, B, L, H), the keys (S, B, L, N) and A, in the dtype of the convolved x
+    (S, B, L, D). Parameters are as in `Mix`."""
     R = dt_proj.shape[2]
     low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
@@ -140,12 +140,12 @@ def token_facts(
 
 
 def _rows(value: Tensor) -> Tensor:
-    """(S, B, L, n) to (S, B L, n)."""
+    """Flatten (S, B, L, n) to (S, B L, n)."""
     return value.flatten(1, 2)
 
 
 def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, out: Optional[Tensor] = None) -> Scan:
-    """The scan over x: with step sizes at low rank if the backend takes them so, else found here, in `out` if given."""
+    """Make the scan over x. Compute its step sizes, in `out` if given, unless the backend takes them at low rank."""
     # Rules with A cannot use low-rank logits; test that first, or the decay rates are computed twice.
     if out is None and mix.A_log is None and dt_proj.shape[1] == x.shape[-1] > 1:
         scan = mix.scan(x, low[..., : mix.width], low, dt_proj)
@@ -157,7 +157,7 @@ def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, o
 
 
 def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
+    """Return y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
     (2, B, L, D) if norms follow, or the convolved x and the step sizes (1 or 2, S, B, L, D), or nothing."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
@@ -176,7 +176,7 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
 
 
 def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, backend: Backend) -> dict[str, Tensor]:
-    """The gradient of each tensor of `mix`, from that of y and what `forward` left."""
+    """Return the gradient of each tensor of `mix`, from that of y and what `forward` returned."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     dxz = mix.xz.new_empty(mix.xz.shape)
@@ -201,7 +201,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         grads["A_log"] = da.sum((1, 2))
     elif mix.A_log is not None:
         grads["A_log"] = found["A"] * (-torch.exp(mix.A_log.to(wide(x))))
-    # The first writes its columns of dlow, the second, which wants all of them, adds to dconvolved.
+    # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
     dconvolved = _rows(found["x"])
     dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
@@ -213,7 +213,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
 
 
 def _mix(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`forward`. The first result is y, (B, L, D) in the dtype of xz; the others are for the backward pass."""
+    """Run `forward`. The first result is y, (B, L, D) in the dtype of xz; the others are for the backward pass."""
     fields, (save_states, backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
     mix = Mix(*fields, *later)
     return forward(mix, save_states, backend_for(backend, mix.xz.device))
@@ -233,7 +233,7 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values: Any) -> tuple[Tensor, ...]:
-    """The gradient of each of TENSORS, empty where the tensor is absent."""
+    """Return the gradient of each of TENSORS, empty where the tensor is absent."""
     fields, (backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
     mix = Mix(*fields, *later)
     grads = backward(mix, dy.contiguous(), low, saved, kept, backend_for(backend, mix.xz.device))

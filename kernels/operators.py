@@ -1,4 +1,4 @@
-"""How `scan` and `mix` become operators of torch that differentiate.
+"""Makes differentiable torch operators of `scan` and `mix`.
 
 An operator's arguments are the fields of a NamedTuple. Exported programs name them, so a new one comes last and has a
 default.
@@ -15,29 +15,29 @@ _TYPES = {Tensor: "Tensor", Optional[Tensor]: "Tensor?", str: "str", bool: "bool
 
 
 def arguments(inputs: type, names: Sequence[str]) -> str:
-    """Fields of the NamedTuple `inputs`, as a schema spells them."""
+    """Write fields of the NamedTuple `inputs` as a schema spells them."""
     hints = get_type_hints(inputs)
     return ", ".join(f"{_TYPES[hints[name]]} {name}" for name in names)
 
 
 def schema(name: str) -> Any:
-    """The schema of the operator `vision_longhorn::NAME`."""
+    """Return the schema of the operator `vision_longhorn::NAME`."""
     return getattr(torch.ops.vision_longhorn, name).default._schema
 
 
 def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The operator `vision_longhorn::NAME`, whose results are tensors. `fake` makes uninitialised ones of the same
-    shapes. Both functions get the arguments in order, without those at the end that have their defaults."""
+    """Define the operator `vision_longhorn::NAME`, whose results are tensors. `fake` makes uninitialised ones of the
+    same shapes. Both functions get the arguments in order; those at the end that have their defaults are left out."""
 
     def undisturbed(*values: Any) -> Any:
         # An operator would silently lose the tangents.
         if getattr(forward_ad, "_current_level", -1) >= 0 and not name.endswith("_backward"):
             raise NotImplementedError(
                 "the scans have no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
-                "backward(), torch.autograd.grad or torch.autograd.functional, and call models outside of it"
+                "backward(), torch.autograd.grad or torch.autograd.functional, and call models outside of forward mode"
             )
         device = next(value.device.type for value in values if isinstance(value, Tensor))
-        with torch.autocast(device, enabled=False):  # the dtypes of the arguments are the ones that are meant
+        with torch.autocast(device, enabled=False):  # compute in the dtypes of the arguments
             return run(*values)
 
     operator = torch.library.custom_op(
@@ -53,8 +53,8 @@ def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fak
 def define_gradients(
     name: str, operator: Any, arguments: str, differentiable: int, tensors: int, run: Callable[..., Any]
 ) -> None:
-    """The operator NAME_backward, and with it the derivative of `operator`, whose first arguments are `tensors` tensors
-    and of whose results the first `differentiable` have a gradient.
+    """Define the operator NAME_backward, and with it the derivative of `operator`. The first `tensors` arguments of
+    `operator` are tensors, and the first `differentiable` of its results have a gradient.
 
     `run` returns the gradient of each tensor, empty where the tensor is absent. Its arguments begin with the gradients
     of the results and the results that have none.

@@ -19,10 +19,10 @@ FIELDS = Scan._fields[:14]  # the tensors, and the options that need no GPU
 
 
 def forward(scan: Scan, save_states: bool, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the final state, and what is kept for `backward`, of a scan that was checked.
+    """Run a scan that was checked: return y, the final state, and what is kept for `backward`.
 
     Raises:
-        ValueError: The logits are given at low rank, and this scan cannot run so.
+        ValueError: The logits are given at low rank, and this scan cannot take them so.
     """
     if scan.step_proj is not None and not backend.takes_projection(scan):
         raise ValueError(
@@ -34,7 +34,7 @@ def forward(scan: Scan, save_states: bool, backend: Backend) -> tuple[Tensor, Te
 
 
 def normalised(scan: Scan, backend: Backend) -> Scan:
-    """`scan` over keys and queries of unit length, if it is to have them."""
+    """Scale the keys and queries of `scan` to unit length, if it asks for that."""
     if not scan.qk_norm:
         return scan
     k, q = backend.unit_forward(scan.k, scan.q)
@@ -45,8 +45,8 @@ def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: Backend,
     dz: Optional[Tensor] = None, dkq: Optional[Pair] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """A gradient for each tensor of `scan`, by field; that of z is written to `dz` instead, and those of k and q to
-    `dkq`, (G, B, L, N) each for G sets of parameters, if given."""
+    """Return the gradient of each tensor of `scan`, by field. If given, `dz` gets that of z instead, and `dkq` those of
+    k and q, (G, B, L, N) each for G sets of parameters."""
     rule = rule_of(scan)
     unit = normalised(scan, backend)
     prepared = rule.prepare(unit)
@@ -63,23 +63,23 @@ def backward(
 
 
 def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int, str]]:
-    """How the Triton kernels would run `scan`: for "forward" and "backward" the segments into which time is cut, their
-    tokens, the channels of a program, and the regime, as a named tuple. Empty where `scan` takes the torch path."""
+    """Tell how the Triton kernels would run `scan`: for "forward" and "backward" a named tuple of the segments into
+    which time is cut, their tokens, the channels of a program, and the regime. Empty if `scan` takes the torch path."""
     check(scan)
     return backend_for(backend, scan.x.device).plan(rule_of(scan).prepare(scan))
 
 
 def read_scan(values: tuple[Any, ...], count: int) -> tuple[Scan, tuple[Any, ...]]:
-    """The scan that an operator's arguments describe, and its `count` arguments that are no fields of one. Programs of
-    older versions do not give `qk_norm`."""
+    """Split an operator's arguments into the scan that they describe and the `count` others. Programs of older versions
+    do not give `qk_norm`."""
     fields, others = values[: len(FIELDS)], values[len(FIELDS) :]
     regime, qk_norm = (*others[count:], False)[:2]
     return Scan._make((*fields, regime, None, qk_norm)), others[:count]
 
 
 def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """y, the final state (empty unless `return_final_state`), and what the backward pass starts from: if `save_states`,
-    the states at the starts of the chunks; else an empty tensor, and the backward pass finds them again."""
+    """Return y, the final state (empty unless `return_final_state`), and the states at the starts of the chunks (empty
+    unless `save_states`; the backward pass then computes them again)."""
     scan, (return_final_state, save_states, backend) = read_scan(values, 3)
     check(scan)
     y, final_state, saved = forward(scan, save_states, backend_for(backend, scan.x.device, scan.regime))
@@ -98,14 +98,14 @@ def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _scan_backward(dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, *values: Any) -> tuple[Tensor, ...]:
-    """The gradient of each of TENSORS, empty where the tensor is absent."""
+    """Return the gradient of each of TENSORS, empty where the tensor is absent."""
     scan, (backend,) = read_scan(values, 1)
-    dfinal = dfinal if dfinal is not None and dfinal.numel() else None  # of the empty state that stands for none
+    dfinal = dfinal if dfinal is not None and dfinal.numel() else None  # empty if no final state was asked for
     grads = backward(scan, dy, dfinal, saved, backend_for(backend, scan.x.device, scan.regime))
     return tuple(grads[name] if name in grads else scan.x.new_empty(0) for name in TENSORS)
 
 
-_ARGUMENTS = arguments(Scan, FIELDS).replace("Tensor? step", "Tensor step")  # None inside the backends alone
+_ARGUMENTS = arguments(Scan, FIELDS).replace("Tensor? step", "Tensor step")  # only the backends have None there
 _operator = define("scan", f"{_ARGUMENTS}, bool return_final_state, bool save_states, str backend, str regime, "
                    "bool qk_norm=False", 3, _scan, _scan_shapes)  # fmt: skip
 define_gradients("scan", _operator, "Tensor? dy, Tensor? dfinal, Tensor saved, "

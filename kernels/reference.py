@@ -27,7 +27,7 @@ def longhorn_step(
     rule: str = "diagonal",
     qk_norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token of Longhorn's recurrence (Algorithm 1 of arXiv 2407.14207): the update and the read-out.
+    """Run one token of Longhorn's recurrence (Algorithm 1 of arXiv 2407.14207): the update and the read-out.
 
     The state is the weight of an online learner, and the new state solves
 
@@ -62,7 +62,7 @@ def selective_step(
     dt_softplus: bool = True,
     qk_norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """One token of Mamba's selective scan (arXiv 2312.00752, Algorithm 2, with B discretised as dt * B).
+    """Run one token of Mamba's selective scan (arXiv 2312.00752, Algorithm 2, with B discretised as dt * B).
 
     Args:
         state: (B, D, N), the state after the tokens so far.
@@ -79,7 +79,7 @@ def selective_step(
 
 
 def scan(scan: Scan) -> tuple[Tensor, Tensor]:
-    """The whole scan as a loop over tokens.
+    """Run the whole scan as a loop over tokens.
 
     Returns:
         y in the dtype of x, of shape `scan.output_shape`, and the final state in float32 (float64 for float64 x), of

@@ -16,18 +16,24 @@ from vision_longhorn.training.config import Config, read_config_file
 
 Mapping = dict[str, Any]
 STUDIES = Path(__file__).with_name("studies.yaml")
-# Keys of the file's mappings
-DIFFERENCES = ("model_kwargs", "overrides", "seeds")
-VARIANT = ("name", "like", "model", *DIFFERENCES)
-SETTING = ("config", "data", *DIFFERENCES)
-STUDY = ("asks", "task", *SETTING, "settings", "grid", "variants", "baseline", "weights", "pair", "contrasts",
-         "resolutions")  # fmt: skip
+# Keys of the file's mappings, with the type of their values
+FILE = {"data": dict, "variants": dict, "studies": dict}
+FACTS = {"train_samples": int, "val_samples": int, "num_classes": int}
+DIFFERENCES = {"model_kwargs": dict, "overrides": dict, "seeds": (int, list)}
+VARIANT = {"name": str, "like": str, "model": str, **DIFFERENCES}
+SETTING = {"config": str, "data": str, **DIFFERENCES}
+RECALL = {"asks": str, "task": str, **DIFFERENCES, "settings": dict, "grid": dict, "variants": list, "baseline": str}
+IMAGES = {**RECALL, **SETTING, "weights": str, "pair": list, "contrasts": dict, "resolutions": list}
+CONTRAST = {"plus": list, "minus": list, "over": int}
+REMEDIES: dict[Any, str] = {dict: "`key: value` pairs", list: "a list", str: "a word", int: "a whole number"}
+REMEDIES[int, list] = "a number or a list"
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # Those that a training step's speed depends on
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
         "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
         "cuda_graphs", "mixer", "width", "depth", "vocab_size", "length", "pairs")  # fmt: skip
-BESIDE = ("seed", "model_kwargs", "mixer")  # fields that stand beside `overrides`: `seeds`, and the model's arguments
+# Fields that stand beside `overrides`, and how
+BESIDE = {"seed": "`seeds: [0]`", "model_kwargs": "it", "mixer": "`model_kwargs: {mixer: longhorn}`"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,11 +135,15 @@ def read_studies(path: str | Path = STUDIES) -> dict[str, Study]:
         raise UserError(f"there is no file of studies at {path}: give a YAML file like lab/studies.yaml")
     content, studies, name = read_yaml(Path(path)), {}, ""
     try:
-        facts, shared = content.get("data", {}), content.get("variants", {})
-        for name, spec in content["studies"].items():
-            studies[name] = _study(name, _known(spec, STUDY), facts, shared)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:  # the file's values may be of any type
+        content = _known(content, FILE)
+        facts = {key: _known(own, FACTS) for key, own in content.get("data", {}).items()}
+        shared = {key: _known(own, VARIANT) for key, own in content.get("variants", {}).items()}
+        for name, spec in content.get("studies", {}).items():
+            studies[name] = _study(name, spec, facts, shared)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # items of lists may be of any type
         raise UserError(f"{path}: {f'study {name}: ' if name else ''}{missing_or_wrong(error)}") from error
+    if not studies:
+        raise UserError(f"{path}: there are no studies: give `studies:` with one by its name")
     return studies
 
 
@@ -142,47 +152,77 @@ def missing_or_wrong(error: Exception) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
 
 
-def _known(given: Mapping, keys: Iterable[str]) -> Mapping:
-    """A mapping of the file without its empty values. Raises UserError for a key that is none of `keys`."""
-    for key in given.keys() - set(keys):
-        raise UserError(f"unknown key {key!r}: give one of {', '.join(nearest(str(key), keys) or keys)}")
+def _known(given: Any, kinds: Mapping) -> Mapping:
+    """A mapping of the file without its empty values. Raises UserError for a key that is none of `kinds`, and for a
+    value of another type than it has there."""
+    given = {} if given is None else given
+    if not isinstance(given, dict):
+        raise UserError(f"{given!r} is no mapping: give `key: value` pairs")
+    for key, value in given.items():
+        if key not in kinds:
+            raise UserError(f"unknown key {key!r}: give one of {', '.join(nearest(str(key), kinds) or kinds)}")
+        kind = kinds[key]
+        if value is not None and kind is not object and (isinstance(value, bool) or not isinstance(value, kind)):
+            raise UserError(f"{key} is {value!r}: give {REMEDIES[kind]}")
     return {key: value for key, value in given.items() if value is not None}
 
 
-def _study(name: str, spec: Mapping, facts: Mapping, shared: Mapping) -> Study:
-    task = spec.get("task", "images")
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UserError(f"the name {name!r} cannot be a folder's: give letters, digits, and . _ - between them")
+
+
+def _study(name: str, spec: Any, facts: Mapping, shared: Mapping) -> Study:
+    task = spec.get("task", "images") if isinstance(spec, dict) else "images"
     if task not in ("images", "recall"):
         raise UserError(f"task is {task!r}: give one of images, recall")
-    variants, settings = [_variant(item, shared) for item in spec["variants"]], _settings(spec)
+    spec = _known(spec, IMAGES if task == "images" else RECALL)
+    if not spec.get("variants"):
+        raise UserError("variants is missing")
+    variants, settings = [_variant(item, shared) for item in spec["variants"]], _settings(spec, task)
     names = [variant["name"] for variant in variants]
-    for word in (name, *settings, *names):
-        if not re.fullmatch(r"[A-Za-z0-9._-]*", str(word)):
-            raise UserError(f"the name {word!r} cannot be a folder's: give letters, digits, and . _ - between them")
+    for word in (name, *spec.get("settings", {}), *names):
+        _check_name(word)
     arms = tuple(_arm(name, task, key, (spec, own, variant), facts)
                  for key, own in settings.items() for variant in variants)  # fmt: skip
     labels, keys = [arm.label for arm in arms], [arm.key for arm in arms]
     for label, key in zip(labels, keys):
-        if labels.count(label) + keys.count(key) > 2:
-            raise UserError(f"{label} has the name or the settings of another one: leave one out")
+        alike = [other for other, own in zip(labels, keys) if own == key or other == label]
+        if len(alike) > 1:
+            raise UserError(f"{' and '.join(alike)} have the same name or settings: leave one out")
     pair, sizes, weights = (tuple(spec.get("pair", ())), tuple(spec.get("resolutions", ())), spec.get("weights", "ema"))
-    baseline = spec.get("baseline") or (pair[1] if pair else names[0])
-    contrasts = tuple({"name": str(title), "plus": own["plus"], "minus": own["minus"], "over": own.get("over", 1)}
-                      for title, own in spec.get("contrasts", {}).items())  # fmt: skip
-    compared = {label for one in contrasts for label in one["plus"] + one["minus"]}
-    for word in ({*pair, baseline} - {*names}) | (compared - {*labels}):
-        raise UserError(f"{word!r} is unknown: give some of {', '.join(labels)}")
-    if len(pair) not in (0, 2):
+    if len(pair) not in (0, 2) or len({*pair}) < len(pair):
         raise UserError(f"pair is {list(pair)}: give two variants")
+    if not all(type(size) is int and size > 0 for size in sizes):
+        raise UserError(f"resolutions is {list(sizes)}: give sides of images, in pixels")
+    if weights not in ("ema", "raw"):
+        raise UserError(f"weights is {weights!r}: give one of ema, raw")
     if weights == "raw" and (pair or sizes):
         raise UserError("weights is 'raw': give neither pair nor resolutions, which need the averaged ones")
+    baseline = spec.get("baseline") or (pair[1] if pair else names[0])
+    contrasts = tuple(_contrast(str(title), own) for title, own in spec.get("contrasts", {}).items())
+    compared = {label for one in contrasts for label in one["plus"] + one["minus"]}
+    for known, words in (names, {*pair, baseline}), (labels, compared):
+        for word in words - {*known}:
+            raise UserError(f"{word!r} is unknown: give some of {', '.join(known)}")
     return Study(name, spec.get("asks", ""), task, arms, baseline, weights, pair, contrasts, sizes)
 
 
-def _settings(spec: Mapping) -> dict[str, Mapping]:
+def _contrast(title: str, own: Any) -> Mapping:
+    contrast = {"name": title, "plus": [], "minus": [], "over": 1, **_known(own, CONTRAST)}
+    if not contrast["plus"] or not contrast["minus"] or contrast["over"] < 1:
+        raise UserError(f"contrast {title!r} is {own}: give lists of arms as plus and minus, and over as 1 or more")
+    return contrast
+
+
+def _settings(spec: Mapping, task: str) -> dict[str, Mapping]:
     """The settings of a study by name, each with every combination of what its grid overrides; one called "" if it has
     neither."""
-    settings = {key: _known(own, SETTING) for key, own in spec.get("settings", {"": {}}).items()}
+    kinds = DIFFERENCES if task == "recall" else SETTING
+    settings = {key: _known(own, kinds) for key, own in (spec.get("settings") or {"": {}}).items()}
     for key, values in spec.get("grid", {}).items():
+        if not isinstance(values, list) or not values:
+            raise UserError(f"grid: {key} is {values!r}: give a list of values")
         settings = {
             "-".join(filter(None, (name, f"{key}{value}"))): {
                 **own, "overrides": {**own.get("overrides", {}), key: value}
@@ -198,7 +238,8 @@ def _variant(item: Any, shared: Mapping) -> Mapping:
     item = _known({"name": item} if isinstance(item, str) else item, VARIANT)
     source = item.get("like", item["name"])
     if source not in shared and ("like" in item or len(item) == 1):
-        raise UserError(f"variant {source!r} is not shared ({', '.join(shared)}): say what it is")
+        known = ", ".join(map(str, shared)) or "no variant is"
+        raise UserError(f"variant {source!r} is not shared ({known}): say what it is")
     taken = shared.get(source, {})
     merged = {key: {**taken.get(key, {}), **item.get(key, {})} for key in ("model_kwargs", "overrides")}
     return {**taken, **item, **merged}
@@ -208,11 +249,10 @@ def _arm(study: str, task: str, setting: str, parts: tuple[Mapping, ...], facts:
     """An arm of what a study, a setting and a variant say, of which the latter wins."""
     whole = {key: value for part in parts for key, value in part.items()}
     seeds = whole.get("seeds", 1)
-    seeds = tuple(range(seeds) if isinstance(seeds, int) else seeds)
     try:
         config = (_recall_config if task == "recall" else _image_config)(whole, parts, facts)
-        for seed in seeds:
-            Config(seed=seed)  # which says what a seed may be
+        # `Config` says what a seed may be.
+        seeds = tuple(Config(seed=seed).seed for seed in (range(seeds) if isinstance(seeds, int) else seeds))
         if not seeds or len(set(seeds)) < len(seeds):
             raise UserError(f"seeds is {list(seeds)}: give how many, 1 or more, or a list of different ones")
     except (KeyError, UserError) as error:
@@ -245,7 +285,9 @@ def _merge(kind: Any, values: Mapping, parts: tuple[Mapping, ...]) -> Mapping:
     allowed = [field.name for field in dataclasses.fields(kind) if field.name not in (*places, *BESIDE)]
     for part in parts:
         overrides = part.get("overrides", {})
-        _known(overrides, allowed)
+        for key in BESIDE.keys() & overrides:
+            raise UserError(f"overrides has {key!r}: give {BESIDE[key]} beside them")
+        _known(overrides, dict.fromkeys(allowed, object))
         values = {**values, **overrides}
         kwargs.update(part.get("model_kwargs", {}))
     return {**values, "model_kwargs": {key: value for key, value in kwargs.items() if value is not None}}

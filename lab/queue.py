@@ -17,6 +17,7 @@ from vision_longhorn.data.loader import cores
 from vision_longhorn.errors import UserError
 from vision_longhorn.signals import PARENT, SIGNALS, StopSignals
 
+GRACE = 120  # seconds that a process has to save and end once it was asked to
 STOPPED = (-signal.SIGTERM, -signal.SIGKILL, *(128 + number for number in SIGNALS))  # exit codes
 FOLDER = str(Path(__file__).parents[1])  # where processes find this package
 
@@ -48,6 +49,12 @@ class Job:
     process: Any = None
     started: float = 0.0
 
+    def kill(self) -> int:
+        """Ends the process and those of its loader at once; its exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.process.wait()
+
 
 class Queue:
     """Runs jobs; `failed` counts those that fail, which stop no other. A signal asks all to save and end."""
@@ -73,9 +80,7 @@ class Queue:
             self._stop()
         except BaseException as error:
             for job in self.running:
-                with contextlib.suppress(ProcessLookupError):  # with those of its loader
-                    os.killpg(job.process.pid, signal.SIGKILL)
-                job.process.wait()
+                job.kill()
             if isinstance(error, KeyboardInterrupt):  # Ctrl-C for the second time
                 raise KeyboardInterrupt("stopped at once; the same command goes on from the last checkpoints") from None
             raise
@@ -114,8 +119,13 @@ class Queue:
             self.say(f"stopping {len(self.running)}: {', '.join(job.name for job in self.running)}")
         for job in self.running:
             job.process.terminate()
+        end = time.monotonic() + GRACE
         for job in list(self.running):
-            if job.process.wait() in STOPPED:
+            try:
+                code = job.process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:  # as one that waits for a device or a disk that is gone
+                code = job.kill()
+            if code in STOPPED:
                 self.running.remove(job)
             else:  # it was about to end anyway
                 self._note(job)

@@ -83,6 +83,7 @@ class RecallRun:
             for split, count in enumerate((cfg.train_samples, cfg.val_samples))
         )
         self.updates_per_epoch, self.history = cfg.train_samples // cfg.batch_size, list[dict[str, Any]]()
+        self.index = torch.zeros(cfg.batch_size, dtype=torch.int64, device=self.device)  # of this update's samples
         self.skipped = 0
         if self.folder.checkpoint:
             checkpoint = load_checkpoint(last)
@@ -90,6 +91,9 @@ class RecallRun:
             if "optimizer" in checkpoint:
                 optimizer.load_state_dict(checkpoint["optimizer"])
             self.history, self.skipped = checkpoint["history"], checkpoint["skipped"]
+            if self.updates != checkpoint["updates"]:  # older versions saved there, too
+                raise UserError(f"{last} was saved within an epoch: remove {path}, and the run begins anew")
+        self.graph = self.capture() if on_gpu and cfg.cuda_graphs else None
 
     @property
     def updates(self) -> int:
@@ -150,8 +154,32 @@ class RecallRun:
 
     def update(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Makes an update by the samples of these numbers, (batch_size,) int64: its loss and the gradient's norm."""
-        tokens, places, answers = (part[index] for part in self.data)
-        return self.step([((tokens, places), answers)])
+        self.index.copy_(index)
+        if self.graph:
+            self.graph.replay()
+        else:
+            self.captured = self.passes()
+        self.step.apply(self.captured[1])
+        return self.captured
+
+    def passes(self) -> tuple[Tensor, Tensor]:
+        """Computes the gradients of the samples of `index`: loss and norm."""
+        tokens, places, answers = (part[self.index] for part in self.data)
+        return self.step.gradients([((tokens, places), answers)])
+
+    def capture(self) -> torch.cuda.CUDAGraph:
+        """`passes` as one launch: these models are so small that the GPU would wait for the CPU."""
+        self.model.train()
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            for _ in range(3):  # kernels are compiled and chosen, and memory is allocated
+                self.passes()
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.captured = self.passes()
+        return graph
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:

@@ -34,6 +34,7 @@ class RecallConfig(Settings):
     seed: int = option(0, "seed of weights, data and order", Range(0, 2**32 - 1, kind=int))
     precision: str = option("auto", "auto is bf16 autocast on a GPU that has it, else fp32", ("auto", "bf16", "fp32"))
     compile: bool = option(True, "on a GPU, torch.compile the loss, whose scores are most of the memory's traffic")
+    cuda_graphs: bool = option(True, "on a GPU, launch an update's passes as one CUDA graph", role="speed")
 
     # Fixed here, where a trainer's config has a choice
     track = None

@@ -17,6 +17,7 @@ from vision_longhorn.files import read_json, write_text
 from vision_longhorn.models.create import create_model
 
 SPEEDS = "speed.json"
+RUN = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hits": dict}  # and more
 
 
 class Known:
@@ -49,12 +50,19 @@ class Known:
 
     def _take(self, content: Record) -> None:
         for record in [*content.get("runs", []), *content.get("before", [])]:
+            for field, kind in RUN.items():
+                _expect(field, record[field], kind)
+            for name, value in record["final"].items():
+                _expect(f"final.{name}", value, (int, float))
             identity = record["key"], record["seed"]
             hits = {**self.runs.get(identity, {}).get("hits", {}), **record["hits"]}  # studies look at different sizes
             self.runs[identity] = {**record, "hits": hits}
         for record in content.get("unfinished", []):
             self.unfinished[record["key"], record["seed"]] = record
         for arm in content.get("arms", []):
+            _expect("key", arm["key"], str)
+            _expect("config", arm["config"], dict)
+            _expect("model_kwargs", arm["config"].get("model_kwargs", {}), dict)
             self.configs[arm["key"]] = arm["config"]
             if arm.get("parameters"):
                 self.parameters[arm["key"]] = arm["parameters"]
@@ -96,6 +104,11 @@ class Known:
             model = build(arm, classes)
             self.parameters[arm.key] = sum(parameter.numel() for parameter in model.parameters())
         return self.parameters.get(arm.key)
+
+
+def _expect(field: str, value: Any, kind: Any) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{field} is {value!r:.60}")
 
 
 def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:

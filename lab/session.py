@@ -16,7 +16,7 @@ from lab.tables import markdown, plot
 from vision_longhorn.data import open_shards
 from vision_longhorn.data.loader import cores
 from vision_longhorn.data.sharding import make_digits
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import lock_folder, read_json, write_text
 from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import DIGITS
@@ -83,8 +83,13 @@ class Session:
 
     def check(self) -> None:
         """Raises UserError before the first run where models or data are not what the studies say."""
-        for arm in {trial.arm.key: trial.arm for trial in self.todo}.values():
-            build(arm)
+        for trial in {trial.arm.key: trial for trial in self.todo}.values():
+            patch = max(getattr(getattr(build(trial.arm), "patch_embed", None), "patch_size", (1, 1)))
+            if (least := min(self.sizes[trial.identity], default=patch)) < patch:
+                raise UserError(
+                    f"study {trial.arm.study}, {trial.arm.label}: resolutions has {least}, which holds no patch of "
+                    f"{patch} pixels: give larger ones"
+                )
         for arm in {trial.arm.data: trial.arm for trial in self.todo if trial.arm.data in self.data}.values():
             check_data(arm, self.data[arm.data])
 
@@ -193,7 +198,11 @@ def check_data(arm: Arm, place: str) -> None:
     if place == DIGITS:
         make_digits(place := str(Path("data", DIGITS)))
     try:
-        train = open_shards(place, cfg.train_split, cfg.train_samples)
-        open_shards(place, cfg.val_split, cfg.val_samples, train=train)
+        with spelled(num_samples="train_samples"):
+            train = open_shards(place, cfg.train_split, cfg.train_samples)
+        with spelled(num_samples="val_samples"):
+            open_shards(place, cfg.val_split, cfg.val_samples, train=train)
+        if None not in (cfg.num_classes, train.num_classes) and cfg.num_classes != train.num_classes:
+            raise UserError(f"num_classes={cfg.num_classes}, but {place} has {train.num_classes} classes")
     except UserError as error:
         raise UserError(f"{error} (the data {arm.data}, as the file of studies has them)") from None

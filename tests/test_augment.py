@@ -13,7 +13,8 @@ from test_images import encode, rotated, scene, swapped_profile
 from test_shards import write_tar
 from timm.data import create_transform
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP, AutoAugment
-from torchvision.transforms import RandomCrop
+from timm.data.transforms import MaybeToTensor, ResizeKeepRatio
+from torchvision.transforms import Compose, Normalize, RandomCrop
 
 from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
 from vision_longhorn.data.augment import Finish, _Box, _sent_ahead
@@ -185,6 +186,33 @@ def test_crops_of_padded_images_are_torchvisions_wherever_they_lie(padding):
         wanted = crop(image)
         torch.manual_seed(seed)
         assert torch.equal(crops((image, None))[0].permute(2, 0, 1), wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"padding": 4, "fill": 7},
+        {"padding": (2, 5), "padding_mode": "reflect"},
+        {"padding": [1, 2, 3, 4], "padding_mode": "edge"},
+        {"pad_if_needed": True, "fill": 9},
+    ],
+)
+def test_any_padding_that_tensors_know_is_that_of_pictures(options):
+    image = photo(7, (24, 20))
+    steps = [ResizeKeepRatio(20), RandomCrop((22, 16), **options), MaybeToTensor(), Normalize(MEAN, STD)]
+    crops, finish = split_transform(Compose(steps))
+    for seed in range(20):
+        random.seed(seed), torch.manual_seed(seed)
+        wanted = Compose(steps)(image)
+        random.seed(seed), torch.manual_seed(seed)
+        got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
+        torch.testing.assert_close(got, wanted)
+
+
+def test_padding_with_a_colour_stays_whole():
+    steps = [ResizeKeepRatio(20), RandomCrop(16, padding=4, fill=(1, 2, 3)), MaybeToTensor(), Normalize(MEAN, STD)]
+    with pytest.raises(UserError, match="RandomCrop.* has no form for batches"):
+        split_transform(Compose(steps))
 
 
 @pytest.mark.parametrize("size", [(40, 40), (90, 70)], ids=["as_they_are", "shrunk"])

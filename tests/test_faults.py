@@ -16,7 +16,7 @@ import pytest
 import torch
 from test_loader import members, noisy_number_of, number_of, numbered, numbers, write_index, write_shards, write_tar
 
-from vision_longhorn.data import DataError, device_batches, eval_loader, open_shards, train_loader
+from vision_longhorn.data import DataError, device_batches, eval_loader, open_shards, tars, train_loader
 
 
 def spoiled(folder, spoil, lengths=(16, 16, 16, 16), indexed=False):
@@ -302,6 +302,18 @@ def test_no_command_goes_on_when_reading_stops_early(tmp_path, workers, monkeypa
     assert len(sleepers(seconds)) == 1
     batches.close()
     del batches, loader
+    gone, alive = psutil.wait_procs(sleepers(seconds), 5)
+    assert not alive
+
+
+def test_a_command_that_goes_on_after_its_output_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(tars, "_SECONDS", 0.2)
+    seconds = f"600.{os.getpid()}9"
+    with (
+        pytest.raises(OSError, match="goes on after its output has ended"),
+        tars._output_of(f"echo; exec >&-; sleep {seconds}; true") as stream,
+    ):
+        assert stream.read() == b"\n"
     gone, alive = psutil.wait_procs(sleepers(seconds), 5)
     assert not alive
 

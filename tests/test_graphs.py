@@ -148,3 +148,12 @@ def test_gradients_that_share_memory_are_found():
     assert gradients_are_apart(nn.Linear(4, 4), torch.randn(2, 4))
     model = timm.create_model("vlonghorn_test", depth=2, num_classes=10)
     assert gradients_are_apart(model, torch.randn(2, 3, 96, 96))
+
+
+def test_memory_that_does_not_suffice_is_no_fault_of_the_model(monkeypatch):
+    def fails(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        capture(make_accelerator("cpu", "fp32"), nn.Linear(4, 4), torch.randn(2, 4), 1)

@@ -1,8 +1,11 @@
 """Every kind of image file that ImageNet holds, and some that it does not."""
 
 import io
+import itertools
 import pathlib
 import random
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -14,10 +17,13 @@ from vision_longhorn.data import (
     DataError,
     decode_image,
     eval_loader,
+    images,
     open_shards,
     split_transform,
     train_loader,
 )
+from vision_longhorn.data.images import decode_tensor
+from vision_longhorn.data.memory import keep_in_memory
 from vision_longhorn.data.sources import image_folder
 from vision_longhorn.shards import make_shards, verify
 
@@ -122,6 +128,78 @@ def test_16_bit_gray_keeps_its_range(format):
     values = np.array([[0, 0x4000, 0x8000, 0xC000, 0xFFFF]], np.uint16)
     image = decode_image(encode(Image.fromarray(values), format))
     assert np.asarray(image)[0, :, 0].tolist() == [0, 0x40, 0x80, 0xC0, 0xFF]
+
+
+def deep(top, format="PNG"):
+    """A 16-bit picture whose values end at `top`."""
+    return encode(Image.fromarray(np.linspace(0, top, 600).astype(np.uint16).reshape(20, 30)), format)
+
+
+def deep_rgb(top):
+    """A PNG of 16-bit colours, which PIL does not write."""
+    row = b"\0" + np.full((8, 3), top, ">u2").tobytes()
+    chunks = (b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0)), (b"IDAT", zlib.compress(row * 8)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in chunks
+    )
+
+
+@pytest.mark.parametrize(
+    "data, top",
+    [
+        (deep(255), 255),
+        (deep(4095), 4095),
+        (deep(16383), 16383),
+        (deep(4095, "PPM"), None),
+        (deep_rgb(900), 1023),
+        (deep(16384), None),
+        (deep(65535), None),
+        (deep_rgb(40000), None),
+        (b"P5\n# 12 bits\n4 1 4095\n" + struct.pack(">4H", 0, 5, 900, 4095), None),
+        (encode(Image.new("L", (8, 8), 3), "PNG"), None),
+        (encode(Image.new("L", (8, 8), 3), "PPM"), None),
+        (encode(scene()), None),
+    ],
+)
+def test_16_bit_pictures_that_come_out_dark_are_told(data, top, caplog, monkeypatch):
+    for decode in decode_image, decode_tensor:
+        monkeypatch.setattr(images, "_warnings", itertools.count())  # as in a new process
+        images.warn_if_dark(data, decode(data), "scan.png")
+        if top is not None:
+            assert "scan.png: a 16-bit picture" in caplog.text and f"end at {top} of 65535" in caplog.text
+            caplog.clear()
+    assert not caplog.records
+
+
+def told_once(caplog, name, monkeypatch):
+    monkeypatch.setattr(images, "_warnings", itertools.count())  # as in a new process
+    told = [record.getMessage() for record in caplog.records if "16-bit" in record.getMessage()]
+    assert len(told) == 1 and name in told[0] and "end at 4095 of 65535" in told[0]
+    caplog.clear()
+
+
+def test_dark_pictures_are_named_once_by_whatever_reads_them(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(images, "_warnings", itertools.count())
+    for number in range(8):
+        path = tmp_path / "images" / f"c{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(deep(4095) if number > 1 else deep(65535))
+    folder = open_shards(tmp_path / "images")
+    crops, _ = split_transform(create_transform(16, is_training=True))
+    for loader in (
+        eval_loader(folder, create_transform(16), batch_size=2, num_workers=0),
+        train_loader(folder, crops, batch_size=2, num_workers=0),
+    ):
+        assert list(loader) and list(loader)
+        told_once(caplog, str(tmp_path / "images" / "c"), monkeypatch)
+    keep_in_memory(folder)
+    told_once(caplog, str(tmp_path / "images" / "c"), monkeypatch)
+    samples, class_names, _ = image_folder(tmp_path / "images")
+    make_shards(tmp_path / "shards", "train", samples, class_names)
+    told_once(caplog, ".png", monkeypatch)
+    assert verify(tmp_path / "shards") == [] and not caplog.records
+    assert verify(tmp_path / "shards", full=True) == []
+    told_once(caplog, "sample 000000", monkeypatch)
 
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 40), (40, 1)])

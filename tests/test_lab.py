@@ -413,18 +413,33 @@ PLACE = "studies", "pairs"
         (changed(*PLACE, sedes=3), ["study pairs", "'sedes'", "give one of seeds"]),
         (changed(*PLACE, overrides={"epochs": "three"}), ["pairs: longhorn", "epochs is 'three'"]),
         (changed(*PLACE, overrides={"epochs": 2, "warmup_epochs": 2}), ["warmup_epochs is 2"]),
-        (changed(*PLACE, overrides={"seed": 3}), ["unknown key 'seed'"]),
+        (changed(*PLACE, overrides={"seed": 3}), ["'seed'", "give `seeds: [0]` beside them"]),
         (changed(*PLACE, data=None), ["pairs: longhorn", "'data' is missing"]),
         (changed(*PLACE, pair=["longhorn", "exact"]), ["'exact'", "longhorn, vim"]),
-        (changed(*PLACE, variants=["longhorn", {"name": "vim", "like": "longhorn"}]), ["longhorn has", "settings"]),
+        (changed(*PLACE, variants=["longhorn", {"name": "vim", "like": "longhorn"}]), ["longhorn and vim", "settings"]),
         (changed(*PLACE, variants=["unheard-of"]), ["'unheard-of'", "longhorn"]),
         (changed(*PLACE, variants=["longhorn", {"name": "a/b", "model": "vim_test"}]), ["'a/b'"]),
+        (changed(*PLACE, variants="longhorn"), ["variants is 'longhorn': give a list"]),
+        (changed(*PLACE, variants=[]), ["variants is missing"]),
         (changed(*PLACE, seeds=[1, 1]), ["seeds is [1, 1]"]),
+        (changed(*PLACE, seeds=[1, "1"]), ["seeds is [1, 1]"]),
+        (changed(*PLACE, resolutions=["big"]), ["resolutions is ['big']"]),
+        (changed(*PLACE, weights="rwa"), ["weights is 'rwa'", "ema, raw"]),
+        (changed(*PLACE, grid={"lr": []}), ["lr is []: give a list of values"]),
         (changed(*PLACE, weights="raw"), ["weights is 'raw': give neither pair nor resolutions"]),
         (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["exact"]}}), ["'exact' is unknown"]),
-        ({}, ["'studies' is missing"]),
-        ({"studies": {"one": True}}, ["study one", "bool"]),
-        (changed(*PLACE, overrides=True), ["study pairs", "bool"]),
+        (
+            changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["longhorn"], "over": 0}}),
+            ["contrast 'a'", "over"],
+        ),
+        (changed(*PLACE, contrasts={"a": {"plus": ["vim"], "minus": ["longhorn"], "ovr": 2}}), ["'ovr'"]),
+        ({}, ["there are no studies"]),
+        ({**TINY, "varients": {}}, ["'varients'", "give one of variants"]),
+        ({"studies": {"one": True}}, ["study one", "True", "give `key: value` pairs"]),
+        (changed(*PLACE, overrides=True), ["study pairs: overrides is True", "give `key: value` pairs"]),
+        (changed(*PLACE, settings={"a": False}), ["study pairs", "False"]),
+        (changed("data", few=[3]), ["[3]", "give `key: value` pairs"]),
+        (changed("variants", exact={"modl": "vim_test"}), ["'modl'", "give one of model"]),
     ],
 )
 def test_mistakes_in_the_file_are_named(content, words):
@@ -475,8 +490,9 @@ def test_data_of_other_sizes_are_named_before_the_first_run(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     draw_photos(tmp_path / "photos")
     for facts, found in [
-        (dict(train_samples=5, val_samples=4), ["num_samples=5", "holds 4", "the data few"]),
-        (dict(train_samples=4, val_samples=3), ["num_samples=3"]),
+        (dict(train_samples=5, val_samples=4, num_classes=2), ["train_samples=5", "holds 4", "the data few"]),
+        (dict(train_samples=4, val_samples=3, num_classes=2), ["val_samples=3"]),
+        (dict(train_samples=4, val_samples=4, num_classes=3), ["num_classes=3", "has 2 classes"]),
     ]:
         (tmp_path / "mine.yaml").write_text(yaml.safe_dump(changed("data", few=facts)))
         for more in ["--dry-run"], ["--device", "cpu"]:

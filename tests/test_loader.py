@@ -308,6 +308,17 @@ def test_a_count_without_an_index_sets_the_length_of_an_epoch(tmp_path, lengths)
                 assert len(list(loader)) == len(loader)
 
 
+def test_an_epoch_that_is_longer_than_the_data_goes_on_at_any_batch(tmp_path):
+    shards = claimed(write_shards(tmp_path / "s", [16] * 2), 100)
+    loader = train_loader(shards, noisy_number_of, batch_size=4, num_workers=0, seed=3)
+    whole = list(loader)
+    assert {number for images, _ in whole for number in images[:, 0, 0, 0].long().tolist()} == set(range(1, 33))
+    for start in 1, 9, 20:
+        loader.set_epoch(0, start)
+        for (images, labels), (again, same) in zip(whole[start:], loader, strict=True):
+            assert torch.equal(images, again) and torch.equal(labels, same)
+
+
 @pytest.mark.parametrize("max_bad_samples", [0, 40])
 def test_a_shard_without_an_index_that_cannot_be_read(tmp_path, max_bad_samples):
     """What it would have held is unknown."""
@@ -405,6 +416,16 @@ def test_more_classes_by_hand(tmp_path):
     shards = open_shards(tmp_path, num_samples=8, num_classes=8)
     for loader in loaders(shards, 0):
         assert {label for _, targets in loader for label in targets.tolist()} == {7}
+
+
+def test_an_index_of_more_classes_than_are_trained_on_does_not_let_their_labels_pass(tmp_path):
+    train = write_shards(tmp_path / "t", [8])
+    (tmp_path / "v").mkdir()
+    write_tar(tmp_path / "v" / "val-0.tar", members(range(8), label=lambda number: 7))
+    write_index(tmp_path / "v", {"val": {"val-0.tar": 8}}, num_classes=8)
+    val = open_shards(tmp_path / "v", "val", train=train)
+    with pytest.raises(DataError, match="label 7 is out of range for 5 classes"):
+        list(eval_loader(val, number_of, batch_size=4, num_workers=0))
 
 
 @pytest.mark.parametrize(
@@ -538,6 +559,9 @@ def test_patterns_and_counts(tmp_path):
     shards = open_shards(f"{tmp_path}/s/train-{{000001..000002}}.tar.gz")
     assert (shards.num_samples, shards.samples_per_shard, shards.num_classes) == (5, [3, 2], 5)
     assert open_shards(tmp_path / "s", num_classes=6).num_classes == 6
+    write_shards(tmp_path / "more", [6, 1], indexed=True)
+    both = open_shards(f"{tmp_path}/{{s,more}}/train-*.tar*")
+    assert (both.samples_per_shard, both.class_names) == ([4, 3, 2, 6, 1], list("abcde"))
     with pytest.raises(DataError, match="num_classes=4, but .* has 5 classes; drop it, or give 5 or more"):
         open_shards(tmp_path / "s", num_classes=4)
     with pytest.raises(DataError, match="num_samples=8, but the index .* says 9; drop it, or give 9"):
@@ -704,6 +728,26 @@ def test_packed_shards_whatever_they_are_called(tmp_path, pack, ending):
         with pytest.raises(
             DataError, match=r"0\.tar cannot be read (from its start|after sample s00\d\d) \([^\n]+\); "
         ):
+            list(read_shard(str(path)))
+
+
+@pytest.mark.parametrize(
+    "data, message",
+    [
+        (b"PK\x03\x04", "is a zip, rar or 7z file: unpack it, and pack with `tar"),
+        (b"Rar!\x1a\x07\x00", "is a zip, rar or 7z file: unpack it"),
+        (b"7z\xbc\xaf\x27\x1c", "is a zip, rar or 7z file: unpack it"),
+        (b"\x28\xb5\x2f\xfd", "is packed with zstd or lz4: unpack it with `zstd -d`"),
+        (b"\x04\x22\x4d\x18", "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .*`git lfs pull`"),
+        (b"\n<!DOCTYPE html><html>", "is a web page"),
+    ],
+)
+def test_other_files_under_the_name_of_a_tar_are_told(tmp_path, data, message):
+    path = tmp_path / "0.tar"
+    for size in 0, 4000:
+        path.write_bytes(data + bytes(size))
+        with pytest.raises(DataError, match=rf"^shard \S+0\.tar {message}.*; a shard is a tar, plain or packed with"):
             list(read_shard(str(path)))
 
 

@@ -213,7 +213,7 @@ def test_parameters_that_nothing_initialises_are_an_error():
         def forward(self, x):
             return x * self.scale
 
-    with pytest.raises(TypeError, match=r"Scale has parameters and no reset_parameters"):
+    with pytest.raises(TypeError, match=r"Scale has parameters but no reset_parameters"):
         small_model(mixer=Scale).init_weights()
 
 

@@ -2,12 +2,14 @@
 
 import csv
 import io
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -17,8 +19,9 @@ from test_shards import full_disk
 from test_train import REPOSITORY, fails_with_one_line, fresh_process_state  # noqa: F401  (a fixture)
 from timm.data import create_transform
 
-from vision_longhorn import hub, predict
+from vision_longhorn import hub, maps, predict
 from vision_longhorn.checkpoint import save_checkpoint
+from vision_longhorn.data import images as images_module
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.images import find_images
@@ -175,6 +178,19 @@ def test_a_full_disk_is_told_with_the_file_that_it_had_no_room_for(run, images, 
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stdout", full)
         fails_with_one_line(predict.main, [run, images], capsys, "standard output cannot be written (No space left")
+
+
+def test_16_bit_pictures_that_come_out_dark_are_named_once(run, tmp_path, caplog, monkeypatch):
+    for name in "ab":
+        Image.fromarray(np.full((9, 9), 4000, np.uint16)).save(tmp_path / f"{name}.png")
+    monkeypatch.setattr(images_module, "_warnings", itertools.count())
+    assert predict.main([str(run), str(tmp_path), "--batch-size", "1", "--workers", "0"]) == 2
+    (said,) = caplog.messages
+    assert said.startswith(f"{tmp_path / 'a.png'}: a 16-bit picture, and dark")
+    caplog.clear()
+    monkeypatch.setattr(images_module, "_warnings", itertools.count())
+    maps.main([str(run / "best.pt"), str(tmp_path / "b.png"), "--out", str(tmp_path / "maps" / "b.png")])
+    assert caplog.messages[0].startswith(f"{tmp_path / 'b.png'}: a 16-bit picture, and dark")
 
 
 def test_paths_from_standard_input(run, images, capsys, monkeypatch):

@@ -168,15 +168,17 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MIXERS)
-def test_a_compiled_loss_changes_nothing_on_a_gpu(tmp_path, monkeypatch, name):
+def test_graphs_and_a_compiled_loss_change_nothing_on_a_gpu(tmp_path, monkeypatch, name):
     mixer = dict(MIXERS[name])
     cfg = dict(mixer=mixer.pop("mixer"), model_kwargs=mixer, width=64, length=64, pairs=8, vocab_size=512, lr=0.003,
                train_samples=2048, val_samples=200, batch_size=64)  # fmt: skip
-    start(tmp_path / "plain", settings(**cfg, compile=False), "cuda")
+    start(tmp_path / "plain", settings(**cfg, cuda_graphs=False, compile=False), "cuda")
     plain = results(tmp_path / "plain")
-    start(tmp_path / "compiled", settings(**cfg), "cuda")
-    compiled = results(tmp_path / "compiled")
-    for found, expected, rel in zip(compiled, plain, (2e-3, 2e-2, 2e-2), strict=True):  # differences of rounding grow
+    start(tmp_path / "captured", settings(**cfg, compile=False), "cuda")
+    assert results(tmp_path / "captured") == plain
+    start(tmp_path / "both", settings(**cfg), "cuda")
+    both = results(tmp_path / "both")
+    for found, expected, rel in zip(both, plain, (2e-3, 2e-2, 2e-2), strict=True):  # differences of rounding grow
         assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=rel)
 
     def step(run, index):
@@ -190,7 +192,7 @@ def test_a_compiled_loss_changes_nothing_on_a_gpu(tmp_path, monkeypatch, name):
         patch.setattr(recall.RecallRun, "update", step)
         start(tmp_path / "stopped", settings(**cfg), "cuda")
     start(tmp_path / "stopped", settings(**cfg), "cuda")
-    assert results(tmp_path / "stopped") == compiled
+    assert results(tmp_path / "stopped") == both
 
 
 def test_updates_that_are_not_finite_are_skipped_and_an_epoch_of_them_ends_the_run(tmp_path, monkeypatch):
@@ -292,7 +294,7 @@ def changed(**values):
     [
         (changed(task="remember"), ["task is 'remember'"]),
         (changed(overrides={"weigth": 3}), ["'weigth'", "give one of"]),
-        (changed(grid={"lr": 3}), ["study recall", "int"]),
+        (changed(grid={"lr": 3}), ["grid", "lr is 3"]),
         (changed(grid={"pairs": [2, 200]}), ["pairs200-longhorn", "800"]),
         (changed(variants=[{"name": "vit", "model": "vit_tiny_patch16_224"}]), ["vit_tiny", "vim_*"]),
     ],

@@ -568,7 +568,10 @@ def test_a_run_that_goes_back_sets_aside_all_but_its_checkpoint(tmp_path, monkey
     assert set_aside(runs.Run(tmp_path), tmp_path / "last.pt") is None
 
 
-def test_the_last_checkpoint_by_either_name_is_no_way_back(tmp_path):
+@pytest.mark.parametrize("links", [True, False])
+def test_the_last_checkpoint_by_either_name_is_no_way_back(tmp_path, monkeypatch, links):
+    if not links:
+        monkeypatch.setattr(os, "link", lambda *_: os.stat(tmp_path / "nowhere"))
     save_updates(tmp_path, 2, best=1)
     for name in "last.pt", "update-0000002.pt":
         assert set_aside(runs.Run(tmp_path), tmp_path / name) is None

@@ -355,6 +355,16 @@ def test_ground_truth_that_cannot_be_told_is_refused(ilsvrc, tmp_path):
     (data / GROUND_TRUTH).write_text("0\n1\n2\n")
     with pytest.raises(DataError, match=r"'0' in \S+ is no ILSVRC id \(1 to 4\)"):
         ground_truth(ilsvrc / "ILSVRC2012_devkit_t12")
+    with tarfile.open(tmp_path / "kit.tar.gz", "w:gz") as tar:
+        tar.add(data)
+    whole = (tmp_path / "kit.tar.gz").read_bytes()
+    for length in len(whole) // 2, len(whole) - 30:
+        (tmp_path / "kit.tar.gz").write_bytes(whole[:length])
+        with pytest.raises(DataError, match="is no tar, or damaged or cut short"):
+            ground_truth(tmp_path / "kit.tar.gz")
+    (data / "meta.mat").write_bytes((data / "meta.mat").read_bytes()[:100])
+    with pytest.raises(UserError, match="meta.mat of .* is not accepted"):
+        ground_truth(ilsvrc / "ILSVRC2012_devkit_t12")
     (data / "meta.mat").unlink()
     with pytest.raises(DataError, match="holds no .* and meta.mat"):
         ground_truth(ilsvrc / "ILSVRC2012_devkit_t12")
@@ -409,18 +419,23 @@ def test_two_processes_make_the_digits_at_once_and_they_are_those_of_scikit_lear
     before = {path: path.stat().st_mtime_ns for path in out.iterdir()}
     make_digits(out)
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
+    (out / "val-000001.tar").unlink()
+    make_digits(out)
     assert maker.verify(out, full=True) == []
+    (out / "_info.json").unlink()  # as after a stop in the middle
+    (out / "train-000002.tar").unlink()
+    (out / "notes.txt").write_text("mine")
+    make_digits(f"{out}/")
+    assert maker.verify(out, full=True) == [] and len(list(out.iterdir())) == 8
 
 
 def test_digits_do_not_overwrite_other_data(folder, tmp_path):
     make(folder, tmp_path / "out")
-    (tmp_path / "empty").mkdir()
-    make_digits(tmp_path / "empty")
     (tmp_path / "more").mkdir()
-    (tmp_path / "more" / "notes.txt").write_text("")
-    for name in "out", "more":
+    (tmp_path / "more" / "val-000000.tar").write_bytes(b"mine")
+    for name, words in ("out", "other data than"), ("more", "another val-000000.tar than"):
         before = contents(tmp_path / name)
-        with pytest.raises(DataError, match="other data"):
+        with pytest.raises(DataError, match=f"holds {words} the digits"):
             make_digits(tmp_path / name)
         assert contents(tmp_path / name) == before
 
@@ -638,6 +653,7 @@ FILES, LENGTHS, SUM = "splits.train.filenames", "splits.train.shard_lengths", "s
         ({"splits": ...}, "splits is missing; it must be an object"),
         ({"class_names": ["cat", ["x" * 10000] * 100]}, r"class_names\[1\] is .{,80}; it must be"),
         (b"[]", r"it is \[\]; it must be an object with splits"),
+        (b'{"splits": {"train": {}, "val": {}, "train": {}}}', "an object has 'train' twice"),
         (b"", "it is not JSON in UTF-8: Expecting value"),
         (json.dumps(GOOD).encode()[:-30], "it is not JSON in UTF-8: "),
         (b"[" * 100000, "it is not JSON in UTF-8: maximum recursion"),

@@ -17,7 +17,7 @@ from timm.models import clean_state_dict
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from vision_longhorn.errors import UserError
+from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_whole, read_json, written_aside
 
 
@@ -56,12 +56,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         with torch.serialization.safe_globals([argparse.Namespace]):  # in which timm's train.py keeps its arguments
             checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises half a dozen types for damaged files
-        if isinstance(error, (UserError, OSError)):
+        if isinstance(error, UserError):
             raise
-        raise UserError(
-            f"{path} is no checkpoint: it is not one of torch's files, is damaged, or holds more than tensors and plain "
-            "values, which is not read, as it could run code"  # torch's own message advises to run it
-        ) from error
+        # torch's own message advises to run what it finds.
+        why = "it is not one of torch's files, is damaged, or holds more than tensors and plain values: possibly code"
+        raise UserError(f"{path} is no checkpoint: {reason(error) if isinstance(error, OSError) else why}") from error
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint: give a .pt file of a run")
     if "state_dict" not in checkpoint:

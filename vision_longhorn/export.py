@@ -27,13 +27,13 @@ from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_output
 from vision_longhorn.settings import COUNT, Range, parse_pairs
 
-# What takes long to import is imported where it is used: the command line is read before.
+# Slow imports stand where they are used, so that the command line is read first.
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-MAX_BATCH = 1 << 16  # torch 2.7 wants a bound where tensors are sliced
-MAX_ERROR = 1e-2  # of an export in float32 that is kept; all that were measured lie below 1e-5
+MAX_BATCH = 1 << 16  # torch 2.7 needs a bound where tensors are sliced
+MAX_ERROR = 1e-2  # the most that a float32 export may differ; all that were measured lie below 1e-5
 
 
 def _backbone(model: nn.Module) -> Any:
@@ -48,7 +48,7 @@ def _backbone(model: nn.Module) -> Any:
 
 
 def example_images(model: nn.Module, batch: int = 2, rows: int = 2) -> Tensor:
-    """Make noise that `model` takes as images; where it takes any size, of `rows` + 1 rows of patches."""
+    """Make noise that `model` takes as images. If it takes any size, they are `rows` patches high and one more wide."""
     import torch
 
     backbone = _backbone(model)
@@ -61,12 +61,12 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2) -> Tensor:
 
 
 def export_program(model: nn.Module, batch: int | None = None) -> torch.export.ExportedProgram:
-    """Export a model by `torch.export`. Where it runs, `vision_longhorn` must be imported, whose operators it calls.
+    """Export a model by `torch.export`. Import `vision_longhorn`, whose operators it calls, before it is run.
 
     Args:
         model: a `VisionLonghorn` in evaluation mode, or a module around one whose only input is images, such as
-            what `features_only=True` gives. If it takes any image size, so does the program.
-        batch: the number of images at each call; any if None.
+            the one that `features_only=True` gives. If it takes any image size, so does the program.
+        batch: the number of images of each call, or None for any number.
     """
     import torch
 
@@ -85,7 +85,7 @@ def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = No
     `torch._inductor.aoti_load_package(path)` gives the function from images to outputs; import `vision_longhorn` first.
 
     Returns:
-        The `largest_error` of what was written. With more than `MAX_ERROR` nothing is, which is a UserError.
+        The `largest_error` of what was written. If it is above `MAX_ERROR`, nothing is written: UserError.
     """
     import torch
 
@@ -109,10 +109,10 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
     """Write a model as an ONNX file of standard operators, in float32, and the file's hash beside it.
 
     The input is "images" (batch, in_chans, H, W); the output is "output", or "output_0" and so on. The model may be on
-    any device and in any dtype, and is not changed. Nothing is written that ONNX's checker does not pass.
+    any device and in any dtype, and is not changed. A file is only written if ONNX's checker passes it.
 
     Returns:
-        As `to_package`.
+        The same as `to_package`.
     """
     _require("onnx", "onnxscript")
     import onnx
@@ -141,7 +141,7 @@ def to_onnx(model: nn.Module, path: str | os.PathLike, batch: int | None = None)
         dynamic_shapes=(names,),
     )
     for node in written.model.graph.all_nodes():
-        node.metadata_props.clear()  # the places in source files that each node came from
+        node.metadata_props.clear()  # they name the places in source files that a node came from
     with written_aside(path, hashed=True) as aside:
         written.save(aside, external_data=False)
         onnx.checker.check_model(str(aside), full_check=True)
@@ -170,7 +170,7 @@ def _require(*packages: str) -> None:
 
 
 def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
-    """Load an ONNX file into onnxruntime on the CPU: a function from images to the list of outputs."""
+    """Load an ONNX file into onnxruntime on the CPU, and return a function from images to the list of outputs."""
     check_whole(path)
     _require("onnxruntime")
     import torch
@@ -182,7 +182,7 @@ def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
 
 
 def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Sequence[int] = (1, 3)) -> float:
-    """Compare the outputs of `run` and `model` on `batches` of noise: the largest difference over the largest value."""
+    """Compare `run` with `model` on `batches` of noise: the largest difference of outputs over the largest value."""
     import torch
 
     errors = []
@@ -192,7 +192,7 @@ def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Seque
             wanted, found = model(images), run(images)
         wanted, found = ([value] if isinstance(value, torch.Tensor) else value for value in (wanted, found))
         errors += [(a - b).abs().max() / a.abs().max() for a, b in zip(wanted, found, strict=True)]
-    return torch.stack(errors).max().item()  # not a number if one of them is none
+    return torch.stack(errors).max().item()  # NaN if one of them is NaN
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -214,14 +214,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the command line; add `kind`, what to write, and `is_run`, true unless the model is a name of timm."""
+    """Read the command line. Add `kind`, what to write, and `is_run`, which is true unless the model is a timm name."""
     parser = Parser(description="Exports a model, loads what was written, and compares it with the model.")
     parser.add_argument("model", help="a run's folder or checkpoint, a folder in the hub's layout, or a name of timm")
     parser.add_argument("target", help="FILE.onnx, FILE.pt2 for AOTInductor, or, of a run, a folder to make for timm")
     about = "height and width in pixels, one number for both, or any for all sizes in whole patches [the model's]"
     parser.add_argument("--img-size", nargs="+", type=_side, metavar="N", help=about)
     parser.add_argument("--batch", type=Range(1, MAX_BATCH, kind=int), metavar="N", help="images at each call [any]")
-    parser.add_argument("--device", help="that a .pt2 is for [cpu]")
+    parser.add_argument("--device", help="the device that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
     parser.add_argument("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--license", metavar="ID", help="with a folder: as `python -m vision_longhorn.hub` takes it")
@@ -229,10 +229,10 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given, target = Path(args.model), Path(args.target)
     args.kind = "folder" if args.target.endswith(("/", os.sep)) or not target.suffix else target.suffix
     if args.kind not in ("folder", ".onnx", ".pt2"):
-        raise UserError(f"{args.target} says no format: let it end in .onnx or .pt2, or in / for a folder")
+        raise UserError(f"{args.target} names no format: let it end in .onnx or .pt2, or in / for a folder")
     args.is_run = given.exists() or given.suffix in (".pt", ".pth") or bool(re.match("[^:]*/", args.model))
     if args.pretrained and args.is_run:
-        raise UserError("--pretrained is for a name of timm: a run has weights of its own, leave it out")
+        raise UserError("--pretrained is for a name of timm: a run has its own weights, leave it out")
     if args.device and args.kind != ".pt2":
         raise UserError(f"--device is for a .pt2, and {target} is none: leave it out")
     size = args.img_size or []
@@ -252,7 +252,7 @@ def _side(word: str) -> Any:
 
 
 def _load(args: argparse.Namespace) -> tuple[nn.Module, bool]:
-    """Make the model of the command line; say, too, whether its weights are trained."""
+    """Make the model of the command line, and tell whether its weights are trained."""
     from vision_longhorn.models.create import create_model
 
     size, kwargs = args.img_size, parse_pairs(args.model_kwargs or [])

@@ -1,10 +1,10 @@
-"""A training run as a model folder in the Hugging Face hub's layout, with a model card.
+"""Writes a training run as a model folder in the Hugging Face hub's layout, with a model card.
 
     python -m vision_longhorn.hub runs/NAME/best.pt FOLDER      # timm.create_model("local-dir:FOLDER", ...)
     hf upload USER/MODEL FOLDER                                 # timm.create_model("hf-hub:USER/MODEL", ...)
 
-timm's `save_for_hf` does the work. Added are the run's own class names, the card, and a configuration that transformers
-takes, too.
+timm's `save_for_hf` does the work. This module adds the run's own class names, the card, and what transformers needs in
+the configuration.
 """
 
 import json
@@ -22,7 +22,7 @@ from vision_longhorn.files import write_hash, written_aside
 from vision_longhorn.loading import checkpoint_names, load_run
 from vision_longhorn.outputs import check_output
 
-# What takes long to import is imported where it is used: the command line is read before.
+# Slow imports stand where they are used, so that the command line is read first.
 USAGE = """`import vision_longhorn` makes timm know the architecture.
 
 ```python
@@ -51,12 +51,12 @@ CITATIONS = [
 
 
 def model_card(model: Any, source: str, checkpoint: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Describe a model, in the form in which `push_to_hf_hub` takes its `model_card`.
+    """Describe a model, in the form that timm's `push_to_hf_hub` takes as `model_card`.
 
     Args:
         model: a model of timm; the licence is that of its `pretrained_cfg`.
-        source: what loads it: "hf-hub:USER/MODEL" or "local-dir:FOLDER".
-        checkpoint: the dict of the run that it comes from, if it does.
+        source: the name that loads it: "hf-hub:USER/MODEL" or "local-dir:FOLDER".
+        checkpoint: the checkpoint's dict, if the model comes from a run.
     """
     from vision_longhorn.models.mixers import describe_mixer
     from vision_longhorn.models.vlonghorn import VisionLonghorn
@@ -77,7 +77,7 @@ def model_card(model: Any, source: str, checkpoint: dict[str, Any] | None = None
     if checkpoint is None or model.num_classes != 1000:
         details["ImageNet-1k top-1"] = "not yet run"
     return {
-        "license": cfg.get("license") or "unknown",  # without an entry timm writes apache-2.0
+        "license": cfg.get("license") or "unknown",  # if there is none, timm writes apache-2.0
         "tags": ["image-classification", "timm", "vision-longhorn", "state-space-model"],
         "description": "An image classifier of the Python package `vision-longhorn`.",
         "details": details,
@@ -92,7 +92,7 @@ def _training_details(checkpoint: dict[str, Any]) -> dict[str, str]:
         "Training data": _public(values["data"]),
         "Training": f"{checkpoint['epoch']} of {values['epochs']} epochs, {values['opt']}, seed {values['seed']}",
     }
-    last = checkpoint["history"][-1] if checkpoint["history"] else {}  # a run's first epoch may not be finished
+    last = checkpoint["history"][-1] if checkpoint["history"] else {}  # the run's first epoch may not be finished
     if result := last.get("val_ema" if "state_dict_ema" in checkpoint else "val"):
         details["Top-1"] = (
             f"{result['top1']:.2f} % of {result['count']:,} images, split {values['val_split']!r} of "
@@ -102,7 +102,7 @@ def _training_details(checkpoint: dict[str, Any]) -> dict[str, str]:
 
 
 def _public(place: str | None) -> str:
-    """The last name of a path; nothing of URLs and commands, which may hold a password."""
+    """Return the last name of a path, but nothing of a URL or a command, which may hold a password."""
     if place is None:
         return "unknown"
     is_path = "://" not in place and not place.startswith("pipe:")
@@ -110,7 +110,7 @@ def _public(place: str | None) -> str:
 
 
 def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Class names for timm's config.json: the data's, and beside them those for people where they differ."""
+    """Return class names for timm's config.json: the data's, and readable ones beside them where they differ."""
     names, shown = (
         known if known and len(known) == checkpoint["num_classes"] else None for known in checkpoint_names(checkpoint)
     )
@@ -123,7 +123,7 @@ def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
     """Write a training run as a folder in the hub's layout: model.safetensors and its hash, config.json, README.md.
 
-    `path` is as `load_run` takes it, `license` the hub's identifier of the weights' licence, such as "mit".
+    `path` is a run's folder or checkpoint, `license` the hub's identifier of the weights' licence, such as "mit".
     """
     from safetensors import SafetensorError
     from timm.models import save_for_hf
@@ -139,18 +139,18 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     try:
         with written_aside(folder) as aside:
             save_for_hf(model, str(aside), _labels(checkpoint), arguments, safe_serialization=True)
-            # timm writes the number of classes beside the model's arguments and among them, and transformers hands on
-            # both.
+            # timm writes the number of classes twice, beside the model's arguments and among them; transformers would
+            # pass on both.
             file = aside / "config.json"
             config = json.loads(file.read_text(encoding="utf-8"))
             config["model_args"].pop("num_classes", None)
             file.write_text(json.dumps(config, indent=2), encoding="utf-8")
-            # safetensors lets only the owner read what it writes.
+            # safetensors makes its files readable for their owner only.
             shutil.copymode(file, aside / "model.safetensors")
             card = generate_readme(model_card(model, f"local-dir:{folder.name}", checkpoint), folder.name)
             (aside / "README.md").write_text(card, encoding="utf-8")
             write_hash(aside / "model.safetensors")
-    except (OSError, SafetensorError) as error:  # the second on a full disk, for one
+    except (OSError, SafetensorError) as error:  # the second comes from a full disk, for example
         raise UserError(f"{folder} cannot be written ({reason(error)}): name another place for it") from error
 
 

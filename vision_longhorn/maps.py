@@ -1,4 +1,4 @@
-"""Draws, as maps over an image, what each token makes a model's states forget and how strongly it writes to them.
+"""Draws maps over an image: how much each token makes a model's states forget, and how strongly it writes to them.
 
     python -m vision_longhorn.maps runs/NAME/best.pt IMAGE --out maps.png
 
@@ -16,13 +16,13 @@ from vision_longhorn.settings import Range
 def __getattr__(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    from vision_longhorn.evaluation import maps  # takes seconds, for which --help need not wait
+    from vision_longhorn.evaluation import maps  # this takes seconds, and --help does not need it
 
     return getattr(maps, name)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Draws as the command line `argv` says, by default the process's own."""
+    """Draws what the command line `argv` says, by default the process's own."""
     parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("checkpoint", help="a run's folder or file, or a folder in the hub's layout")
     parser.add_argument("image", help="image file: JPEG, PNG, WebP or PPM")

@@ -8,7 +8,7 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.settings import COUNT, POSITIVE, Range
 
 RATE = Range(0, below=1)
-# The numbers that models here and in timm take. A list has one for each stage of a model.
+# The numbers that models here and in timm take. A list has one number for each stage of a model.
 NUMBERS = {
     **dict.fromkeys(("depth", "embed_dim", "num_heads", "in_chans", "d_state", "d_conv", "dt_rank"), COUNT),
     **dict.fromkeys(("drop_rate", "pos_drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"), RATE),
@@ -17,7 +17,7 @@ NUMBERS = {
 }
 SIZES = ("img_size", "patch_size", "patch_stride")
 FLAGS = ("dynamic_img_size", "dynamic_img_pad", "residual_in_fp32", "save_states", "A_per_token")
-# Arguments with a place of their own in configs and commands, and that place
+# Arguments that configs and commands take elsewhere, and where
 ELSEWHERE = {
     "num_classes": "num_classes",
     "device": "device",
@@ -30,11 +30,11 @@ ELSEWHERE = {
 
 
 def check_names(kwargs: Mapping[str, Any], options: Mapping[str, str]) -> None:
-    """Raises UserError for an argument with a place of its own.
+    """Raises UserError for an argument that is given elsewhere.
 
     Args:
         kwargs: Arguments of a model.
-        options: Places that differ from those in ELSEWHERE; "" allows the argument.
+        options: Where to give them instead, if it is not as in ELSEWHERE; "" allows the argument.
     """
     for key in kwargs:
         if instead := {**ELSEWHERE, **options}.get(key):
@@ -57,7 +57,7 @@ def check_values(kwargs: Mapping[str, Any]) -> None:
 
 
 def is_in(allowed: Range, value: Any) -> bool:
-    """Whether any value, such as one from JSON, is a number in a range."""
+    """Tells whether any value, such as one from JSON, is a number in a range."""
     kind = Integral if allowed.kind is int else Real
     if isinstance(value, bool) or not isinstance(value, kind):
         return False

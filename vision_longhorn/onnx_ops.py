@@ -1,13 +1,13 @@
-"""The operators of `vision_longhorn.kernels` in operators of the ONNX standard, for `torch.onnx.export`.
+"""Translates the operators of `vision_longhorn.kernels` into standard ONNX operators, for `torch.onnx.export`.
 
-A recurrence is an ONNX `Scan`, so the graph has one size for every number of tokens. Tokens come first inside, as Scan
-takes them, and channels last, so that the products of each step run over long rows. All is computed in float32, and
-only what inference needs: y stands in for the results that an operator keeps for its backward pass.
+A recurrence is an ONNX `Scan`, so the graph has one size for every number of tokens. Inside it tokens come first, as
+Scan takes them, and channels last, so that the products of each step run over long rows. Everything is in float32. What
+only a backward pass needs is not computed: y stands in for those results of an operator.
 """
 
 import inspect
 
-# Python 3.10 takes the Sequence of collections.abc, with its argument, for a class, and onnxscript fails.
+# In Python 3.10, onnxscript fails on collections.abc.Sequence[int], which it takes for a class.
 from typing import Any, Sequence  # noqa: UP035
 
 import torch
@@ -22,11 +22,11 @@ from vision_longhorn.kernels.ops import read_scan
 from vision_longhorn.kernels.rules.gla import TEMPERATURE
 
 OPSET = 18
-op: Any = opset18  # its annotations know nothing of the numbers and None that it takes
+op: Any = opset18  # it also takes numbers and None, which its annotations leave out
 
-# The walks through time: from the first state S (B, N, D), k (L, B, N, 1), q (L, B, 1, N) and what else a walk reads
-# to y (L, B, 1, D) and the last state. `inputs` and `output` are Scan's directions of what is read of tokens and of y:
-# 0, or 1 from the last token to the first. The exporter writes a walk out where it is called.
+# The walks through time. They take the first state S (B, N, D), k (L, B, N, 1), q (L, B, 1, N) and what else a walk
+# reads, and return y (L, B, 1, D) and the last state. `inputs` and `output` are Scan's directions for tokens and for y:
+# 0, or 1 from the last token to the first. The exporter inlines a walk where it is called.
 _function: Any = script(Opset("vision_longhorn", 1), default_opset=op)
 
 
@@ -79,12 +79,12 @@ def _silu(value: Any) -> Any:
 
 
 def _unit(value: Any) -> Any:
-    """As `backends.torch.unit`."""
+    """Scale to unit length, see `backends.torch.unit`."""
     return value / op.Sqrt(op.ReduceSumSquare(value, [-1], keepdims=1) + EPS)
 
 
 def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
-    """Give y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, with the tokens first."""
+    """Return y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, with the tokens first."""
     step = s.step if s.bias is None else s.step + s.bias
     k, q = (_unit(s.k), _unit(s.q)) if s.qk_norm else (s.k, s.q)
     if s.rule in ("diagonal_unit", "delta"):  # k / ||k||, or 0 if its square is below float32's smallest normal number
@@ -104,7 +104,7 @@ def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     else:
         if s.rule == "delta":
             eps = op.Sigmoid(step)
-        else:  # 0 where exp is infinite
+        else:  # this is 0 where exp is infinite
             eps = op.Reciprocal(op.Exp(-step) + op.ReduceSumSquare(k, [-1], keepdims=1) + 1.0)
         eps = _axis(eps, 2)
         read = [zeros, zeros, eps, eps * x]
@@ -124,7 +124,7 @@ _HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool":
 
 
 def _translates(function: Any) -> Any:
-    """Give a function the signature of the operator of its name: torch's exporter tells tensors from options by it."""
+    """Give a function the signature of the operator of its name. torch's exporter tells tensors from options by it."""
     function.__annotations__, parameters = {"return": Any}, []
     for argument in schema(function.__name__).arguments:
         function.__annotations__[argument.name] = _HINTS[str(argument.type)]
@@ -141,7 +141,7 @@ def scan(*values: Any) -> Any:
     for g, backward in enumerate(s.reversed):
 
         def turned(value: Any, ndim: int, *perm: int, g: int = g) -> Any:
-            """Direction g's part, transposed, of a tensor of `ndim` axes, or one more if each direction has its own."""
+            """Transpose direction g's part of a tensor of `ndim` axes, or one more if each direction has its own."""
             if value is not None and len(value.shape) > ndim:
                 value = _entry(value, g)
             return op.Transpose(value, perm=perm) if value is not None and perm else value
@@ -171,7 +171,7 @@ def mix(*values: Any) -> Any:
     x = op.Transpose(_slice(m.xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
     def prepared(s: int) -> Scan:
-        """The scan over the convolved x, with the set of parameters s."""
+        """Make the scan over the convolved x, with the set of parameters s."""
         weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
         if s == 1 or m.reversed:  # against the order of the tokens
             weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]

@@ -10,9 +10,9 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.files import written_aside
 from vision_longhorn.outputs import check_output
 
-# numpy, matplotlib and TensorBoard are imported where they are used: commands check their --out by this module first.
-_SOFTWARE = "vision-longhorn "  # with the tool, what a PNG says made it
-# Older runs called the accuracies so; such a run may have gone on since.
+# Commands check their --out by this module first, so numpy, matplotlib and TensorBoard are imported only where used.
+_SOFTWARE = "vision-longhorn "  # a PNG names this and the tool as its maker
+# The names of accuracies in older runs. Such a run may have been continued, and then has both.
 FORMER_TAGS = {
     "accuracy/top1": "val/top1",
     "accuracy/top5": "val/top5",
@@ -30,7 +30,7 @@ def read_scalars(run: str | os.PathLike[str]) -> dict[str, Any]:
     import numpy as np
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # TensorBoard warns where a killed run went on and wrote the events since its checkpoint anew.
+    # TensorBoard warns of the events that a killed run wrote again when it went on from its checkpoint.
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     events = EventAccumulator(str(run), size_guidance={"scalars": 0})
     if Path(run).is_dir():
@@ -47,24 +47,24 @@ def read_scalars(run: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure of this size in inches. It needs no display, and pyplot does not keep it."""
+    """Makes a matplotlib figure of this size in inches. It needs no display, and pyplot does not keep it."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_png(figure: Any, out: str | os.PathLike[str], dpi: float, tool: str) -> None:
-    """Writes a figure as a PNG that names the `tool` which made it. Makes the folder if it is missing.
+    """Writes a figure as a PNG that names the `tool` that made it. Makes the folder if it is missing.
 
-    Where writing fails, an OSError names the file, and an earlier one at `out` is still there.
+    If writing fails, an OSError names the file, and an earlier one at `out` is still there.
     """
     with written_aside(out) as aside:
         figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _SOFTWARE + tool})
 
 
 def check_png(out: str, tool: str, others: Sequence[str] = ()) -> None:
-    """Raises UserError, before any work, if `--out` holds more than an earlier PNG of this tool, or is one of `others`,
-    which the same command reads."""
+    """Raises UserError, before any work, if `--out` is neither new nor an earlier PNG of this tool, or if it is one of
+    `others`, which the same command reads."""
 
     def is_own(path: Path) -> bool:
         with open(path, "rb") as file:
@@ -81,7 +81,7 @@ def keep_to_per_cent(axes: Any) -> None:
 
 
 def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str]) -> None:
-    """Plots accuracy, loss and learning rate of runs into the PNG `out`, each run in its own colour.
+    """Plots accuracy, loss and learning rate of runs as the PNG `out`, with a colour for each run.
 
     Raises:
         UserError: A run has no curves.
@@ -91,7 +91,7 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
 
     paths = {Path(run).resolve(): run for run in runs}
     names = [path.name for path in paths]
-    # Where two folders have the same name, the path stands for it.
+    # Folders that share a name are shown by their paths.
     curves = {path.name if names.count(path.name) == 1 else str(run): read_scalars(run) for path, run in paths.items()}
     panels = {
         "top-1 on the evaluation split, %": {"accuracy/top1": "-", "accuracy/top1_ema": "--"},

@@ -5,8 +5,8 @@ from .torch import conv, norm, projections, scan, unit
 
 
 class Backend:
-    """The torch backend. Its functions say what those of every backend take and return. They know nothing of autograd,
-    and give the same bits in every run."""
+    """The torch backend. Its functions document what those of every backend take and return. None of them uses
+    autograd, and all give the same bits in every run."""
 
     name = "torch"
     regimes: tuple[str, ...] = ("auto", "sequential")
@@ -27,11 +27,11 @@ class Backend:
 
     @staticmethod
     def takes_projection(scan: Scan) -> bool:
-        """Whether `scan` can run with logits at low rank (`Scan.step_proj`). In the place of the gradient of `step`,
-        `scan_backward` returns that of the whole logits then, (.., B, L, D)."""
+        """Tell whether `scan` can run with logits at low rank (`Scan.step_proj`). If so, `scan_backward` returns the
+        gradient of the full logits, (.., B, L, D), in the place of that of `step`."""
         return False
 
     @staticmethod
     def plan(scan: Scan) -> dict[str, tuple[int, int, int, str]]:
-        """How `scan` would run, see `kernels.scan_plan`."""
+        """Tell how `scan` would run, see `kernels.scan_plan`."""
         return {}

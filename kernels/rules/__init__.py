@@ -10,7 +10,7 @@ from importlib import import_module
 from ..contract import Scan, check_option
 from .base import Rule
 
-# A name's file is imported, and with it Triton where there is one, when the rule is first asked for.
+# A rule's file is imported, and with it Triton if installed, when the rule is first asked for.
 _FILES = {"diagonal": "longhorn", "exact": "longhorn", "mamba": "mamba", "delta": "delta", "gla": "gla",
           "diagonal_unit": "longhorn"}  # fmt: skip
 NAMES = tuple(_FILES)
@@ -18,12 +18,12 @@ NAMES = tuple(_FILES)
 
 @cache
 def get_rule(name: str) -> Rule:
-    """The rule called `name`, or ValueError."""
+    """Return the rule called `name`. Raises ValueError if there is none."""
     check_option("rule", name, NAMES)
     return next(rule for rule in import_module(f".{_FILES[name]}", __name__).RULES if rule.name == name)
 
 
 def rule_of(scan: Scan) -> Rule:
-    """The rule by which `scan` is computed. With one state "exact" is "diagonal", whose form loses no digits where a
-    large key all but erases the state."""
+    """Return the rule that computes `scan`. With one state "exact" equals "diagonal", whose form loses no digits where
+    a large key all but erases the state."""
     return get_rule("diagonal" if scan.rule == "exact" and scan.k.shape[-1] == 1 else scan.rule)

@@ -57,7 +57,7 @@ class Functions:
 
     @property
     def value(self) -> "Functions":
-        """Itself. Triton 3.3 shows only a constexpr's value, so kernels write `RULE.value.advance`."""
+        """This object. Triton 3.3 gives access only to a constexpr's value, so kernels write `RULE.value.advance`."""
         return self
 
     @property
@@ -87,7 +87,7 @@ class Rule:
     needs_A: ClassVar[bool] = False           # the walk takes A (`prepare` may make it)
     takes_norm: ClassVar[bool] = False        # ||k|| enters the step size
     halves_key_sums: ClassVar[bool] = False   # with more than one state `step_back` gives half of k's gradient
-    names: ClassVar[dict[str, str]] = {"step": "beta", "bias": "beta_bias"}  # of fields of `Scan`, for messages
+    names: ClassVar[dict[str, str]] = {"step": "beta", "bias": "beta_bias"}  # what messages call fields of `Scan`
     tuned_as: ClassVar[Optional[str]] = None  # the rule whose launch choices it takes, if the table has none of its own
     # (multiply-adds, exponentials) for each state of each channel that any walk through time must do
     operations: ClassVar[dict[str, tuple[int, int]]]
@@ -95,46 +95,46 @@ class Rule:
     # fmt: on
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
-        """The formula as published: the state (B, D, N) after a token, from x (B, D), k (B, N), A (D, N) or (B, 1, N),
-        and the logits with their bias, (B, D or 1), or (B, N) if `step_per` is "state". Autograd differentiates it."""
+        """Compute, by the published formula, the state (B, D, N) after a token, from x (B, D), k (B, N), A (D, N) or
+        (B, 1, N), and the logits with their bias, (B, D or 1), or (B, N) if `step_per` is "state". Differentiable."""
         raise NotImplementedError
 
     def prepare(self, scan: Scan) -> Scan:
-        """A change of variables before the scan is walked."""
+        """Change variables before the scan is walked."""
         return scan
 
     def restore(self, scan: Scan, prepared: Scan, grads: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The gradients of the tensors of `scan`, in their shapes and dtypes, from those of `prepared`."""
+        """Return the gradients of the tensors of `scan`, in their shapes and dtypes, from those of `prepared`."""
         return grads
 
     # In torch, for all tokens of a span at once. `d` is the scan with its tensors as in `backends.torch.scan`.
 
     def sizes(self, d: Any) -> Sizes:
-        """The step sizes, from the logits and keys."""
+        """Compute the step sizes from the logits and keys."""
         raise NotImplementedError
 
     def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
-        """The gradient of the logits (T, b, D) from that of eps; what reaches k through eps is added to `dk`."""
+        """Return the gradient of the logits (T, b, D) from that of eps. What reaches k through eps is added to `dk`."""
         raise NotImplementedError
 
     def decays(self, d: Any, s: Sizes, out: Tensor) -> Tensor:
-        """a of shape (T, b, N, D), in `out`; "decay" only."""
+        """Compute a, (T, b, N, D), into `out`. Only rules of kind "decay" have it."""
         raise NotImplementedError
 
     def through_decays(
         self, d: Any, s: Sizes, a: Tensor, flow: Tensor, dx: Tensor, deps: Tensor, dk: Tensor
     ) -> Optional[Tensor]:
-        """Adds to `deps` and `dk` what reaches them through a, and returns the gradient of A, if the rule has one:
+        """Add to `deps` and `dk` what reaches them through a, and return the gradient of A, if the rule has one:
         (T, b, N) for each token's, else (b, N, D). `flow`, the gradient of a, and `a` may be overwritten."""
         raise NotImplementedError
 
     def reset_bias(self, bias: Tensor) -> None:
-        """Initialises the bias of the logits in place."""
+        """Initialise the bias of the logits in place."""
         bias.zero_()
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> Tensor:
-        """Forgetting and write strength of each token, as `vision_longhorn.maps` defines them: (2, S, B, L) from the
-        logits with their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
+        """Compute forgetting and write strength of each token, (2, S, B, L), as `vision_longhorn.maps` defines them,
+        from the logits with their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
         found = []
         for s in range(k.shape[0]):
             for b in range(k.shape[1]):  # one image after the other: their states are large
@@ -143,8 +143,8 @@ class Rule:
         return torch.stack(found, 1).unflatten(1, k.shape[:2])
 
     def _effect(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> Tensor:
-        """(2, T): how much of a state each of T tokens forgets, along its key if the kind is "error", and how much of
-        its key it adds to an empty one."""
+        """Compute, as (2, T), how much of a state each of T tokens forgets (along its key if the kind is "error"), and
+        how much of its key it adds to an empty state."""
         T, N = k.shape
         D = 1 if self.step_per == "state" else max(step.shape[1], 1 if A is None else A.shape[-2])
         key, energy = k.unsqueeze(1), k.square().sum(-1)
@@ -176,24 +176,24 @@ def unit(k: Tensor) -> Tensor:
 
 
 def inverse_norm(k: Tensor) -> Tensor:
-    """1 / ||k||, (.., 1), and 0 for a zero key: one whose square is below float32's smallest normal number."""
+    """Return 1 / ||k||, (.., 1), and 0 for a zero key: one whose square is below float32's smallest normal number."""
     energy = k.square().sum(-1, keepdim=True)
     zero = energy < torch.finfo(torch.float32).tiny
     return torch.where(zero, 0.0, energy.masked_fill(zero, 1.0).rsqrt())
 
 
 def over_channels(field: Tensor, weight: Tensor) -> Tensor:
-    """(T, b, N, D), (T, b, D) to (T, b, N)."""
+    """Sum (T, b, N, D) times (T, b, D) over channels: (T, b, N)."""
     return (field @ weight.unsqueeze(-1)).squeeze(-1)
 
 
 def over_states(weight: Tensor, field: Tensor) -> Tensor:
-    """(T, b, N), (T, b, N, D) to (T, b, D)."""
+    """Sum (T, b, N) times (T, b, N, D) over states: (T, b, D)."""
     return (weight.unsqueeze(2) @ field).squeeze(2)
 
 
 def read_out(state: Tensor, x: Tensor, q: Tensor, z: Optional[Tensor], D: Optional[Tensor]) -> Tensor:
-    """y (B, D) = (S q + D x) silu(z) of one token."""
+    """Return y (B, D) = (S q + D x) silu(z) of one token."""
     y = (state * q.unsqueeze(1)).sum(-1)
     if D is not None:
         y = y + D * x

@@ -3,7 +3,7 @@
 
     S_t[d] = S_{t-1}[d] + b_t[d] (x_t[d] - S_{t-1}[d] . k^_t) k^_t
 
-Its b is one for each channel, as Longhorn's, or for the token, as in the paper. A zero key makes no step.
+There is one b for each channel, as in Longhorn, or one for the token, as in the paper. A zero key writes nothing.
 """
 
 from typing import Any, Optional

@@ -52,7 +52,7 @@ class GatedLinearAttention(Rule):
 
 
 def _logit(scan: Any) -> Tensor:
-    """([2,] B, L, N), its bias added, in the dtype of sums."""
+    """Return the logits ([2,] B, L, N) with their bias, in the dtype of sums."""
     logit = scan.step.to(scan.accumulator).contiguous()  # so that the last bits do not depend on strides
     if scan.bias is None:
         return logit
@@ -72,5 +72,5 @@ if HAS_TRITON:
     def _step_size(u, bias, norm, keep, form):
         return keep, keep  # 1, and 0 beyond the end
 
-    # Mamba's `step_back` and `logit_back` find gradients of logits, too, which nothing reads here: A has them.
+    # Mamba's `step_back` and `logit_back` also compute gradients of logits. They are unused: A stands for logits here.
     GatedLinearAttention.kernels = Functions(GatedLinearAttention, **{**Mamba.kernels.all, "step_size": _step_size})

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .base import HAS_TRITON, Functions, Rule, Sizes, UnitKeys, over_channels, over_states, unit
 
-# So that exp stays finite. A step whose logit lies below has beta < 1e-37: it writes nothing that float32 could show.
+# Keeps exp finite. Where -logit is larger, beta is below 1e-37, and the token writes nothing that float32 could show.
 MAX_EXPONENT = {torch.float32: 87.0, torch.float64: 700.0}
 
 
@@ -33,7 +33,7 @@ class Longhorn(Rule):
 
     def through_sizes(self, d: Any, s: Sizes, deps: Tensor, dk: Tensor) -> Tensor:
         dlog = deps * s.eps  # d loss / d log(eps)
-        if d.k.shape[-1] > 1:  # a lone key's part is in `dk` already
+        if d.k.shape[-1] > 1:  # with one state this part is in `dk` already
             dk -= 2 * d.k * (dlog * s.eps).sum(-1, keepdim=True)
         return dlog * (s.eps * s.e)
 
@@ -52,7 +52,7 @@ class Diagonal(Longhorn):
         eps = s.eps.unsqueeze(2)  # (T, b, 1, D)
         a = torch.mul(eps, -d.k.square().unsqueeze(3), out=out).add_(1)
         if d.k.shape[-1] == 1:
-            # A lone large key leaves 1 - eps k^2 no digits; eps (1 + e) is the same number without the difference.
+            # With one state, a large key costs 1 - eps k^2 its digits. eps (1 + e) is the same number, and keeps them.
             a = torch.where(a < 0.5, eps * (1 + s.e).unsqueeze(2), a)
         return a
 
@@ -163,7 +163,7 @@ if HAS_TRITON:
         else:
             # (14): dk / 2 = H (x/2 - k S), and two sums of what is there already give dx and dlog.
             heads = ()
-            # ptxas spills other registers for each order of one sum: each is 2 to 3.5 % faster in its place (H200).
+            # The order of a sum decides which registers ptxas spills: each is 2 to 3.5 % faster in its branch (H200).
             if form.HAS_ADJOINT:
                 for n in tl.static_range(len(k)):
                     heads = heads + (k[n] * (now[n] * eps),)

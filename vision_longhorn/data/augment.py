@@ -51,7 +51,7 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
             crop = step
         elif isinstance(step, ResizeKeepRatio) and resize is crop is None and _can_resample(step):
             resize = step
-        elif isinstance(step, transforms.RandomCrop) and resize is not None and crop is None:
+        elif isinstance(step, transforms.RandomCrop) and resize and crop is None and isinstance(step.fill, int):
             crop = step
         elif isinstance(step, (transforms.RandomHorizontalFlip, transforms.RandomVerticalFlip)):
             kind = "Vertical" if isinstance(step, transforms.RandomVerticalFlip) else "Horizontal"

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def list_images(
     found = walk(folder)
     known = list(class_names or found.folders)
     labels = {name: label for label, name in enumerate(known)}
-    if wrong := [name for name in found.folders if known.count(name) != 1]:
+    times = Counter(known)
+    if wrong := [name for name in found.folders if times[name] != 1]:
         raise DataError(
             f"class {wrong[0]!r} of {folder} is not among the {len(known)} classes of the other splits, or is "
             "there twice; the first split, usually train, must have every class"

@@ -3,7 +3,10 @@
 import contextlib
 import functools
 import io
+import itertools
+import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +21,9 @@ except ImportError:  # torchvision will move this to torchcodec, which needs tor
         from torchcodec.decoders import decode_jpeg
     except ImportError:
         decode_jpeg = None
+
+_log = logging.getLogger(__name__)
+_warnings = itertools.count()  # `next` is safe in threads, in which `keep_in_memory` decodes
 
 # Without a list PIL also tries formats that start other programs (EPS runs ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
@@ -97,6 +103,17 @@ def _transformed(transform: ImageCms.ImageCmsTransform, image: torch.Tensor) -> 
 
 def _tensor(image: Image.Image) -> torch.Tensor:
     return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def warn_if_dark(data: Any, image: Any, name: str) -> None:
+    """Log the first 16-bit PNG of this process that comes out dark or black, as its values have 8, 12 or 14 bits.
+    `image` is what `decode_image` or `decode_tensor` has made of `data`."""
+    if isinstance(data, bytes) and data[:4] == b"\x89PNG" and data[24:25] == b"\x10":
+        pixels = image[0] if isinstance(image, tuple) else image
+        top = int(np.asarray(pixels).max()) if isinstance(pixels, (Image.Image, torch.Tensor)) else 255
+        if top < 64 and next(_warnings) == 0:
+            why = f"its values end at {256 * top + 255} of 65535: scale them to the whole range"
+            _log.warning("%s: a 16-bit picture, and dark or black, as %s", name, why)
 
 
 def check_image(data: bytes) -> None:

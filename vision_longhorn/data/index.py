@@ -28,7 +28,7 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
             continue
         try:
             with open(path, encoding="utf-8-sig") as file:
-                index = json.load(file)
+                index = json.load(file, object_pairs_hook=_object)
             check_index(index)
         except OSError as error:
             raise DataError(f"{path} cannot be read ({reason(error)})") from None
@@ -80,6 +80,14 @@ def check_index(index: Any) -> None:
             count = index["num_classes"] = count or len(names)
             if len(names) != count:
                 raise DataError(f"{field} has {len(names)} names for {count} classes; give one for each")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Python would silently take the last of two values with one key."""
+    keys = [key for key, _ in pairs]
+    if len(set(keys)) < len(keys):
+        raise DataError(f"an object has {max(keys, key=keys.count)!r} twice; give each key once")
+    return dict(pairs)
 
 
 def _check_split(field: str, entry: Any) -> None:

@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import psutil
 
-from .images import EXTENSIONS, DataError, decode_tensor
+from .images import EXTENSIONS, DataError, decode_tensor, warn_if_dark
 from .places import ShardSet
-from .samples import PIXELS, RawSample, image_of, nbytes
+from .samples import PIXELS, RawSample, image_of, nbytes, place
 
 _GIB = 2**30
 
@@ -69,6 +69,7 @@ def _with_pixels(sample: RawSample) -> RawSample:
     with contextlib.suppress(DataError):
         image, correct = decode_tensor(data)
         if correct is None and "cls" in sample:
+            warn_if_dark(data, image, place(sample))
             return {**wanted, PIXELS: np.array(image.permute(1, 2, 0).numpy(), order="C")}
     kind = next(extension for extension in EXTENSIONS if extension in sample)
     return {**dict.fromkeys(sample, b""), **wanted, kind: data}

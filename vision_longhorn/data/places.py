@@ -116,7 +116,8 @@ def open_shards(
     return dataclasses.replace(
         found,
         num_samples=_count_samples(spec, found, num_samples),
-        num_classes=num_classes or found.num_classes or (train.num_classes if train else None),
+        # Before those that its own index counts: a model knows no more classes than it was trained on.
+        num_classes=num_classes or (train.num_classes if train else None) or found.num_classes,
     )
 
 
@@ -134,16 +135,17 @@ def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: li
 
 
 def _at_paths(urls: list[str], split: str, folder: str = "") -> ShardSet:
-    """Describe the shards at `urls` by the index in `folder`, or else by the one beside the first of them."""
+    """Describe the shards at `urls` by the index in `folder`, or else by the indexes in their own folders."""
     if "://" in urls[0]:
         return ShardSet(urls, 0, split=split)
-    folder = folder or os.path.dirname(urls[0])
-    index = read_index(folder or ".") or {"splits": {}}
+    folders = [folder] if folder else list(dict.fromkeys(map(os.path.dirname, urls)))
+    indexes = [read_index(folder or ".") or {"splits": {}} for folder in folders]
     counts: dict[str, int] = {}
-    for entry in index["splits"].values():
-        paths = [os.path.join(folder, name) for name in entry["filenames"]]
-        counts.update(zip(paths, entry["shard_lengths"], strict=True))
-    about: dict[str, Any] = {name: index.get(name) for name in ("num_classes", "class_names", "display_names")}
+    for folder, index in zip(folders, indexes, strict=True):
+        for entry in index["splits"].values():
+            paths = [os.path.join(folder, name) for name in entry["filenames"]]
+            counts.update(zip(paths, entry["shard_lengths"], strict=True))
+    about: dict[str, Any] = {name: indexes[0].get(name) for name in ("num_classes", "class_names", "display_names")}
     known = [counts[url] for url in urls] if all(url in counts for url in urls) else None
     return ShardSet(urls, 0, split=split, samples_per_shard=known, **about)
 
@@ -156,10 +158,10 @@ def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names:
         folder = splits[split]
         trained_on = alike("train", splits)[:1]
         if class_names is None and trained_on and trained_on != [split]:
-            class_names = walk(splits[trained_on[0]]).folders
+            class_names = walk(splits[trained_on[0]], deep=False).folders
     elif train and train.files and os.path.samefile(train.files.folder, spec):
         raise DataError(
-            f"{spec} has classes but no splits ({', '.join((train.class_names or [])[:2])}, ...), and all of it is "
+            f"{spec} has no splits, only classes ({', '.join((train.class_names or [])[:2])}, ...), and all of it is "
             "trained on; give val_data, or a folder that has train and val in it"
         )
     listed, names, passed_over = list_images(folder, class_names)

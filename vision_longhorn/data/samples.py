@@ -7,7 +7,7 @@ from typing import Any
 
 from vision_longhorn.errors import reason
 
-from .images import EXTENSIONS, DataError
+from .images import EXTENSIONS, DataError, warn_if_dark
 
 RawSample = dict[str, Any]
 PIXELS = "__pixels__"  # key of a decoded image, (H, W, 3) uint8, that a sample has instead of the file
@@ -54,9 +54,11 @@ def decoded(sample: RawSample, num_classes: int | None, decode: Callable[[Any], 
     label = label_of(sample, num_classes)
     data = sample[PIXELS] if PIXELS in sample else image_of(sample)
     try:
-        return decode(data), label
+        image = decode(data)
     except DataError as error:
         raise DataError(f"{place(sample)}: {error}") from None
+    warn_if_dark(data, image, place(sample))
+    return image, label
 
 
 def _lacks(sample: RawSample, what: str) -> DataError:

@@ -1,6 +1,7 @@
 """Makes, checks and indexes shards: what the commands of `python -m vision_longhorn.shards` do."""
 
 import concurrent.futures
+import filecmp
 import hashlib
 import io
 import itertools
@@ -10,6 +11,7 @@ import random
 import re
 import shlex
 import sys
+import tempfile
 import zlib
 from argparse import Namespace
 from collections.abc import Sequence
@@ -26,8 +28,9 @@ from vision_longhorn.settings import DIGITS
 
 from . import sources
 from .folders import alike, find_splits, known_split, read_lines, read_names, same_split
-from .images import DataError, check_image, decode_image
-from .index import read_index, write_index
+from .images import DataError, check_image, decode_image, warn_if_dark
+from .index import INDEX_NAMES, read_index, write_index
+from .loader import cores
 from .places import find_shards
 from .samples import RawSample, decoded, image_of, label_of
 from .tars import read_shard
@@ -65,7 +68,16 @@ def make_shards(
     Raises:
         DataError: if an image cannot be used, or the shards there were begun with other arguments.
     """
-    plan = _plan(split, samples, class_names, seed, shard_size, max_side)
+    if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
+        raise DataError(f"split {split!r} must be one word of lower-case letters and digits, like train or val")
+    if shard_size < 1 or not samples:
+        raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
+    if max_side is not None and max_side < 1:
+        raise DataError(f"max_side={max_side}; it must be at least 1")
+    # What the bytes of the shards depend on
+    files = _digest(samples, class_names)
+    plan = {"samples": len(samples), "files": files, "seed": seed, "shard_size": shard_size}
+    plan |= {} if max_side is None else {"max_side": max_side}
     os.makedirs(out, exist_ok=True)
     note = Path(out, f".{split}.plan.json")  # exists while shards are missing
     index = read_index(out) or {"splits": {}}
@@ -73,7 +85,7 @@ def make_shards(
     begun = read_json(note) or entry.get("made_with")
     if index["splits"] and index.get("class_names") not in (None, class_names):
         raise DataError(f"{out} holds splits with other classes; name another folder")
-    if begun is None and (entry or split in find_shards(out)):
+    if not isinstance(begun, dict) and (begun or entry or split in find_shards(out)):
         raise DataError(f"{out} holds {split} shards that were made by other means; name another folder")
     if begun is not None and begun != plan:
         changed = [key for key in {**begun, **plan} if begun.get(key) != plan.get(key)]
@@ -82,13 +94,13 @@ def make_shards(
     clear_aside(Path(out, f"{split}-*.tar"))
     if entry and all(os.path.exists(os.path.join(out, name)) for name in entry["filenames"]):
         note.unlink(missing_ok=True)
-        return entry.get("skipped", [])
+        return entry.get("skipped") or []
     write_text(note, json.dumps(plan))
     shards = _shuffled(split, samples, seed, shard_size)
     lengths: list[int] = []
     skipped: list[str] = []
     with (
-        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool,
+        concurrent.futures.ThreadPoolExecutor(cores()) as pool,
         tqdm(total=len(samples), unit="img", desc=split, disable=None) as bar,
     ):
         for name, part in shards.items():
@@ -107,26 +119,11 @@ def make_shards(
     return skipped
 
 
-def _plan(
-    split: str,
-    samples: Sequence[sources.Sample],
-    class_names: list[str],
-    seed: int,
-    shard_size: int,
-    max_side: int | None,
-) -> dict[str, Any]:
-    """Collect what the bytes of the shards depend on. Raises DataError for impossible arguments."""
-    if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
-        raise DataError(f"split {split!r} must be one word of lower-case letters and digits, like train or val")
-    if shard_size < 1 or not samples:
-        raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
-    if max_side is not None and max_side < 1:
-        raise DataError(f"max_side={max_side}; it must be at least 1")
+def _digest(samples: Sequence[sources.Sample], class_names: list[str]) -> str:
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for sample in samples:
         digest.update(f"{sample.name}\0{sample.label}\0{sample.size}\n".encode("utf-8", "surrogateescape"))
-    plan = {"samples": len(samples), "files": digest.hexdigest()[:16], "seed": seed, "shard_size": shard_size}
-    return plan if max_side is None else {**plan, "max_side": max_side}
+    return digest.hexdigest()[:16]
 
 
 def _shuffled(
@@ -135,18 +132,15 @@ def _shuffled(
     """Shuffle the samples into shards. Returns a dict from a shard's name to its samples by key."""
     order = list(samples)
     random.Random(seed).shuffle(order)
+    names = (os.path.splitext(os.path.basename(sample.name))[0] for sample in order)
+    # The position makes a key unique. A key has no dot, since readers take what follows the first for the extension.
+    keys = [f"{position:07d}_{re.sub('[^A-Za-z0-9_-]', '_', name)[:64]}" for position, name in enumerate(names)]
     count = -(-len(samples) // shard_size)
     edges = [len(samples) * i // count for i in range(count + 1)]
     return {
-        f"{split}-{i:06d}.tar": {_key(position, order[position]): order[position] for position in range(start, stop)}
+        f"{split}-{i:06d}.tar": dict(zip(keys[start:stop], order[start:stop], strict=True))
         for i, (start, stop) in enumerate(itertools.pairwise(edges))
     }
-
-
-def _key(position: int, sample: sources.Sample) -> str:
-    """Make a sample's key, unique by its position. It has no dot, since readers take what follows for the extension."""
-    stem = re.sub(r"[^A-Za-z0-9_-]", "_", os.path.splitext(os.path.basename(sample.name))[0])[:64]
-    return f"{position:07d}_{stem}"
 
 
 def _write(
@@ -193,6 +187,7 @@ def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, st
         image = decode_image(data)
     except DataError as error:
         raise DataError(f"{sample.name}: {error}") from None
+    warn_if_dark(data, image, sample.name)
     extension = os.path.splitext(sample.name)[1][1:].lower()
     if max_side is None or max(image.size) <= max_side:
         return data, "jpg" if extension == "jpeg" else extension
@@ -205,18 +200,23 @@ def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, st
 def make_digits(out: str | os.PathLike[str]) -> None:
     """Make the shards of the built-in demo set in `out`, unless they are there. Several processes may do so at once.
     Raises DataError if `out` holds other data."""
-    if read_index(out) is None:
-        splits, class_names = sources.digits()
-        try:
-            with written_aside(out) as aside:
-                make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits")
-                make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits")
-        except OSError:  # `out` cannot be replaced if it has files in it, other data or what another process has made
-            if not os.path.isdir(out) or not os.listdir(out):
-                raise
-    index = read_index(out) or {"splits": {}}
-    if any(entry.get("source") != "digits" for entry in index["splits"].values()) or not index["splits"]:
-        raise DataError(f"{out} holds other data than the digits; name another folder")
+    index = read_index(out)
+    entries = list(index["splits"].values()) if index else []
+    if index and {entry.get("source") for entry in entries} != {"digits"}:
+        raise DataError(f"{out} holds other data than the digits; name another folder, or move it away")
+    if index and all(os.path.exists(os.path.join(out, name)) for entry in entries for name in entry["filenames"]):
+        return
+    splits, class_names = sources.digits()
+    os.makedirs(out, exist_ok=True)
+    # Each process makes the same bytes in a folder of its own and moves them over, so any of them may be first.
+    with tempfile.TemporaryDirectory(dir=out, prefix=".making-") as aside:
+        make_shards(aside, "train", splits["train"], class_names, shard_size=360, source="digits")
+        make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits")
+        names = sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0])  # the index comes last
+        if index is None and (others := filecmp.cmpfiles(aside, out, names, shallow=False)[1]):
+            raise DataError(f"{out} holds another {others[0]} than the digits'; name another folder, or move it away")
+        for name in names:
+            os.replace(os.path.join(aside, name), os.path.join(out, name))
 
 
 def locate_data(spec: str, accelerator: Any) -> str:
@@ -246,7 +246,7 @@ def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
         return ""
 
     shards = [shard for s in index["splits"].values() for shard in zip(s["filenames"], s["shard_lengths"], strict=True)]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(cores()) as pool:
         for name, expected in tqdm(shards, unit="shard", disable=None):
             path = os.path.join(directory, name)
             try:
@@ -260,10 +260,7 @@ def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
     return problems
 
 
-def index_shards(
-    directory: str | os.PathLike[str],
-    class_names: list[str] | None = None,
-) -> None:
+def index_shards(directory: str | os.PathLike[str], class_names: list[str] | None = None) -> None:
     """Count the samples in shards made by others, and write their index.
 
     Args:

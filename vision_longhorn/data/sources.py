@@ -6,14 +6,15 @@ import io
 import os
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 from PIL import Image
 from tqdm import tqdm
 
-from vision_longhorn.errors import reason
+from vision_longhorn.errors import bad_input, reason
 
 from .folders import list_images, read_lines
 from .images import DataError
@@ -133,23 +134,25 @@ def ground_truth(path: str | os.PathLike[str]) -> list[str]:
         places = [os.path.join(folder, file) for folder, _, files in os.walk(path) for file in files if file in wanted]
         found = {os.path.basename(place): Path(place).read_bytes() for place in places}
     elif os.path.isfile(path) and tarfile.is_tarfile(path):
-        with tarfile.open(path) as tar:
+        with _opened(path, mode="r") as tar:
             members = [m for m in tar if m.isreg() and os.path.basename(m.name) in wanted]
             found = {os.path.basename(m.name): cast(IO[bytes], tar.extractfile(m)).read() for m in members}
     else:
         lines = read_lines(path)
         if not lines or not all(_WNID.fullmatch(line) for line in lines):
             raise DataError(
-                f"{path} does not hold one WordNet id per line (n01440764); give ILSVRC2012_devkit_t12.tar.gz"
+                f"{path} does not hold one WordNet id per line (n01440764); give "
+                "ILSVRC2012_devkit_t12.tar.gz or its folder"
             )
         return lines
     if len(found) < 2:
         raise DataError(f"{path} holds no {' and '.join(wanted)}; give ILSVRC2012_devkit_t12.tar.gz or its folder")
     from scipy.io import loadmat
 
-    synsets = loadmat(io.BytesIO(found["meta.mat"]), squeeze_me=True)["synsets"]
-    # Only leaves of the hierarchy are classes of images; its inner nodes have children.
-    names = {str(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
+    with bad_input(f"meta.mat of {path}"):
+        synsets = loadmat(io.BytesIO(found["meta.mat"]), squeeze_me=True)["synsets"]
+        # Only leaves of the hierarchy are classes of images; its inner nodes have children.
+        names = {str(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
     ids = found[GROUND_TRUTH].decode("ascii", "replace").split()
     if unknown := [number for number in ids if number not in names]:
         raise DataError(f"{path}: {unknown[0]!r} in {GROUND_TRUTH} is no ILSVRC id (1 to {len(names)})")
@@ -177,14 +180,15 @@ def digits() -> tuple[dict[str, list[Sample]], list[str]]:
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str], fileobj: IO[bytes] | None = None) -> Iterator[tarfile.TarFile]:
+def _opened(
+    path: str | os.PathLike[str], fileobj: IO[bytes] | None = None, mode: Any = "r:"
+) -> Iterator[tarfile.TarFile]:
     try:
-        with tarfile.open(path, "r:", fileobj) as tar:
+        with tarfile.open(path, mode, fileobj) as tar:
             yield tar
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(
-            f"{path} is not an uncompressed tar, or is damaged or cut short ({reason(error)}); fetch it again"
-        ) from None
+    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+        kind = "uncompressed tar" if mode == "r:" else "tar"
+        raise DataError(f"{path} is no {kind}, or is damaged or cut short ({reason(error)}); fetch it again") from None
 
 
 def _files(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:

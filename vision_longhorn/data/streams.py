@@ -81,13 +81,7 @@ class Stream(IterableDataset):
     """The batches of one worker."""
 
     def __init__(
-        self,
-        shards: ShardSet,
-        transform: Callable[[Any], Any],
-        batch_size: int,
-        rank: int,
-        world_size: int,
-        keys: bool,
+        self, shards: ShardSet, transform: Callable[[Any], Any], batch_size: int, rank: int, world_size: int, keys: bool
     ) -> None:
         self.shards, self.transform, self.batch_size, self.keys = shards, transform, batch_size, keys
         self.rank, self.world_size = rank, world_size

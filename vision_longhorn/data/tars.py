@@ -32,6 +32,14 @@ _ABOUT = re.compile(r"__[^/]*__($|/)")
 
 # The bytes that a packed tar begins with, and the function that unpacks it
 _PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
+# The bytes that other files named like a tar begin with, and what to do about them
+_NO_TAR = {
+    rb"PK\x03\x04|Rar!\x1a\x07|7z\xbc\xaf": "is a zip, rar or 7z file: unpack it, and pack with `tar --sort=name -cf`",
+    rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18": "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`",
+    rb"version https://git-lfs": "is a pointer of Git LFS and not the file: fetch that with `git lfs pull`",
+    rb"(?i)\s*<(!doctype|html|\?xml)": "is a web page, perhaps of an error: fetch the shard again",
+}
+_SECONDS = 60  # that a command may go on after its output has ended
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
@@ -46,6 +54,7 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         DataError: if the shard cannot be read to its end.
     """
     last = key = None
+    start = b""
     try:
         with _opened(url, pipe) as file:
             start = file.peek(32)
@@ -67,9 +76,10 @@ def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:
         where = f"after sample {key}" if key else "from its start"
         error.args = error.args[:1]  # webdataset adds the stream and the URL, and " @ " with the stream once more
         why = reason(error).partition(" @ <")[0]
-        is_other = key is None and isinstance(error, tarfile.TarError)
+        what = next((what for begin, what in _NO_TAR.items() if re.match(begin, start)), None)
+        is_other = what or key is None and isinstance(error, tarfile.TarError)
         remedy = "a shard is a tar, plain or packed with gzip, bzip2 or xz" if is_other else "make or fetch it again"
-        raise DataError(f"shard {url} cannot be read {where} ({why}); {remedy}") from None
+        raise DataError(f"shard {url} {what or f'cannot be read {where} ({why})'}; {remedy}") from None
 
 
 def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
@@ -104,8 +114,14 @@ def _output_of(command: str) -> Iterator[IO[bytes]]:
         if not ended:
             end_command(process.pid)
         stream.close()
-        status = process.wait()
-        COMMANDS.pop(process.pid, None)
+        try:
+            status = process.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            end_command(process.pid)
+            process.wait()
+            raise OSError("its command goes on after its output has ended") from None
+        finally:
+            COMMANDS.pop(process.pid, None)
         if ended and status:
             how = f"exit code {status}" if status > 0 else f"signal {-status}"
             raise OSError(f"its command ended with {how}")

@@ -73,10 +73,10 @@ class Walk(NamedTuple):
     others: list[tuple[str, str]]  # (name, why) of what was left out and is not hidden, NO_IMAGE last; folders end in /
 
 
-def walk(root: str | os.PathLike[str]) -> Walk:
+def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
     """Go through a folder and all folders in it. Links are followed, but no folder is read twice. If two paths lead to
-    a folder, one directly in `root` is preferred to a deeper one, and then the folder itself to a link to it. Raises
-    DataError if a folder cannot be read."""
+    a folder, one directly in `root` is preferred to a deeper one, and then the folder itself to a link to it. Without
+    `deep` only what is directly in `root` is listed. Raises DataError if a folder cannot be read."""
     seen = {_identity(place) for place in (root, *Path(root).resolve().parents)}
     parts: list[tuple[str, list[str]]] = []
     others: list[tuple[str, str]] = []
@@ -110,7 +110,7 @@ def walk(root: str | os.PathLike[str]) -> Walk:
     while links:
         claim(*links.popleft())
     folders = sorted(prefix[:-1] for prefix, _ in todo)
-    while todo or links:
+    while deep and (todo or links):
         if todo:
             enter(*todo.popleft())
         else:
@@ -126,6 +126,6 @@ def _identity(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def list_others(others: list[tuple[str, str]]) -> str:
-    """List what a Walk left out, for a message: "2 (a: a pipe, a socket or a device, b.gif: none of jpg, ...)"."""
+    """List what a Walk left out, for a message: "2 (cats/: a folder that is read elsewhere, a.gif: none of jpg)"."""
     named = [f"{name}: {why}" for name, why in others[:5]]
     return f"{len(others)} ({', '.join(named)}{', ...' if len(others) > 5 else ''})"

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from vision_longhorn.class_names import readable_names
 from vision_longhorn.data import DataError, decode_image
-from vision_longhorn.data.images import EXTENSIONS
+from vision_longhorn.data.images import EXTENSIONS, warn_if_dark
 from vision_longhorn.data.walk import NO_FILE, list_others, no_file, walk
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, reason
@@ -171,7 +171,9 @@ def read_image(path: str, transform: Callable[[Any], torch.Tensor]) -> torch.Ten
     try:
         if no_file(path):  # a pipe, say, might never end
             raise DataError(f"it is {NO_FILE}")
-        image = decode_image(Path(path).read_bytes())
+        data = Path(path).read_bytes()
+        image = decode_image(data)
     except (OSError, ValueError) as error:  # ValueError: a DataError, or a path with a null byte
         raise UserError(f"{path}: {reason(error)}") from error
+    warn_if_dark(data, image, path)
     return transform(image)

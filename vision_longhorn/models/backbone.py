@@ -39,9 +39,9 @@ class Block(nn.Module):
     Args:
         dim: width of the tokens.
         drop_path: probability of leaving the block out for a sample.
-        eps: of the norm.
+        eps: added to the mean square in the norm.
         mixer: name of the mixer, or what makes it, see `vision_longhorn.models.mixers`.
-        reads_columns: give the mixer the patches column by column; they come in row by row.
+        reads_columns: give the mixer the patches, which come in row by row, column by column.
         class_token: its place among the tokens, "middle", "first", "last" or "none".
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mixer_args: options of the mixer, and `index`, the number of this block in the model.
@@ -68,10 +68,10 @@ class Block(nn.Module):
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
-        """(B, L, dim) tokens to (B, L, dim); a block that looks at the grid of patches needs the number of its rows."""
+        """Map tokens (B, L, dim) to (B, L, dim). A block that uses the grid of patches needs its number of `rows`."""
         h = self.norm(x.to(self.norm.weight.dtype))
         if self.reads_columns or self.grid_conv is not None:
-            _assert(rows > 0, "this block needs to know the grid of patches: call it with rows=..., their number")
+            _assert(rows > 0, "this block needs the grid of patches: give rows=N, the number of its rows")
         if self.grid_conv is not None:
             h = self.grid_conv(h, rows)
         if self.reads_columns:
@@ -89,7 +89,7 @@ class VisionLonghorn(nn.Module):
 
     Args:
         img_size: height and width of the images, or one number for both.
-        patch_size: side of a patch in pixels; what does not fill a patch at the border is left out.
+        patch_size: side of a patch in pixels; a border that does not fill a patch is left out.
         patch_stride: pixels from one patch to the next; `patch_size` if None, and patches that overlap if less.
         in_chans: channels of the images.
         num_classes: outputs of the head; 0 leaves it out.
@@ -100,13 +100,13 @@ class VisionLonghorn(nn.Module):
         class_token: its place in the sequence, "middle", "first", "last", or "none".
         scan_order: "rows", or "rows_columns": the blocks read the patches row by row and column by column in turn (with
             wiring="alternate" two and two, so that four blocks have read them in all four directions).
-        grid_conv: side, such as 3, of a depthwise convolution over the grid of patches before each mixer; 0: none.
+        grid_conv: side, such as 3, of a depthwise convolution over the grid of patches before each mixer; 0 for none.
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        norm_eps: of all RMS norms.
+        norm_eps: added to the mean square in all RMS norms.
         residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision.
-        dynamic_img_size: take images of any size in whole patches, resampling the position embedding for each.
+        dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
         mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, d_conv,
             expand, dt_rank, rule, wiring, beta, save_states.
@@ -191,7 +191,7 @@ class VisionLonghorn(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise as ViM does; blocks and norm, which have done so when they were built, only if `needs_reset`."""
+        """Initialise as ViM does. Blocks and norm, which did so when built, do it again only if `needs_reset`."""
         if needs_reset:
             for part in (*self.blocks, self.norm):
                 reset_mixer(part)
@@ -209,14 +209,14 @@ class VisionLonghorn(nn.Module):
 
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
-        """Names, with wildcards, that timm's optimiser factory must not decay (it spares 1-D parameters by itself)."""
-        # All modules are asked, because a mixer may have been wrapped in another since.
+        """Name, with wildcards, what timm's optimisers must not decay (they spare 1-D parameters by themselves)."""
+        # Ask all modules, because a mixer may have been wrapped in another one.
         names = {name for module in self.blocks.modules() for name in getattr(module, "NO_WEIGHT_DECAY", ())}
         return {"pos_embed", "cls_token", *(f"*.mixer.{name}" for name in names)}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that group parameters by depth, for layer-wise learning-rate decay."""
+        """Return patterns that group parameters by depth, for layer-wise learning-rate decay."""
         return dict(stem=r"^cls_token|pos_embed|patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
 
     @torch.jit.ignore
@@ -229,7 +229,7 @@ class VisionLonghorn(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """Make a new head for `num_classes` (0: none), with another pooling if given."""
+        """Make a new head for `num_classes` (0 for none), and change the pooling if one is given."""
         if global_pool is not None:
             self._set_pool(global_pool)
         self._make_head(num_classes)
@@ -241,9 +241,9 @@ class VisionLonghorn(nn.Module):
         patch_size: Optional[int | tuple[int, int]] = None,
         patch_stride: Optional[int | tuple[int, int]] = None,
     ) -> None:
-        """Take images (patches) of another size from now on; position embedding and patch projection are resampled.
+        """Take images (patches) of another size from now on. Position embedding and patch projection are resampled.
 
-        Without `patch_stride` patches that do not overlap go on not to, and overlapping ones keep their stride.
+        If no `patch_stride` is given, overlapping patches keep theirs, and other patches still do not overlap.
         """
         patches, old_grid = self.patch_embed, self.patch_embed.grid_size
         patches.set_input_size(img_size=img_size, patch_size=patch_size, patch_stride=patch_stride)
@@ -258,7 +258,7 @@ class VisionLonghorn(nn.Module):
         _assert(x.ndim == 4, f"images have {x.ndim} axes: give (batch, channels, height, width)")
         _assert(
             x.shape[1] == self.in_chans,
-            f"images have {x.shape[1]} channels and the model takes {self.in_chans}: give create_model in_chans",
+            f"images have {x.shape[1]} channels and the model takes {self.in_chans}: give in_chans to create_model",
         )
         if not self.dynamic_img_size:
             height, width = self.patch_embed.img_size
@@ -270,7 +270,7 @@ class VisionLonghorn(nn.Module):
             _assert(x.shape[-1] == width, message)
 
     def _embed(self, x: Tensor) -> tuple[Tensor, int]:
-        """(B, C, H, W) images to (B, L, embed_dim) tokens, positions added, and the number of rows of patches."""
+        """Turn images (B, C, H, W) into tokens (B, L, embed_dim) with positions, and the number of rows of patches."""
         self._check_images(x)
         x = self.patch_embed(x)
         B, H, W, C = x.shape
@@ -287,7 +287,7 @@ class VisionLonghorn(nn.Module):
         return self.norm(x.to(self.pos_embed.dtype))
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) images to (B, L, embed_dim) normalised tokens, the class token in its place among them."""
+        """Map images (B, C, H, W) to normalised tokens (B, L, embed_dim), the class token in its place among them."""
         x, rows = self._embed(x)
         if self.grad_checkpointing and not torch.jit.is_scripting():
             return self._norm(checkpoint_seq([partial(block, rows=rows) for block in self.blocks], x))
@@ -296,7 +296,7 @@ class VisionLonghorn(nn.Module):
         return self._norm(x)
 
     def pool(self, x: Tensor) -> Tensor:
-        """(B, L, C) tokens to (B, C), or all of them with global_pool=""."""
+        """Pool tokens (B, L, C) to (B, C); with global_pool="" return them all."""
         if self.global_pool == "":
             return x
         token, patches = split_class(x, self.class_token)
@@ -305,12 +305,12 @@ class VisionLonghorn(nn.Module):
         return patches.mean(1) if self.global_pool == "avg" else patches.amax(1)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Tokens of `forward_features` to class scores (B, num_classes), or to what the head sees."""
+        """Map tokens of `forward_features` to class scores (B, num_classes), or to the head's input (`pre_logits`)."""
         x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) images to (B, num_classes) class scores."""
+        """Map images (B, C, H, W) to class scores (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
 
     def forward_intermediates(
@@ -323,11 +323,11 @@ class VisionLonghorn(nn.Module):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> Any:
-        """Outputs of chosen blocks, as timm's vision transformers give them.
+        """Return the outputs of chosen blocks, as timm's vision transformers give them.
 
         Args:
             x: (B, C, H, W) images.
-            indices: the last n blocks if a number, those of these indices if a list, all if None.
+            indices: a number n for the last n blocks, a list for the blocks of these indices, None for all.
             return_prefix_tokens: also return the class token of each, as pairs (patches, class token).
             norm: apply the final norm to them.
             stop_early: leave out the blocks after the last one asked for.
@@ -362,8 +362,8 @@ class VisionLonghorn(nn.Module):
         return_prefix_tokens: bool = False,
         norm: bool = False,
     ) -> list[Any]:
-        """DINO's name for `forward_intermediates`: outputs of the last `n` blocks, or of those with the indices `n`, as
-        tokens (B, H W, embed_dim), with `reshape` as maps (B, embed_dim, H, W)."""
+        """Do as `forward_intermediates`, by DINO's name: return outputs of the last `n` blocks, or of those with the
+        indices `n`, as tokens (B, H W, embed_dim), or with `reshape` as maps (B, embed_dim, H, W)."""
         form = "NCHW" if reshape else "NLC"
         found: list[Any] = self.forward_intermediates(
             x, n, return_prefix_tokens, norm, output_fmt=form, intermediates_only=True

@@ -1,4 +1,4 @@
-"""Models by their name in timm, with one-line errors."""
+"""Makes models by their name in timm, with one-line errors."""
 
 from pathlib import Path
 from textwrap import shorten
@@ -17,7 +17,7 @@ TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, such as p
 
 
 def create_model(name: str, /, **kwargs: Any) -> TimmModel:
-    """`timm.create_model` that explains what is wrong in one line.
+    """Call `timm.create_model`, and explain in one line what is wrong.
 
     Raises:
         UserError: For an unknown name, arguments that the model refuses, or a damaged model folder.
@@ -33,7 +33,7 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
             if file.suffix in (".safetensors", ".bin", ".pth"):
                 check_whole(file)
         model = timm.create_model(name, **kwargs)
-        if source:  # whose configuration may hold a value that timm takes and its transforms do not
+        if source:  # its configuration may hold a value that timm takes and its transforms do not
             create_transform(**resolve_data_config(model=model))(Image.new("RGB", (8, 8)))
         return model
     except UserError as error:

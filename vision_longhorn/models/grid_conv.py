@@ -13,11 +13,11 @@ class GridConv(nn.Module):
     """x + a depthwise convolution of its patches over their grid, padded with zeros; the class token stays as it is.
 
     Every patch sees its neighbours above and below, which a scan by rows meets a row later, and its distance to the
-    border: the conditional position encoding of CPVT (arXiv 2102.10882, section 3), before every mixer. Both terms are
-    one convolution, so the middle weight is rounded as numbers around 1 are.
+    border. This is the conditional position encoding of CPVT (arXiv 2102.10882, section 3), before every mixer. Both
+    terms are one convolution, so the middle weight is rounded as numbers around 1 are.
 
     Raises:
-        ValueError: `size`, the side of the convolution's window in patches, is no odd whole number.
+        ValueError: `size`, the side of the convolution's window in patches, is not an odd whole number.
     """
 
     def __init__(self, dim: int, size: int, class_token: str, device: Any = None, dtype: Any = None):
@@ -30,18 +30,18 @@ class GridConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Uniform in ±1 / size, as torch initialises convolutions; bias 0."""
+        """Draw weights uniformly from ±1 / size, as torch initialises convolutions, and set the bias to 0."""
         bound = 1 / self.weight.shape[-1]
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, rows: int) -> Tensor:
-        """(B, L, C) tokens, the patches among them in `rows` rows, to (B, L, C)."""
+        """Map tokens (B, L, C), the patches among them in `rows` rows, to (B, L, C)."""
         token, patches = split_class(x, self.class_token)
         B, count, C = patches.shape
         pad = self.weight.shape[-1] // 2
         grid = patches.reshape(B, rows, count // rows, C).permute(0, 3, 1, 2)  # (B, C, H, W), channels last in memory
-        # x itself is added through the weight: a term of its own would be another pass over memory.
+        # Adding 1 to the middle weight adds x itself, without another pass over memory.
         weight = self.weight + F.pad(torch.ones_like(self.weight[..., :1, :1]), [pad] * 4)
         grid = F.conv2d(grid, weight, self.bias, padding=pad, groups=C)
         patches = grid.permute(0, 2, 3, 1).reshape(B, count, C)

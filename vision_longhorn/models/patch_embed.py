@@ -1,4 +1,4 @@
-"""Images to patches: a projection of each patch, side by side or overlapping."""
+"""Turns images into patches, which are adjacent or overlap, and projects each of them."""
 
 from collections.abc import Sequence
 from typing import Any, Optional, cast
@@ -12,9 +12,9 @@ __all__ = ["PatchProjection", "StridedPatchEmbed", "patch_grid"]
 
 
 class PatchProjection(nn.Conv2d):
-    """A convolution, as a product of patches and weights where the patches do not overlap.
+    """A convolution that is computed as a matrix product where the patches do not overlap.
 
-    With three input channels in bfloat16 cuDNN takes a detour that costs as much as several blocks.
+    With three input channels in bfloat16, cuDNN's own convolution takes as long as several blocks.
     """
 
     def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, embed_dim, rows, columns)
@@ -29,7 +29,7 @@ class PatchProjection(nn.Conv2d):
 
 
 def patch_grid(img_size: Any, patch_size: Any, patch_stride: Any) -> tuple[int, int]:
-    """Patches along (height, width) of an image; each argument is one number or (height, width), in pixels."""
+    """Count patches along (height, width) of an image. Each argument is one number or (height, width), in pixels."""
     rows, columns = (
         (size - side) // step + 1
         for size, side, step in zip(to_2tuple(img_size), to_2tuple(patch_size), to_2tuple(patch_stride))
@@ -42,8 +42,8 @@ def patch_grid(img_size: Any, patch_size: Any, patch_stride: Any) -> tuple[int, 
 def _check_covered(H: int, W: int, patch_size: tuple[int, int], patch_stride: tuple[int, int]) -> None:
     """Raise AssertionError unless patches cover images of H x W exactly.
 
-    A branch rather than `torch._assert`, whose message is made before anything is wrong: the sizes in it would bind a
-    compiled model to those sizes.
+    This branches, because `torch._assert` makes its message even when nothing is wrong: the sizes in the message would
+    bind a compiled model to those sizes.
     """
     (height, width), (down, right) = patch_size, patch_stride
     if H < height or W < width or (H - height) % down != 0 or (W - width) % right != 0:
@@ -56,8 +56,8 @@ def _check_covered(H: int, W: int, patch_size: tuple[int, int], patch_stride: tu
 class StridedPatchEmbed(PatchEmbed):
     """timm's patch embedding with a stride of its own: a patch starts every `patch_stride` pixels.
 
-    An image of side S has (S - patch_size) // patch_stride + 1 patches along it. With the stride at the patch size they
-    do not overlap, and everything is as in timm.
+    An image of side S has (S - patch_size) // patch_stride + 1 patches along it. If the stride equals the patch size,
+    they do not overlap, and everything is as in timm.
 
     Args:
         img_size: height and width of the images, or one number for both.
@@ -88,12 +88,12 @@ class StridedPatchEmbed(PatchEmbed):
         patch_size: Optional[int | tuple[int, int]] = None,
         patch_stride: Optional[int | tuple[int, int]] = None,
     ) -> None:
-        """Take other images, patches or strides from now on; for other patches the projection is resampled.
+        """Take other images, patches or strides from now on. For other patches the projection is resampled.
 
-        Without a `patch_stride` patches that did not overlap go on not to, others keep their stride in pixels.
+        If no `patch_stride` is given, overlapping patches keep theirs in pixels, and others still do not overlap.
 
         Raises:
-            ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size. Nothing is
+            ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size. Nothing has
                 changed then.
         """
         size = to_2tuple(self.img_size if img_size is None else img_size)
@@ -102,7 +102,7 @@ class StridedPatchEmbed(PatchEmbed):
         stride = to_2tuple(kept if patch_stride is None else patch_stride)
         if not all(1 <= step <= side for step, side in zip(stride, patch)):
             raise ValueError(
-                f"patch_stride={patch_stride} leaves pixels out or is no step at all; choose 1 to patch_size={patch}"
+                f"patch_stride={patch_stride} is below 1 or leaves pixels out; choose 1 to patch_size={patch}"
             )
         if any(length < side for length, side in zip(size, patch)):
             raise ValueError(
@@ -118,11 +118,11 @@ class StridedPatchEmbed(PatchEmbed):
         self.num_patches = self.grid_size[0] * self.grid_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:
-        """Pixels from one patch to the next: the larger of both sides, or (height, width)."""
+        """Return the pixels from one patch to the next: the larger of both sides, or (height, width)."""
         return max(self.patch_stride) if as_scalar else self.patch_stride
 
     def _padding(self, H: int, W: int) -> tuple[int, int]:
-        """Pixels missing at the bottom and the right until patches cover images of H x W, if the model pads."""
+        """Count the pixels to add at the bottom and the right so that patches cover H x W images, if the model pads."""
         if not self.dynamic_img_pad:
             return 0, 0
         down, right = (
@@ -132,7 +132,7 @@ class StridedPatchEmbed(PatchEmbed):
         return down, right
 
     def dynamic_feat_size(self, img_size: Sequence[int]) -> tuple[int, int]:
-        """Patches along (height, width) of images of `img_size`, padded if the model pads."""
+        """Count patches along (height, width) of images of `img_size`, padded if the model pads."""
         H, W = img_size
         down, right = self._padding(H, W)
         return patch_grid((H + down, W + right), self.patch_size, self.patch_stride)

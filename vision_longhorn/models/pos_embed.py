@@ -1,4 +1,4 @@
-"""Position embeddings at other image sizes."""
+"""Resamples position embeddings for other image sizes."""
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,10 @@ def resample_pos_embed(
 @torch.fx.wrap
 @register_notrace_function
 def _resample_patches(patches: Tensor, old_grid: tuple[int, int], new_grid: tuple[int, int]) -> Tensor:
-    """(1, patches, C) of `old_grid` to `new_grid`, as timm's `resample_abs_pos_embed` does.
+    """Resample (1, patches, C) from `old_grid` to `new_grid`, as timm's `resample_abs_pos_embed` does.
 
-    It multiplies by matrices, because the gradient of torch's own resampling takes no symbolic sizes, which a model
-    compiled for every image size has, and differs on a GPU from run to run.
+    This multiplies by matrices. The gradient of torch's own resampling differs from run to run on a GPU, and takes no
+    symbolic sizes, which a model compiled for every image size has.
     """
     if not torch.compiler.is_compiling() and old_grid[0] == new_grid[0] and old_grid[1] == new_grid[1]:
         return patches
@@ -34,8 +34,8 @@ def _resample_patches(patches: Tensor, old_grid: tuple[int, int], new_grid: tupl
 def _resize(grid: Tensor, size: int) -> Tensor:
     """Resample the first axis by antialiased bicubic, and make it the second: (old, n, C) to (n, size, C), float32."""
     old, n, _ = grid.shape
-    # Not as `old` channels of width 1: there torch (2.7 and 2.15) gives each row the values of the first.
+    # Not `old` channels of width 1: then torch (2.7 and 2.15) gives each row the values of the first.
     identity = torch.eye(old, device=grid.device)[None, None]
     weight = F.interpolate(identity, size=(size, old), mode="bicubic", antialias=True)[0, 0]
-    # In place, as autocast lowers the precision of products that are not.
+    # In place, because autocast lowers the precision of other products.
     return grid.new_zeros(size, n * grid.shape[2]).addmm_(weight, grid.flatten(1)).view(size, n, -1).transpose(0, 1)

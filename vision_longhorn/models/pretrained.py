@@ -12,15 +12,15 @@ from vision_longhorn.models.backbone import VisionLonghorn
 from vision_longhorn.models.patch_embed import patch_grid
 from vision_longhorn.models.pos_embed import resample_pos_embed
 
-# Where checkpoints hold their weights. In timm's order: averaged weights before raw ones.
+# Where checkpoints hold their weights, in timm's order: averaged weights before raw ones.
 _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Fit weights of another image, patch or stride size to `model`; of a whole checkpoint the averaged ones, if any.
+    """Fit weights of another image, patch or stride size to `model`. Of a checkpoint take the averaged ones, if any.
 
     Raises:
-        RuntimeError: nothing tells how the patches of the weights lie, or only one of the two has a class token.
+        RuntimeError: the grid of the weights' patches is not known, or only one of the two has a class token.
     """
     wrapper = next((key for key in _WRAPPERS if isinstance(state_dict.get(key), dict)), None)
     weights = clean_state_dict(state_dict[wrapper] if wrapper else state_dict)
@@ -44,16 +44,16 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
 
 
 def _grid_of_weights(num_patches: int, patch_size: Sequence[int], model: VisionLonghorn) -> tuple[int, int]:
-    """How the patches of pretrained weights lie: (rows, columns).
+    """Find the grid of the patches of pretrained weights: (rows, columns).
 
-    They lie as in images of the size that timm knows the weights to be of, from their folder or their `pretrained_cfg`,
-    if the number agrees; otherwise as the model's own if those are as many; else in a square.
+    It is that of the image size that timm knows of the weights, from their folder or their `pretrained_cfg`, if the
+    number of patches agrees; otherwise the model's own if its number agrees; else a square.
     """
     patch_embed = model.patch_embed
     saved, cfg = getattr(model, "pretrained_model_args", {}), getattr(model, "pretrained_cfg", {})
     size = saved.get("img_size")
-    # A configuration that did not come with the weights says nothing where the numbers agree: 7 x 28 patches are as
-    # many as 14 x 14.
+    # A configuration that did not come with the weights proves nothing, even if the numbers agree: 7 x 28 patches are
+    # as many as 14 x 14.
     if size is None and (cfg.get("source") or num_patches != patch_embed.num_patches):
         size = cfg.get("input_size", (3, 0, 0))[-2:]
     side = math.isqrt(num_patches)
@@ -66,18 +66,18 @@ def _grid_of_weights(num_patches: int, patch_size: Sequence[int], model: VisionL
             return rows, columns
     raise RuntimeError(
         f"pos_embed of these weights has {num_patches} patches, which is no square, and the model has "
-        f"{patch_embed.num_patches}: say what image size they are of, by "
-        "input_size=(channels, height, width) in the pretrained_cfg of these weights"
+        f"{patch_embed.num_patches}: give the image size of these weights as "
+        "input_size=(channels, height, width) in their pretrained_cfg"
     )
 
 
 def fit_features(net: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any, depth: int) -> None:
-    """Hook before `load_state_dict` of a model made with `features_only=True`: take the weights of a whole model, too.
+    """Take the weights of a whole model, too: a hook before `load_state_dict` of a model with `features_only=True`.
 
-    timm wraps the model, which makes its names longer, and drops what the features do not need: the head, the norm, the
-    blocks after the last one. `create_model(NAME, features_only=True, checkpoint_path=FILE)` loads a file into the
-    wrapper all the same. Its weights, under our names or the official ones, are renamed here, and those of the `depth`
-    blocks of the whole model that `net` lacks are dropped.
+    timm wraps such a model, which makes its names longer, and drops what the features do not need: the head, the norm,
+    the blocks after the last one. `create_model(NAME, features_only=True, checkpoint_path=FILE)` still loads a file
+    into the wrapper. This hook renames the file's weights, whose names are ours or the official ones, and drops those
+    of the `depth` blocks of the whole model that `net` lacks.
     """
     ((child, _model),) = net.named_children()
     names = [name for name in state_dict if name.startswith(prefix)]
@@ -92,7 +92,7 @@ def fit_features(net: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_:
 
 
 def _part(name: str) -> str:
-    """The part of a model that a parameter belongs to, such as "blocks.3", also by its official name."""
+    """Return the part of a model that a parameter belongs to, such as "blocks.3", also by its official name."""
     first, second, *_ = *name.split("."), ""
     first = {"layers": "blocks", "norm_f": "norm"}.get(first, first)
     return f"blocks.{second}" if first == "blocks" else first

@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 def class_index(class_token: str, num_patches: int) -> int:
-    """Index of the class token among the tokens; the patches from there on stand one further."""
+    """Return the index of the class token among the tokens. The patches from there on stand one later."""
     if class_token == "middle":
         return num_patches // 2
     return 0 if class_token == "first" else num_patches
 
 
 def split_class(x: Tensor, class_token: str) -> tuple[Optional[Tensor], Tensor]:
-    """Tokens (B, L, C) to the class token (B, 1, C), None if there is none, and the patches (B, H W, C)."""
+    """Split tokens (B, L, C) into the class token (B, 1, C), None if there is none, and the patches (B, H W, C)."""
     if class_token == "none":
         return None, x
     i = class_index(class_token, x.shape[1] - 1)
@@ -22,7 +22,7 @@ def split_class(x: Tensor, class_token: str) -> tuple[Optional[Tensor], Tensor]:
 
 
 def join_class(token: Optional[Tensor], patches: Tensor, class_token: str) -> Tensor:
-    """The inverse of `split_class`."""
+    """Undo `split_class`."""
     if token is None:
         return patches
     i = class_index(class_token, patches.shape[1])
@@ -30,9 +30,9 @@ def join_class(token: Optional[Tensor], patches: Tensor, class_token: str) -> Te
 
 
 def turn_patches(x: Tensor, rows: int, class_token: str) -> Tensor:
-    """Reorder tokens (B, L, C) whose patches stand row by row, in `rows` rows, to stand column by column.
+    """Reorder tokens (B, L, C) whose patches stand row by row, in `rows` rows, so that they stand column by column.
 
-    Called with the number of columns, it is its own inverse. The class token stays where it is.
+    A second call, with the number of columns, undoes the first. The class token stays where it is.
     """
     token, patches = split_class(x, class_token)
     B, count, C = patches.shape

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Parameter here: its forward and its backward part there.
+# Our parameters, and their forward and backward parts in the official code.
 _PAIRS = {
     "conv_weight": ("conv1d.weight", "conv1d_b.weight"),
     "conv_bias": ("conv1d.bias", "conv1d_b.bias"),
@@ -24,11 +24,11 @@ _PART_OF = {part: (name, i) for name, parts in _PAIRS.items() for i, part in enu
 
 
 def rename_official(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook before `load_state_dict`: if `state_dict` is that of an official `VisionMamba` with bidirectional mixers
-    ("v2") and RMS norms, put its weights under our names. Its head may differ from the model's, or be absent.
+    """Put weights of an official `VisionMamba` with bidirectional mixers ("v2") and RMS norms under our names: a hook
+    before `load_state_dict`. Their head may differ from the model's, or be absent.
 
     Raises:
-        RuntimeError: a tensor is missing, has no place in `model`, or its directions do not fit. timm does not ask for
+        RuntimeError: a tensor is missing, has no place in `model`, or its directions do not fit. timm does not demand
             all tensors when the number of classes changes, so this function does.
     """
     theirs = [name for name in state_dict if name.startswith(prefix)]
@@ -58,7 +58,7 @@ def rename_official(model: nn.Module, state_dict: dict[str, Any], prefix: str, *
     if wrong:
         raise RuntimeError(
             f"these weights of the official Vision Mamba are not those of this model: {len(wrong)} tensors do not fit "
-            f"or are in one of the two alone, such as {', '.join(wrong[:3])}; "
-            "it takes vim_* of the same width and depth, wiring='vim' and a class token"
+            f"or are missing in one of the two, such as {', '.join(wrong[:3])}; "
+            "use a vim_* model of the same width and depth, with wiring='vim' and a class token"
         )
     state_dict.update({prefix + name: value for name, value in out.items()})

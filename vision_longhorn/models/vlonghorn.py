@@ -38,8 +38,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "vim_base": _BASE | _MAMBA,
     "vim_base_cross": _BASE | _MAMBA | _TRUNK,
 }
-# Older names, which timm does not list: the listed name and the arguments that say the same. Checkpoints, model folders
-# and configs have them, and a model made by one still goes by it.
+# Older names, which timm does not list: for each, the listed name and the arguments that make the same model. Old
+# checkpoints, model folders and configs use them, and a model made by one keeps it.
 OLD_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "vlonghorn_tiny_exact": ("vlonghorn_tiny", dict(rule="exact")),
     "vlonghorn_tiny_shared": ("vlonghorn_tiny", dict(wiring="shared")),

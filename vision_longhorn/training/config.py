@@ -196,10 +196,8 @@ class Config(Settings):
             )
         if self.warmup_epochs < self.epochs:
             return
-        fills, less = (
-            f"a warm-up of {self.warmup_epochs:g} epochs would fill this run of {self.epochs}",
-            self.epochs / 20,
-        )
+        less = self.epochs / 20
+        fills = f"a warm-up of {self.warmup_epochs:g} epochs would fill this run of {self.epochs}"
         if own_warmup:
             raise UserError(f"warmup_epochs is {self.warmup_epochs:g}: {fills}, give less, such as {less:g}")
         self.notes.append(f"{fills}, so it takes {less:g} epochs; --warmup-epochs gives another")

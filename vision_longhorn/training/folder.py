@@ -1,6 +1,7 @@
 """The folder of a run as training writes it: checkpoints, results, and curves for TensorBoard and other trackers."""
 
 import contextlib
+import filecmp
 import itertools
 import json
 import shutil
@@ -53,7 +54,8 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or self.held.enter_context(lock_folder(self.path))
         self.run.check_free(goes_on=bool(self.cfg.resume))  # another run may have begun and ended since
-        clear_aside(self.path / "*.pt")
+        for name in "*.pt", "*.json", "*.csv", "*.yaml", "curves.png":
+            clear_aside(self.path / name)
         if aside := set_aside(self.run, self.checkpoint):
             what = "was written after this checkpoint" if self.checkpoint else "an earlier run left"
             self.accelerator.print(f"Note: what {what} is in {aside} now.")
@@ -139,7 +141,10 @@ def set_aside(run: Run, checkpoint: Path | None = None) -> Path | None:
     Returns:
         The new folder; None where the checkpoint is the last one, or nothing has been written.
     """
-    if not run.has_begun() or checkpoint and run.last.exists() and checkpoint.samefile(run.last):
+    if not run.has_begun():
+        return None
+    # A file system without links has last.pt as a copy.
+    if checkpoint and run.last.exists() and filecmp.cmp(checkpoint, run.last, shallow=checkpoint.samefile(run.last)):
         return None
     names = (run.path / f"before-{number}" for number in itertools.count(1))
     aside = next(name for name in names if not name.exists())

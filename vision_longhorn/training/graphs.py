@@ -38,6 +38,8 @@ def capture(
             apart = passes == 1 and gradients_are_apart(model, images)
             gc.collect()  # what is left of that pass would bring its stream into the capture
             torch.cuda.make_graphed_callables(model, (images,), allow_unused_input=True)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, AssertionError) as error:
         options, remedy = ("compile, cuda_graphs", "one of them") if compiled else ("cuda_graphs", "it")
         raise UserError(f"{options}: this model cannot be captured ({one_line(error)}): leave {remedy} out") from error

@@ -17,11 +17,7 @@ from vision_longhorn.runs import run_file, timm_source
 
 
 def model_from_weights(
-    name: str,
-    path: str | os.PathLike[str],
-    num_classes: int,
-    class_names: Sequence[str] | None = None,
-    **kwargs: Any,
+    name: str, path: str | os.PathLike[str], num_classes: int, class_names: Sequence[str] | None = None, **kwargs: Any
 ) -> tuple[Any, str]:
     """Makes a model that starts from the weights in a file.
 

@@ -150,15 +150,8 @@ def build_loaders(
         world_size=accelerator.num_processes,
         pin_memory=on_gpu,
     )
-    train = train_loader(
-        splits[0],
-        transform,
-        seed=cfg.seed,
-        repeats=cfg.repeats,
-        max_bad_samples=cfg.max_bad_samples,
-        keys=True,
-        **share,
-    )
+    own: dict[str, Any] = dict(seed=cfg.seed, repeats=cfg.repeats, max_bad_samples=cfg.max_bad_samples, keys=True)
+    train = train_loader(splits[0], transform, **own, **share)
     if len(train) < cfg.grad_accum:
         raise UserError(
             f"grad_accum is {cfg.grad_accum}, but an epoch has only {len(train)} batches per process: give a smaller "

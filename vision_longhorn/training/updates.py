@@ -146,10 +146,7 @@ class UpdateMonitor:
                 write_text(file, json.dumps(evidence, indent=2) + "\n")
 
         write()  # without samples first: if another process has ended, they cannot be gathered
-        named = [
-            places and [place({"__url__": shard, "__key__": key}) for shard, key in places]
-            for places in self.bad_places
-        ]  # fmt: skip
+        named = [one and [place({"__url__": shard, "__key__": key}) for shard, key in one] for one in self.bad_places]
         with contextlib.suppress(RuntimeError):
             for one, samples in zip(bad, zip(*gather_object([named]), strict=True), strict=True):
                 one["samples"] = samples

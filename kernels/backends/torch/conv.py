@@ -6,7 +6,7 @@ The first direction runs from the first token to the last and sees the past, the
     pre[0][t] = bias[0] + sum_i weight[0][:, i] x[t - (K - 1) + i]
     pre[1][t] = bias[1] + sum_i weight[1][:, i] x[t + (K - 1) - i]
 
-with zeros outside the sequence. `backward` finds the pre-activations again, so that only x is kept for it. On a CPU,
+with zeros outside the sequence. `backward` computes the pre-activations again, so that only x is kept for it. On a CPU,
 sums of shifted tokens, in place and channels last, take a half to a quarter of the time of torch's own convolution.
 """
 
@@ -21,13 +21,13 @@ from ...contract import wide
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out: Optional[Tensor] = None) -> Tensor:
-    """Convolution and SiLU in each direction.
+    """Convolve and apply SiLU in each direction.
 
     Args:
         x: (B, L, D), of any float dtype (not float64 with Triton); its last axis is contiguous.
-        weight: (G, D, K), of any float dtype, contiguous; G is 1 (one direction alone) or 2; K is a few.
+        weight: (G, D, K), of any float dtype, contiguous; G is the number of directions, 1 or 2; K is small.
         bias: (G, D), of any float dtype, contiguous.
-        reversed: with G = 1, the direction is the second one.
+        reversed: with G = 1, run the second direction instead of the first.
         out: where the result is written, if given.
 
     Returns:
@@ -42,8 +42,8 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, reversed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of weight, (G, D, K), and bias, (G, D), in float32 (float64), from that of what `forward` returns,
-    contiguous. That of x is written to `dx`, whose last axis is contiguous."""
+    """Return the gradients of weight, (G, D, K), and bias, (G, D), in float32 (float64). `dy`, the gradient of what
+    `forward` returns, is contiguous. That of x is written to `dx`, whose last axis is contiguous."""
     past, L = weight.shape[2] - 1, x.shape[1]
     dpadded = torch.zeros(len(x), L + 2 * past, x.shape[2], dtype=wide(x), device=x.device)
     dweight, dbias = (torch.empty_like(value, dtype=wide(x)) for value in (weight, bias))
@@ -62,8 +62,8 @@ def backward(
 def _pre_activations(
     x: Tensor, weight: Tensor, bias: Tensor, reversed: bool
 ) -> Iterator[tuple[int, Tensor, list[Tensor], Tensor]]:
-    """For each direction g: g, its taps (K, D) in the order of the sequence, the tokens (B, L, D) that each of them
-    meets, and the pre-activations (B, L, D), in the dtype of sums."""
+    """Yield for each direction: its index g, its taps (K, D) in the order of the sequence, the tokens (B, L, D) that
+    each tap meets, and the pre-activations (B, L, D), in the dtype of sums."""
     past, L = weight.shape[2] - 1, x.shape[1]
     padded = F.pad(x.to(wide(x)), [0, 0, past, past])
     for g in range(len(weight)):

@@ -1,4 +1,4 @@
-"""Where two scans meet in the "shared" wiring: an RMS norm of each, their weighted sum, and the gate.
+"""How two scans are combined in the "shared" wiring: an RMS norm of each, their weighted sum, and the gate.
 
 n[g] = o[g] / sqrt(mean_d o[g]^2 + eps),    y = (n[0] weight[0] + n[1] weight[1]) silu(z)
 """
@@ -11,7 +11,8 @@ from ...contract import wide
 
 
 def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """
+    """Combine the outputs of two scans.
+
     Args:
         o: (2, B, L, D), contiguous; the outputs of the two scans.
         z: (B, L, D) gate, its last axis contiguous.
@@ -27,8 +28,8 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of o, (2, B, L, D) in its dtype, and of weight, (2, D) in float32 (float64), from dy, that of y.
-    That of z is written to `dz`. dy and dz are (B, L, D) in the dtype of z, and their last axes are contiguous."""
+    """Return the gradients of o, (2, B, L, D) in its dtype, and of weight, (2, D) in float32 (float64). That of z is
+    written to `dz`. dy and dz are (B, L, D) in the dtype of z, and their last axes are contiguous."""
     dtype, o = o.dtype, o.to(wide(o))
     weight, dy, z = weight.to(o.dtype), dy.to(o.dtype), z.to(o.dtype)
     scale = _scale(o, eps)

@@ -1,8 +1,8 @@
 """The small projections of a mixing, with their gradients: from the convolved x to what the scan reads of each token
 (`x_proj`), and from the low rank of the step sizes to channels (`dt_proj`).
 
-Both are multiplied in the dtype of the tokens and with zeros after the rank R, up to a width with which whole vectors
-can be loaded: `pad` puts the zeros in, `unpad` takes them out of the gradients.
+Products are in the dtype of the tokens. Zeros follow the rank R, up to a width that can be loaded in whole vectors:
+`pad` puts them in, `unpad` takes them out of the gradients.
 """
 
 import torch
@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(S, R + n, D) and (S, D, R) to (S, width + n, D) and (S, D, width) in `dtype`; the inputs themselves if there is
-    nothing to change."""
+    """Pad (S, R + n, D) and (S, D, R) to (S, width + n, D) and (S, D, width) in `dtype`. If there is nothing to change,
+    return the inputs themselves."""
     R = dt_proj.shape[2]
     if width == R:
         return x_proj.to(dtype), dt_proj.to(dtype)
@@ -25,7 +25,7 @@ def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tupl
 
 
 def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of `x_proj` and `dt_proj`, in their dtypes, from those of what `pad` returns, contiguous."""
+    """Return the gradients of `x_proj` and `dt_proj`, in their dtypes, from the contiguous ones of `pad`'s results."""
     R, width = dt_proj.shape[2], wide_dt.shape[2]
     if width != R:
         wide_x = torch.cat([wide_x[:, :R], wide_x[:, width:]], 1)
@@ -33,14 +33,14 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 
 
 def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
-    """The gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M). The gradient of x
+    """Return the gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M). The gradient of x
     is added to dx (S, T, D). All are contiguous."""
     dx.baddbmm_(dlow, projection)
     return _weight_grad(dlow, x)
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
-    """The gradient of the projection, (S, D, R), from that of the product, dstep (S, T, D). The gradient of
+    """Return the gradient of the projection, (S, D, R), from that of the product, dstep (S, T, D). The gradient of
     low is written to the first R columns of dlow."""
     R = projection.shape[2]
     torch.bmm(dstep, projection, out=dlow[..., :R])
@@ -48,8 +48,8 @@ def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tenso
 
 
 def _weight_grad(left: Tensor, right: Tensor) -> Tensor:
-    """left^T right for each set: (S, T, n) and (S, T, m) to (S, n, m). One product after the other, since only so the
-    library cuts the long sums of a small result."""
+    """Return left^T right for each set: (S, T, n) and (S, T, m) to (S, n, m). The products are separate, because only
+    then does the library split the long sums of a small result."""
     products = left.new_empty(len(left), left.shape[2], right.shape[2])
     for a, b, product in zip(left, right, products):
         torch.mm(a.t(), b, out=product)

@@ -26,12 +26,12 @@ from ...rules.base import Sizes, over_channels, over_states
 
 CHUNK = 8  # tokens from one saved state to the next
 
-# The most numbers that the states of a span have, if it is longer than a chunk.
+# The most numbers in the states of a span that is longer than one chunk.
 SPAN_ELEMENTS = 1 << 21
 
 
 def _time_first(scan: Scan, value: Tensor) -> Tensor:
-    """([2,] B, L, C) in the order of the tokens to (L, R, C) in the order of the scan."""
+    """Turn ([2,] B, L, C) in the order of the tokens into (L, R, C) in the order of the scan."""
     parts = stack(scan, value, 3)
     G, B, L, C = parts.shape
     out = value.new_empty(L, G, B, C, dtype=scan.accumulator)
@@ -42,7 +42,7 @@ def _time_first(scan: Scan, value: Tensor) -> Tensor:
 
 
 def _batch_first(scan: Scan, value: Tensor) -> Tensor:
-    """The inverse of `_time_first`: (L, R, C) to (G, B, L, C)."""
+    """Undo `_time_first`: turn (L, R, C) into (G, B, L, C)."""
     parts = value.unflatten(1, scan.sizes[:2]).unbind(1)
     return torch.stack(
         [(part.flip(0) if backward else part).transpose(0, 1) for part, backward in zip(parts, scan.reversed)]
@@ -50,7 +50,7 @@ def _batch_first(scan: Scan, value: Tensor) -> Tensor:
 
 
 def _inputs(scan: Scan) -> Any:
-    """`scan` as `d`."""
+    """Make `d` from `scan`."""
     G, B, L, D, N = scan.sizes
 
     def each(value: Tensor, ndim: int) -> Tensor:
@@ -77,25 +77,25 @@ def _inputs(scan: Scan) -> Any:
 
 
 def _spans(d: Any) -> list[slice]:
-    """Spans of time made of whole chunks."""
+    """Cut time into spans of whole chunks."""
     (L, R, D), N = d.x.shape, d.k.shape[-1]
     span = CHUNK * max(1, SPAN_ELEMENTS // max(1, CHUNK * R * D * N))
     return [slice(start, min(start + span, L)) for start in range(0, L, span)]
 
 
 def _cut(d: Any, t: slice) -> Any:
-    """The times `t`."""
+    """Return `d` for the tokens `t` alone."""
     fixed = ("D", "initial_state") if d.A_per_token else ("A", "D", "initial_state")
     return d._replace(**{name: value if name in fixed else value[t] for name, value in d.tensors().items()})
 
 
 def _rows(value: Tensor) -> tuple[Tensor, ...]:
-    """(T, b, C) to (b, 1, C) for each token."""
+    """Split (T, b, C) into (b, 1, C) for each token."""
     return value.unsqueeze(2).unbind(0)
 
 
 def _columns(value: Tensor) -> tuple[Tensor, ...]:
-    """(T, b, C) to (b, C, 1) for each token."""
+    """Split (T, b, C) into (b, C, 1) for each token."""
     return value.unsqueeze(3).unbind(0)
 
 
@@ -103,7 +103,7 @@ def _advance(d: Any, s: Sizes, state: Tensor) -> tuple[Tensor, Tensor, Tensor, O
     """Walk from `state` through the T tokens of `d`.
 
     Returns:
-        The states before the first token and after each, (T + 1, b, N, D); x, or for kind "error" the errors,
+        The states before the first token and after each, (T + 1, b, N, D); x, or the errors for kind "error",
         (T, b, D); eps times these, which is written along k, (T, b, D); the decays (T, b, N, D), or None for "error".
     """
     T, rule = len(d.x), rule_of(d)
@@ -129,19 +129,20 @@ def _advance(d: Any, s: Sizes, state: Tensor) -> tuple[Tensor, Tensor, Tensor, O
 
 
 def _read_out(d: Any, states: Tensor) -> Tensor:
-    """q_t S_t + D x_t, before the gate: (T, b, D)."""
+    """Return q_t S_t + D x_t, before the gate: (T, b, D)."""
     y = torch.matmul(d.q.unsqueeze(2), states).squeeze(2)
     return y if d.D is None else y.addcmul_(d.D, d.x)
 
 
 def saved_shape(scan: Scan) -> tuple[int, ...]:
-    """The shape of the states that `forward` saves."""
+    """Return the shape of the states that `forward` saves."""
     G, B, L, D, N = scan.sizes
     return G, ceil_div(L, CHUNK), B, N, D
 
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """
+    """Run the scan.
+
     Returns:
         y (`scan.output_shape`) in the dtype of x, the final state (`scan.state_shape`) in the dtype of sums, and the
         states at the starts of the chunks (`saved_shape`), empty unless `save_states`.
@@ -169,13 +170,13 @@ def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
     dkq: Optional[Pair] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The gradient of each tensor of `scan` by field, from those of y and of the final state and from what `forward`
-    saved.
+    """Return the gradient of each tensor of `scan`, by field. `dy` and `dfinal` are the gradients of y and of the final
+    state, `saved` is what `forward` saved.
 
     Args:
         dz: (B, L, D), for a gate that the directions share: a backend may write the gradient of z there instead.
-        dkq: two of (G, B, L, N), for k and q of which each direction has its own, side by side in the rows of one
-            tensor: a backend may write their gradients there instead.
+        dkq: two views (G, B, L, N), side by side in the rows of one tensor, if each direction has its own k and q: a
+            backend may write their gradients there instead.
     """
     G, B, L, D, N = scan.sizes
     if not saved.numel():
@@ -197,7 +198,7 @@ def backward(
     grads["initial_state"] = adjoint
 
     def original(name: str) -> Tensor:
-        """The gradient in the layout of `scan`, with a direction axis first."""
+        """Return the gradient in the layout of `scan`, with a direction axis first."""
         if name == "bias":
             return grads["step"].unflatten(1, (G, B)).sum((0, 2))  # (G, D)
         if name == "initial_state":

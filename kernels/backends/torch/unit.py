@@ -1,7 +1,7 @@
 """Keys and queries of unit length, before a scan: v^ = v / sqrt(||v||^2 + EPS).
 
-A vector much shorter than sqrt(EPS) = 1e-3 fades smoothly, to a zero where it is zero: then the token writes nothing,
-or reads nothing. The gradient is that of v^ times 1000 at most.
+A vector much shorter than sqrt(EPS) = 1e-3 fades smoothly to zero. A token with a zero key writes nothing, one with a
+zero query reads nothing. The gradient of v is at most 1000 times that of v^.
 """
 
 import torch
@@ -13,13 +13,14 @@ EPS = 1e-6
 
 
 def unit(v: Tensor) -> Tensor:
-    """v^ of v (.., N), in float32 (float64), where autograd can differentiate it."""
+    """Return v^ of v (.., N) in float32 (float64). Autograd can differentiate it."""
     v = v.to(wide(v))
     return v * torch.rsqrt(v.square().sum(-1, keepdim=True) + EPS)
 
 
 def forward(k: Tensor, q: Tensor) -> Pair:
-    """
+    """Scale keys and queries to unit length.
+
     Args:
         k, q: (.., N), of any float dtypes and strides; their other axes may differ.
 
@@ -30,11 +31,11 @@ def forward(k: Tensor, q: Tensor) -> Pair:
 
 
 def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor) -> None:
-    """Turns the gradients `dk` and `dq` of k^ and q^ into those of k and q, in place. Shapes are those of `forward`."""
+    """Turn the gradients `dk` and `dq` of k^ and q^ into those of k and q, in place. Shapes are those of `forward`."""
     for v, dv in ((k, dk), (q, dq)):
         v, along = v.to(wide(v)), dv.to(wide(v))
         scale = torch.rsqrt(v.square().sum(-1, keepdim=True) + EPS)
         n = v * scale
-        # A lone number is all but its sign: the difference would have no digits.
+        # With one number v^ is little more than its sign: the difference would lose all digits.
         across = along * (EPS * scale.square()) if v.shape[-1] == 1 else along - n * (n * along).sum(-1, keepdim=True)
         dv.copy_(across * scale)

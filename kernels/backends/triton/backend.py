@@ -1,4 +1,4 @@
-"""The Triton backend as an object. Only `dispatch.get_backend` imports it: Triton is optional."""
+"""The Triton backend as an object. Only `dispatch.get_backend` imports it, because Triton is optional."""
 
 from ...contract import REGIMES
 from .. import Backend
@@ -6,7 +6,7 @@ from . import chunks, conv, norm, projections, scan, unit
 
 
 class TritonBackend(Backend):
-    """What runs on a GPU and in Triton's interpreter. The two projections' forward passes are torch's."""
+    """The backend for GPUs and for Triton's interpreter. The forward passes of the two projections are torch's."""
 
     name = "triton"
     regimes = REGIMES

@@ -43,7 +43,7 @@ def _within(words, first, L, form):
 
 @triton.jit
 def _gate_back(dy, z, unscale):
-    """dy silu(z) / unscale, and dy silu'(z) / unscale."""
+    """Computes dy silu(z) / unscale, and dy silu'(z) / unscale."""
     sigmoid = reciprocal(1.0 + exp2(z * -LOG2E), True)
     dy = dy * (1.0 / unscale)
     h = dy * sigmoid
@@ -53,7 +53,7 @@ def _gate_back(dy, z, unscale):
 
 @triton.jit
 def _solve_pair(R, eps, between):
-    """U of the lane's two tokens (24): the first reads the second."""
+    """Solves (24) for U of the lane's two tokens; the first reads the second."""
     u1 = eps[1] * R[1]
     u3 = eps[3] * R[3]
     return eps[0] * (R[0] - between * u1), u1, eps[2] * (R[2] - between * u3), u3
@@ -74,7 +74,7 @@ def _shared(k, q, c, zero, lane, form):
 
 @triton.jit
 def _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp: tl.constexpr, form):
-    """Finds dO of a tile, and dz (8). The first direction IN_TURN leaves its read-out in the place of dz."""
+    """Computes dO of a tile, and dz (8). IN_TURN, the first direction leaves its read-out in the place of dz."""
     dO = ()
     dz = ()
     if form.HAS_Z:
@@ -97,7 +97,7 @@ def _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp: tl.conste
 
 @triton.jit
 def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp: tl.constexpr, form):
-    """Adds one tile of a chunk to what is `found` of the others."""
+    """Adds the results of one tile of a chunk to those `found` for the others."""
     zero = shared.zero
     w0 = chunk.w[2 * cp]
     w1 = chunk.w[2 * cp + 1]
@@ -222,8 +222,8 @@ def _backward_kernel(
     """Takes the chunks from the last to the first, for NW blocks of 16 CP channels of one sequence and direction.
 
     The state goes back by S - W K, from the states that were kept. dk and dq are this program's sums over its channels,
-    (blocks, G, B, L, 2 N); dD and dbias are sums over the tokens of each sequence, (G, B, D). IN_TURN there is one
-    launch for each `direction`: the second, OTHER, makes dz of its own read-out and the one that the first left there.
+    (blocks, G, B, L, 2 N); dD and dbias are sums over the tokens of each sequence, (G, B, D). IN_TURN, each `direction`
+    has its own launch: the second (OTHER) makes dz of its own read-out and of the one that the first left there.
     """
     D: tl.constexpr = form.D
     r = tl.arange(0, 32 * form.NW)

@@ -12,7 +12,7 @@ from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
 
 @triton.jit
 def _solve_pair(R, eps, linked):
-    """w of the lane's two tokens, given what the others of the chunk leave of x: the second reads the first."""
+    """Solves for w of the lane's two tokens, given what the chunk's others leave of x; the second reads the first."""
     w0 = eps[0] * R[0]
     w2 = eps[2] * R[2]
     return w0, eps[1] * R[1] - linked[0] * w0, w2, eps[3] * R[3] - linked[1] * w2
@@ -20,8 +20,8 @@ def _solve_pair(R, eps, linked):
 
 @triton.jit
 def _solve(base, eps, linked, G0, G1, form):
-    """Solves (21) for W of all tiles, as C lies, from what the state leaves of x. The tokens of lane t read those of
-    the lanes before, so each of four rounds makes one lane more of the quad right."""
+    """Solves (21) for W of all tiles, laid out as C, from what the state leaves of x. The tokens of lane t read those
+    of the lanes before, so each of four rounds completes one more lane of the quad."""
     R = base
     W = ()
     for turn in tl.static_range(4):
@@ -37,7 +37,7 @@ def _solve(base, eps, linked, G0, G1, form):
 
 @triton.jit
 def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
-    """Finds for chunk c: the words of the states before it, W, the transposed keys, and queries times keys."""
+    """Computes for chunk c: the words of the states before it, W, the transposed keys, and queries times keys."""
     g, t = lane.g, lane.t
     kT = tiles.each_transposed(chunk.k)
     minus_k = tiles.each_negated(chunk.k)
@@ -61,7 +61,7 @@ def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
 
 @triton.jit
 def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
-    """The states after a chunk (23) and y before its gate (22), both tile by tile as C lies; w is kept."""
+    """Computes the states after a chunk (23) and y before its gate (22), both tile by tile, laid out as C. Keeps w."""
     ys = ()
     new = ()
     for cp in tl.static_range(form.CP):
@@ -81,7 +81,7 @@ def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
 
 @triton.jit
 def _gate(values, zs, others, unscale, ADD: tl.constexpr, form):
-    """Adds `others` (if ADD) to what lies tile by tile as C, and multiplies by silu(z) / unscale."""
+    """Adds `others` (if ADD) to tiles laid out as C, and multiplies them by silu(z) / unscale."""
     out = ()
     for cp in tl.static_range(form.CP):
         o = part_of(values, cp, form.CP)
@@ -178,7 +178,7 @@ def _forward_kernel(
         first = 8 * c + 2 * lane.t
         at = (lane.origin + lane.sign * first) * D
         next_at = (lane.origin + lane.sign * (first + 1)) * D
-        early = first < L  # whose tokens are stored as they are, of the lane's first and second
+        early = first < L  # whether the lane's first token is stored as it is; next_early: whether the second is
         next_early = first + 1 < L
         others = ()
         if form.MEET:

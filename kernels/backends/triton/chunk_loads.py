@@ -3,8 +3,8 @@
 A warp takes CP tiles of 16 channels of one sequence and direction. In the matrices of a tile rows are channels: rows g
 and g + 8 are a pair of neighbours, which share a word in memory. Columns are the 8 tokens of a chunk, or states: lane
 4 g + t holds tokens 2t and 2t + 1 of pair g, and states t N / 4 to (t + 1) N / 4 - 1, two to a word, so NP = N / 8
-words. "As C lies" means the four numbers of a tile that `fragments` draws: both tokens of the first channel, then of
-the second. Chunks count in the order of the scan. A tensor has one number for each lane, a tuple several.
+words. "Laid out as C" means the four numbers of a tile that `fragments` draws: both tokens of the first channel, then
+of the second. Chunks count in the order of the scan. A tensor has one number for each lane, a tuple several.
 """
 
 from collections import namedtuple
@@ -65,7 +65,7 @@ def states_at(ptr, lane, stride_g, stride_b, stride):
 
 @triton.jit
 def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
-    """The logits: at low rank as keys, else as x."""
+    """Locates the logits: as keys are if they are at low rank, else as x is."""
     if form.RP > 0:
         row = ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (2 * form.RP)
     else:
@@ -76,7 +76,7 @@ def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
 
 @triton.jit
 def written_at(ptr, lane, sequence, chunks, form):
-    """Where the lane's w of a sequence begin, (chunks, pairs of channels, 4) of two words: two tokens of a channel."""
+    """Locates the lane's w of a sequence, (chunks, pairs of channels, 4) of two words: two tokens of each channel."""
     words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     return words + sequence * chunks * (2 * form.D) + (lane.d * 2 + lane.t)
 
@@ -117,7 +117,7 @@ def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.con
 @triton.jit
 def load_scalar(place, tokens, token, HOW: tl.constexpr):
     """Loads the logit that all channels share into the low half of a word."""
-    # Copies are of whole words: that in which the number lies.
+    # Copies take whole words: here the one in which the number lies.
     at = (tokens.row + token * tokens.stride).to(tl.int64)
     words = read(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), place > 0, 1, True, HOW)
     if HOW == TAKE:
@@ -127,7 +127,7 @@ def load_scalar(place, tokens, token, HOW: tl.constexpr):
 
 @triton.jit
 def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
-    """Loads w and dy of chunk c, which the backward pass reads besides."""
+    """Loads w and dy of chunk c, which only the backward pass reads."""
     first = 8 * c + 2 * lane.t
     SLOT: tl.constexpr = 256 * form.NW
     OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
@@ -145,7 +145,7 @@ def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
 
 @triton.jit
 def _load_chunk(place, rows, lane, c, meeting, HOW: tl.constexpr, form):
-    """Loads chunk c; the last token is repeated beyond the end, and the first chunk before the start. z is of no use
+    """Loads chunk c; the last token is repeated beyond the end, and the first chunk before the start. z is not needed
     before the directions meet."""
     w = ()
     dy = ()
@@ -197,7 +197,7 @@ def start_chunk(place, rows, lane, meeting, n, c, form):
 
 @triton.jit
 def next_chunk(place, rows, lane, meeting, n, c, form):
-    """Takes chunk c, the n-th, from shared memory, to which a later one then starts on its way."""
+    """Takes chunk c, the n-th, from shared memory, and starts the copies of a later one."""
     wait_group(form.WAIT, place)
     chunk = _load_chunk(place + n % form.STAGES * form.STAGE, rows, lane, c, meeting, TAKE, form)
     then = n + form.STAGES - 1
@@ -224,7 +224,7 @@ def store_channels(ptr, words, left, ok, form):
 
 @triton.jit
 def put_tokens(row, at, next_at, values, left, ok, next_ok, form):
-    """Stores in 16 bits what lies tile by tile as C: the lane's two tokens, where `ok` and `next_ok`."""
+    """Stores tiles laid out as C in 16 bits: the lane's two tokens, where `ok` and `next_ok`."""
     early = ()
     late = ()
     for cp in tl.static_range(form.CP):
@@ -236,7 +236,7 @@ def put_tokens(row, at, next_at, values, left, ok, next_ok, form):
 
 @triton.jit
 def keep_projection(place, ptr, lane, form):
-    """Keeps a lane's share of the projection (D, 8 RP) that makes logits in shared memory: for each tile the words of
+    """Keeps in shared memory a lane's share of the projection (D, 8 RP) that makes logits: for each tile the words of
     both channels, as the left operand of a product."""
     pairs = (ptr + lane.d * (8 * form.RP) + lane.t * (2 * form.RP)).to(tl.pointer_type(tl.int32), bitcast=True)
     for cp in tl.static_range(form.CP):
@@ -258,7 +258,7 @@ def kept_projection(place, cp: tl.constexpr, form):
 
 @triton.jit
 def load_state(row, lane, stride_d, stride_n, form):
-    """Loads the states of a lane's tiles, tile by tile as C lies, from row[d, state]."""
+    """Loads the states of a lane's tiles, laid out as C, from row[d, state]."""
     S = ()
     for i in tl.static_range(form.CP * form.NP):
         pair = 2 * (i // form.NP)
@@ -272,7 +272,7 @@ def load_state(row, lane, stride_d, stride_n, form):
 
 @triton.jit
 def store_state(row, lane, S, form):
-    """Stores the same to contiguous (D, N) in float32."""
+    """Stores such states to a contiguous (D, N) in float32."""
     for i in tl.static_range(form.CP * form.NP):
         pair = 2 * (i // form.NP)
         at = row + (lane.d + pair) * form.N + (lane.state + 2 * (i % form.NP))

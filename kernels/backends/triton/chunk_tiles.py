@@ -9,7 +9,7 @@ from .fragments import exp2, from_lane, high, low, packed, product_8, product_16
 from .lanes import LOG2E, reciprocal
 
 SIGNS = tl.constexpr(-2147450880)  # the sign bits of both halves of a word
-# e = exp(-logit) stays below 2^125, so that eps e has a value; float32 cannot show eps there.
+# Keeps e = exp(-logit) below 2^125, so that eps e is not 0 times infinity. Beyond, float32 could not show eps.
 MAX_EXPONENT = tl.constexpr(125.0)
 
 
@@ -28,7 +28,7 @@ def sum_of(o, other):
 
 @triton.jit
 def numbers(words, cp: tl.constexpr, form):
-    """A tile's tokens in float32, as C lies, from the words of `load_pair`."""
+    """Makes float32 of the words of `load_pair`: a tile's tokens, laid out as C."""
     return low(words[cp]), low(words[form.CP + cp]), high(words[cp]), high(words[form.CP + cp])
 
 
@@ -39,7 +39,7 @@ def times_skip(x, skip, cp: tl.constexpr):
 
 @triton.jit
 def over_states(c, a, b, NP: tl.constexpr):
-    """c + A B, summing over the states; `a` has, for each word of states, the words of rows g and g + 8."""
+    """Returns c + A B, summed over the states; `a` has, for each word of states, the words of rows g and g + 8."""
     for j in tl.static_range(NP // 2):
         c = product_16(c, a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3], b[2 * j], b[2 * j + 1])
     if NP % 2 == 1:
@@ -49,7 +49,7 @@ def over_states(c, a, b, NP: tl.constexpr):
 
 @triton.jit
 def words_of(S, NP: tl.constexpr):
-    """A tile's states, rounded to bfloat16, as the left operand of a product."""
+    """Rounds a tile's states to bfloat16, as the left operand of a product."""
     words = ()
     for i in tl.static_range(2 * NP):
         words = words + (packed(S[2 * i], S[2 * i + 1]),)
@@ -74,7 +74,7 @@ def each_negated(words):
 
 @triton.jit
 def products_of_tokens(k, q, zero, lane, NP: tl.constexpr):
-    """k_g . k_2t, k_g . k_2t+1, and in one word q_g . k_2t and q_g . k_2t+1, zero where the key comes later."""
+    """Returns k_g . k_2t, k_g . k_2t+1, and in one word q_g . k_2t and q_g . k_2t+1, zero where the key comes later."""
     a = ()
     for j in tl.static_range(NP):
         a = a + (k[j], q[j])
@@ -86,8 +86,8 @@ def products_of_tokens(k, q, zero, lane, NP: tl.constexpr):
 
 @triton.jit
 def own_products(G0, G1, t, tokens):
-    """The product of the keys of tokens 2t and 2t + 1, and 1 + ||k||^2 of each: infinite, so that eps is zero, from
-    token `tokens` of the chunk on."""
+    """Returns the product of the keys of tokens 2t and 2t + 1, and 1 + ||k||^2 of each. From token `tokens` of the
+    chunk on the latter is infinite, so that eps is zero."""
     n0 = from_lane(G0, 9 * t)
     between = from_lane(G0, 9 * t + 4)
     n1 = from_lane(G1, 9 * t + 4)
@@ -98,8 +98,8 @@ def own_products(G0, G1, t, tokens):
 
 @triton.jit
 def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, form):
-    """eps and e = exp(-logit) of a tile (1), each as C lies. With RP, `words` are at low rank, and `kept` has the
-    projection."""
+    """Computes eps and e = exp(-logit) of a tile (1), each laid out as C. With RP, `words` are at low rank, and `kept`
+    has the projection."""
     if form.SCALAR:
         e0 = exp2(tl.minimum(low(words[0]) * -LOG2E + bias[0], MAX_EXPONENT))
         e1 = exp2(tl.minimum(low(words[1]) * -LOG2E + bias[0], MAX_EXPONENT))

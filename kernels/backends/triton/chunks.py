@@ -1,4 +1,4 @@
-"""The exact rule in chunks on tensor cores: when it can run so, and with what its kernels are launched."""
+"""The exact rule in chunks on tensor cores: when it can run so, and how its kernels are launched."""
 
 from typing import Any, NamedTuple, Optional
 
@@ -17,7 +17,7 @@ CHUNK = 8
 # Chunks from one kept state to the next: the backward pass goes back from those by differences.
 ANCHOR = 32
 STATES = (8, 16, 32)
-# The ranks of logits that the kernels can make, and the most states then: more leave no room to load ahead.
+# The kernels can make logits of these ranks, with at most so many states: more leave no room to load ahead.
 _RANKS, _RANK_STATES = (8, 16, 24), 16
 _SHARED = 48 << 10  # bytes that a program may reserve
 _FAR = 2**31  # the offsets of a sequence's tokens have 32 bits
@@ -29,7 +29,7 @@ class Shape(NamedTuple):
     pairs: int
     warps: int
     registers: Optional[int] = None
-    stages: int = 2  # chunks that shared memory holds, the one at hand and those under way
+    stages: int = 2  # chunks that shared memory holds, the present one and those being copied
 
     @property
     def channels(self) -> int:
@@ -37,7 +37,7 @@ class Shape(NamedTuple):
         return 16 * self.pairs * self.warps
 
 
-# Found on an H200 with 16 states: where there is work for all of the GPU, and where there is little.
+# The fastest on an H200 with 16 states: for work that fills the GPU, and for less.
 _SHAPES = {
     "forward": (Shape(4, 2, 168, 3), Shape(1, 1, None, 4)),
     "backward": (Shape(2, 4, 168, 2), Shape(1, 2, None, 4)),
@@ -60,7 +60,7 @@ def choose(kernel: str, scan: Scan) -> Shape:
 
 
 def obstacle(scan: Scan) -> Optional[str]:
-    """Why `scan` cannot run in chunks; None if it can."""
+    """Say why `scan` cannot run in chunks; None if it can."""
     _, _, L, D, N = scan.sizes
     if scan.rule != "exact":
         return f"rule={scan.rule!r} has no chunked form here"
@@ -81,10 +81,10 @@ def obstacle(scan: Scan) -> Optional[str]:
 
 
 def chosen(scan: Scan) -> bool:
-    """Whether `scan` runs in chunks.
+    """Tell whether `scan` runs in chunks.
 
     Raises:
-        ValueError: it has to, by its regime, and cannot.
+        ValueError: its regime demands chunks, and it cannot run in them.
     """
     if scan.regime not in ("auto", "chunked"):
         return False
@@ -95,48 +95,48 @@ def chosen(scan: Scan) -> bool:
 
 
 def takes_projection(scan: Scan) -> bool:
-    """Whether the kernels make the logits of `scan` while they read its `step` at low rank."""
+    """Tell whether the kernels can make the logits of `scan` from its `step` at low rank."""
     rank = 0 if scan.step_proj is None else scan.step_proj.shape[-1]
     return rank in _RANKS and scan.sizes[4] <= _RANK_STATES and chosen(scan)
 
 
 def saved_shape(scan: Scan) -> tuple[int, ...]:
-    """The shape of what the backward pass starts from: w of every token in bfloat16, and some states, as float32."""
+    """Return the float32 shape of what the backward pass starts from: each token's w, in bfloat16, and some states."""
     G, B, L, D, N = scan.sizes
     chunks = ceil_div(L, CHUNK)
     return (G * B * D * (chunks * 4 + ceil_div(chunks, ANCHOR) * N),)
 
 
 def _fits(value: Tensor, size: int) -> bool:
-    """Whether one load can take `size` 16-bit numbers of a row, and all rows of a sequence are within reach."""
+    """Tell whether one load can take `size` 16-bit numbers of a row, and offsets reach all rows of a sequence."""
     *strides, last = value.stride()
     whole = value.data_ptr() % (2 * size) == 0 and all(s % size == 0 for s in strides)
     return whole and last == 1 and value.shape[-2] * strides[-1] < _FAR
 
 
 def _placed(value: Tensor, size: int) -> Tensor:
-    """`value`, or a copy that `_fits`."""
+    """Return `value`, or a copy that `_fits`."""
     return value if _fits(value, size) else value.clone(memory_format=torch.contiguous_format)
 
 
 def _combined(scan: Scan) -> bool:
-    """Whether y is one sum of both directions under one gate."""
+    """Tell whether y is one sum of both directions with one gate."""
     return scan.direction == "both" and scan.combine != "none" and (scan.z is None or scan.z.ndim == 3)
 
 
 def _word(shape: Shape, D: int, channels: int) -> int:
-    """The number of channels that one load takes: 4 if each lane has as many, and all of them exist."""
+    """Return the number of channels that one load takes: 4 if each lane has as many, and all of them exist; else 2."""
     return 4 if shape.pairs % 2 == 0 and D % channels == 0 else 2
 
 
 def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dict[str, Any]:
-    """The arguments that both kernels take. A program has `channels` of one sequence. `others` are the tensors that the
-    backward kernel reads or writes as it reads x."""
+    """Return the arguments that both kernels take. A program has `channels` of one sequence. `others` are the tensors
+    that the backward kernel reads or writes as it reads x."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     rank = 0 if scan.step_proj is None else scan.step_proj.shape[-1]
     scalar = not rank and scan.tensors()["step"].shape[-1] == 1
-    # What one load takes of channels, states and low-rank numbers.
+    # How many channels, states and low-rank numbers one load takes.
     word = _word(shape, D, channels)
     states, ranks = (4 if numbers % 16 == 0 else 2 for numbers in (N, rank))
     sizes = {"x": word, "k": states, "q": states}
@@ -173,12 +173,12 @@ def _parts(launch: Launch, saved: Tensor) -> dict[str, Tensor]:
 
 
 def forward(launch: Launch, save: bool, output: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """y (G, B, L, D), or (B, L, D) if the directions are combined already, the final state (G, B, D, N) and what is
-    kept."""
+    """Return y (G, B, L, D), or (B, L, D) if the directions are combined already, the final state (G, B, D, N) and what
+    is kept."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     shape = choose("forward", scan)
-    # Of few programs each has the longer way where they meet.
+    # With few programs, directions that meet in one program would only make it take longer.
     meet = output and _combined(scan) and shape.warps > 1
     y = scan.x.new_empty((B, L, D) if meet else (G, B, L, D) if output else (0,))
     final = scan.x.new_empty(G, B, D, N, dtype=torch.float32)
@@ -198,16 +198,16 @@ def backward(
     launch: Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dz: Optional[Tensor],
     dkq: Optional[Pair] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """The gradients by field, with a direction axis, float32 where a sum over directions or channels may follow. That
-    of z has no such axis if it is summed already, and is `dz` itself if the kernel can write there. Those of k and q
-    are `dkq`, if given."""
+    """Return the gradients by field, with a direction axis, float32 where a sum over directions or channels may follow.
+    That of z has no such axis if it is summed already, and is `dz` itself if the kernel can write there. Those of k and
+    q are `dkq`, if given."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     shape = choose("backward", scan)
     blocks = ceil_div(D, shape.channels)
     word = _word(shape, D, shape.channels)
     dy = _placed(dy, word)
-    # Where one direction keeps all schedulers busy, the second comes after it and adds to its results.
+    # If one direction keeps all schedulers busy, the second runs after it and adds to its results.
     busy = B * blocks * shape.warps >= 8 * multiprocessors(scan.x.device)
     in_turn = scan.z is not None and _combined(scan) and busy
     in_place = in_turn or (scan.z is not None and G == 1)

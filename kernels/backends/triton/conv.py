@@ -28,8 +28,8 @@ _FORWARD_PART = 16
 _BACKWARD_PART = 8
 _SHORTEST = 32  # tokens of a segment: each repeats K - 1 tokens of its neighbours
 
-# A length or a stride compiles nothing anew. Strides are in units of UNIT: where that is 16, the compiler sees that
-# numbers side by side may be loaded together.
+# No length or stride compiles a kernel anew. Strides are in units of UNIT: if that is 16, the compiler sees that
+# neighbouring numbers may be loaded together.
 _kernel = kernel(["weight_ptr", "bias_ptr"])
 
 
@@ -76,7 +76,7 @@ def _but_first(values):
 
 @triton.jit
 def _convolve(window, weight, bias, K: tl.constexpr, FUTURE: tl.constexpr):
-    """Finds the pre-activation, (1, BC), of the last of K tokens or (FUTURE) of the first, which sees those after."""
+    """Computes the pre-activation, (1, BC), of the last of K tokens or (FUTURE) of the first, which sees later ones."""
     total = bias
     for i in tl.static_range(K):
         total += weight[i] * window[K - 1 - i if FUTURE else i]
@@ -101,7 +101,7 @@ def _conv_forward_kernel(
     block, segment, b, _ = work_of(blocks, segments)
     d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
     PAST: tl.constexpr = K - 1
-    AHEAD: tl.constexpr = PAST if REVERSED else 0  # of the last token read, from the one computed
+    AHEAD: tl.constexpr = PAST if REVERSED else 0  # tokens from the one computed to the last one read
     begin = segment * span
     end = tl.minimum(begin + span, L + PAST if G == 2 else L)
     x_step = x_l.to(tl.int64) * UNIT
@@ -140,10 +140,10 @@ def _conv_backward_kernel(
     D: tl.constexpr, K: tl.constexpr, G: tl.constexpr, REVERSED: tl.constexpr, BC: tl.constexpr, U: tl.constexpr,
     WHOLE: tl.constexpr, UNIT: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Finds dx of a segment's tokens, for BC channels of one sequence, and the segment's part of the other gradients.
+    """Computes dx of a segment's tokens, for BC channels of one sequence, and its part of the other gradients.
 
     dx of token u takes the gradients of K pre-activations: of u and the tokens after it in the first direction, of u
-    and those before it in the second. They roll on in windows, as x does, and those of other segments are found again.
+    and those before it in the second. They move through windows, as x does; those of other segments are computed again.
     A weight's gradient sums, over the tokens u, x of u times the gradient that the weight connects it with. So each
     token of x is counted once, by its own program, and zeros beyond the end need no mask. `sums` is
     (B, segments, G, K + 1, D): the gradients of the K weights and the bias.
@@ -151,7 +151,7 @@ def _conv_backward_kernel(
     block, segment, b, _ = work_of(blocks, segments)
     d, d_ok, _ = channels_of(block, D, 1, 1, BC, WHOLE)
     PAST: tl.constexpr = K - 1
-    AHEAD: tl.constexpr = 0 if REVERSED else PAST  # of the last gradient read, from the token of dx
+    AHEAD: tl.constexpr = 0 if REVERSED else PAST  # tokens from that of dx to the last gradient read
     begin = segment * span
     end = tl.minimum(begin + span, L)
     x_step = x_l.to(tl.int64) * UNIT
@@ -177,7 +177,7 @@ def _conv_backward_kernel(
     weight = _load_floats(weight_ptr + d * K, K, 1)
     bias = _load_floats(bias_ptr + d, G, D)
 
-    grads = ()  # of the pre-activations that the present step's dx needs
+    grads = ()  # those of the pre-activations that dx of the present step needs
     grads2 = ()
     for j in tl.static_range(PAST):
         window = window + (early_xs[j].to(tl.float32),)
@@ -237,7 +237,7 @@ def _conv_backward_kernel(
 
 
 def _cut(L: int, programs: int, device: torch.device, part: int) -> tuple[int, int]:
-    """Cuts a walk of L steps, `programs` of which run, into (segments, span), span a multiple of `part`. Segments make
+    """Cut a walk of L steps, `programs` of which run, into (segments, span), span a multiple of `part`. Segments make
     about two rounds of 24 programs on each multiprocessor, unless whole walks fill most of one round."""
     capacity = 24 * multiprocessors(device)
     segments = 1 if 3 * programs >= 2 * capacity else 2 * capacity // max(programs, 1)
@@ -248,7 +248,7 @@ def _cut(L: int, programs: int, device: torch.device, part: int) -> tuple[int, i
 def _prepare(
     steps: int, part_bytes: int, x: Tensor, weight: Tensor, bias: Tensor, reversed: bool, **others: Tensor
 ) -> tuple[int, dict]:
-    """Prepares a walk of `steps` steps: (programs, arguments). `others` are y, dy and dx."""
+    """Prepare a walk of `steps` steps: return (programs, arguments). `others` are y, dy and dx."""
     refuse_float64(x)
     B, L, D = x.shape
     G, _, K = weight.shape
@@ -270,7 +270,7 @@ def _prepare(
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out: Optional[Tensor] = None) -> Tensor:
-    """As `backends.torch.conv.forward`."""
+    """See `backends.torch.conv.forward`."""
     G, _, K = weight.shape
     y = x.new_empty(G, *x.shape) if out is None else out
     programs, args = _prepare(x.shape[1] + (G - 1) * (K - 1), _FORWARD_PART, x, weight, bias, reversed, y=y)
@@ -283,7 +283,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, reversed: bool = False, out
 def backward(
     dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, reversed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """As `backends.torch.conv.backward`."""
+    """See `backends.torch.conv.backward`."""
     (B, L, D), (G, _, K) = x.shape, weight.shape
     programs, args = _prepare(L, _BACKWARD_PART, x, weight, bias, reversed, dy=dy, dx=dx)
     sums = x.new_empty(B * args["segments"], G, K + 1, D, dtype=torch.float32)

@@ -17,9 +17,9 @@ def _finish_rows_kernel(
     sums_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks,
     GROUPS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Sums the blocks' rows. STRIDE, between rows of dk and dq, is a constant: else numbers are stored one by one."""
+    """Sums the blocks' rows. STRIDE, between rows of dk and dq, is a constant; else numbers are stored one by one."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
-    column = tl.arange(0, BLOCK)[None, :]  # of the groups side by side
+    column = tl.arange(0, BLOCK)[None, :]  # the groups stand side by side
     ok = (row < rows) & (column < GROUPS * N)
     at = sums_ptr + row * (GROUPS * N) + column
     total = tl.zeros([R, BLOCK], tl.float32)
@@ -33,11 +33,11 @@ def _finish_rows_kernel(
 
 
 def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pair] = None) -> list[Tensor]:
-    """The gradients (G, B, L, N) of k, q and perhaps a token's A, from their float32 parts `sums`
+    """Return the gradients (G, B, L, N) of k, q and perhaps a token's A, from their float32 parts `sums`
     (blocks, G, B, L, 2 N or 3 N). Those of k and q are written to `dkq`, if given."""
     (blocks, G, B, L, _), N = sums.shape, k.shape[-1]
     rows = G * B * L
-    # A sum over directions wants all digits.
+    # If directions are summed afterwards, all digits are kept.
     grads = [
         sums.new_empty(G, B, L, N, dtype=value.dtype if value.ndim == 4 or G == 1 else torch.float32)
         for value in ((k, q, *A) if dkq is None else A)
@@ -78,7 +78,7 @@ def _finish_columns_kernel(
 
 
 def sum_sequences(*values: Tensor) -> list[Tensor]:
-    """Sums one or two contiguous float32 tensors (G, ..., D) of one shape over all axes between: (G, D) each."""
+    """Sum one or two contiguous float32 tensors (G, ..., D) of one shape over all axes between: (G, D) each."""
     G, D = values[0].shape[0], values[0].shape[-1]
     sums = [value.new_empty(G, D) for value in values]
     parts = values[0].numel() // (G * D)
@@ -99,13 +99,13 @@ def _finish_taps_kernel(
     total = _sum_parts(sums_ptr, column, parts, SIZE, R, C)
     ok = column < SIZE
     d, tap = column % D, column // D % (K + 1)
-    channel = column // (D * (K + 1)) * D + d  # of all directions'
+    channel = column // (D * (K + 1)) * D + d  # counted over all directions
     tl.store(dweight_ptr + channel * K + tap, total, mask=ok & (tap < K))
     tl.store(dbias_ptr + channel, total, mask=ok & (tap == K))
 
 
 def sum_taps(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of a convolution's weight, (G, D, K), and bias, (G, D), from their float32 parts
+    """Return the gradients of a convolution's weight, (G, D, K), and bias, (G, D), from their float32 parts
     (parts, G, K + 1, D)."""
     parts, G, taps, D = sums.shape
     dweight, dbias = sums.new_empty(G, D, taps - 1), sums.new_empty(G, D)
@@ -130,7 +130,7 @@ def _add_kernel(
 
 
 def add_directions(pair: Tensor, out: Tensor) -> None:
-    """Writes pair[0] + pair[1] to `out` (B, L, D), whose last axis is contiguous; torch.add takes twice as long."""
+    """Write pair[0] + pair[1] to `out` (B, L, D), whose last axis is contiguous; torch.add takes twice as long."""
     B, L, D = out.shape
     block = power_of_2(D)
     with torch.cuda.device_of(out):

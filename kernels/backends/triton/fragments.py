@@ -25,7 +25,7 @@ import triton.language as tl
 
 
 def _product(kind: str, columns: int, words: int, b_words: int) -> tuple[tl.constexpr, tl.constexpr]:
-    """The PTX of C += A B, where A has 16 rows and B 8 columns, and its constraints."""
+    """Write the PTX of C += A B, where A has 16 rows and B 8 columns, and its constraints."""
     a = ", ".join(f"${4 + i}" for i in range(words))
     b = ", ".join(f"${4 + words + i}" for i in range(b_words))
     c = ", ".join(f"${4 + words + b_words + i}" for i in range(4))
@@ -41,7 +41,7 @@ _MMA_TF32, _MMA_TF32_CONSTRAINTS = _product("tf32", 8, 4, 2)
 
 @triton.jit
 def product_8(c, a0, a1, b0):
-    """c + A B of 16-bit numbers, summing over 8."""
+    """Returns c + A B of 16-bit numbers, summed over 8."""
     return tl.inline_asm_elementwise(
         _MMA_8, _MMA_8_CONSTRAINTS, [a0, a1, b0, c[0], c[1], c[2], c[3]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
@@ -49,7 +49,7 @@ def product_8(c, a0, a1, b0):
 
 @triton.jit
 def product_16(c, a0, a1, a2, a3, b0, b1):
-    """c + A B of 16-bit numbers, summing over 16."""
+    """Returns c + A B of 16-bit numbers, summed over 16."""
     return tl.inline_asm_elementwise(
         _MMA_16, _MMA_16_CONSTRAINTS, [a0, a1, a2, a3, b0, b1, c[0], c[1], c[2], c[3]],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=True, pack=1)  # fmt: skip
@@ -62,7 +62,7 @@ def bits(v):
 
 @triton.jit
 def product_tf32(c, a, b0, b1):
-    """c + A B of float32 cut to TF32, summing over 8; A as C lies."""
+    """Returns c + A B of float32 cut to TF32, summed over 8; A is laid out as C."""
     return tl.inline_asm_elementwise(
         _MMA_TF32, _MMA_TF32_CONSTRAINTS,
         [bits(a[0]), bits(a[2]), bits(a[1]), bits(a[3]), bits(b0), bits(b1), c[0], c[1], c[2], c[3]],
@@ -71,7 +71,7 @@ def product_tf32(c, a, b0, b1):
 
 @triton.jit
 def transposed(word):
-    """Transposes an 8 x 8 matrix of 16-bit numbers that lies as C's rows g: it then lies as a B."""
+    """Transposes an 8 x 8 matrix of 16-bit numbers that is laid out as C's rows g: it is then laid out as a B."""
     return tl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [word], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -79,7 +79,7 @@ def transposed(word):
 
 @triton.jit
 def from_lane(v, lane):
-    """The float32 that lane number `lane` of the warp holds."""
+    """Returns the float32 that lane number `lane` of the warp holds."""
     return tl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, lane], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -87,7 +87,7 @@ def from_lane(v, lane):
 
 @triton.jit
 def sum_lanes(v, lane, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Sums over the lanes whose numbers differ in COUNT bits from FIRST on: 1, 2 is a quad, 4, 3 all lanes of one t."""
+    """Sums over lanes whose numbers differ in COUNT bits from FIRST on: 1, 2 are a quad; 4, 3 the lanes of equal t."""
     for i in tl.static_range(COUNT):
         v = v + tl.inline_asm_elementwise(
             "shfl.sync.bfly.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [v, lane * 0 + (FIRST << i)], dtype=tl.float32,
@@ -97,7 +97,7 @@ def sum_lanes(v, lane, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def packed(low, high):
-    """Two float32, rounded to bfloat16, in one word."""
+    """Rounds two float32 to bfloat16 and puts them into one word."""
     return tl.inline_asm_elementwise(
         "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [low, high], dtype=tl.int32, is_pure=True, pack=1
     )
@@ -105,7 +105,7 @@ def packed(low, high):
 
 @triton.jit
 def low(word):
-    """The left number of a word of two bfloat16, as float32."""
+    """Returns the left number of a word of two bfloat16, as float32."""
     return (word << 16).to(tl.float32, bitcast=True)
 
 
@@ -116,14 +116,14 @@ def high(word):
 
 @triton.jit
 def exp2(v):
-    # Triton's own guards subnormal results, at three instructions.
+    # Triton's own function spends three instructions on subnormal results.
     return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [v], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def probe(index):
-    """Zero, or NaN where element `index` of a tensor does not belong to lane index % 32: a wrong layout must not give
-    a wrong number."""
+    """Returns zero, or NaN where element `index` of a tensor does not belong to lane index % 32: a wrong layout must
+    not give a wrong number."""
     return tl.inline_asm_elementwise(
         "{ .reg .u32 lane, own; .reg .pred p; mov.u32 lane, %laneid; and.b32 own, $1, 31; setp.ne.u32 p, own, lane; "
         "selp.f32 $0, 0f7FFFFFFF, 0f00000000, p; }",
@@ -131,7 +131,7 @@ def probe(index):
 
 
 def room(size: int) -> str:
-    """PTX that reserves `size` bytes of shared memory for a program and gives their address."""
+    """Write PTX that reserves `size` bytes of shared memory for a program and gives their address."""
     return f"{{ .shared .align 16 .b8 room[{size}]; mov.u32 $0, room; }}"
 
 
@@ -154,7 +154,7 @@ def get_shared(address):
     )
 
 
-# How a kernel reads: at once; by a copy into shared memory that it starts; what such a copy brought.
+# How a kernel reads: directly; by starting a copy into shared memory; by taking what such a copy brought.
 DIRECT, START, TAKE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -198,7 +198,7 @@ def end_group(place):
 
 
 def wait(groups: int) -> str:
-    """PTX that waits until no more than the last `groups` groups of copies are under way."""
+    """Write PTX that waits until no more than the last `groups` groups of copies are under way."""
     return f"cp.async.wait_group {groups}; mov.u32 $0, $1;"
 
 

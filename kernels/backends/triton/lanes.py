@@ -14,15 +14,15 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-# The kernels are decorated by it, so the variable must be set before the first import.
+# Decorating kernels depends on it, so the variable must be set before the first import.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def kernel(
     unaligned: Sequence[str] = (), specialized: Sequence[str] = (), form: Any = None
 ) -> Callable[[Callable[..., None]], Any]:
-    """`triton.jit`, but other numbers compile nothing anew unless they are in `specialized`, nor do other addresses of
-    pointers in `unaligned`. `form` is the namedtuple of the argument `form`."""
+    """Decorate by `triton.jit`, but compile nothing anew for other numbers, unless they are in `specialized`, or for
+    other addresses of pointers in `unaligned`. `form` is the namedtuple of the argument `form`."""
 
     # A pointer and its strides would read better as one tuple, too, but Triton specialises the members of a tuple
     # whatever `do_not_specialize` says, so that another stride would be another kernel.
@@ -44,7 +44,7 @@ def kernel(
 
 
 def form_of(form: Any, args: dict[str, Any]) -> Any:
-    """Collects a kernel's constants from the arguments of a launch. A missing one is False."""
+    """Collect a kernel's constants from the arguments of a launch. A missing one is False."""
     values = {name: args.get(name, False) for name in form._fields}
     if INTERPRETED:
         return SimpleNamespace(**values)  # the interpreter would make tensors of the numbers in a tuple
@@ -53,7 +53,7 @@ def form_of(form: Any, args: dict[str, Any]) -> Any:
 
 @cache
 def target_of(device: torch.device) -> Optional[GPUTarget]:
-    """The backend, architecture and warp size that Triton compiles for; None where it interprets."""
+    """Return the backend, architecture and warp size that Triton compiles for; None where it interprets."""
     if INTERPRETED or device.type != "cuda":
         return None
     with torch.cuda.device(device):
@@ -61,31 +61,31 @@ def target_of(device: torch.device) -> Optional[GPUTarget]:
 
 
 def takes_ptx(device: torch.device, capability: int = 0) -> bool:
-    """Whether kernels on `device` may hold PTX that needs at least this compute capability, 80 for 8.0."""
+    """Tell whether kernels on `device` may hold PTX that needs at least this compute capability, 80 for 8.0."""
     target = target_of(device)
     return target is not None and target.backend == "cuda" and target.arch >= capability
 
 
 def on_hopper(device: torch.device) -> bool:
-    """Whether kernels on `device` run on a Hopper, or are interpreted."""
+    """Tell whether kernels on `device` run on a Hopper, or are interpreted."""
     target = target_of(device)
     return target is None or target.backend == "cuda" and 90 <= target.arch < 100
 
 
 def warp_lanes(device: torch.device) -> int:
-    """64 on AMD's data-centre GPUs, 32 on all others."""
+    """Return the lanes of a warp: 64 on AMD's data-centre GPUs, 32 on all others."""
     target = target_of(device)
     return 32 if target is None else target.warp_size
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
-TENSOR_CORES = 80  # the capability of a GPU that multiplies bfloat16 and TF32 matrices
-_INTERPRETED = tl.constexpr(INTERPRETED)  # as kernels may read it
+TENSOR_CORES = 80  # the compute capability from which on GPUs multiply bfloat16 and TF32 matrices
+_INTERPRETED = tl.constexpr(INTERPRETED)  # for kernels, which read constexprs only
 
 
 @triton.jit
 def operand(value):
-    """Makes `value` an operand of `tl.dot`: the interpreter multiplies bfloat16 as if its bits were integers."""
+    """Makes `value` an operand of `tl.dot`. The interpreter, which takes bfloat16's bits for integers, gets float32."""
     if _INTERPRETED:
         value = value.to(tl.float32)
     return value
@@ -104,7 +104,7 @@ def reciprocal(v, PTX: tl.constexpr):
 
 @triton.jit
 def offset_of(index, stride, ALIGNED: tl.constexpr):
-    """index * stride; ALIGNED promises that the stride is a multiple of 16, so that loads may be wide."""
+    """Returns index * stride; ALIGNED promises that the stride is a multiple of 16, so that loads may be wide."""
     offset = index.to(tl.int64) * stride
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
@@ -113,15 +113,15 @@ def offset_of(index, stride, ALIGNED: tl.constexpr):
 
 @triton.jit
 def work_of(blocks, segments):
-    """(block of channels, segment of time, sequence, direction) of this program. The grid's first axis holds all but
-    the direction, since only that axis may be longer than 65,535."""
+    """Returns (block of channels, segment of time, sequence, direction) of this program. The grid's first axis holds
+    all but the direction, since only that axis may be longer than 65,535."""
     i = tl.program_id(0)
     return i % blocks, i // blocks % segments, (i // blocks // segments).to(tl.int64), tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
 def channels_of(block, D: tl.constexpr, NI: tl.constexpr, NS: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr):
-    """(channels (1, BC), which of them exist, each lane's first state (NS, BC)). WHOLE: all exist."""
+    """Returns (channels (1, BC), which of them exist, each lane's first state (NS, BC)). WHOLE: all exist."""
     lane = block * BC + tl.arange(0, BC)[None, :]
     first = tl.arange(0, NS)[:, None] * NI + tl.zeros([NS, BC], tl.int32)
     return lane if WHOLE else tl.minimum(lane, D - 1), lane < D, first
@@ -193,7 +193,7 @@ def scale_row(row, factor):
 
 @triton.jit
 def gate(dy, z, PTX: tl.constexpr):
-    """dy silu(z), and dy silu'(z): (8)."""
+    """Returns dy silu(z), and dy silu'(z): (8)."""
     sigmoid = reciprocal(1.0 + tl.exp2(z * -LOG2E), PTX)
     silu = z * sigmoid
     return dy * silu, dy * (sigmoid + silu * (1.0 - sigmoid))
@@ -232,12 +232,12 @@ def fold_lanes(values, V: tl.constexpr, NS: tl.constexpr, W: tl.constexpr):
 
 
 def _matrix_fold(values: int) -> tuple[str, str]:
-    """PTX of `fold_lanes` for one warp with 16 or 32 values, whose first steps tensor cores make, and its constraints.
+    """Write the PTX of `fold_lanes` for one warp with 16 or 32 values, and its constraints. Tensor cores make the first
+    steps: a product with a matrix of ones sums over the four lanes of each quad.
 
-    A product with a matrix of ones sums over the four lanes of each quad. With the ones in column n alone, value n
-    comes to stand in column n. So four products take 16 values, and a lane holds 2 columns of 2 rows of the result.
-    What is left are sums over the eight quads, a quarter of the exchanges. Operands are rounded to TF32 (11 bits),
-    which is enough for 16-bit inputs only.
+    With the ones in column n alone, the sum of value n comes out in column n. So four products take 16 values, and a
+    lane holds 2 columns of 2 rows of the result. What is left are sums over the eight quads, a quarter of the
+    exchanges. Operands are rounded to TF32 (11 bits), which is enough for 16-bit inputs only.
 
     Triton does not promise that lane l holds element l of each tensor. So the first operand is the number of the
     element, and where that is not the lane's the result is NaN, not a wrong number.

@@ -40,23 +40,23 @@ class Launch:
 
 
 def rows(scan: Scan, value: Tensor, ndim: int) -> Tensor:
-    """`stack`, with the numbers of the last axis side by side."""
+    """Apply `stack`, and make the last axis contiguous."""
     value = stack(scan, value, ndim)
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 
 
 def strides(name: str, value: Optional[Tensor], axes: str) -> dict[str, int]:
-    """The strides of a tensor as arguments of a kernel, zeros where it is absent."""
+    """Return the strides of a tensor as arguments of a kernel, zeros where it is absent."""
     return {f"{name}_{axis}": 0 if value is None else value.stride(i) for i, axis in enumerate(axes)}
 
 
 def pointer(name: str, value: Optional[Tensor], axes: str, absent: Optional[Tensor] = None) -> dict[str, Any]:
-    """A tensor and its strides as arguments of a kernel. For a missing one `absent` is passed, and not read."""
+    """Return a tensor and its strides as arguments of a kernel. For a missing one `absent` is passed, and not read."""
     return {f"{name}_ptr": absent if value is None else value, **strides(name, value, axes)}
 
 
 def aligned(value: Tensor) -> bool:
-    """Whether every row of channels starts at a multiple of 16 bytes (and 16 numbers, as the kernels are told)."""
+    """Tell whether every row of channels starts at a multiple of 16 bytes (and 16 numbers, as the kernels are told)."""
     return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[:-1])
 
 

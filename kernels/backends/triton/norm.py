@@ -88,7 +88,7 @@ def _options(*views: Tensor) -> dict[str, int]:
 
 
 def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `backends.torch.norm.forward`."""
+    """See `backends.torch.norm.forward`."""
     B, L, D = z.shape
     y = z.new_empty(B, L, D)
     if y.numel():
@@ -98,7 +98,7 @@ def forward(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def backward(dy: Tensor, o: Tensor, z: Tensor, weight: Tensor, eps: float, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """As `backends.torch.norm.backward`."""
+    """See `backends.torch.norm.backward`."""
     B, L, D = z.shape
     do = torch.empty_like(o)
     programs = min(B * L, 16 * multiprocessors(o.device))

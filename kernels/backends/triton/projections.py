@@ -17,17 +17,17 @@ from .finish import sum_blocks, sum_sequences
 from .lanes import kernel, on_hopper, operand
 from .tuning import multiprocessors
 
-# Tokens and channels of a tile, and how many tiles are on their way: a program fills most of the shared memory.
+# Tokens and channels of a tile, and how many tiles are being loaded: a program fills most of the shared memory.
 _X_TILE, _STAGES = (64, 128), 3
 _DT_TILES = (64, 256), (128, 128)  # the first that fits
-_WIDEST = 64  # numbers of a token that registers hold sums for
+_WIDEST = 64  # the most numbers of a token for which registers can hold sums
 _PAD_BLOCK = 1024
 
 
 @triton.jit
 def _move(plain_ptr, wide_ptr, i, size, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
           BACK: tl.constexpr):  # fmt: skip
-    """Copies numbers i of a wide tensor (.., ROWS, INNER) from or (BACK) to the plain one, without rows R to WIDTH."""
+    """Copies numbers i of a wide tensor (.., ROWS, INNER) from or (BACK) to the plain one; rows R to WIDTH are zero."""
     GAP: tl.constexpr = WIDTH - R
     row = i // INNER % ROWS
     after = row >= WIDTH
@@ -47,7 +47,7 @@ def _pad_kernel(
     x_ptr, dt_ptr, wide_x_ptr, wide_dt_ptr, x_size, dt_size, x_blocks,
     ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Takes both matrices at once: they are so small that the launch is the cost."""
+    """Takes both matrices at once: they are so small that a launch costs more than the copy."""
     block = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     if block < x_blocks:
@@ -66,7 +66,7 @@ def _pad(x_proj: Tensor, dt_proj: Tensor, wide_x: Tensor, wide_dt: Tensor, back:
 
 
 def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `backends.torch.projections.pad`."""
+    """See `backends.torch.projections.pad`."""
     (S, rows, D), R = x_proj.shape, dt_proj.shape[2]
     if width == R and x_proj.dtype == dt_proj.dtype == dtype:
         return x_proj, dt_proj
@@ -77,7 +77,7 @@ def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tupl
 
 
 def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
-    """As `backends.torch.projections.unpad`."""
+    """See `backends.torch.projections.unpad`."""
     if wide_dt.shape == dt_proj.shape and wide_x.dtype == x_proj.dtype and wide_dt.dtype == dt_proj.dtype:
         return wide_x, wide_dt
     dx_proj, ddt_proj = x_proj.new_empty(x_proj.shape), dt_proj.new_empty(dt_proj.shape)
@@ -90,7 +90,7 @@ def _x_proj_backward_kernel(
     dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. MB is M or more; sums is
+    """Takes tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. MB is M or more; sums is
     (S, parts, M, D)."""
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
@@ -113,20 +113,20 @@ def _x_proj_backward_kernel(
 
 
 def _takes(tokens: Tensor, *others: Tensor) -> bool:
-    """Whether a kernel takes these: on Hopper, contiguous 16-bit numbers in whole blocks of channels."""
+    """Tell whether a kernel can take these: on Hopper, contiguous 16-bit numbers in whole blocks of channels."""
     fits = tokens.dtype.itemsize == 2 and tokens.shape[2] % 128 == 0
     return on_hopper(tokens.device) and fits and all(value.is_contiguous() for value in (tokens, *others))
 
 
 def _parts(tokens: Tensor, tile: int, blocks: int) -> int:
-    """The number of parts of a set's tokens: as many as give each multiprocessor a program, and at least one, which
-    writes zeros where there is no token."""
+    """Return the number of parts of a set's tokens: as many as give each multiprocessor a program, and at least one,
+    which writes zeros where there is no token."""
     S, T, _ = tokens.shape
     return max(1, min(ceil_div(T, tile), multiprocessors(tokens.device) // (S * blocks)))
 
 
 def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
-    """As `backends.torch.projections.x_proj_backward`; the gradient of the projection may be float32."""
+    """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be float32."""
     (S, T, D), M = x.shape, dlow.shape[2]
     if M > _WIDEST or not _takes(x, dlow, dx):
         return plain.x_proj_backward(dlow, x, projection, dx)
@@ -147,7 +147,7 @@ def _dt_proj_backward_kernel(
     D: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, STRIDE: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. What they add to the low rank is
+    """Takes tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. What they add to dlow is
     summed over the blocks of channels afterwards. RB is R or more, STRIDE how far the tokens of low are apart. partial
     is (blocks, S, T, R), sums (S, parts, D, R)."""
     part = tl.program_id(0)
@@ -171,7 +171,7 @@ def _dt_proj_backward_kernel(
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
-    """As `backends.torch.projections.dt_proj_backward`; the gradient of the projection may be float32."""
+    """See `backends.torch.projections.dt_proj_backward`; here the gradient of the projection may be float32."""
     (S, T, D), R = dstep.shape, projection.shape[2]
     if not T or not 0 < R <= _WIDEST or R % 2 or not _takes(dstep, low, dlow):
         return plain.dt_proj_backward(dstep, low, projection, dlow)

@@ -16,12 +16,12 @@ from .tuning import Choice, choose, first_choice, multiprocessors
 CHUNK = 8  # tokens from one saved state to the next; the backward pass rebuilds what lies between
 ANCHOR = 64  # the same for a rule of kind "error", which keeps what each token wrote
 _LANE_STATES = 16  # the most that a lane keeps; more are spread over lanes
-_LONG = 128  # tokens of a segment that is worth its share of the first pass in any case
+_LONG = 128  # a segment of so many tokens is worth its share of the first pass in any case
 
 
 class Plan(NamedTuple):
     """A kernel's work: `segments` pieces of `span` tokens side by side (1: one walk through time), in programs of
-    `channels` channels of one sequence and direction. `regime` is what "auto" comes to."""
+    `channels` channels of one sequence and direction. `regime` is the one that is taken."""
 
     segments: int
     span: int
@@ -30,12 +30,12 @@ class Plan(NamedTuple):
 
 
 def _cut(scan: Scan, programs: int, resident: int, backward: bool) -> tuple[int, int]:
-    """(segments, span), where a walk through time makes `programs` programs, of which the GPU runs `resident` at once.
+    """Return (segments, span). A walk through time makes `programs` programs, and the GPU runs `resident` at once.
 
-    Time stays whole unless one walk fills less than a quarter of the GPU, or less than a half for a long time. Else
+    Time stays whole unless one walk fills less than a quarter of the GPU, or less than a half if it is long. Else
     segments fill it once, twice or three times with the least left over. None is shorter than 4 chunks, since each pays
     for its share of the first pass. The backward pass fills it at least twice where segments stay long: its first pass
-    has more channels in a program, and would fill half of the GPU.
+    has more channels in a program, and would otherwise fill half of the GPU.
     """
     L = scan.sizes[2]
     one = 1, ceil_div(L, CHUNK) * CHUNK
@@ -55,7 +55,7 @@ def _cut(scan: Scan, programs: int, resident: int, backward: bool) -> tuple[int,
 
 
 def _pack(value: Tensor, states: int) -> int:
-    """The numbers of a row of k or q that one 64-bit load takes: as many as fit, if every lane's share is aligned."""
+    """Return how many numbers of a row of k or q one 64-bit load takes: as many as fit, if every lane's are aligned."""
     pack = 8 // value.element_size()
     whole = value.data_ptr() % 8 == 0 and all(s % pack == 0 for s in value.stride()[:3])
     return pack if whole and states % pack == 0 else 1
@@ -73,7 +73,7 @@ class _Walk(Launch):
             A = rows(scan, A, 3) if scan.A_per_token else stack(scan, A, 2)
         NS = min(32, power_of_2(ceil_div(N, _LANE_STATES)))
         NI = ceil_div(N, NS)
-        self.lanes = warp_lanes(x.device) // NS  # that hold channels
+        self.lanes = warp_lanes(x.device) // NS  # these hold different channels
         self.matrix = NS == 1 and takes_ptx(x.device, TENSOR_CORES) and k.element_size() == q.element_size() == 2
         self.args |= dict(A_b=0, A_l=0, A_d=0, A_n=0, start_s=0, adjoint_s=0)
         self.args |= pointer("A", A, "gbl" if scan.A_per_token else "gdn", scan.x)
@@ -83,8 +83,8 @@ class _Walk(Launch):
             K_PACK=_pack(k, NI if NS * NI == N else 1), Q_PACK=_pack(q, NI if NS * NI == N else 1))  # fmt: skip
 
     def norms(self, saved: Tensor, found: bool = False) -> None:
-        """Find ||k||^2 of each token, in the order of the scan and infinite beyond its end, if the rule takes it: once
-        for all programs and passes. `saved`, if not empty, keeps them at its end, and holds them already if `found`."""
+        """Compute ||k||^2 of each token, in the order of the scan and infinite beyond its end, if the rule takes it:
+        once for all programs and passes. `saved`, if not empty, keeps them at its end; if `found`, they are there."""
         G, B, L, D, N = self.sizes
         k, count, padded = self.args["k_ptr"], _norms(self.scan), ceil_div(L, CHUNK) * CHUNK
         norm = saved[-count:] if count and saved.numel() else k.new_empty(count, dtype=torch.float32)
@@ -116,30 +116,30 @@ class _Walk(Launch):
             U=8, num_warps=1, num_stages=1)  # fmt: skip
 
     def saved(self, saved: Tensor) -> dict[str, Tensor]:
-        """Pointers for the backward pass to the saved states and, with kind "error", to what each token wrote."""
+        """Return pointers for the backward pass to the saved states and, for kind "error", what each token wrote."""
         if self.rule.kind != "error" or not saved.numel():
             return dict(saved_ptr=saved, written_ptr=saved)
         G, B, L, D, N = self.sizes
         return dict(saved_ptr=saved[G * B * L * D :], written_ptr=saved)
 
     def width(self, choice: Choice) -> int:
-        """Channels of a program: several a lane where they can be loaded together and no lanes share a channel."""
+        """Count a program's channels: several a lane if they can be loaded together and no lanes share a channel."""
         several = self.aligned and self.args["NS"] == 1 and self.sizes[3] % (self.lanes * choice.channels) == 0
         return self.lanes * (choice.channels if several else 1)
 
     def programs(self, choice: Choice) -> int:
-        """The number of programs of one walk through time."""
+        """Count the programs of one walk through time."""
         G, B, L, D, N = self.sizes
         return G * B * ceil_div(D, self.width(choice))
 
     def choice(self, kernel: str, cut: tuple[int, int]) -> Choice:
-        """The choice for "forward", "backward" or "adjoint"; segments fit the first choice of the first two."""
+        """Choose for "forward", "backward" or "adjoint". With segments the first two take their first choice."""
         if cut[0] == 1 or kernel == "adjoint":
             return choose(kernel, self.scan, lambda choice: cut[0] * self.programs(choice))
         return first_choice(kernel, self.scan)
 
     def cut(self, kernel: str) -> tuple[int, int]:
-        """(segments, span) of "forward" or "backward"."""
+        """Return (segments, span) of "forward" or "backward"."""
         choice = first_choice(kernel, self.scan)
         resident = multiprocessors(self.scan.x.device) * choice.resident
         return _cut(self.scan, self.programs(choice), resident, kernel == "backward")
@@ -151,8 +151,8 @@ def _norms(scan: Scan) -> int:
 
 
 def saved_shape(scan: Scan) -> tuple[int, ...]:
-    """As `backends.torch.scan.saved_shape`: states, with a rule of kind "error" before them what each token wrote, and
-    last, where the walk takes them, the squares of the keys' norms."""
+    """Return the shape of what `forward` saves: for rules of kind "error" what each token wrote, then states, and last,
+    where the walk takes them, the squares of the keys' norms."""
     G, B, L, D, N = scan.sizes
     if chunks.chosen(scan):
         return chunks.saved_shape(scan)
@@ -161,14 +161,14 @@ def saved_shape(scan: Scan) -> tuple[int, ...]:
 
 
 def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """As `backends.torch.scan.forward`."""
+    """See `backends.torch.scan.forward`."""
     y, final, saved = _forward(scan, save_states, output=True)
     y = torch.add(y[0], y[1]) if y.ndim == 4 and scan.combine != "none" else y.view(scan.output_shape)
     return y, final.view(scan.state_shape), saved
 
 
 def _forward(scan: Scan, save_states: bool, output: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """`forward` with a direction axis; without `output` only the states are found."""
+    """Run `forward`, whose results keep a direction axis; without `output` compute only the states."""
     if chunks.chosen(scan) and scan.sizes[1]:
         return chunks.forward(Launch(scan), save_states, output)
     walk = _Walk(scan)
@@ -202,7 +202,7 @@ def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
     dkq: Optional[Pair] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """As `backends.torch.scan.backward`."""
+    """See `backends.torch.scan.backward`."""
     G, B, L, D, N = scan.sizes
     like = scan.tensors()
     if scan.step_proj is not None:
@@ -238,7 +238,7 @@ def backward(
 def _walk_back(
     walk: _Walk, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dkq: Optional[Pair]
 ) -> dict[str, Tensor]:
-    """The gradients by field, with a direction axis. Those of k and q are `dkq`, if given."""
+    """Return the gradients by field, with a direction axis. Those of k and q are `dkq`, if given."""
     scan = walk.scan
     G, B, L, D, N = walk.sizes
     cut = walk.cut("backward")
@@ -290,7 +290,7 @@ def _walk_back(
 
 
 def plan(scan: Scan) -> dict[str, tuple[int, int, int, str]]:
-    """As `kernels.scan_plan`; the tensors of `scan` are not looked into."""
+    """See `kernels.scan_plan`. No values of the tensors of `scan` are read."""
     plans: dict[str, tuple[int, int, int, str]] = {}
     for kernel in ("forward", "backward"):
         if chunks.chosen(scan):

@@ -9,7 +9,7 @@ import triton.language as tl
 from . import walk
 from .lanes import all_lanes, channels_of_a_lane, dot, gate, kernel, offset_of, store_sums
 
-# What is loaded of U tokens ahead of the work on them: x, logits, dy, z and w, where there are such.
+# What is loaded of U tokens before the work on them: x, logits, dy, z and w, if there are any.
 Part = namedtuple("Part", "x step dy z written")
 # A part's tokens on the way forward: the states before them, one after the other, eps and e of each, the state after
 # the last one, and its row of k.
@@ -37,8 +37,8 @@ def _adjoint_kernel(
     step_g, step_b, step_l, step_d, k_g, k_b, k_l, q_g, q_b, q_l, A_g, A_b, A_l, A_d, A_n, z_g, z_b, z_l,
     bias_g, bias_d, dy_g, dy_b, dy_l, scale, form, RULE: tl.constexpr,
 ):  # fmt: skip
-    """Finds what each segment adds to the adjoint, and the product of its decays: `_forward_kernel` with SUMMARY, the
-    other way."""
+    """Computes what each segment adds to the adjoint, and the product of its decays: the counterpart of
+    `_forward_kernel` with SUMMARY."""
     at = walk.place_of(blocks, segments, span, L, form)
     if at.segment == 0:
         return  # no segment follows it on the way back
@@ -95,9 +95,9 @@ def _adjoint_kernel(
 
 @triton.jit
 def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, at, RULE: tl.constexpr, form):
-    """Finds the states of a part, from the saved state before its chunk. The part of a chunk that is taken first walks
-    to its place and leaves the states before the others at `scratch_row`. S, the state after the part, is found here
-    for the first part of all (r = 0) and handed on after that."""
+    """Computes the states of a part, from the saved state before its chunk. The part of a chunk that is taken first
+    walks to its place and leaves the states before the others at `scratch_row`. S, the state after the part, is
+    computed here for the first part of all (r = 0) and handed on after that."""
     start = saved_row
     walked = i // form.T * form.T
     if (i % form.T - (form.T - form.U)) * r == 0:  # either is zero
@@ -127,7 +127,7 @@ def _forward_part(part, k_row, S, inputs, saved_row, scratch_row, norms, i, r, a
 
 @triton.jit
 def _states_around(S, G, states, do, j: tl.constexpr, k, q, w, RULE: tl.constexpr, form):
-    """The state before the part's j-th token, the adjoint with its read-out (9), and the lane's part of dq (10)."""
+    """Returns the state before the part's j-th token, its adjoint with the read-out (9), the lane's part of dq (10)."""
     before = ()
     now = ()
     dq = ()
@@ -242,8 +242,8 @@ def _backward_kernel(
     rounds = (at.end - at.begin + U - 1) // U
     last = at.begin + (rounds - 1) * U
     part = _load_part(inputs, dy, z, written, at, last, RULE, form)
-    # The state after a part is the one before the part that follows; for the last part (of a rule that is undone: part
-    # of a chunk) it is found in the loop.
+    # The state after a part is the one before the part that follows. The loop finds it for the last part, or, with a
+    # rule that is undone, for the last part of each chunk.
     S = walk.fill_state(0.0, form)
     k_next = walk.load_rows(inputs.k, at, last + U - 1 if UNDOES else last, 1, form.K_PACK, form)
     for r in tl.range(0, rounds, num_stages=1):
@@ -272,7 +272,7 @@ def _backward_kernel(
                 k_next = walk.load_rows(inputs.k, at, i + j - 1, 1, form.K_PACK, form)
                 q_next = walk.load_rows(q, at, i + j - 1, 1, form.Q_PACK, form)
             else:
-                # The first key that the next part needs: of its first token, or (of a rule that is undone) of its last.
+                # The first key that the next part needs: that of its first token, or of its last if the rule is undone.
                 k_next = walk.load_rows(inputs.k, at, i - 1 if UNDOES else i - U, 1, form.K_PACK, form)
             A_t = walk.A_of(inputs, at, t, form)
             x_t = part.x[j].to(tl.float32)

@@ -11,7 +11,7 @@ from .lanes import LOG2E, all_lanes, dot, kernel, offset_of, part_of, reciprocal
 @kernel(walk.UNALIGNED)
 def _norm_kernel(k_ptr, norm_ptr, L, B, padded, k_g, k_b, k_l, FIRST_REVERSED: tl.constexpr, N: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Finds ||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
+    """Computes ||k||^2 in the order of the scan, (G, B, padded), infinite from L on."""
     blocks = (padded + BLOCK - 1) // BLOCK
     block, _, b, g = work_of(blocks, 1)
     i = block * BLOCK + tl.arange(0, BLOCK)
@@ -47,7 +47,7 @@ def _load_rows(inputs, q, at, i, COUNT: tl.constexpr, form):
 
 @triton.jit
 def _read(S, x, z, q, skip, form):
-    """y of a token (7), without its scale."""
+    """Computes y of a token (7), without its scale."""
     y = dot(S, q)
     if form.HAS_D:
         y += skip * x
@@ -164,7 +164,7 @@ def _carry_kernel(
 ):  # fmt: skip
     """Walks over the segments from the first or (REVERSED, for adjoints) the last with state = decay * state + local,
     and puts the state that enters a segment in the place of `local`. A state has `size` numbers, (N, D)."""
-    row = tl.program_id(1).to(tl.int64)  # of (G, B)
+    row = tl.program_id(1).to(tl.int64)  # one of G B
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ok = at < size
     step = -size.to(tl.int64) if REVERSED else size.to(tl.int64)

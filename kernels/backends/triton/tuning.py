@@ -1,4 +1,4 @@
-"""How each kernel of the scans is launched: a table, from which the sizes of a scan choose.
+"""How each kernel of the scans is launched: a table of choices, of which the sizes of a scan decide.
 
 A `Choice` groups the sums over channels, so it changes the last bits of results. Equal sizes take the same choice in
 every process.
@@ -17,7 +17,7 @@ class Choice(NamedTuple):
     """How a kernel is built, and how fast it is then."""
 
     # fmt: off
-    channels: int                    # that a lane keeps
+    channels: int                    # of a lane
     unroll: int                      # tokens that a program takes at a time
     registers: Optional[int] = None  # a lane's limit, where a smaller one lets more programs run at once
     deep: bool = False               # rows of k and q loaded as far ahead as the rest: for programs that run alone
@@ -30,8 +30,8 @@ class Choice(NamedTuple):
         return min(32, 65536 // (32 * (self.registers or 255)))
 
 
-# The first of a list is for many programs. Found on an H200, and good on an H100, which has the same multiprocessors;
-# elsewhere untimed. `benchmarks/bench_scan.py --choices` times every entry.
+# The first of a list is for many programs. Timed on an H200; they suit an H100, which has the same multiprocessors, and
+# were timed on no other GPU. `benchmarks/bench_scan.py --choices` times every entry.
 TABLE: dict[tuple[str, Optional[str]], tuple[Choice, ...]] = {
     ("forward", "diagonal"): (Choice(4, 2, 168), Choice(2, 2, 128, speed=0.8), Choice(1, 4, deep=True, speed=0.4)),
     ("forward", "exact"): (Choice(4, 2, 168), Choice(2, 2, 128, speed=0.75), Choice(1, 4, deep=True, speed=0.4)),
@@ -47,7 +47,7 @@ TABLE: dict[tuple[str, Optional[str]], tuple[Choice, ...]] = {
 
 
 def multiprocessors(device: torch.device) -> int:
-    """The number of the GPU's multiprocessors; 4 for the interpreter."""
+    """Count the GPU's multiprocessors; 4 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -55,17 +55,17 @@ def choices(kernel: str, scan: Scan) -> tuple[Choice, ...]:
     rule = rule_of(scan)
     found = TABLE.get((kernel, rule.name)) or TABLE[kernel, rule.tuned_as]
     if torch.version.hip is not None:
-        found = tuple(choice._replace(registers=None) for choice in found)  # AMD's lanes have another number of them
+        found = tuple(choice._replace(registers=None) for choice in found)  # AMD's lanes have more or fewer
     return found
 
 
 def first_choice(kernel: str, scan: Scan) -> Choice:
-    """The choice where programs fill the GPU."""
+    """Return the choice for programs that fill the GPU."""
     return choices(kernel, scan)[0]
 
 
 def choose(kernel: str, scan: Scan, programs: Callable[[Choice], int]) -> Choice:
-    """The choice that keeps most of the GPU at work. `programs` counts the programs of a choice, each of one warp."""
+    """Find the choice that keeps most of the GPU at work. `programs` counts a choice's programs, each of one warp."""
 
     def rate(choice: Choice) -> float:
         resident = choice.resident * multiprocessors(scan.x.device)

@@ -9,7 +9,7 @@ from ...contract import Pair, ceil_div, power_of_2
 from ..torch.unit import EPS
 from .lanes import kernel
 
-_NUMBERS = 2048  # of a tile
+_NUMBERS = 2048  # in a tile
 
 
 @triton.jit
@@ -67,13 +67,13 @@ def _unit_backward_kernel(
 
 
 def _rows(v: Tensor) -> Tensor:
-    """(.., N) to (rows, N), a view where rows lie evenly: those of a product's columns do."""
+    """Flatten (.., N) to (rows, N): a view if rows are evenly spaced, as those of a product's columns are."""
     v = v.reshape(-1, v.shape[-1])
     return v if v.stride(1) == 1 else v.contiguous()
 
 
 def _launch(jitted: triton.JITFunction, k: Tensor, q: Tensor, *others: Tensor) -> None:
-    """Over the rows of k and q; the strides of `others` follow theirs where these have two."""
+    """Launch `jitted` over the rows of k and q. The backward kernel also takes the strides of `others`."""
     N = k.shape[1]
     block = power_of_2(N)
     rows = max(1, _NUMBERS // block)
@@ -86,12 +86,12 @@ def _launch(jitted: triton.JITFunction, k: Tensor, q: Tensor, *others: Tensor) -
 
 
 def forward(k: Tensor, q: Tensor) -> Pair:
-    """As `backends.torch.unit.forward`."""
+    """See `backends.torch.unit.forward`."""
     unit_k, unit_q = k.new_empty(k.shape), q.new_empty(q.shape)
     _launch(_unit_kernel, _rows(k), _rows(q), _rows(unit_k), _rows(unit_q))
     return unit_k, unit_q
 
 
 def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor) -> None:
-    """As `backends.torch.unit.backward`; rows of `dk` and `dq` lie evenly."""
+    """See `backends.torch.unit.backward`. The rows of `dk` and `dq` are evenly spaced."""
     _launch(_unit_backward_kernel, _rows(k), _rows(q), dk.view(-1, dk.shape[-1]), dq.view(-1, dq.shape[-1]))

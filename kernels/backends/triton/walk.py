@@ -61,7 +61,7 @@ def place_of(blocks, segments, span, L, form):
 
 @triton.jit
 def token_at(at, i):
-    """The place in the sequence of the scan's i-th token, beyond the end that of the last one."""
+    """Returns the place in the sequence of the scan's i-th token, beyond the end that of the last one."""
     return at.origin + at.sign * tl.minimum(i, at.L - 1)
 
 
@@ -73,8 +73,8 @@ def channels_at(ptr, at, stride_g, stride_b, stride, stride_d, form):
 
 @triton.jit
 def states_at(ptr, at, stride_g, stride_b, stride, form):
-    """The `Tokens` of k, q or A from the lane's first state on. Lanes that keep all states share them: loads of
-    scalars."""
+    """Returns the `Tokens` of k, q or A from the lane's first state on. Where each lane keeps all states, loads are of
+    scalars that all lanes share."""
     row = ptr + at.g * stride_g + at.b * stride_b
     if form.NS > 1:
         row = row + at.first
@@ -117,7 +117,7 @@ def load_row(ptr, at, PACK: tl.constexpr, form):
 
 @triton.jit
 def load_rows(rows, at, i, COUNT: tl.constexpr, PACK: tl.constexpr, form):
-    """`load_row` of COUNT tokens from the scan's i-th on; the last one is repeated."""
+    """Calls `load_row` for COUNT tokens from the scan's i-th on; the last one is repeated."""
     values = ()
     for j in tl.static_range(COUNT):
         t = at.origin + at.sign * tl.maximum(tl.minimum(i + j, at.L - 1), 0)
@@ -127,7 +127,7 @@ def load_rows(rows, at, i, COUNT: tl.constexpr, PACK: tl.constexpr, form):
 
 @triton.jit
 def unpack(row, source, PACK: tl.constexpr, form):
-    """The numbers of `load_row`, which come from the `Tokens` `source`, as float32."""
+    """Makes float32 of the numbers of `load_row`, which come from the `Tokens` `source`."""
     values = ()
     for i in tl.static_range(form.NI):
         if PACK == 1:
@@ -188,7 +188,7 @@ def load_A(ptr, at, A_d, A_n, RULE: tl.constexpr, form):
 
 @triton.jit
 def A_of(inputs, at, t, form):
-    """Token t's A, for exp2."""
+    """Returns token t's A, for exp2."""
     A = inputs.A
     if form.A_PER_TOKEN:
         row = load_row(inputs.A_rows.row + t.to(tl.int64) * inputs.A_rows.stride, at, 1, form)

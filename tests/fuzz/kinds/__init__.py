@@ -14,6 +14,7 @@ KINDS = {
     "launcher": "what accelerate takes from its environment is honoured, noted or refused",
     "clock": "neither a clock that went back nor a resume from an earlier checkpoint loses what was written",
     "index": "an index of shards is checked where it is read",
+    "sixteen-bit": "a 16-bit picture that comes out black is noted",
     "erasing": "boxes are erased as they were drawn",
     "model-kwargs": "arguments of models that cannot be, in one line",
     "hub-folders": "model folders that are cut short or hold nonsense",

@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from PIL import Image
+
 from tests.fuzz.case import Case, Expect, Place, require
 from tests.fuzz.kinds.common import EVAL, link, train
 from tests.fuzz.material import CLASSES, draw_folder, picture
@@ -31,6 +34,7 @@ Words = Sequence[str | Path]
 def cases() -> Iterator[Case]:
     yield from _split_folders()
     yield from _strange_folders()
+    yield from _sixteen_bits()
     yield from _unreadable_shards()
     yield from _labels()
     yield from _compressions()
@@ -281,6 +285,56 @@ def _write_index(folder: Path, splits: dict[str, dict[str, int]]) -> None:
         "class_names": list(CLASSES),
     }
     (folder / "_info.json").write_text(json.dumps(index))
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+def _sixteen_bits() -> Iterator[Case]:
+    """16-bit pictures, of which only those that come out black are noted."""
+
+    def draw(path: Path, place: Place, most: int) -> None:
+        seed = place.rng.randrange(1000)
+        values = np.random.default_rng(seed).integers(0, most + 1, (SIZE, SIZE)).astype(np.uint16)
+        values[0, 0] = most
+        Image.fromarray(values).save(path)
+
+    def predicted(place: Place, most: int) -> Words:
+        draw(place / "scan.png", place, most)
+        return [place.material / "run", "scan.png", "--workers", "0", "--device", "cpu"]
+
+    def drawn(place: Place, most: int) -> Words:
+        draw(place / "scan.png", place, most)
+        return [place.material / "run", "scan.png"]
+
+    def stored(place: Place, most: int) -> Words:
+        draw(draw_folder(place / "images", 3) / "oak" / "scan.png", place, most)
+        return ["imagefolder", "images", "out"]
+
+    def evaluated(place: Place, most: int) -> Words:
+        draw(draw_folder(place / "images", 2) / "oak" / "scan.png", place, most)
+        return [place.material / "run", *EVAL, "--data", "images", "--out", "eval.json"]
+
+    def trained(place: Place, most: int) -> Words:
+        draw(draw_folder(place / "images" / "train", 3) / "oak" / "scan.png", place, most)
+        draw_folder(place / "images" / "val", 2, seed=1)
+        return train(place, "--batch-size", "2", data="images")  # so that an epoch has all of them
+
+    SIZE = 24
+    for word, make in (
+        ("predict", predicted),
+        ("maps", drawn),
+        ("shards", stored),
+        ("eval", evaluated),
+        ("train", trained),
+    ):
+        for most in (255, 1023, 4095, 65535):
+            expect = Expect(0, never=("(?i)16.bit|black",)) if most == 65535 else Expect(0, says=(r"(?i)scan\.png",))
+            if word == "predict" and most != 65535:
+                expect = Expect(0, says=("(?i)16.bit",))
+            if word == "train" and most != 65535:
+                expect = Expect(0, says=(r"(?i)16.bit",))
+            yield Case(f"sixteen-bit/{word}-{most}", word, functools.partial(make, most=most), expect)
 
 
 # --------------------------------------------------------------------------------------------------------------- shards

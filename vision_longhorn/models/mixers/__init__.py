@@ -1,8 +1,8 @@
-"""Mixers: modules from (B, L, dim) to (B, L, dim) that stand in a block where a transformer has attention.
+"""Mixers: modules from (B, L, dim) to (B, L, dim) that take the place of a transformer's attention in a block.
 
-A mixer is a class or function that is called with the width of the tokens, and with those of these keyword arguments
-that it takes: `residual_layers` (blocks whose outputs add up), `eps` (of norms), `device`, `dtype` and `index` (of its
-block, from 0). Whatever else it takes are its options. Beside `forward`, the module may have
+A mixer is made by a class or function, which is called with the width of the tokens, and with as many of these keyword
+arguments as it takes: `residual_layers` (blocks whose outputs add up), `eps` (of norms), `device`, `dtype` and `index`
+(of its block, from 0). All its other arguments are its options. Beside `forward`, the module may have
 
 - `reset_parameters()`; without it, its parts are asked for theirs,
 - `NO_WEIGHT_DECAY`, names of parameters that no optimiser should decay,
@@ -32,7 +32,7 @@ GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # arguments that
 
 
 def find_mixer(mixer: Mixer) -> Callable[..., nn.Module]:
-    """The class or function of a mixer, by its name or as it is."""
+    """Return the class or function that makes a mixer, which is given by its name or as it is."""
     if callable(mixer):
         return mixer
     check_option("mixer", mixer, tuple(MIXERS))
@@ -40,7 +40,7 @@ def find_mixer(mixer: Mixer) -> Callable[..., nn.Module]:
 
 
 def check_options(mixer: Mixer, options: Iterable[str], models_own: Iterable[str]) -> None:
-    """Raise TypeError if a mixer does not take these options; one of `models_own`, the model's, may have been meant."""
+    """Raise TypeError if a mixer does not take these options. It names the nearest one, also of the `models_own`."""
     parameters = inspect.signature(find_mixer(mixer)).parameters
     unknown = next((option for option in options if option not in parameters), None)
     if unknown is not None and not _takes_any(parameters):
@@ -62,8 +62,8 @@ def create_mixer(mixer: Mixer, dim: int, **options: Any) -> nn.Module:
     """Make the mixer of a block, `dim` wide, from its own options and those of `GIVEN` that it takes.
 
     Raises:
-        ValueError: there is none of this name, or an option has a value that it does not know.
-        TypeError: it has no such option.
+        ValueError: there is no mixer of this name, or an option's value is not known.
+        TypeError: the mixer has no such option.
     """
     make = find_mixer(mixer)
     parameters = inspect.signature(make).parameters
@@ -78,11 +78,11 @@ def reset_mixer(mixer: Any) -> None:
         mixer.reset_parameters()
         return
     if next(mixer.parameters(recurse=False), None) is not None:
-        raise TypeError(f"{type(mixer).__name__} has parameters and no reset_parameters(), which initialises them")
+        raise TypeError(f"{type(mixer).__name__} has parameters but no reset_parameters() to initialise them")
     for part in mixer.children():
         reset_mixer(part)
 
 
 def describe_mixer(mixer: Any) -> str:
-    """A mixer in a few words, for people."""
+    """Describe a mixer in a few words."""
     return str(mixer.describe()) if hasattr(mixer, "describe") else type(mixer).__name__

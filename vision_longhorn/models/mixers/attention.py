@@ -1,4 +1,4 @@
-"""Softmax attention in the place of a scan, with as many parameters, to compare state-space blocks with."""
+"""Softmax attention in the place of a scan, with as many parameters, as a baseline for state-space blocks."""
 
 import math
 from typing import Any, Optional
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 
 def _inner_width(dim: int, heads: int) -> int:
-    """Width of queries, keys, values and gate with which the mixer has about as many parameters as
-    `BidirectionalMixer` with its default arguments. Each head has a multiple of 8."""
+    """Choose the width of queries, keys, values and gate so that the mixer has about as many parameters as
+    `BidirectionalMixer` by default. The width of a head is a multiple of 8."""
     inner, rank, d_state, taps = 2 * dim, math.ceil(dim / 16), 16, 4
     ours = 3 * dim * inner + 2 * inner * (taps + rank + 2 * d_state + rank + 3)
     return heads * max(1, round(ours / (5 * dim * heads * 8))) * 8
@@ -19,12 +19,12 @@ class GatedAttention(nn.Module):
     """Multi-head attention (arXiv 1706.03762) by torch's `scaled_dot_product_attention`, its output gated by silu(z)
     as a scan's is: (B, L, dim) to (B, L, dim).
 
-    It has no positions of its own: only the model's position embedding tells tokens apart.
+    It has no notion of order: only the model's position embedding tells where a token stands.
 
     Args:
         dim: width of the tokens.
         num_heads: heads; dim / 64, at least 1, if None.
-        causal: whether a token sees itself and those before it only.
+        causal: whether a token sees only itself and those before it.
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
 
     Raises:
@@ -45,7 +45,7 @@ class GatedAttention(nn.Module):
         super().__init__()
         self.num_heads = max(1, dim // 64) if num_heads is None else num_heads
         if self.num_heads < 1:
-            raise ValueError(f"num_heads={num_heads} is none; give 1 or more")
+            raise ValueError(f"num_heads={num_heads} is too few; give 1 or more")
         self.causal = causal
         self.residual_layers = residual_layers
         inner = _inner_width(dim, self.num_heads)
@@ -67,7 +67,7 @@ class GatedAttention(nn.Module):
         return self.out_proj(y.transpose(1, 2).flatten(2) * F.silu(z))
 
     def describe(self) -> str:
-        """For a model card."""
+        """Describe the mixer for a model card."""
         return f"{'causal ' if self.causal else ''}attention, {self.num_heads} heads"
 
     def extra_repr(self) -> str:

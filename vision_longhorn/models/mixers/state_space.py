@@ -56,20 +56,20 @@ class BidirectionalMixer(nn.Module):
         rule: the update, one of `kernels.rules.NAMES`.
         wiring: "vim", "shared", "forward" or "alternate".
         beta: "vector" for a step size per channel, "scalar" for one per token.
-        A_per_token: a decay rate A = -exp(A_log + linear(x)) of each token in the place of one for all (Mamba only);
-            the exponent is cut off at 60, where a token forgets everything.
+        A_per_token: give each token its own decay rate A = -exp(A_log + linear(x)), in the place of one for all (Mamba
+            only). The exponent is cut off at 60, where a token forgets everything.
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
         save_states: in training, keep the states that the scan's backward pass starts from, instead of computing them
-            again: faster, at d_inner N / 2 bytes a token and direction for each block (the exact rule on a GPU
-            d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)).
+            again. This is faster, and takes d_inner N / 2 bytes a token and direction for each block (for the exact
+            rule on a GPU d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)).
         index: number of the block, from 0; in the "alternate" wiring it decides the direction.
         qk_norm: divide keys and queries (Mamba's B and C) by their lengths, as `kernels.recurrent_scan` does.
-        beta_min, beta_max: the channels start with a beta drawn log-uniformly from this range, so that their memories
-            differ from the start; in 0 < beta_min <= beta_max < 1, None for 0.5 everywhere. (Rules with a beta only.)
+        beta_min, beta_max: draw each channel's initial beta log-uniformly from this range, so that their memories
+            differ from the start. 0 < beta_min <= beta_max < 1; None for 0.5 everywhere. (Only rules with a beta.)
 
     Raises:
-        ValueError: an option is not known, or the rule cannot have it.
+        ValueError: an option's value is not known, or the rule cannot have it.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class BidirectionalMixer(nn.Module):
         self.out_proj = nn.Linear(d_inner, dim, bias=False, **dd)
         self.reset_parameters()
 
-    # These are no matrices: weight decay would pull decay rates, skips and offsets towards values with no meaning.
+    # These are no matrices: weight decay would pull decay rates, skips and offsets towards arbitrary values.
     NO_WEIGHT_DECAY = ("conv_bias", "dt_bias", "A_log", "D", "norm_weight")
 
     @torch.no_grad()
@@ -159,7 +159,7 @@ class BidirectionalMixer(nn.Module):
         self.out_proj.weight.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor) -> Tensor:
-        # The operator itself rather than a wrapper: torch.fx and TorchScript trace through operators.
+        # Call the operator itself, not a wrapper: torch.fx and TorchScript trace operators only.
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
@@ -168,8 +168,8 @@ class BidirectionalMixer(nn.Module):
         return self.out_proj(y)
 
     def forgetting_and_write(self, h: Tensor) -> Tensor:
-        """Forgetting and write strength of tokens (B, L, dim), as `vision_longhorn.maps` defines them: (2, B, 2, L),
-        the last 2 for the directions, which are the same where there is a single scan."""
+        """Compute forgetting and write strength of tokens (B, L, dim), as `vision_longhorn.maps` defines them:
+        (2, B, 2, L). The last 2 are the directions, which are equal if there is a single scan."""
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         xz = self.in_proj(h)
         with torch.autocast(h.device.type, enabled=False):
@@ -181,7 +181,7 @@ class BidirectionalMixer(nn.Module):
         return found.expand(2, 2, -1, -1).transpose(1, 2)
 
     def describe(self) -> str:
-        """For a model card."""
+        """Describe the mixer for a model card."""
         name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
         return f"{name}, state size {self.d_state}, {self.wiring} wiring"
 
@@ -192,7 +192,7 @@ class BidirectionalMixer(nn.Module):
 
 @wraps(BidirectionalMixer, assigned=(), updated=())  # the signature, by which a model knows the options
 def mamba(dim: int, rule: str = "mamba", **options: Any) -> BidirectionalMixer:
-    """`BidirectionalMixer` with Mamba's rule. Raises ValueError if another is asked for."""
+    """Make a `BidirectionalMixer` with Mamba's rule. Raises ValueError for another rule."""
     if rule not in ("mamba", "diagonal"):  # older configs give the second
         raise ValueError(f"rule={rule!r} belongs to Longhorn; with mixer='mamba' leave it out")
     return BidirectionalMixer(dim, rule="mamba", **options)
