@@ -179,7 +179,7 @@ def test_shards_whose_classes_have_other_indices_than_in_training_are_refused(ro
 def test_a_folder_of_classes_has_no_splits(root):
     train = open_shards(root / "train")
     assert train.num_samples == 50 and open_shards(root / "val", "anything").num_samples == 14
-    with pytest.raises(DataError, match=f"^{root}/train has no splits, only classes .*; give val_data, or a folder that"):
+    with pytest.raises(DataError, match=f"^{root}/train has no splits, only classes .*; give val_data, or a folder"):
         open_shards(root / "train", "val", train=train)
     (root / "val").rename(root / "other")
     with pytest.raises(DataError, match="no split 'val'; it has train"):

@@ -59,7 +59,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         if isinstance(error, UserError):
             raise
         # torch's own message advises to run what it finds.
-        why = "it is not one of torch's files, is damaged, or holds more than tensors and plain values: possibly code"
+        why = "it is none of torch's files, damaged, or holds more than tensors and plain values, which could run code"
         raise UserError(f"{path} is no checkpoint: {reason(error) if isinstance(error, OSError) else why}") from error
     if not isinstance(checkpoint, dict):
         raise UserError(f"{path} holds a {type(checkpoint).__name__}, not a checkpoint: give a .pt file of a run")
