@@ -116,7 +116,7 @@ def recurrent_scan(
     regime: str = "auto",
     qk_norm: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scan with any rule in `rules.NAMES`. Each rule's file has its formula.
+    """Run the scan of any rule in `rules.NAMES`. Each rule's file has its formula.
 
     Inputs may be of any float dtypes (float64 not with Triton); sums and states are in float32 (float64). With
     `direction="both"` every tensor may have a leading axis of 2, one entry for each direction; without it both

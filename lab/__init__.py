@@ -1,1 +1,1 @@
-"""What a study is made of: its plan, its runs, its results, and what they say."""
+"""Studies, which compare variants: their plans, runs, results and tables."""

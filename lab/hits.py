@@ -1,4 +1,4 @@
-"""Finds which images the final weights of a run get right, one by one: the process that a study starts for that.
+"""Finds which images the final weights of a run get right, one by one. A study starts this process.
 
 python -m lab.hits RUN:SIZE,SIZE --data DIR
 """
@@ -24,7 +24,7 @@ from vision_longhorn.files import read_json
 from vision_longhorn.loading import load_model
 from vision_longhorn.runs import Run
 
-BATCH = 256  # images, at the model's own size; larger images come in batches of as many tokens
+BATCH = 256  # images of the model's own size; batches of larger images have as many tokens
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def hits_of(checkpoint: Path, size: int, data: str, workers: int, accelerator: Accelerator) -> dict[str, Any]:
-    """Evaluates the averaged weights of a checkpoint, or its raw ones where it has no others, on images of `size`
-    pixels. The position embedding is resampled.
+    """Evaluates the averaged weights of a checkpoint, or its raw ones if it has no others, on images of `size` pixels.
+    The position embedding is resampled.
 
     Returns:
         Dict with "count", "top1" in per cent, "bits": base64 of a bit for each image, in the order of the names of

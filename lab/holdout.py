@@ -1,5 +1,5 @@
-"""Parts training data, so that variants are chosen by images that their proof does not use: each tenth image of each
-class of the training split in DATA becomes the evaluation split of OUT, the other nine its training split.
+"""Splits training data, so that variants are chosen by other images than those that later test them. In each class of
+the training split in DATA, every tenth image goes to the evaluation split of OUT, the others to its training split.
 
 python -m lab.holdout DATA OUT --tenth 2
 """
@@ -21,10 +21,10 @@ from vision_longhorn.settings import Range
 
 
 def hold_out(data: str, out: str, tenth: int = 0) -> None:
-    """Writes OUT's shards and their index. `tenth` (0 to 9) says which images of a class are held out, by their number.
+    """Writes the shards of `out` and their index. `tenth` (0 to 9) says which tenth of each class is held out.
 
     Raises:
-        UserError: DATA has no shards to train on, or OUT is there already.
+        UserError: `data` has no shards to train on, or `out` exists already.
     """
     urls = find_shards(data).get("train")
     if not urls:
@@ -48,11 +48,11 @@ def hold_out(data: str, out: str, tenth: int = 0) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Does as the command line `argv` says (default: the process's own)."""
+    """Does what the command line `argv` says (default: the process's own)."""
     parser = Parser(prog="python -m lab.holdout", description=str(__doc__).partition("\n\n")[0])
     parser.add_argument("data", metavar="DATA", help="a folder of shards")
     parser.add_argument("out", metavar="OUT", help="a new folder")
-    parser.add_argument("--tenth", type=Range(0, below=10, kind=int), default=0, help="which, from 0 to 9 [0]")
+    parser.add_argument("--tenth", type=Range(0, below=10, kind=int), default=0, help="which tenth, 0 to 9 [0]")
     args = parser.parse_args(argv)
     hold_out(args.data, args.out, args.tenth)
     print(f"wrote {args.out}")

@@ -1,10 +1,10 @@
 """Multi-query associative recall (MQAR, arXiv 2312.04927): its sequences, and a small language model to learn them.
 
-A sequence tells pairs of key and value, then asks for each of them once:
+A sequence gives pairs of key and value, then asks for each of them once:
 
     key value key value ... | 0 key 0 0 0 key ...
 
-At each later key the model is to say the value that the key had.
+At each later key the model has to predict the value that came with the key.
 """
 
 import inspect
@@ -18,21 +18,21 @@ from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers import MIXERS
 from vision_longhorn.models.vlonghorn import Block
 
-ROWS = 4096  # sequences that are drawn at once, with a float for each word of the vocabulary and sequence
+ROWS = 4096  # sequences drawn at once; each takes a float for every word of the vocabulary
 
 
 class Sequences(NamedTuple):
-    """Sequences of L tokens with K queries each, in the order of their pairs; all int32."""
+    """Sequences of L tokens with K queries each. Queries are in the order of their pairs; all is int32."""
 
     tokens: Tensor  # (count, L)
-    places: Tensor  # (count, K), where the queries stand
-    answers: Tensor  # (count, K), the value that each asks for
+    places: Tensor  # (count, K), the queries' positions
+    answers: Tensor  # (count, K), the values that they ask for
 
 
 def draw_sequences(
     count: int, length: int, pairs: int, vocab_size: int, power: float, seed: int, device: Any = "cpu"
 ) -> Sequences:
-    """Draws sequences as arXiv 2312.04927 has them, the same ones from the same seed on the same kind of device.
+    """Draws sequences as in arXiv 2312.04927. The same seed gives the same ones on the same kind of device.
 
     Keys (1 to vocab_size / 2 - 1) and values (from there on) each differ within a sequence. A query stands on one of
     every two tokens behind the pairs; the i-th of these places, from 1, is drawn with weight i^(power - 1), without
@@ -60,10 +60,10 @@ def draw_sequences(
 class RecallModel(nn.Module):
     """Embedding, blocks that look back only, norm, and the embedding again as the head.
 
-    Attention, which has no order of its own, gets a learned position embedding, as in arXiv 2312.04927; the head is
-    tied there, too. Other than there, all mixers have the same blocks, with an RMS norm and without dropout, and
-    attention has a head for each 64 channels, where it has one there. `mixer` names one of
-    `vision_longhorn.models.mixers`, which takes `mixer_args`.
+    As in arXiv 2312.04927, the head is tied, and attention, which has no order of its own, gets a learned position
+    embedding. Unlike there, all mixers have the same blocks, with an RMS norm and without dropout, and attention has
+    one head for each 64 channels instead of one in all. `mixer` names one of `vision_longhorn.models.mixers`, which
+    takes `mixer_args`.
     """
 
     def __init__(self, vocab_size: int, length: int, width: int, depth: int, mixer: str, **mixer_args: Any) -> None:
@@ -82,12 +82,12 @@ class RecallModel(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def no_weight_decay(self) -> set[str]:
-        """Names, with wildcards, that timm's optimiser factory must not decay (it spares 1-D parameters by itself)."""
+        """Names, with wildcards, what timm's optimisers must not decay (they spare 1-D parameters by themselves)."""
         return {f"*.mixer.{name}" for block in self.blocks for name in cast(Any, block).mixer.NO_WEIGHT_DECAY}
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
-        """Maps tokens (B, L) to scores (B, K, vocab_size) at the `places` (B, K) of the queries alone: most of the
-        arithmetic would be the head's."""
+        """Maps tokens (B, L) to scores (B, K, vocab_size) at the `places` (B, K) of the queries. At all tokens the head
+        would take most of the arithmetic."""
         x = self.embed(tokens)  # (B, L, width)
         if self.pos_embed is not None:
             x = x + self.pos_embed

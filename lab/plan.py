@@ -28,17 +28,17 @@ CONTRAST = {"plus": list, "minus": list, "over": int}
 REMEDIES: dict[Any, str] = {dict: "`key: value` pairs", list: "a list", str: "a word", int: "a whole number"}
 REMEDIES[int, list] = "a number or a list"
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
-# Those that a training step's speed depends on
+# The settings that a training step's speed depends on
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
         "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
         "cuda_graphs", "mixer", "width", "depth", "vocab_size", "length", "pairs")  # fmt: skip
-# Fields that stand beside `overrides`, and how
+# Fields that are given beside `overrides`, and in which form
 BESIDE = {"seed": "`seeds: [0]`", "model_kwargs": "it", "mixer": "`model_kwargs: {mixer: longhorn}`"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One variant in one setting, which is "" if the study names none. `data` is "" where the task makes its own."""
+    """One variant in one setting. `setting` is "" if the study names none, `data` is "" if the task makes its own."""
 
     study: str
     setting: str
@@ -54,25 +54,25 @@ class Arm:
 
     @cached_property
     def key(self) -> str:
-        """Eight hexadecimal digits of its data's name and its settings, without those at their default: so a new field
-        of the config changes no key."""
+        """Eight hexadecimal digits that stand for its data's name and its settings. Defaults are left out, so that a
+        new field of the config changes no key."""
         usual = type(self.config)().values()
         values = {key: value for key, value in self.config.decisive(self.settings()).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
     @cached_property
     def speed_key(self) -> str:
-        """The same of those settings alone that the speed of a training step depends on."""
+        """A key of only those settings that the speed of a training step depends on."""
         return _digest({key: value for key, value in self.settings().items() if key in STEP})
 
     def settings(self) -> Mapping:
-        """The effective settings, without places, seed, and what is written on the way."""
+        """Returns the effective settings, without the seed and what concerns only the machine or the run's files."""
         left_out = {*self.config.named("host", "writing"), "seed"}
         return {key: value for key, value in self.config.values().items() if key not in left_out}
 
     @property
     def images_per_epoch(self) -> int:
-        """Samples of an epoch's updates on one process; 0 where only the data tell."""
+        """Samples of an epoch's updates on one process; 0 if only the data can tell."""
         batch = self.config.batch_size * self.config.grad_accum
         return (self.config.train_samples or 0) // self.config.batch_size // self.config.grad_accum * batch
 
@@ -91,7 +91,7 @@ class Trial:
 
     @property
     def identity(self) -> tuple[str, int]:
-        """The same in two studies that share the trial."""
+        """What two studies that share the trial have in common: the arm's key and the seed."""
         return self.arm.key, self.seed
 
 
@@ -110,12 +110,12 @@ class Study:
     resolutions: tuple[int, ...]
 
     def trials(self) -> list[Trial]:
-        """Every arm's first seed, then every arm's second, and so on: the first ones done compare, too."""
+        """Lists every arm's first seed, then every arm's second, and so on, so that early results can be compared."""
         longest = max(len(arm.seeds) for arm in self.arms)
         return [Trial(arm, arm.seeds[i]) for i in range(longest) for arm in self.arms if i < len(arm.seeds)]
 
     def sizes(self, arm: Arm) -> list[int]:
-        """Sides of images in pixels at which an arm's final weights are evaluated image by image."""
+        """Lists the sides of images, in pixels, at which an arm's final weights are evaluated image by image."""
         native = [arm.config.model_kwargs.get("img_size", 224)] if arm.variant in self.pair else []
         return sorted({*native, *self.resolutions})
 
@@ -125,7 +125,7 @@ def label_of(setting: str, variant: str) -> str:
 
 
 def unique_trials(studies: Iterable[Study]) -> list[Trial]:
-    """The trials of several studies; one that they share stands once."""
+    """Lists the trials of several studies, shared ones once."""
     return list({trial.identity: trial for study in studies for trial in study.trials()}.values())
 
 
@@ -148,16 +148,16 @@ def read_studies(path: str | Path = STUDIES) -> dict[str, Study]:
 
 
 def missing_or_wrong(error: Exception) -> str:
-    """What an error says of a file, in one line."""
+    """Says in one line what an error means for a file."""
     return f"{error} is missing" if isinstance(error, KeyError) else one_line(error)
 
 
 def _known(given: Any, kinds: Mapping) -> Mapping:
-    """A mapping of the file without its empty values. Raises UserError for a key that is none of `kinds`, and for a
-    value of another type than it has there."""
+    """Returns a mapping of the file without its empty values. Raises UserError for a key that is not in `kinds`, and
+    for a value that is not of its type."""
     given = {} if given is None else given
     if not isinstance(given, dict):
-        raise UserError(f"{given!r} is no mapping: give `key: value` pairs")
+        raise UserError(f"{given!r} is not a mapping: give `key: value` pairs")
     for key, value in given.items():
         if key not in kinds:
             raise UserError(f"unknown key {key!r}: give one of {', '.join(nearest(str(key), kinds) or kinds)}")
@@ -216,8 +216,8 @@ def _contrast(title: str, own: Any) -> Mapping:
 
 
 def _settings(spec: Mapping, task: str) -> dict[str, Mapping]:
-    """The settings of a study by name, each with every combination of what its grid overrides; one called "" if it has
-    neither."""
+    """Returns the settings of a study by name, each with every combination of its grid's values. Without settings or
+    grid there is one, called ""."""
     kinds = DIFFERENCES if task == "recall" else SETTING
     settings = {key: _known(own, kinds) for key, own in (spec.get("settings") or {"": {}}).items()}
     for key, values in spec.get("grid", {}).items():
@@ -234,19 +234,19 @@ def _settings(spec: Mapping, task: str) -> dict[str, Mapping]:
 
 
 def _variant(item: Any, shared: Mapping) -> Mapping:
-    """A variant as a study lists it, with what it takes over from a shared one."""
+    """Completes a variant that a study lists by what it takes over from a shared one."""
     item = _known({"name": item} if isinstance(item, str) else item, VARIANT)
     source = item.get("like", item["name"])
     if source not in shared and ("like" in item or len(item) == 1):
         known = ", ".join(map(str, shared)) or "no variant is"
-        raise UserError(f"variant {source!r} is not shared ({known}): say what it is")
+        raise UserError(f"variant {source!r} is not a shared one ({known}): give its model here")
     taken = shared.get(source, {})
     merged = {key: {**taken.get(key, {}), **item.get(key, {})} for key in ("model_kwargs", "overrides")}
     return {**taken, **item, **merged}
 
 
 def _arm(study: str, task: str, setting: str, parts: tuple[Mapping, ...], facts: Mapping) -> Arm:
-    """An arm of what a study, a setting and a variant say, of which the latter wins."""
+    """Makes an arm of what a study, a setting and a variant say. Where they differ, the later one wins."""
     whole = {key: value for part in parts for key, value in part.items()}
     seeds = whole.get("seeds", 1)
     try:
@@ -271,7 +271,7 @@ def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) ->
 
 
 def _recall_config(whole: Mapping, parts: tuple[Mapping, ...], _: Mapping) -> RecallConfig:
-    """The settings of a variant's mixer in a language model."""
+    """Makes the settings of a variant's mixer in a language model."""
     values, model = _merge(RecallConfig, {}, parts), whole.get("model", "vlonghorn")
     mixer = values["model_kwargs"].pop("mixer", MIXERS.get(model.partition("_")[0]))
     if mixer is None:
@@ -280,7 +280,7 @@ def _recall_config(whole: Mapping, parts: tuple[Mapping, ...], _: Mapping) -> Re
 
 
 def _merge(kind: Any, values: Mapping, parts: tuple[Mapping, ...]) -> Mapping:
-    """Values of a config of that kind with what each of the parts, a study's first, overrides."""
+    """Returns values of a config of that kind, after what each of the parts, the study first, overrides."""
     kwargs, places = dict(values.get("model_kwargs") or {}), kind.named("host", "start")
     allowed = [field.name for field in dataclasses.fields(kind) if field.name not in (*places, *BESIDE)]
     for part in parts:

@@ -23,8 +23,8 @@ FOLDER = str(Path(__file__).parents[1])  # where processes find this package
 
 
 def find_places(device: str, side_by_side: int) -> list[str]:
-    """Where processes run, one at a time each: numbers of GPUs as CUDA_VISIBLE_DEVICES has them, "" for the CPU. Raises
-    UserError where CUDA is asked for and there is none."""
+    """Lists the places where processes run, one at a time: GPUs as CUDA_VISIBLE_DEVICES numbers them, "" for the CPU.
+    Raises UserError if CUDA is asked for and there is none."""
     count = 0 if device == "cpu" else torch.cuda.device_count()
     if device == "cuda" and not count:
         raise UserError("device is 'cuda', but PyTorch finds no CUDA GPU here: use --device auto or --device cpu")
@@ -37,9 +37,9 @@ class Job:
     """A process to run.
 
     Attributes:
-        name: For messages.
-        start: Called when it is about to start; gives the words after `python -m`, and the file for its output.
-        done: Called with the exit code when it has ended; gives whether all is well, a text, and jobs that come next.
+        name: Its name in messages.
+        start: Called just before it starts; returns the words after `python -m`, and the file for its output.
+        done: Called with the exit code after it has ended; returns whether all is well, a text, and jobs to run next.
     """
 
     name: str
@@ -50,21 +50,21 @@ class Job:
     started: float = 0.0
 
     def kill(self) -> int:
-        """Ends the process and those of its loader at once; its exit code."""
+        """Ends the process and those of its loader at once, and returns its exit code."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         return self.process.wait()
 
 
 class Queue:
-    """Runs jobs; `failed` counts those that fail, which stop no other. A signal asks all to save and end."""
+    """Runs jobs. `failed` counts those that fail; the others go on. A signal asks all to save and end."""
 
     def __init__(self, places: list[str], signals: StopSignals, say: Callable[[str], Any]) -> None:
         self.places, self.signals, self.say = places, signals, say
         self.failed, self.running = 0, list[Job]()
 
     def run(self, jobs: list[Job]) -> None:
-        """Runs the jobs, as far as they can be run."""
+        """Runs the jobs until all are done or a signal comes."""
         self.waiting = list(jobs)
         try:
             while (self.waiting or self.running) and not self.signals.received:
@@ -87,7 +87,7 @@ class Queue:
 
     def _start(self, job: Job, place: str) -> None:
         words, log = job.start()
-        # As many threads as cores in each process would wait for one another.
+        # If each process had as many threads as there are cores, they would wait for one another.
         threads = {"OMP_NUM_THREADS": str(max(1, cores() // len(self.places)))}
         own = {"PYTHONPATH": os.pathsep.join(filter(None, [FOLDER, os.environ.get("PYTHONPATH")]))}
         own |= {"CUDA_VISIBLE_DEVICES": place} if place else {}
@@ -98,7 +98,7 @@ class Queue:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env={**threads, **os.environ, PARENT: str(os.getpid()), **own},
-                start_new_session=True,  # Ctrl-C is for this process, which hands it on
+                start_new_session=True,  # Ctrl-C reaches this process only, which passes it on
             )
         job.place, job.started = place, time.monotonic()
         self.running.append(job)
@@ -123,7 +123,7 @@ class Queue:
         for job in list(self.running):
             try:
                 code = job.process.wait(max(0.0, end - time.monotonic()))
-            except subprocess.TimeoutExpired:  # as one that waits for a device or a disk that is gone
+            except subprocess.TimeoutExpired:  # it may wait for a device or a disk that is gone
                 code = job.kill()
             if code in STOPPED:
                 self.running.remove(job)

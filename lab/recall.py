@@ -1,9 +1,9 @@
-"""Trains a model on multi-query associative recall: the process that a study starts for that.
+"""Trains a model on multi-query associative recall. A study starts this process.
 
 python -m lab.recall --config FILE --run-dir DIR
 
-Its folder is like that of the trainer; "top1" is the share of queries that are answered, and "images_per_s" counts
-sequences. The same command goes on from the last epoch.
+Its folder is like the trainer's. There "top1" is the share of queries that are answered correctly, and "images_per_s"
+counts sequences. The same command goes on from the last epoch.
 """
 
 import contextlib
@@ -49,24 +49,24 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def build_model(cfg: RecallConfig) -> RecallModel:
-    """The model of a run, on the CPU. Raises UserError where the mixer refuses its options."""
+    """Builds the model of a run on the CPU. Raises UserError if the mixer refuses its options."""
     with bad_input(f"mixer={cfg.mixer} with model_kwargs={cfg.model_kwargs}"):
         check_values(cfg.model_kwargs)
         return RecallModel(cfg.vocab_size, cfg.length, cfg.width, cfg.depth, cfg.mixer, **cfg.model_kwargs)
 
 
 def mean_loss(scores: Tensor, answers: Tensor) -> Tensor:
-    """Mean cross-entropy, () float32, of scores (B, K, vocab_size) for answers (B, K)."""
+    """Computes the mean cross-entropy, () float32, of scores (B, K, vocab_size) for answers (B, K)."""
     return F.cross_entropy(scores.flatten(0, 1).float(), answers.long().flatten())
 
 
 class RecallRun:
-    """A run in the folder `path`, which goes on where that holds a checkpoint. `held` closes what it holds open."""
+    """A run in the folder `path`. It goes on from a checkpoint if there is one. `held` closes what the run opens."""
 
     def __init__(self, cfg: RecallConfig, path: Path, device: str, held: contextlib.ExitStack) -> None:
         self.cfg, last = cfg, Run(path).last
-        cfg.resume = str(last)  # also where a kill came before the first one had this name: then the run begins anew
-        # fp16, which older GPUs would get, would need its loss scaled.
+        cfg.resume = str(last)  # if a kill came before the first one was written, the run begins anew
+        # Older GPUs would get fp16, which needs its loss scaled.
         plain = cfg.precision == "auto" and torch.cuda.is_available() and not torch.cuda.is_bf16_supported(False)
         self.accelerator = make_accelerator(device, "fp32" if plain else cfg.precision)
         self.device, on_gpu = self.accelerator.device, self.accelerator.device.type == "cuda"
@@ -91,22 +91,22 @@ class RecallRun:
             if "optimizer" in checkpoint:
                 optimizer.load_state_dict(checkpoint["optimizer"])
             self.history, self.skipped = checkpoint["history"], checkpoint["skipped"]
-            if self.updates != checkpoint["updates"]:  # older versions saved there, too
+            if self.updates != checkpoint["updates"]:  # older versions also saved within an epoch
                 raise UserError(f"{last} was saved within an epoch: remove {path}, and the run begins anew")
         self.graph = self.capture() if on_gpu and cfg.cuda_graphs else None
 
     @property
     def updates(self) -> int:
-        """How many updates were made up to the last epoch."""
+        """The number of updates up to the last epoch."""
         return len(self.history) * self.updates_per_epoch
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """Scores (B, K, vocab_size) at the places (B, K) of tokens (B, L)."""
+        """Computes scores (B, K, vocab_size) at the places (B, K) of tokens (B, L)."""
         with self.accelerator.autocast():
             return self.model(*batch)
 
     def train(self) -> None:
-        """Trains to the end, or to a signal, which loses what the epoch has done so far."""
+        """Trains to the end, or until a signal comes. A signal discards what the epoch has done so far."""
         self.folder.open({"updates_per_epoch": self.updates_per_epoch, "global_batch": self.cfg.batch_size}, "",
                          self.updates)  # fmt: skip
         with StopSignals() as signals:
@@ -114,7 +114,7 @@ class RecallRun:
                 self.train_epoch(signals)
                 self.save()
                 self.folder.write_history(self.history)
-        self.folder.write_history(self.history)  # of a run that was killed before it could
+        self.folder.write_history(self.history)  # a kill may have come before this
         self.folder.finish(max(entry["val"]["top1"] for entry in self.history))
 
     def train_epoch(self, signals: StopSignals) -> None:
@@ -132,7 +132,7 @@ class RecallRun:
             loss, norm = self.update(index)
             loss_sum += torch.where(norm.isfinite(), loss, 0)
             made += norm.isfinite()
-        count = int(made)  # which waits for the device
+        count = int(made)  # this waits for the device
         rate = len(batches) * cfg.batch_size / (time.perf_counter() - start)
         if not count:
             raise UserError(
@@ -153,7 +153,7 @@ class RecallRun:
         self.folder.add_results({"val": entry["val"]}, self.updates)
 
     def update(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Makes an update by the samples of these numbers, (batch_size,) int64: its loss and the gradient's norm."""
+        """Makes an update by the samples numbered `index`, (batch_size,) int64; returns loss and gradient norm."""
         self.index.copy_(index)
         if self.graph:
             self.graph.replay()
@@ -163,12 +163,12 @@ class RecallRun:
         return self.captured
 
     def passes(self) -> tuple[Tensor, Tensor]:
-        """Computes the gradients of the samples of `index`: loss and norm."""
+        """Computes the gradients for the samples of `index`; returns the loss and the gradients' norm."""
         tokens, places, answers = (part[self.index] for part in self.data)
         return self.step.gradients([((tokens, places), answers)])
 
     def capture(self) -> torch.cuda.CUDAGraph:
-        """`passes` as one launch: these models are so small that the GPU would wait for the CPU."""
+        """Captures `passes` as one launch, because the GPU would wait for the CPU: these models are small."""
         self.model.train()
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
@@ -183,7 +183,7 @@ class RecallRun:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Gives "top1", the share of the evaluation's queries that are answered in per cent, and "loss"."""
+        """Returns "top1", the per cent of the evaluation's queries that are answered correctly, and "loss"."""
         self.model.eval()
         right = torch.zeros((), dtype=torch.int64, device=self.device)
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -194,7 +194,7 @@ class RecallRun:
         return {"top1": 100 * right.item() / self.val.answers.numel(), "loss": loss_sum.item() / len(self.val.tokens)}
 
     def save(self) -> None:
-        """Saves a checkpoint; once the run is over, without the moments, two thirds of its size."""
+        """Saves a checkpoint. After the end it has no moments, which are two thirds of its size."""
         state = dict(epoch=len(self.history), updates=self.updates, history=self.history, skipped=self.skipped,
                      config=self.cfg.values(), state_dict=self.model.state_dict())  # fmt: skip
         if not self.cfg.is_over(self.history):

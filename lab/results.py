@@ -1,4 +1,4 @@
-"""The JSON of a study: from its trials' folders and from earlier JSONs; tables and plots are made of it alone."""
+"""The JSON of a study, made of its trials' folders and earlier JSONs. Tables and plots are made of it alone."""
 
 import contextlib
 import json
@@ -21,12 +21,12 @@ RUN = {"key": str, "seed": int, "epochs": int, "final": dict, "curve": dict, "hi
 
 
 class Known:
-    """Results that earlier JSONs (`files`: of studies, or speed.json) and the trials' folders below `out` tell.
+    """Results from earlier JSONs (`files`: of studies, or speed.json) and from the trials' folders below `out`.
 
     Attributes:
         runs, unfinished: The records of trials by (key of settings, seed).
-        parameters, configs: Numbers of parameters, and settings, by their key.
-        speeds: By key of a step's settings, then by hardware.
+        parameters, configs: Numbers of parameters, and settings, by key of settings.
+        speeds: Measured speeds by key of a step's settings, then by hardware.
     """
 
     def __init__(self, out: Path, files: Iterable[Path] = ()) -> None:
@@ -41,7 +41,7 @@ class Known:
             if not file.exists():
                 raise UserError(f"there is no file {file} of a study's results")
             if not isinstance(content, dict) or not ({"arms", "runs"} <= content.keys() or "speeds" in content):
-                raise UserError(f"{file} is no result of a study: give a JSON that `python -m lab` has written")
+                raise UserError(f"{file} is not a study's result: give a JSON that `python -m lab` has written")
             try:
                 self._take(content)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -55,7 +55,7 @@ class Known:
             for name, value in record["final"].items():
                 _expect(f"final.{name}", value, (int, float))
             identity = record["key"], record["seed"]
-            hits = {**self.runs.get(identity, {}).get("hits", {}), **record["hits"]}  # studies look at different sizes
+            hits = {**self.runs.get(identity, {}).get("hits", {}), **record["hits"]}  # studies evaluate different sizes
             self.runs[identity] = {**record, "hits": hits}
         for record in content.get("unfinished", []):
             self.unfinished[record["key"], record["seed"]] = record
@@ -72,33 +72,33 @@ class Known:
             self.speeds[key].update(speeds)
 
     def check(self, arms: Iterable[Arm]) -> None:
-        """Raises UserError where an earlier result of an arm has other settings: its key leaves out defaults, which may
-        have changed since."""
+        """Raises UserError if an earlier result of an arm has other settings. That is possible because its key leaves
+        out defaults, which may have changed since."""
         for arm in arms:
             now = arm.config.decisive(json.loads(json.dumps(arm.settings())))
             before = arm.config.decisive({"model_kwargs": {}, **self.configs.get(arm.key, now)})
             for key, value in before.items():
                 if key in now and now[key] != value:
                     raise UserError(
-                        f"{arm.label}: an earlier result of it had {key}={value!r}, and now that is {now[key]!r} by "
-                        "default: state one of them in the file of studies, or leave that result out"
+                        f"{arm.label}: an earlier result of it had {key}={value!r}, and the default is {now[key]!r} "
+                        "now: give one of them in the file of studies, or leave that result out"
                     )
 
     def is_done(self, trial: Trial) -> bool:
         return trial.identity in self.runs or TrialFolder(self.out, trial).is_finished()
 
     def result(self, trial: Trial) -> Record:
-        """The record of a trial, from its folder if it is finished there, else from a JSON; {} where it is not done."""
+        """Returns the record of a trial, from its folder if it is finished there, else from a JSON; {} if not done."""
         folder, before = TrialFolder(self.out, trial), self.runs.get(trial.identity, {})
-        with contextlib.suppress(UserError):  # files of it are lost
+        with contextlib.suppress(UserError):  # some of its files are lost
             if folder.is_finished():
-                # The weights for the earlier hits may be gone.
+                # Keep earlier hits: their weights may be gone.
                 hits = {**before.get("hits", {}), **(read_json(folder.hits_file) or {})}
                 return {**folder.result(), "hits": hits}
         return before
 
     def count_parameters(self, arm: Arm, num_classes: int | None = None) -> int | None:
-        """Counts what an arm's model learns; None where the data alone tell its classes."""
+        """Counts the parameters of an arm's model; None if only the data tell its number of classes."""
         classes = num_classes or getattr(arm.config, "num_classes", 0)
         if arm.key not in self.parameters and classes is not None:
             model = build(arm, classes)
@@ -112,11 +112,11 @@ def _expect(field: str, value: Any, kind: Any) -> None:
 
 
 def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:
-    """Builds the model of an arm on the CPU, with as many classes as its settings say by default."""
+    """Builds the model of an arm on the CPU, by default with the number of classes in its settings."""
     cfg = arm.config
     try:
         if isinstance(cfg, RecallConfig):
-            from lab.recall import build_model  # which tables need not import
+            from lab.recall import build_model  # tables do not need it
 
             return build_model(cfg)
         number = num_classes or cfg.num_classes
@@ -127,7 +127,7 @@ def build(arm: Arm, num_classes: int | None = None) -> torch.nn.Module:
 
 
 def machine(device: str) -> str:
-    """Name of the GPU, or CPU."""
+    """Returns the name of the GPU, or CPU."""
     return torch.cuda.get_device_name() if device != "cpu" and torch.cuda.is_available() else "CPU"
 
 
@@ -158,7 +158,7 @@ def collect(study: Study, known: Known) -> Record:
 
 
 def _unfinished(folder: TrialFolder) -> Record | None:
-    """The record of a trial that is not done, or what the folder of a finished one lacks."""
+    """Returns the record of a trial that is not done, or says what the folder of a finished one lacks."""
     if folder.is_finished():
         try:
             folder.result()

@@ -1,4 +1,4 @@
-"""A trial's folder: what a study adds to a run on disk, whether it is finished, and what came of it."""
+"""A trial's folder: what a study adds to a run on disk, whether the run is finished, and its results."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from vision_longhorn.plots import read_scalars
 from vision_longhorn.runs import Run
 
 Record = dict[str, Any]
-PATIENCE = 300  # seconds to wait for a process of an earlier, killed study, which saves and ends
+PATIENCE = 300  # seconds to wait until a process of an earlier, killed study has saved and ended
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -25,11 +25,11 @@ def write_json(path: Path, content: Any) -> None:
 
 
 class TrialFolder(Run):
-    """The folder of a trial below `out`: the one that another study has made for it, or its own.
+    """The folder of a trial below `out`: one that another study has made for it, or its own.
 
     Attributes:
         output_file: What its process prints.
-        hits_file: The records of `lab.hits`, by the side of the images.
+        hits_file: The records of `lab.hits`, by the images' side in pixels.
         failed_file: Exit code and last line of a process that failed.
         beside_file: How many processes shared its device.
     """
@@ -43,11 +43,11 @@ class TrialFolder(Run):
         )
 
     def history(self) -> list[Record]:
-        """The results of the finished epochs."""
+        """Reads the results of the finished epochs."""
         return read_json(self.history_file) or []
 
     def is_held(self) -> bool:
-        """Whether another process writes there."""
+        """Tells whether another process is writing there."""
         if (self.path / LOCK).exists():
             try:
                 lock_folder(self.path).close()
@@ -56,7 +56,7 @@ class TrialFolder(Run):
         return False
 
     def is_finished(self) -> bool:
-        """Whether nothing is left to do. Writes the results of a run that was killed just after its last checkpoint."""
+        """Tells whether nothing is left to do. Writes the results if a kill came just after the last checkpoint."""
         config, history = self.trial.arm.config, self.history()
         if len(history) == config.epochs - 1 and self.last.exists() and not config.is_over(history):
             checkpoint = load_checkpoint(self.last)
@@ -66,14 +66,14 @@ class TrialFolder(Run):
         return config.is_over(history)
 
     def unseen(self, sizes: list[int]) -> list[int]:
-        """Those of the sizes at which its final weights can be evaluated and have not been."""
+        """Lists those of the sizes at which its final weights can still be evaluated."""
         known = read_json(self.hits_file) or {}
         missing = [size for size in sizes if str(size) not in known]
         return missing if missing and self.last.exists() and self.is_finished() else []
 
     def prepare(self, beside: int, workers: int) -> Path:
-        """Readies the folder for a process, one of `beside` on its device, that begins the trial or goes on with it;
-        the YAML file of its settings."""
+        """Prepares the folder for a process, one of `beside` on its device, that begins the trial or goes on with it.
+        Returns the YAML file of its settings."""
         self.path.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + PATIENCE
         while self.is_held() and time.monotonic() < end:
@@ -89,17 +89,17 @@ class TrialFolder(Run):
         return self.config_given
 
     def note_failure(self, code: int) -> str:
-        """Records that a process has ended by the exit code `code`; what it printed last."""
+        """Records that a process has ended with the exit code `code`, and returns what it printed last."""
         lines = []
         with contextlib.suppress(OSError):
             lines = self.output_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        # What was printed names places of the machine.
+        # The line may name folders of the machine, which results should not.
         last = lines[-1].replace(str(self.path), self.path.name) if lines else ""
         write_json(self.failed_file, {"exit_code": code, "last_line": last})
         return "".join(f"\n    {line}" for line in lines[-8:])
 
     def unfinished(self) -> Record | None:
-        """How far an unfinished trial has come, with "exit_code" and "last_line" where it failed; None if not begun."""
+        """Tells how far an unfinished trial is, with "exit_code" and "last_line" if it failed; None if not begun."""
         history, failure = self.history(), read_json(self.failed_file)
         if not history and not failure:
             return None
@@ -107,13 +107,13 @@ class TrialFolder(Run):
         return {**about, "curve": curve_of(history), **(failure or {})}
 
     def result(self) -> Record:
-        """Makes the record of a finished trial, fit for JSON and without a path: "final" is the top-1 in per cent after
-        the last epoch, "seconds" are those of training alone. Raises UserError where files of it are lost."""
+        """Makes the record of a finished trial, for JSON and without paths: "final" is the top-1 in per cent after the
+        last epoch, "seconds" counts training alone. Raises UserError if some of its files are lost."""
         history, environment = self.history(), read_json(self.environment_file) or {}
         try:
             _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
         except (AttributeError, KeyError, TypeError):
-            raise UserError(f"{self.environment_file} does not say what its run was: remove {self.path}") from None
+            raise UserError(f"{self.environment_file} does not describe its run: remove {self.path}") from None
         curve, scalars = curve_of(history), read_scalars(self.path)
         epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
         seconds = float((np.diff(epochs, prepend=0) * updates * batch / rates).sum())
@@ -131,7 +131,7 @@ class TrialFolder(Run):
 
 
 def curve_of(history: list[Record]) -> dict[str, list[Any]]:
-    """Lists of "epoch" and "train_loss", and "raw" and "ema" (top-1 in per cent, None where it was not evaluated)."""
+    """Makes lists of "epoch", "train_loss", "raw" and "ema" (top-1 in per cent, None where it was not evaluated)."""
     curve: dict[str, list[Any]] = {
         "epoch": [entry["epoch"] for entry in history],
         "train_loss": [_round(entry["train_loss"]) for entry in history],
@@ -143,5 +143,5 @@ def curve_of(history: list[Record]) -> dict[str, list[Any]]:
 
 
 def _round(number: float) -> float:
-    """Keeps six digits: more say nothing, and fill files."""
+    """Keeps six digits: more would only fill files."""
     return float(f"{number:.6g}")

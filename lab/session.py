@@ -1,4 +1,4 @@
-"""What a command does with some studies: looks at what is done, trains what is missing, writes what came of it."""
+"""Runs a command on some studies: looks at what is done, trains what is missing, and writes the results."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ from vision_longhorn.signals import StopSignals
 
 
 class Session:
-    """Some studies, and what is known of them, also from the files `own` in OUT. `args` is the command line."""
+    """Some studies, and the known results, also from the files `own` in OUT. `args` is the command line."""
 
     def __init__(self, studies: list[Study], own: list[str], args: argparse.Namespace) -> None:
         self.studies, self.args, self.out = studies, args, Path(args.out)
@@ -34,7 +34,7 @@ class Session:
         self.trials = unique_trials(studies)
         trains = not (args.report or args.speed)
         self.todo = [trial for trial in self.trials if trains and not self.known.is_done(trial)]
-        self.sizes: dict[tuple[str, int], set[int]] = {}  # of images to evaluate a trial's final weights at
+        self.sizes: dict[tuple[str, int], set[int]] = {}  # sides of images at which to evaluate a trial's final weights
         for study in studies:
             for trial in study.trials():
                 self.sizes.setdefault(trial.identity, set()).update(study.sizes(trial.arm) if trial.arm.data else ())
@@ -50,22 +50,22 @@ class Session:
             return self.dry_run()
         if args.report and not args.merge and not self.out.is_dir():
             raise UserError(f"there is no folder {self.out} to report on: give --out, or --merge with earlier results")
-        for study in self.studies:  # `Known` refuses a JSON that is none of ours
+        for study in self.studies:  # `Known` refuses a JSON that no study has written
             begun = (TrialFolder(self.out, trial).path.is_dir() for trial in study.trials())
             if not (self.out / f"{study.name}.json").is_file() and not any(begun):
                 for ending in ".md", ".png":
                     check_output("--out", self.out / f"{study.name}{ending}", (ending,))
         self.out.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as held:
-            if not args.report:  # which may look on
-                held.enter_context(lock_folder(self.out))  # one at a time: two would start the same runs
+            if not args.report:  # a report may be made while runs go on
+                held.enter_context(lock_folder(self.out))  # one at a time, because two would start the same runs
             if args.speed:
                 return self.measure_speeds()
             self.check()
             sys.exit(self.train())
 
     def find_data(self) -> dict[str, str]:
-        """The place of each kind of data by name. Raises UserError where what is to be trained on has none."""
+        """Finds the place of each kind of data, by name. Raises UserError if data to train on have none."""
         names = {arm.data for study in self.studies for arm in study.arms} - {"", DIGITS}
         places, needs = {DIGITS: DIGITS}, " ".join(f"{name}=DIR" for name in sorted(names))
         for word in self.args.data:
@@ -82,7 +82,7 @@ class Session:
         return places
 
     def check(self) -> None:
-        """Raises UserError before the first run where models or data are not what the studies say."""
+        """Raises UserError, before the first run, if models or data are not what the studies say."""
         for trial in {trial.arm.key: trial for trial in self.todo}.values():
             patch = max(getattr(getattr(build(trial.arm), "patch_embed", None), "patch_size", (1, 1)))
             if (least := min(self.sizes[trial.identity], default=patch)) < patch:
@@ -106,7 +106,7 @@ class Session:
         print(f"{len(self.todo)} of {len(self.trials)} runs to do")
 
     def measure_speeds(self) -> None:
-        """Measures every variant's training step alone, into OUT/speed.json, first those that have no speed there."""
+        """Measures every variant's training step alone, into OUT/speed.json, beginning with those not yet in there."""
         if other := [study.name for study in self.studies if study.task != "images"]:
             raise UserError(f"--speed measures training on images: leave {', '.join(other)} out")
         name, speeds = machine(self.args.device), (read_json(self.out / SPEEDS) or {}).get("speeds", {})
@@ -121,7 +121,7 @@ class Session:
             print(f"{arm.label:30} {rate}{memory}")
 
     def train(self) -> int:
-        """Trains what is missing, looks at the final weights, and writes the results; the exit code."""
+        """Trains what is missing, evaluates the final weights, writes the results, and returns the exit code."""
         say = partial(print, file=sys.stderr if self.args.report else sys.stdout)
         self.places = find_places(self.args.device, self.args.per_gpu)
         self.workers = max(1, min(8, cores() // len(self.places)))  # loader processes of each
@@ -134,7 +134,7 @@ class Session:
                 if trial.arm.data not in self.data and TrialFolder(self.out, trial).unseen(
                     [*self.sizes[trial.identity]]
                 ):
-                    say(f"{trial.name}: its images are not looked at one by one without --data {trial.arm.data}=DIR")
+                    say(f"{trial.name}: to evaluate its images one by one, give --data {trial.arm.data}=DIR")
             if not signals.received:
                 queue.run([job for trial in self.trials for job in self.look(trial)])
             came = signals.received
@@ -145,7 +145,7 @@ class Session:
         return 128 + came if came else int(queue.failed > 0)
 
     def training(self, trial: Trial) -> Job:
-        """A process that begins a trial or goes on with it."""
+        """Makes the job that begins a trial or goes on with it."""
         folder = TrialFolder(self.out, trial)
 
         def start() -> tuple[list[str], Path]:
@@ -160,14 +160,14 @@ class Session:
             if folder.is_finished():
                 last = folder.history()[-1]
                 top1 = (last.get("val_ema") or last["val"])["top1"]
-                # Looked at at once: where time is short, the machine may soon be gone with the weights.
+                # Evaluate at once: if time is short, the machine may soon be gone, and the weights with it.
                 return True, f"top-1 {top1:.2f} %", self.look(trial)
             return False, f"exit code {code}\n    {folder.output_file} ends with{folder.note_failure(code)}", []
 
         return Job(folder.path.name, start, done)
 
     def look(self, trial: Trial) -> list[Job]:
-        """A process that evaluates the final weights of a trial image by image, where that is left to do."""
+        """Makes the job that evaluates the final weights of a trial image by image, if that is left to do."""
         folder = TrialFolder(self.out, trial)
         sizes = ",".join(map(str, folder.unseen(sorted(self.sizes[trial.identity]))))
         if not sizes or trial.arm.data not in self.data:
@@ -181,7 +181,7 @@ class Session:
         return [Job(f"images-{folder.path.name}", lambda: (words, log), done)]
 
     def report(self, study: Study) -> None:
-        """Writes a study's JSON, table and plot, and prints the table between a document's marks."""
+        """Writes a study's JSON, table and plot, and prints the table between the marks that documents use."""
         path = self.out / f"{study.name}.json"
         content = collect(study, self.known)
         text = markdown(content)
@@ -193,7 +193,7 @@ class Session:
 
 
 def check_data(arm: Arm, place: str) -> None:
-    """Raises UserError where the data of an arm are not what the file of studies says."""
+    """Raises UserError if the data of an arm are not what the file of studies says."""
     cfg: Any = arm.config
     if place == DIGITS:
         make_digits(place := str(Path("data", DIGITS)))

@@ -1,4 +1,4 @@
-"""How fast a variant trains alone: the trainer's update on random images that are on the device already."""
+"""Measures how fast a variant trains alone, by the trainer's update on random images that are already on the device."""
 
 import gc
 from collections.abc import Callable
@@ -20,8 +20,8 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
     """Times the update of a variant, after a warm-up.
 
     Returns:
-        Dict with "images_per_s", "batch_size" (of a pass), "variant", "torch", "commit", and on a GPU "peak_gib"; where
-        it does not fit into memory, "error" in their place.
+        Dict with "images_per_s", "batch_size" (of a pass), "variant", "torch", "commit", and on a GPU "peak_gib"; or
+        with "error" instead if it does not fit into memory.
     """
     cfg = cast(Config, arm.config)
     accelerator = make_accelerator(device, cfg.precision, cfg.grad_accum)
@@ -29,14 +29,14 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
     found = {"variant": arm.label, "batch_size": cfg.batch_size, "torch": str(torch.__version__)}
     found["commit"] = find_commit()[0]
     if on_gpu:
-        gc.collect()  # the variant before may still hold memory
+        gc.collect()  # the previous variant may still hold memory
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
         update = _make_update(cfg, accelerator)
-        for _ in range(10 if on_gpu else 1):  # kernels are compiled and tuned
+        for _ in range(10 if on_gpu else 1):  # meanwhile kernels are compiled and tuned
             update()
-        from torch.utils.benchmark import Timer  # whose import looks for a CUDA toolkit, and says where there is none
+        from torch.utils.benchmark import Timer  # its import complains if there is no CUDA toolkit
 
         timer = Timer("update()", globals={"update": update}, num_threads=torch.get_num_threads())
         seconds = timer.blocked_autorange(min_run_time=5 if on_gpu else 1).median
@@ -47,7 +47,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
 
 
 def _make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
-    """The trainer's update without loader, schedule and log."""
+    """Makes the trainer's update, without loader, schedule and log."""
     classes, side = cfg.num_classes or 1000, cfg.model_kwargs.get("img_size", 224)
     model, ema = setup.build_model(cfg, classes, accelerator, resuming=False)
     mixup, criterion = setup.build_loss(cfg, classes)
@@ -56,6 +56,6 @@ def _make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
     labels = torch.randint(classes, (cfg.batch_size,), device=accelerator.device)
     net = setup.wrap(cfg, model, optimizer, images.shape[1:], accelerator).train()
     step = TrainStep(accelerator, model, net, criterion, optimizer, ema, cfg.clip_grad)
-    # Mixing writes over the images, which would fade away.
+    # Mixing overwrites the images, so that they would fade over the updates.
     make = (lambda: mixup(images.clone(), labels)) if mixup else (lambda: (images, labels))
     return lambda: step(make() for _ in range(cfg.grad_accum))

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import stats
 
 LEVEL = 0.95
-FEWEST = 3  # values that have an interval: that of two would be 13 times as wide as they lie apart
+FEWEST = 3  # values that get an interval: that of two would be 13 times as wide as their distance
 
 
 class Interval(NamedTuple):
@@ -20,13 +20,13 @@ class Interval(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Interval:
-    """The mean of values, one for each seed, with Student's interval."""
+    """Computes the mean of values, one for each seed, with Student's interval."""
     return combination([values], [1])
 
 
 def combination(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> Interval:
-    """The weighted sum of the groups' means, with the interval of Welch and Satterthwaite: all values count as
-    independent, and each group has a variance of its own."""
+    """Computes the weighted sum of the groups' means, with the interval of Welch and Satterthwaite: all values count as
+    independent, and each group has its own variance."""
     value = float(np.dot(weights, [np.mean(values) for values in groups]))
     if min(map(len, groups)) < FEWEST:
         return Interval(value)
@@ -39,18 +39,18 @@ def combination(groups: Sequence[Sequence[float]], weights: Sequence[float]) -> 
 
 
 def difference(one: Sequence[float], other: Sequence[float]) -> Interval:
-    """The mean of `one` less that of `other`, with Welch's interval."""
+    """Computes the mean of `one` minus that of `other`, with Welch's interval."""
     return combination((one, other), (1, -1))
 
 
 def read_bits(hits: dict[str, Any]) -> np.ndarray:
-    """Unpacks which images were right, (count,) of 0 and 1, from a record of `lab.hits`."""
+    """Unpacks from a record of `lab.hits` which images were right: (count,) of 0 and 1."""
     return np.unpackbits(np.frombuffer(base64.b64decode(hits["bits"]), np.uint8), count=hits["count"])
 
 
 def over_images(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> Interval:
-    """The difference in per cent of two variants on the same images, with a percentile bootstrap over these. Each
-    variant has an array (count,) of 0 and 1 for each seed; seeds are averaged."""
+    """Computes the difference in per cent of two variants on the same images, with a percentile bootstrap over these.
+    Each variant has an array (count,) of 0 and 1 for each seed; seeds are averaged."""
     shares = 100 * (np.mean(one, axis=0) - np.mean(other, axis=0))
     batch, rng = max(1, 2_000_000 // len(shares)), np.random.default_rng(0)  # the same figures each time
     found = stats.bootstrap((shares,), np.mean, confidence_level=LEVEL, batch=batch, method="percentile",

@@ -1,4 +1,4 @@
-"""What a study's JSON says, as Markdown and as a plot."""
+"""Shows a study's JSON as Markdown and as a plot."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ BARS = "bars are 95 % intervals, of two seeds both"
 
 
 class Reading:
-    """A study's JSON, the `content` that `results.collect` has made, as tables and plots look at it.
+    """A study's JSON, the `content` that `results.collect` has made, as tables and plots read it.
 
     Attributes:
         runs: The records of runs, by key of their arm's settings.
-        weights: Which ones count, "ema" or "raw".
-        hardware: The machine whose speeds are shown: that of most arms; "" where none was measured.
+        weights: Which weights count, "ema" or "raw".
+        hardware: The machine whose speeds are shown: that of most arms; "" if none was measured.
     """
 
     def __init__(self, content: Record) -> None:
@@ -37,13 +37,13 @@ class Reading:
         return f"{arm['setting']}, {arm['variant']}" if arm["setting"] else arm["variant"]
 
     def accuracies(self, arm: Record, kind: str = "") -> list[float]:
-        """Top-1 of an arm's runs in per cent, of the weights that count unless `kind` says which. Raw ones stand in for
-        averages that a run does not have."""
+        """Lists the top-1 of an arm's runs in per cent, for the weights that count, or those of `kind`. Raw weights
+        stand in for averages that a run does not have."""
         finals = [run["final"] for run in self.runs[arm["key"]]]
         return [final.get(kind or self.weights, final["raw"]) for final in finals]
 
     def curve(self, run: Record) -> dict[int, float]:
-        """Top-1 of a run in per cent, by the epochs after which it was evaluated."""
+        """Returns the top-1 of a run in per cent, by the epochs after which it was evaluated."""
         values = run["curve"].get(self.weights, run["curve"]["raw"])
         return {epoch: value for epoch, value in zip(run["curve"]["epoch"], values) if value is not None}
 
@@ -54,16 +54,16 @@ class Reading:
         return arm["speed"].get(self.hardware, {})
 
     def hits(self, arm: Record, size: int | str) -> list[Record]:
-        """Records of which images were right at that size, one for each seed that was evaluated there."""
+        """Lists the records of which images were right at that size, one for each seed that was evaluated there."""
         return [run["hits"][str(size)] for run in self.runs[arm["key"]] if str(size) in run["hits"]]
 
     def shares(self, arm: Record, size: int | str) -> list[float]:
-        """Top-1 in per cent at that size, for each seed that was evaluated there."""
+        """Lists the top-1 in per cent at that size, for each seed that was evaluated there."""
         return [100 * float(read_bits(found).mean()) for found in self.hits(arm, size)]
 
 
 def markdown(content: Record) -> str:
-    """The tables of a study and remarks below them."""
+    """Writes the tables of a study with remarks below them."""
     if content.get("task") == "recall":
         return _recall(content)
     reading = Reading(content)
@@ -103,7 +103,7 @@ def _resolutions(reading: Reading) -> str:
 
 
 def _pairs(reading: Reading) -> list[str]:
-    """Lines on the main pair in each setting, and on its mean difference over settings of the same data and length."""
+    """Writes lines on the main pair in each setting, and on its mean difference if data and length are the same."""
     lines, pair, groups = [], reading.content["pair"], list[list[float]]()
     kinds: set[tuple[str, int]] = set()
     for setting in dict.fromkeys(arm["setting"] for arm in reading.arms) if pair else ():
@@ -121,7 +121,7 @@ def _pairs(reading: Reading) -> list[str]:
 
 
 def _pair(reading: Reading, *arms: Record) -> list[str]:
-    """Lines on how far the first of two arms is ahead: over the seeds, in pairs of them, on the way, over images."""
+    """Writes lines on how far the first of two arms leads: over seeds, in pairs of them, on the way, over images."""
     one, other = (
         dict(zip((run["seed"] for run in reading.runs[arm["key"]]), reading.accuracies(arm), strict=True))
         for arm in arms
@@ -129,14 +129,14 @@ def _pair(reading: Reading, *arms: Record) -> list[str]:
     lead = difference([*one.values()], [*other.values()])
     lines = [f"{arms[0]['variant']} - {arms[1]['variant']} {_signed(lead)} over {_count(len(one), len(other))}"]
     if len(shared := [seed for seed in one if seed in other]) > 1:
-        # Runs of one seed also see the images in the same order.
+        # Runs with the same seed see the images in the same order.
         lines[0] += f"; in pairs by seed {_signed(mean([one[seed] - other[seed] for seed in shared]))}"
     if earlier := _on_the_way(reading, *arms):
         lines.append(f"on the way {earlier}")
     sizes = {size for arm in arms for run in reading.runs[arm["key"]] for size in run["hits"]}
     for size in sorted(sizes, key=int):
         hits = [reading.hits(arm, size) for arm in arms]
-        # Other machines may have cut other shards.
+        # On another machine the shards may hold other images.
         alike = len({(found["count"], found.get("images")) for some in hits for found in some}) == 1
         if all(hits) and alike:
             bits = [[read_bits(found) for found in some] for some in hits]
@@ -149,8 +149,8 @@ def _pair(reading: Reading, *arms: Record) -> list[str]:
 
 
 def _on_the_way(reading: Reading, one: Record, other: Record) -> str:
-    """The lead of one arm after a quarter, half and three quarters of the epochs (or at the last common evaluations
-    before), and in how many epochs its training loss was the lower: who learns sooner need not end higher."""
+    """Writes the lead of one arm after a quarter, half and three quarters of the epochs (or at the last evaluations
+    before that both have), and in how many epochs its training loss was lower: a faster start need not end higher."""
     epochs = one["config"]["epochs"]
     if other["config"]["epochs"] != epochs:
         return ""
@@ -165,7 +165,7 @@ def _on_the_way(reading: Reading, one: Record, other: Record) -> str:
 
 
 def _contrasts(reading: Reading) -> list[str]:
-    """Lines on the contrasts of which each arm has a run."""
+    """Writes lines on the contrasts in which each arm has a run."""
     arms = {label_of(arm["setting"], arm["variant"]): arm for arm in reading.arms}
     lines = []
     for contrast in reading.content.get("contrasts", ()):  # older JSONs have none
@@ -180,7 +180,7 @@ def _contrasts(reading: Reading) -> list[str]:
 
 
 def remarks(reading: Reading) -> list[str]:
-    """Lines on what the runs cost, and on those that are missing or skipped updates."""
+    """Writes lines on what the runs cost, and on runs that are missing or skipped updates."""
     runs, labels = reading.content["runs"], {arm["key"]: reading.label(arm) for arm in reading.arms}
     seconds = sum(run["seconds"] for run in runs)
     beside = max((run["side_by_side"] for run in runs), default=1)
@@ -218,7 +218,7 @@ def format_count(number: int | None) -> str:
 
 
 def format_mean(values: Sequence[float]) -> str:
-    """The mean with its interval, or with both values where there are two, which have no interval."""
+    """Writes the mean with its interval, or with both values if there are two, which have no interval."""
     if not values:
         return "–"
     found = mean(values)
@@ -262,7 +262,7 @@ def plot(content: Record, out: Path) -> None:
         return _plot_recall(content, out)
     reading, sizes = Reading(content), content["resolutions"]
     arms = [arm for arm in reading.arms if reading.runs[arm["key"]]]
-    # One kind of seconds for all: those of runs side by side are several times as many.
+    # All use the same kind of seconds, because runs side by side take several times as many.
     alone = bool(arms) and all(reading.speed(arm).get("images_per_s") and arm["images_per_epoch"] for arm in arms)
     figure = new_figure(20 if sizes else 15, 5)
     axes = figure.subplots(1, 4 if sizes else 3)
@@ -290,7 +290,7 @@ def plot(content: Record, out: Path) -> None:
         if title == top1:
             keep_to_per_cent(panel)
     if arms:
-        axes[2].legend(fontsize="x-small")  # the corner that losses leave free
+        axes[2].legend(fontsize="x-small")  # losses leave a corner free
     figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), {BARS}")
     save_png(figure, out, dpi=100, tool="study")
 
@@ -299,8 +299,8 @@ class Grid:
     """The arms of a study of recall.
 
     Attributes:
-        cells: By length and pairs, variant, all other settings, and width: arms by their learning rate.
-        rows: The same cells by the first three, then by width.
+        cells: Arms by their learning rate, for each (length and pairs, variant, all other settings, width).
+        rows: The same cells by the first three of these, then by width.
     """
 
     def __init__(self, content: Record) -> None:
@@ -318,12 +318,12 @@ class Grid:
         self.rates = sorted({lr for arms in self.cells.values() for lr in arms})
 
     def known(self, arms: dict[float, Record]) -> dict[float, list[float]]:
-        """Accuracies of a cell in per cent, one for each seed, by learning rate."""
+        """Returns accuracies of a cell in per cent, one for each seed, by learning rate."""
         found = {lr: self.reading.accuracies(arm) for lr, arm in arms.items()}
         return {lr: values for lr, values in found.items() if values}
 
     def best(self, arms: dict[float, Record]) -> tuple[float, list[float]]:
-        """The learning rate with the highest mean accuracy, and its accuracies; none where no run is finished."""
+        """Finds the learning rate with the highest mean accuracy, and its accuracies; none if no run is finished."""
         return max(self.known(arms).items(), key=lambda item: float(np.mean(item[1])), default=(0.0, []))
 
 

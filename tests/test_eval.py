@@ -13,6 +13,7 @@ import torch
 from accelerate.state import AcceleratorState
 from PIL import Image
 from test_resume import Processes, server  # noqa: F401  (a fixture)
+from test_shards import full_disk
 from test_train import (  # noqa: F401  (two are fixtures)
     PLAIN,
     QUICK,
@@ -142,13 +143,14 @@ def test_two_processes_count_what_one_counts(run, tmp_path):
         "--checkpoint", str(run / "best.pt"), "--workers", "2", "--batch-size", "4", "--device", "cpu",
         "--out", str(tmp_path / "two.json"), *details(str(tmp_path / "two"))])  # fmt: skip
     assert done.wait() == [0, 0], done.text
-    assert done.text.count("count 37 of 37") == 1
+    assert done.text.count("count 37 of 37") == done.text.count("images/s") == 1
     two = json.loads((tmp_path / "two.json").read_text())
     assert (one["processes"], two["processes"]) == (1, 2)
     for key in "count", "top1_count", "top5_count", "weights":
         assert one[key] == two[key]
     assert two["loss"] == pytest.approx(one["loss"], rel=1e-6)
     assert one == json.loads((tmp_path / "one.json").read_text())
+    assert one["images_per_s"] is None and two["images_per_s"] > 0  # one batch, and several
     assert one["precision"] == "fp32"
 
     # What they say of every sample is the same, and adds up to the totals.
@@ -315,15 +317,14 @@ def test_what_is_there_is_not_written_over(named, tmp_path, capsys):
 
 
 def test_a_result_that_cannot_be_saved_is_printed(named, capsys):
-    with pytest.raises(SystemExit) as exit:
-        run_cli(
-            lambda: eval_script.main(
-                ["--checkpoint", str(named), "--workers", "0", "--out", str(named / "best.pt" / "out.json")]
-            )
-        )
+    given = ["--checkpoint", str(named), "--workers", "0", "--out"]
+    with pytest.raises(SystemExit) as exit, full_disk(100):
+        run_cli(lambda: eval_script.main([*given, str(named / "out.json")]))
     said = capsys.readouterr()
     assert exit.value.code == 1 and "count 37 of 37" in said.out
-    assert said.err.count("\n") == 1 and "best.pt: File exists" in said.err
+    assert said.err == f"error: {named / 'out.json'}: File too large\n"
+    words = str(named / "best.pt"), "is no folder where you may write"
+    fails_with_one_line(eval_script.main, [*given, named / "best.pt" / "out.json"], capsys, *words)
 
 
 def test_a_bare_state_dict_brings_no_data(run, tmp_path, capsys):
@@ -376,6 +377,8 @@ def test_a_run_stands_before_or_behind_the_options_or_is_their_checkpoint(run, t
         eval_script.main(words)
         for words in ([str(run), *options], [*options, str(run)], [*options, "--checkpoint", str(run)])
     ]
+    for result in found:
+        result.pop("images_per_s")
     assert found[0] == found[1] == found[2] and found[0]["checkpoint"] == str(run / "best.pt")
 
 

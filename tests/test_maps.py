@@ -233,7 +233,7 @@ def test_command_turns_a_photo_upright_as_training_does(run):
         (["best.pt"], "best.pt: not a readable image"),
         (["grey.png", "--layers", "one"], "--layers: 'one'"),
         (["grey.png", "--layer", "1"], "--layers"),
-        (["grey.png", "--out", "grey.png/maps.png"], "File exists: 'grey.png'"),
+        (["grey.png", "--out", "grey.png/maps.png"], "grey.png is no folder where you may write"),
     ],
 )
 def test_what_the_command_cannot_use_is_named(words, message, run, monkeypatch):

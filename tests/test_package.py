@@ -16,10 +16,10 @@ import vision_longhorn
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run_in_a_checkout(code):
+def run_in_a_checkout(code, *args):
     """Runs `code` at the top of the repository, with no finder of an installed copy."""
     alone = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f).lower()]\n"
-    return subprocess.run([sys.executable, "-c", alone + code], cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", alone + code, *args], cwd=ROOT, capture_output=True, text=True)
 
 
 def test_every_folder_of_the_package_is_installed():
@@ -32,10 +32,26 @@ def test_every_folder_of_the_package_is_installed():
     assert sorted(named) == sorted(found)
 
 
-def test_a_checkout_has_its_kernels_inside():
-    done = run_in_a_checkout("import vision_longhorn.kernels.rules as rules\nprint(rules.__file__)")
+CHECKOUT = """
+import importlib, sys
+import vision_longhorn.kernels.rules as rules
+print(rules.__file__)
+for folder in sys.argv[1:]:
+    try:
+        importlib.import_module(f"vision_longhorn.{folder}")
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+
+def test_a_checkout_has_its_kernels_and_nothing_else_inside():
+    folders = "tests", "benchmarks", "docs", "lab"
+    done = run_in_a_checkout(CHECKOUT, *folders)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [str(ROOT / "kernels" / "rules" / "__init__.py")]
+    assert done.stdout.splitlines() == [
+        str(ROOT / "kernels" / "rules" / "__init__.py"),
+        *(f"No module named 'vision_longhorn.{folder}'" for folder in folders),
+    ]
 
 
 BUILD = """

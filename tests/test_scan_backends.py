@@ -323,7 +323,7 @@ def test_an_empty_batch_passes_through(backend, rule):
         (dict(D=torch.zeros(4)), "D has shape (4,)"),
         (dict(initial_state=torch.zeros(2, 4, 5)), "initial_state has shape (2, 4, 5)"),
         (dict(q=torch.zeros(2, 18, 4, dtype=torch.int64)), "q is torch.int64"),
-        (dict(x=torch.zeros(2, 0, 5)), "at least one"),
+        (dict(x=torch.zeros(2, 0, 5)), "at least 1"),
     ],
 )
 def test_wrong_tensors_are_named(change, words):

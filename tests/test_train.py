@@ -286,7 +286,7 @@ def test_what_an_output_cannot_show_is_written_another_way(encoding, monkeypatch
     run_cli(lambda: print("b\udcffn", "日本", "é"))
     sys.stdout.flush()
     shown = {"ascii": rb"\u65e5\u672c \xe9", "cp1252": b"\\u65e5\\u672c \xe9", "utf-8": "日本 é".encode()}[encoding]
-    assert written.getvalue() == rb"b\udcffn " + shown + b"\n"
+    assert written.getvalue() == (b"b\xffn " if encoding == "utf-8" else rb"b\udcffn ") + shown + b"\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

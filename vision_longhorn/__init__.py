@@ -2,17 +2,26 @@
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 __all__ = ["VisionLonghorn", "__version__"]
 __version__ = "0.1.0"
 
-# A checkout has its kernels beside this folder, an installed package inside it.
-_CHECKOUT = Path(__file__).resolve().parent.parent
-if (_CHECKOUT / "kernels" / "contract.py").is_file():
-    __path__.append(str(_CHECKOUT))
+
+class _Checkout:
+    """Finds the kernels of a checkout, which stand beside this folder. An installed package holds them inside."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        file = Path(__file__).resolve().parent.parent / "kernels" / "__init__.py"
+        is_ours = name == f"{__name__}.kernels" and file.with_name("contract.py").is_file()
+        return spec_from_file_location(name, file) if is_ours else None
+
+
+sys.meta_path.append(_Checkout)  # the last finder: an installed package's own kernels come first
 
 
 def _is_own_command() -> bool:

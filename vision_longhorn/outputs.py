@@ -41,6 +41,9 @@ def check_output(
     run = Run(path.parent)
     if path in run.texts and run.config_file.exists():
         raise UserError(f"{named} has the name of a file that the run writes: give another name")
+    above = next(folder for folder in path.absolute().parents if folder.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"{named} cannot be written: {above} is no folder where you may write, name another place")
     if os.path.lexists(path):
         is_free = path.is_file() and is_own(path) if endings else path.is_dir() and not os.listdir(path)
         if path.is_symlink() or not is_free:

@@ -23,8 +23,10 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # Each line appears at once, in a file too. A path may have letters that the terminal cannot show.
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
+        # Each line appears at once, in a file too. A path may have letters that the terminal's encoding lacks. UTF-8
+        # lacks only the bytes of names in other encodings, which go out as they are.
+        is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
+        sys.stdout.reconfigure(line_buffering=True, errors="surrogateescape" if is_utf8 else "backslashreplace")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
     try:
         return main()

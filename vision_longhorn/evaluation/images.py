@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import csv
+import itertools
 import json
 import os
 import sys
@@ -43,13 +44,12 @@ def predict(args: argparse.Namespace) -> int:
     loaded = load_model(args.source, args.model)
     loaded.check_classes()
     loaded.model.to(accelerator.device).eval()
-    results = list[dict[str, Any]]()
+    told = 0
     with text_file(args.out) if args.out else contextlib.nullcontext(sys.stdout) as file:
         table = csv.writer(file, lineterminator="\n")
         if args.format == "csv":
             table.writerow(["image", "rank", "index", "class", "name", "probability"])
         for path, found in _results(args, paths, loaded, accelerator):
-            results.append({"image": path, "predictions": found})
             if args.format == "text":
                 words = ", ".join(f"{one['name']} {100 * one['probability']:.1f} %" for one in found)
                 file.write(f"{path}: {words}\n")
@@ -57,14 +57,17 @@ def predict(args: argparse.Namespace) -> int:
                 for rank, one in enumerate(found, 1):
                     share = f"{one['probability']:.6f}"
                     table.writerow([path, rank, one["index"], one["class"] or "", one["name"], share])
-        if not results:
+            else:
+                file.write((",\n" if told else "[\n") + json.dumps({"image": path, "predictions": found}))
+            told += 1
+        if not told:
             raise UserError("none of the images can be read")
         if args.format == "json":
-            file.write(json.dumps(results, indent=1) + "\n")
+            file.write("\n]\n")
     written = " and ".join(filter(None, [args.out, args.maps and f"the maps in {args.maps}"]))
     if written:
         print(f"wrote {written}", file=sys.stdout if args.out else sys.stderr)
-    return len(results)
+    return told
 
 
 @torch.no_grad()
@@ -81,11 +84,9 @@ def _results(
     batches = DataLoader(samples, args.batch_size, num_workers=workers, collate_fn=list)
     for batch in tqdm(batches, unit="batch", dynamic_ncols=True, disable=None if args.out else True):
         errors = [image for _, image in batch if isinstance(image, str)]
-        if errors and args.on_bad == "stop":
-            raise UserError(f"{errors[0]}; --on-bad skip goes on without such files")
-        for error in errors:
-            tqdm.write(f"skipped: {error}", file=sys.stderr)
         good = [(path, image) for path, image in batch if not isinstance(image, str)]
+        if errors and args.on_bad == "stop":
+            good = list(itertools.takewhile(lambda one: not isinstance(one[1], str), batch))
         if good:
             images = torch.stack([image for _, image in good]).to(accelerator.device)
             with accelerator.autocast():
@@ -103,6 +104,10 @@ def _results(
                 label = known[k] if k < len(known) else None
                 found.append({"index": k, "class": label, "name": names[k], "probability": score})
             yield path, found
+        if errors and args.on_bad == "stop":
+            raise UserError(f"{errors[0]}; --on-bad skip goes on without such files")
+        for error in errors:
+            tqdm.write(f"skipped: {error}", file=sys.stderr)
         bad += len(errors)
     if bad:
         print(f"{bad} of {len(paths)} images were skipped", file=sys.stderr)
@@ -129,7 +134,7 @@ def find_images(places: Sequence[str]) -> list[str]:
         elif os.path.isfile(place):
             found.append(place)
         else:
-            raise UserError(f"there is no file or folder {place}")
+            raise UserError(f"{place} is no file or folder")
     if not found:
         raise UserError("standard input named no images: give one path a line")
     return found

@@ -5,9 +5,12 @@ import dataclasses
 import json
 import os
 import re
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from timm.data import create_transform
 from tqdm import tqdm
 
@@ -103,15 +106,10 @@ class Session:
         )
         batches = -(-shards.num_samples // (args.batch_size * accelerator.num_processes))
         hidden = None if accelerator.is_main_process else True  # None: no bar where there is no terminal
-        found = evaluate(
-            {"model": self.model},
-            tqdm(loader, total=batches, unit="batch", dynamic_ncols=True, disable=hidden),
-            accelerator,
-            shards.num_samples,
-            args.batch_size,
-            self.class_map,
-            predictions.add if predictions else None,
-        )
+        bar = tqdm(loader, total=batches, unit="batch", dynamic_ncols=True, disable=hidden)
+        models, data, note = {"model": self.model}, self.timed(bar), predictions.add if predictions else None
+        found = evaluate(models, data, accelerator, shards.num_samples, args.batch_size, self.class_map, note)
+        rate = torch.tensor(self.images / (time.perf_counter() - self.start), device=accelerator.device)
         result = {
             **found["model"],
             **about,
@@ -122,6 +120,7 @@ class Session:
             "samples": shards.num_samples,
             "processes": accelerator.num_processes,
             "batch_size": args.batch_size,
+            "images_per_s": accelerator.reduce(rate).item() or None,
         }
         if predictions:
             predictions.gather()
@@ -129,11 +128,21 @@ class Session:
         if self.class_map is not None:
             of_data = len(shards.class_names or ())
             self.say(f"{used} classes, by name those in both the model's {of_model} and the data's {of_data}")
-        self.say(f"{describe(result)} of {shards.num_samples}")
+        speed = f", {result['images_per_s']:.1f} images/s" if result["images_per_s"] else ""
+        self.say(f"{describe(result)} of {shards.num_samples}{speed}")
         if accelerator.is_main_process:
             self.save(result, about, predictions)
         leave(accelerator)
         return result
+
+    def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Passes the batches on, and counts `images` from `start`, the end of the first batch. That one has to wait for
+        workers to start and kernels to compile."""
+        self.images, self.start = 0, 0.0
+        for batch in batches:
+            yield batch
+            self.images += len(batch[1]) if self.start else 0
+            self.start = self.start or time.perf_counter()
 
     def about(self) -> dict[str, Any]:
         """Returns the values that make two results the same evaluation. Processes, batch size and speed may differ."""

@@ -33,8 +33,8 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
             if file.suffix in (".safetensors", ".bin", ".pth"):
                 check_whole(file)
         model = timm.create_model(name, **kwargs)
-        if source:  # its configuration may hold a value that timm takes and its transforms do not
-            create_transform(**resolve_data_config(model=model))(Image.new("RGB", (8, 8)))
+        if source and (wrong := _wrong_in_config(model, "num_classes" in kwargs)):
+            raise UserError(f"its config.json is damaged ({wrong} cannot be right): fetch or make it again")
         return model
     except UserError as error:
         raise UserError(f"model {name} cannot be made: {error}") from error
@@ -43,3 +43,17 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         given += ["its config.json"] if source else []
         why = shorten(one_line(error), 500)
         raise UserError(f"model {name} cannot be made with {', '.join(given)}: {why}") from error
+
+
+def _wrong_in_config(model: TimmModel, other_classes: bool) -> str:
+    """Names what timm took from a config.json and goes wrong with, in silence; "" if there is nothing."""
+    cfg, transform = getattr(model, "pretrained_cfg", {}), create_transform(**resolve_data_config(model=model))
+    black, white = (transform(Image.new("RGB", (8, 8), colour)).amax((1, 2)) for colour in ("black", "white"))
+    names, texts, classes = cfg.get("label_names") or [], cfg.get("label_descriptions") or {}, cfg.get("num_classes")
+    words = [*(names.values() if isinstance(names, dict) else names), *texts.values()]
+    right = {
+        "mean or std": (white > black).all(),
+        "label_names or label_descriptions": all(isinstance(word, str) for word in words),
+        "num_classes": other_classes or getattr(model, "num_classes", classes) == classes,
+    }
+    return next((name for name, is_right in right.items() if not is_right), "")

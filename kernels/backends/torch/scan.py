@@ -14,6 +14,8 @@ comes first and runs in the order of the scan: x, z and step (with its bias) are
 (R, N, D) or per token (L, R, N), D (R, D), initial_state (R, N, D).
 """
 
+import math
+import threading
 from typing import Any, Optional
 
 import torch
@@ -89,6 +91,26 @@ def _cut(d: Any, t: slice) -> Any:
     return d._replace(**{name: value if name in fixed else value[t] for name, value in d.tensors().items()})
 
 
+_kept = threading.local()
+
+
+def _workspace(d: Any, spans: list[slice], fields: int) -> Tensor:
+    """Uninitialised memory for `fields` tensors of T + 1 states, T the tokens of a span: (fields, T + 1, R, N, D).
+
+    All calls of a thread share it unless it is large: memory that the allocator returns to the system costs page faults
+    when it is next written, a fifth of the time of a small scan.
+    """
+    shape = fields, spans[0].stop + 1, *d.initial_state.shape
+    size = math.prod(shape)
+    if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or size > 4 * SPAN_ELEMENTS:
+        return d.x.new_empty(shape)
+    if getattr(_kept, "room", None) is None or _kept.room.numel() < size:
+        # It outlives the call, so the call's default dtype and device and its inference mode must not reach it.
+        with torch.inference_mode(False):
+            _kept.room = torch.empty(size, dtype=torch.float32, device="cpu")
+    return _kept.room[:size].view(shape)
+
+
 def _rows(value: Tensor) -> tuple[Tensor, ...]:
     """Split (T, b, C) into (b, 1, C) for each token."""
     return value.unsqueeze(2).unbind(0)
@@ -99,15 +121,15 @@ def _columns(value: Tensor) -> tuple[Tensor, ...]:
     return value.unsqueeze(3).unbind(0)
 
 
-def _advance(d: Any, s: Sizes, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
-    """Walk from `state` through the T tokens of `d`.
+def _advance(d: Any, s: Sizes, state: Tensor, work: Tensor) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+    """Walk from `state` through the T tokens of `d`. The first two fields of `work` hold the states and the decays.
 
     Returns:
         The states before the first token and after each, (T + 1, b, N, D); x, or the errors for kind "error",
         (T, b, D); eps times these, which is written along k, (T, b, D); the decays (T, b, N, D), or None for "error".
     """
     T, rule = len(d.x), rule_of(d)
-    states = state.new_empty(T + 1, *state.shape)
+    states = work[0, : T + 1]
     states[0] = state
     rows = states.unbind(0)
     if rule.kind == "error":
@@ -120,7 +142,7 @@ def _advance(d: Any, s: Sizes, state: Tensor) -> tuple[Tensor, Tensor, Tensor, O
             torch.mul(eps, error, out=write)
             torch.addcmul(before, key_column, write, out=after)
         return states, errors, writes, None
-    a = rule.decays(d, s, torch.empty_like(states[1:]))
+    a = rule.decays(d, s, work[1, :T])
     writes = s.eps * d.x
     torch.mul(d.k.unsqueeze(3), writes.unsqueeze(2), out=states[1:])
     for before, after, decay in zip(rows, rows[1:], a.unbind(0)):
@@ -151,9 +173,11 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
     d = _inputs(scan)
     out, state = torch.empty_like(d.x), d.initial_state
     saved = d.x.new_empty(ceil_div(L, CHUNK) if save_states else 0, G * B, N, D)
-    for t in _spans(d):
+    spans = _spans(d)
+    work = _workspace(d, spans, 2)
+    for t in spans:
         part = _cut(d, t)
-        states = _advance(part, rule_of(d).sizes(part), state)[0]
+        states = _advance(part, rule_of(d).sizes(part), state, work)[0]
         if save_states:
             saved[t.start // CHUNK : ceil_div(t.stop, CHUNK)] = states[:-1:CHUNK]
         y = _read_out(part, states[1:])
@@ -161,7 +185,7 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
         state = states[-1]
     y = _batch_first(scan, out)
     y = (y[0] + y[1]).mul_(scan.output_scale) if scan.combine != "none" else y.view(scan.output_shape)
-    final = state.transpose(1, 2).reshape(scan.state_shape).contiguous()
+    final = state.transpose(1, 2).reshape(scan.state_shape).clone(memory_format=torch.contiguous_format)
     saved = saved.unflatten(1, (G, B)).transpose(0, 1).contiguous() if save_states else saved.new_empty(0)
     return y.to(scan.x.dtype), final, saved
 
@@ -192,9 +216,9 @@ def backward(
     grads = {
         name: torch.zeros_like(value, memory_format=torch.contiguous_format) for name, value in d.tensors().items()
     }
-    adjoint = dfinal
+    adjoint, work = dfinal, _workspace(d, spans, 3)
     for start, t in reversed(list(zip(starts, spans))):
-        adjoint = _span_backward(_cut(d, t), start, dy[t], adjoint, grads, t)
+        adjoint = _span_backward(_cut(d, t), start, dy[t], adjoint, work, grads, t)
     grads["initial_state"] = adjoint
 
     def original(name: str) -> Tensor:
@@ -212,12 +236,14 @@ def backward(
     return {name: unstack(original(name), value) for name, value in scan.tensors().items()}
 
 
-def _span_backward(d: Any, state: Tensor, dy: Tensor, adjoint: Tensor, grads: dict[str, Tensor], t: slice) -> Tensor:
+def _span_backward(
+    d: Any, state: Tensor, dy: Tensor, adjoint: Tensor, work: Tensor, grads: dict[str, Tensor], t: slice
+) -> Tensor:
     """Rebuild a span from the state at its start, write its gradients into `grads`, and return the adjoint of that
     state, from that of the state at its end."""
     rule = rule_of(d)
     s = rule.sizes(d)
-    walk, targets, writes, a = _advance(d, s, state)
+    walk, targets, writes, a = _advance(d, s, state, work)
     before, states = walk[:-1], walk[1:]  # (T, b, N, D)
     if d.z is not None:
         sigmoid = torch.sigmoid(d.z)
@@ -226,7 +252,7 @@ def _span_backward(d: Any, state: Tensor, dy: Tensor, adjoint: Tensor, grads: di
     if d.D is not None:
         grads["D"] += (dy * d.x).sum(0)
 
-    adjoints = torch.empty_like(states)  # the gradients of S_t, its read-out included
+    adjoints = work[2, : len(states)]  # the gradients of S_t, its read-out included
     rows = adjoints.unbind(0)
     if a is not None:
         torch.mul(d.q.unsqueeze(3), dy.unsqueeze(2), out=adjoints)

@@ -73,8 +73,8 @@ def obstacle(scan: Scan) -> Optional[str]:
         value = getattr(scan, name)
         if value is not None and value.dtype != torch.bfloat16:
             return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
-    if L * max(D, N) >= _FAR:
-        return f"the {L} tokens of a sequence have 2**31 numbers or more"
+    if L * max(D, N, scan.tensors()["step"].stride(-2)) >= _FAR:
+        return f"the {L} tokens of a sequence span 2**31 numbers or more"
     if not takes_ptx(scan.x.device, TENSOR_CORES):
         return f"{scan.x.device} is no NVIDIA GPU of compute capability 8.0 or more"
     return None

@@ -1,4 +1,4 @@
-"""How each kernel of the scans is launched: a table of choices, of which the sizes of a scan decide.
+"""How each kernel of the scans is launched: a table of choices, among which the sizes of a scan decide.
 
 A `Choice` groups the sums over channels, so it changes the last bits of results. Equal sizes take the same choice in
 every process.

@@ -25,7 +25,7 @@ SPECIALIZED = ["step_d", "bias_d"]  # 1, or 0 for one number for all channels
 #   WHOLE: all of a program's channels exist. ALIGNED: strides are multiples of 16, so that loads may be wide
 #   PTX: NVIDIA's instructions may be used. MATRIX: sums over channels run on tensor cores
 # forward:
-#   OUTPUT: y is written. SUMMARY: only what a segment does to the state is found
+#   OUTPUT: y is written. SUMMARY: only what a segment does to the state is computed
 #   SAVE: what the backward pass starts from is kept. DEEP: rows of k and q are loaded as far ahead as the rest
 # backward:
 #   HAS_ADJOINT: the final state has a gradient, or another segment follows. V: 2 NI or the next power of two
