@@ -25,7 +25,7 @@ def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tupl
 
 
 def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the gradients of `x_proj` and `dt_proj`, in their dtypes, from the contiguous ones of `pad`'s results."""
+    """Return the gradients of `x_proj` and `dt_proj`, in their dtypes, from contiguous ones of what `pad` returns."""
     R, width = dt_proj.shape[2], wide_dt.shape[2]
     if width != R:
         wide_x = torch.cat([wide_x[:, :R], wide_x[:, width:]], 1)

@@ -65,7 +65,7 @@ def states_at(ptr, lane, stride_g, stride_b, stride):
 
 @triton.jit
 def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
-    """Locates the logits: as keys are if they are at low rank, else as x is."""
+    """Locates the logits, which are laid out as keys are (at low rank) or as x is."""
     if form.RP > 0:
         row = ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (2 * form.RP)
     else:

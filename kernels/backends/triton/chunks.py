@@ -14,7 +14,7 @@ from .launch import Launch, pointer, run, strides
 from .tuning import multiprocessors
 
 CHUNK = 8
-# Chunks from one kept state to the next: the backward pass goes back from those by differences.
+# Chunks from one kept state to the next. From a kept state the backward pass goes back by differences.
 ANCHOR = 32
 STATES = (8, 16, 32)
 # The kernels can make logits of these ranks, with at most so many states: more leave no room to load ahead.

@@ -1,7 +1,7 @@
 """Tensor cores in plain Triton: PTX on tensors of one number a lane, and the fragments of matrices that lanes hold.
 
 The kernels of the chunks are written as for a single lane: every tensor has one element for each lane of the program,
-and element r belongs to lane r % 32 of warp r // 32. `probe` finds out at run time whether Triton still lays it out so.
+and element r belongs to lane r % 32 of warp r // 32. `probe` checks at run time that Triton lays it out so.
 
 Lane 4 g + t of a warp, g = 0..7 and t = 0..3, holds of the matrices of a product C += A B
 
@@ -164,7 +164,7 @@ _COPY_TWO = tl.constexpr("cp.async.ca.shared.global [$1], [$2], 8, $3; mov.u32 $
 
 @triton.jit
 def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr):
-    """Reads one word at `ptr`, or two as a 64-bit number; zeros where not `ok` (ALL promises that it holds everywhere).
+    """Reads one word at `ptr`, or two as a 64-bit number; zeros where not `ok` (ALL promises that all are `ok`).
     `place` is the lane's own four or eight bytes of shared memory."""
     words = ()
     if HOW == START:

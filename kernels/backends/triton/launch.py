@@ -40,7 +40,7 @@ class Launch:
 
 
 def rows(scan: Scan, value: Tensor, ndim: int) -> Tensor:
-    """Apply `stack`, and make the last axis contiguous."""
+    """Apply `stack`, and lay the numbers of the last axis side by side."""
     value = stack(scan, value, ndim)
     return value if value.stride(-1) == 1 or value.shape[-1] == 1 else value.contiguous()
 

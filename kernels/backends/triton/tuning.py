@@ -55,7 +55,7 @@ def choices(kernel: str, scan: Scan) -> tuple[Choice, ...]:
     rule = rule_of(scan)
     found = TABLE.get((kernel, rule.name)) or TABLE[kernel, rule.tuned_as]
     if torch.version.hip is not None:
-        found = tuple(choice._replace(registers=None) for choice in found)  # AMD's lanes have more or fewer
+        found = tuple(choice._replace(registers=None) for choice in found)  # AMD's lanes have another number
     return found
 
 

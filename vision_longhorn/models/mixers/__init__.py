@@ -4,7 +4,7 @@ A mixer is made by a class or function, which is called with the width of the to
 arguments as it takes: `residual_layers` (blocks whose outputs add up), `eps` (of norms), `device`, `dtype` and `index`
 (of its block, from 0). All its other arguments are its options. Beside `forward`, the module may have
 
-- `reset_parameters()`; without it, its parts are asked for theirs,
+- `reset_parameters()`; without it, those of its parts are called,
 - `NO_WEIGHT_DECAY`, names of parameters that no optimiser should decay,
 - `describe()`, a few words for a model card,
 - `forgetting_and_write(h)`, if it keeps a state that `vision_longhorn.maps` can show.
