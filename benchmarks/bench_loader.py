@@ -3,19 +3,19 @@
     python benchmarks/bench_loader.py IMAGES                 # a folder of CLASS/IMAGE.JPEG, on one core
     python benchmarks/bench_loader.py IMAGES --workers 1 16  # on one and on sixteen
 
-The pictures are repeated: into shards in a temporary folder for this package, by name for timm's ImageFolder. Files are
-read from the cache of the operating system. Each loader runs with N workers on N cores, to which the whole process is
-bound; in five turns, after the batches that it has ready, its batches are counted for some seconds, and the medians of
-the turns are given. On a GPU the batches are brought there and finished there; without one what a GPU would do is left
-out, so that the rates are the cores' in both cases. Images per CPU second, of main process and workers together, suffer
-least from others on the machine; the ratio to timm's is one of these.
+The pictures are repeated, in shards in a temporary folder for this package, and by name for timm's ImageFolder. Files
+come from the operating system's cache. Each loader runs with N workers, and the whole process is bound to N cores. The
+loaders take five turns each: after the batches that a loader has ready, its batches are counted for some seconds. The
+results are medians of the turns. With a GPU, batches are copied to it and finished there; without one, its part is left
+out. So the rates are those of the cores in both cases. Images per CPU second, of main process and workers together,
+suffer least from other work on the machine; the ratio to timm is one of these.
 
 Augmentation: random resized crop to 224 pixels (or --size), bicubic; flip; RandAugment rand-m9-mstd0.5-inc1;
 normalisation; random erasing 0.25 by pixels. A view is what a network sees; with three views of each decoded image
-(repeated augmentation) rates count views. "In memory" are images that were decoded before.
+(repeated augmentation) rates count views. "In memory" means that the images were decoded before.
 
-Stages are timed in one process on one core; shards are read by webdataset's parser as well. On a GPU: milliseconds per
-image of its part, and of decoding JPEGs there.
+Stages are timed in one process on one core; shards are read by webdataset's parser, too. On a GPU, its part and
+decoding JPEGs there are timed in milliseconds per image.
 """
 
 import dataclasses
@@ -71,14 +71,14 @@ PER_SHARD, MAX_SIDES, MANY, ROUNDS = 512, (500, 400), 1 << 20, 5
 
 
 def files_of(folder: Path, min_side: int) -> list[bytes]:
-    """The JPEG files of a folder and those below it, but for tiny pictures."""
+    """Read the JPEG files of a folder and those below it, except tiny pictures."""
     files = [path.read_bytes() for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpeg", ".jpg")]
     return [data for data in files if max(decode_image(data).size) >= min_side]
 
 
 def write_shard(path: Path, files: list[bytes]) -> ShardSet:
-    """A shard of the files again and again, listed so often that a pass over it does not end."""
-    with TarWriter(str(path), encoder=False, mtime=0) as tar:  # as in shards of our making
+    """Write a shard of the files, repeated, and list it so often that a pass over it does not end."""
+    with TarWriter(str(path), encoder=False, mtime=0) as tar:  # as in the shards that we make
         for number, data in enumerate(islice(cycle(files), PER_SHARD)):
             tar.write({"__key__": f"{number:06d}", "jpg": data, "cls": b"%d" % (number % 10), "json": b"{}"})
     count = MANY // PER_SHARD
@@ -86,14 +86,14 @@ def write_shard(path: Path, files: list[bytes]) -> ShardSet:
 
 
 def kept(shards: ShardSet) -> ShardSet:
-    """The same with its images decoded, once for all that are listed."""
+    """Return the same shards with the images decoded, once for all that are listed."""
     one = dataclasses.replace(shards, urls=shards.urls[:1], num_samples=PER_SHARD, samples_per_shard=[PER_SHARD])
     once = keep_in_memory(one)
     return dataclasses.replace(shards, kept=once.kept * len(shards.urls))
 
 
 def shrunk(files: list[bytes], max_side: int) -> list[bytes]:
-    """The files as the shard maker stores them with --max-side."""
+    """Return the files as the shard maker stores them with --max-side."""
     return [stored_form(Sample("0.jpg", 0, size=len(data), data=data), max_side)[0] for data in files]
 
 
@@ -106,7 +106,7 @@ def image_folder(root: Path, files: list[bytes]) -> str:
 
 
 def timms(root: str, workers: int, batch: int, prefetcher: bool) -> Iterable:
-    """timm's loader of an image folder; without a GPU only the workers' part of the one with a prefetcher."""
+    """Make timm's loader of an image folder; without a GPU, only the workers' part of the one with a prefetcher."""
     dataset = create_dataset("", root)
     dataset.reader.samples *= MANY // len(dataset.reader.samples)
     loader = create_loader(
@@ -136,7 +136,7 @@ def ours(shards: ShardSet, workers: int, batch: int, split: bool, repeats: int =
 
 
 def cpu_seconds() -> float:
-    """CPU time of this process and its workers so far; of this process alone where there is no /proc."""
+    """Return the CPU time of this process and its workers so far; of this process alone where there is no /proc."""
     used = sum(os.times()[:2])
     for child in multiprocessing.active_children():
         try:
@@ -148,7 +148,7 @@ def cpu_seconds() -> float:
 
 
 def rate(batches: Iterator, workers: int, batch: int, seconds: float) -> tuple[float, float]:
-    """Views per second and per CPU second of a loader, after the batches that it has ready."""
+    """Measure a loader's views per second and per CPU second, after the batches that it has ready."""
     for _ in range(3 * workers + 2):
         next(batches)
     count, start, used = 0, time.perf_counter(), cpu_seconds()
@@ -157,7 +157,7 @@ def rate(batches: Iterator, workers: int, batch: int, seconds: float) -> tuple[f
         count += batch
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
-    used = max(cpu_seconds() - used, 0.01)  # a tick of the clock by which the workers' time is counted
+    used = max(cpu_seconds() - used, 0.01)  # at least one tick of the clock that counts the workers' time
     return count / (time.perf_counter() - start), count / used
 
 
@@ -185,7 +185,7 @@ def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float
                 running[name] = iter(make())
             except Exception as error:  # the others are measured all the same
                 rows[-1]["error"] = describe(error)
-        # In turns, so that what else the machine does falls on all alike. Who is not asked for batches soon rests.
+        # In turns, so that other work on the machine slows all alike. A loader that nobody asks soon rests.
         for _ in range(ROUNDS):
             rounds.append({name: rate(it, workers, batch, seconds / ROUNDS) for name, it in running.items()})
             print("images/s  " + "  ".join(f"{name} {found[0]:.0f}" for name, found in rounds[-1].items()), flush=True)
@@ -199,7 +199,7 @@ def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float
 
 
 def stage(name: str, work: Callable, items: list) -> dict:
-    """CPU milliseconds per item, the best of five rounds."""
+    """Measure CPU milliseconds per item, the best of five rounds."""
 
     def once() -> float:
         start = time.process_time()
@@ -212,7 +212,7 @@ def stage(name: str, work: Callable, items: list) -> dict:
 
 
 def crop_difference(files: list[bytes]) -> dict:
-    """What resampling uint8 tensors in the place of PIL's pictures does to the pixels of the same crops, of 255."""
+    """Measure how much the same crops differ, of 255, if uint8 tensors are resampled and not PIL's pictures."""
     random.seed(0)
     crop, off = RandomResizedCropAndInterpolation(SIZE, interpolation="bicubic"), []
     for data in files * 3:
@@ -231,7 +231,7 @@ def crop_difference(files: list[bytes]) -> dict:
 
 
 def measure_stages(files: list[bytes]) -> list[dict]:
-    """CPU time of the parts."""
+    """Measure the CPU time of the parts."""
     transform = create_transform(SIZE, is_training=True, **RECIPE)
     crop, flip, policy, to_tensor, normalise, erase = transform.transforms
     crops, _ = split_transform(transform)
@@ -274,7 +274,7 @@ def measure_stages(files: list[bytes]) -> list[dict]:
 
 
 def on_gpu(name: str, work: Callable, images: int) -> dict:
-    """GPU and host milliseconds per image of `work`, called again and again without waiting."""
+    """Measure GPU and host milliseconds per image of `work`, called again and again without waiting."""
     for _ in range(3):
         work()
     torch.cuda.synchronize()
@@ -295,7 +295,7 @@ def on_gpu(name: str, work: Callable, images: int) -> dict:
 
 
 def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
-    """What the GPU does in the place of the cores, per image. Launches bound these times where host_ms is as large."""
+    """Measure what the GPU does in place of the cores, per image. If host_ms is as large, launches limit the time."""
     crops, finish = split_transform(create_transform(SIZE, is_training=True, **RECIPE))
     inputs, targets = default_collate([(crops(decode_tensor(data)), 0) for data in islice(cycle(files), batch)])
     inputs = [value.pin_memory() for value in inputs]
@@ -310,7 +310,7 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
         on_gpu("timm's prefetcher: copy, normalise, erase", lambda: list(prefetch), batch),
         on_gpu("mixup and cutmix, timm's", lambda: mixup(images, targets), batch),
     ]
-    # Gray and progressive files are among them, which hardware may leave to the cores.
+    # Some files are gray or progressive, which the hardware may leave to the cores.
     encoded = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in islice(cycle(files), batch)]
     crop = crops.crop
 

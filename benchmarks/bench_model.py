@@ -72,7 +72,7 @@ class Model(NamedTuple):
 
 
 def parse_model(word: str) -> Model:
-    """NAME or NAME,KEY=VALUE,..."""
+    """Parse NAME or NAME,KEY=VALUE,..."""
     name, *pairs = word.split(",")
     return Model(word, name, parse_pairs(pairs))
 
@@ -89,7 +89,7 @@ def sweep_sizes() -> list[tuple[int, int]]:
 
 
 def register_official(checkout: Path) -> Optional[str]:
-    """Make the models of a checkout of hustvl/Vim known to timm; what went wrong, if something did."""
+    """Register the models of a checkout of hustvl/Vim with timm. Return what went wrong, if anything did."""
     # Its own mamba_ssm, which has the second direction, must come before one that is installed.
     sys.path[:0] = [str(checkout / "vim"), str(checkout / "mamba-1p1p1")]
     try:
@@ -100,12 +100,12 @@ def register_official(checkout: Path) -> Optional[str]:
 
 
 def build(model: Model, resolution: int, device: str) -> nn.Module:
-    """The model at that resolution, without drop path; an argument of its own that is None leaves the default."""
+    """Make the model for that resolution, without drop path; an argument of its own that is None leaves the default."""
     return timm.create_model(model.name, **dict(img_size=resolution, drop_path_rate=0.0) | model.args).to(device)
 
 
 def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolution: int) -> Callable[[], object]:
-    """A function that runs one step on random data, on the device of the model."""
+    """Make a function that runs one step on random data, on the device of the model."""
     device = next(model.parameters()).device
     images = torch.randn(batch, 3, resolution, resolution, device=device)
     labels = torch.randint(model.num_classes, (batch,), device=device)
@@ -129,7 +129,7 @@ def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolutio
 
 
 def clock(step: Callable[[], object], steps: int) -> float:
-    """Seconds that `steps` steps take."""
+    """Measure the seconds that `steps` steps take."""
     if not torch.cuda.is_available():
         start = time.perf_counter()
         for _ in range(steps):
@@ -146,7 +146,7 @@ def clock(step: Callable[[], object], steps: int) -> float:
 
 
 def measure(step: Callable[[], object], mode: str, batch: int, steps: int, seconds: float) -> dict:
-    """Speed and memory of `step`, over at least `steps` steps and about `seconds` seconds."""
+    """Measure speed and memory of `step`, over at least `steps` steps and about `seconds` seconds."""
     gpu = torch.cuda.is_available()
     first = clock(step, 1)
     clock(step, WARM_UP - 3)
@@ -162,7 +162,7 @@ def measure(step: Callable[[], object], mode: str, batch: int, steps: int, secon
 
 
 def attempt(row: dict, model: Model, steps: int, seconds: float) -> dict:
-    """`row` with what was measured, or with what went wrong: one failure must not cost the rest of a long run."""
+    """Fill `row` with the measurement or the error, since one failure must not cost the rest of a long run."""
     torch.manual_seed(0)
     try:
         made = build(model, row["resolution"], "cuda" if torch.cuda.is_available() else "cpu")
@@ -183,7 +183,7 @@ def free() -> None:
 
 
 def merge_passes(rows: list[dict]) -> list[dict]:
-    """One row for each model, mode and size, with the figures of a pass under "PASS KEY"."""
+    """Merge rows into one for each model, mode and size, with the figures of a pass under "PASS KEY"."""
     merged = {}
     for row in rows:
         key = tuple(row[name] for name in ("model", "mode", "batch", "resolution"))
@@ -195,18 +195,18 @@ def merge_passes(rows: list[dict]) -> list[dict]:
 
 
 def size_of(label: str) -> Optional[str]:
-    """The word for the size in a model's name: "small" in "deit_small_patch16_224"."""
+    """Find the word for the size in a model's name: "small" in "deit_small_patch16_224"."""
     found = re.search(r"(?<![a-z])(test|tiny|small|medium|base|large|huge)(?![a-z])", label)
     return found and found[1]
 
 
 def reference_of(label: str, labels: list[str]) -> Optional[str]:
-    """The DeiT of the same size among `labels`."""
+    """Find the DeiT of the same size among `labels`."""
     return next((other for other in labels if other.startswith("deit") and size_of(other) == size_of(label)), None)
 
 
 def best_of_modes(rows: list[dict]) -> list[dict]:
-    """For each model and size the fastest mode of each pass, and how it compares with the DeiT of the same size."""
+    """Find each model and size's fastest mode of each pass, and compare it with the DeiT of the same size."""
     best = {}
     for row in rows:
         if row.get("images_per_s") is None:
@@ -228,7 +228,7 @@ def best_of_modes(rows: list[dict]) -> list[dict]:
 
 
 def overtakes(ratios: dict[int, float]) -> str:
-    """In words, the resolution from which the ratio, known at some resolutions, stays above 1."""
+    """Say from which resolution the ratio, known at some resolutions, stays above 1."""
     resolutions = sorted(ratios)
     below = [i for i, resolution in enumerate(resolutions) if ratios[resolution] < 1]
     if not below:
@@ -241,7 +241,7 @@ def overtakes(ratios: dict[int, float]) -> str:
 
 
 def crossings(best: list[dict]) -> list[dict]:
-    """Where each Vision Longhorn overtakes the DeiT of its size."""
+    """Find where each Vision Longhorn overtakes the DeiT of its size."""
     found = []
     for label in dict.fromkeys(row["model"] for row in best if row["model"].startswith("vlonghorn")):
         row = dict(model=label, over=reference_of(label, [other["model"] for other in best]))
@@ -272,7 +272,7 @@ def print_results(rows: list[dict], best: list[dict]) -> None:
 
 
 def plot(best: list[dict], path: Path, title: str) -> None:
-    """Images per second and, where it is known, peak memory over the resolution; training above, inference below."""
+    """Plot images per second and, if known, peak memory over the resolution; training above, inference below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -389,8 +389,7 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
 
 
 def earlier_runs(paths: list[Path], own: list[dict]) -> tuple[list[dict], list[dict]]:
-    """(environments, rows) of the files that earlier runs left, of each measurement the last, with the "date" of its
-    environment.
+    """Read (environments, rows) from earlier runs' files. Of each measurement the last stays, with a "date".
 
     Args:
         paths: The files.
@@ -404,7 +403,7 @@ def earlier_runs(paths: list[Path], own: list[dict]) -> tuple[list[dict], list[d
             date = found["environment"]["date"]
             rows |= {tuple(row[key] for key in KEYS): {"date": date, **row} for row in found["models"]}
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(f"--merge {path}: it is no result of this script ({describe(error)})") from error
+            raise UserError(f"--merge {path}: this is not a result of this script ({describe(error)})") from error
         first, last = [*own, *environments][0].get("gpu"), environments[-1].get("gpu")
         if first != last:
             raise UserError(f"--merge {path}: it is of {last or 'a CPU'}, and others are of {first or 'a CPU'}")
@@ -446,7 +445,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     measured = 0
 
     def keep() -> None:
-        # After each measurement, so that a run that is cut short leaves what it had.
+        # Called after each measurement, so that a run that is cut short leaves what it had.
         results["missing"] = [row for row, _ in plan[measured:]]
         results["best"] = best_of_modes(rows)
         path.write_text(json.dumps(results, indent=1) + "\n")

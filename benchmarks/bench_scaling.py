@@ -3,9 +3,9 @@
     python benchmarks/bench_scaling.py                                   # 1, 2, 4, ... up to all GPUs
     python benchmarks/bench_scaling.py --processes 1 4 --model vlonghorn_base --batch 64
 
-Each process has its own GPU and batch, images lie in its memory, and the step is the trainer's, with AdamW and without
-augmentation and averaged weights; with --fsdp several processes shard as there. All start together, and the slowest
-one's time counts. Without a GPU it runs on the CPU, in float32.
+Each process has its own GPU and a batch of images in its memory. The step is the trainer's, with AdamW and without
+augmentation and averaged weights; with --fsdp several processes shard as the trainer does. All start together, and the
+slowest one's time counts. Without a GPU it runs on the CPU, in float32.
 """
 
 import argparse
@@ -35,7 +35,7 @@ CLASSES = 1000
 
 
 def work(args: argparse.Namespace) -> None:
-    """One process of several; the first one prints what was measured."""
+    """Run as one process of several; the first one prints what was measured."""
     size = (3, args.resolution, args.resolution)
     plain: dict[str, Any] = dict(mixup=0, cutmix=0, ema_decay=0, lr=1e-4)
     cfg = Config(
@@ -59,7 +59,7 @@ def work(args: argparse.Namespace) -> None:
     labels = torch.randint(CLASSES, (args.batch,), device=device)
 
     def run(steps: int) -> float:
-        """Milliseconds of a step, of the slowest process."""
+        """Measure the milliseconds that a step takes in the slowest process."""
         accelerator.wait_for_everyone()
         start = time.perf_counter()
         for _ in range(steps):
@@ -86,7 +86,7 @@ def work(args: argparse.Namespace) -> None:
     if gpu:
         accelerator.end_training()
         return
-    # With gloo, torch 2.7 can wait for itself for ever when it leaves the group, and newer ones abort where it stands.
+    # With gloo, torch 2.7 can hang for ever when it leaves the group, and newer versions abort if it does not leave.
     accelerator.wait_for_everyone()
     sys.stdout.flush()
     os._exit(0)
@@ -138,7 +138,7 @@ def main() -> None:
             command, cwd=ROOT, stdout=subprocess.PIPE, text=True, env={"OMP_NUM_THREADS": "1"} | os.environ
         )
         if run.returncode:
-            raise UserError(f"with {processes} processes it ended with {run.returncode}; its own message stands above")
+            raise UserError(f"with {processes} processes it ended with {run.returncode}; its own message is above")
         rows.append(json.loads(run.stdout.splitlines()[-1]))
     fewest = min(rows, key=lambda row: row["processes"])
     for row in rows:

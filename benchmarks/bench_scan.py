@@ -1,16 +1,16 @@
 """Times the scans, with the floor of the hardware beside each time.
 
-    python benchmarks/bench_scan.py             # everything that this machine's GPU can show; without one, the CPU
+    python benchmarks/bench_scan.py             # everything that this machine's GPU can run; without one, the CPU
     python benchmarks/bench_scan.py --quick     # the same in about a minute
-    python benchmarks/bench_scan.py --choices   # every entry of kernels/backends/triton/tuning.py's table, to prove it
+    python benchmarks/bench_scan.py --choices   # every entry of kernels/backends/triton/tuning.py's table, to check it
     python benchmarks/bench_scan.py --exact     # the exact rule alone, on tensor cores and walking
-    python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler to watch
+    python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler
 
 Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
-they are of `ops.forward` and `ops.backward` of `kernels` replayed in a CUDA graph: the operator around them costs
-about half a millisecond of the CPU's time, which a network in training hides behind the GPU's work, and which would
-hide the kernels here. One row times the operator as it is called, through autograd. The replays follow one another, so
-inputs that fit the GPU's L2 cache may be found there.
+they are of `ops.forward` and `ops.backward` of `kernels`, replayed in a CUDA graph. The operator around them costs
+about half a millisecond of the CPU's time, which would hide the kernels here, while a network in training hides it
+behind the GPU's work. One row times the operator as it is called, through autograd. The replays follow one another, so
+inputs that fit into the GPU's L2 cache may be found there.
 
 The floor is what no implementation on this GPU can undercut: the bytes that must move once (inputs, outputs,
 gradients, and what is saved between the passes) at the bandwidth of a copy, or the arithmetic of a walk at the rate of
@@ -53,15 +53,15 @@ if kernels.HAS_TRITON:
     TRITON = get_backend("triton")
 
 RULES = NAMES
-DECAYS = [name for name in NAMES if get_rule(name).kind == "decay"]  # whose time can be cut into segments
+DECAYS = [name for name in NAMES if get_rule(name).kind == "decay"]  # time can be cut into segments
 IMAGES, SMALL_IMAGES = (128, 197, 768), (128, 197, 384)
 LONG, WIDE_LONG, ONE = (8, 6085, 384), (8, 6085, 768), (1, 16384, 768)
-# Rules that are undone have no regime for few long sequences: one such shape shows what that costs.
+# The other rules have no regime for few long sequences: one such shape shows what that costs.
 SHAPES = {name: (IMAGES, SMALL_IMAGES, LONG, *((WIDE_LONG, ONE) if name in DECAYS else ())) for name in NAMES}
 QUICK_SHAPES = (SMALL_IMAGES, LONG)
 SWEEP_TOKENS, SWEEP_CHANNELS = 16384, 768
 
-# A backward pass that was left nothing walks forward once more, without the read-out.
+# A backward pass for which nothing was saved walks forward once more, without the read-out: a multiply-add less.
 READ_OUT = 1
 
 
@@ -92,18 +92,18 @@ if kernels.HAS_TRITON:
 
 
 def measure(fn: Callable[[], object], rep: float) -> float:
-    """Milliseconds of `fn` without what its launches cost the CPU."""
+    """Measure the milliseconds of `fn`, without what its launches cost the CPU."""
     torch.cuda.synchronize()
     return triton.testing.do_bench_cudagraph(fn, rep=rep, return_mode="median")
 
 
 def measure_eager(fn: Callable[[], object], rep: float) -> float:
-    """Milliseconds of `fn` as it is called."""
+    """Measure the milliseconds of `fn` as it is called."""
     return triton.testing.do_bench(fn, rep=rep, return_mode="median")
 
 
 def measure_rates(rep: float, size: int = 2**28, steps: int = 64) -> Rates:
-    """The rates that floors are made of: a copy of `size` float32 numbers, and arithmetic in registers."""
+    """Measure the rates that floors are made of: a copy of `size` float32 numbers, and arithmetic in registers."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = torch.randn(size, device=device)
     target = torch.empty_like(source)
@@ -129,7 +129,7 @@ def measure_rates(rep: float, size: int = 2**28, steps: int = 64) -> Rates:
 
 
 def make_inputs(shape: tuple[int, int, int], N: int, rule: str, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """Random inputs, separate for each direction but for z; what a network computes per token has `dtype`."""
+    """Make random inputs, separate for each direction except z; what a network computes per token has `dtype`."""
     B, L, D = shape
     generator = torch.Generator(device).manual_seed(0)
 
@@ -161,19 +161,19 @@ def make_scan(inputs: dict[str, Tensor], rule: str, directions: int = 2) -> Scan
 
 
 def call(inputs: dict[str, Tensor], rule: str, **options) -> Tensor:
-    """The public function, (B, L, D)."""
+    """Call the public function: (B, L, D)."""
     return kernels.recurrent_scan(**inputs, rule=rule, direction="both", combine="mean", **options)
 
 
 def through_autograd(inputs: dict[str, Tensor], rule: str, **options) -> Callable[[], object]:
-    """A function that calls the operator and takes the gradient of every input."""
+    """Make a function that calls the operator and takes the gradient of every input."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in inputs.items()}
     dy = torch.randn_like(inputs["z"])
     return lambda: torch.autograd.grad(call(leaves, rule, **options), list(leaves.values()), dy)
 
 
 def floor(rates: Rates, bytes_moved: int, fma: float, exp: float) -> tuple[float, str]:
-    """(milliseconds, what binds)."""
+    """Return the floor in milliseconds, and the rate that sets it."""
     times = {"bytes": bytes_moved / rates.bytes, "fma": fma / rates.fma, "exp": exp / rates.exp}
     binds = max(times, key=times.get)
     return times[binds] * 1e3, binds
@@ -186,7 +186,7 @@ def failed(row: dict, error: Exception) -> dict:
 
 
 def attempt(row: dict, fn: Callable[[], float]) -> dict:
-    """`row` with its time, or with what went wrong: one failure must not cost the rest of a long run."""
+    """Fill `row` with its time or the error, since one failure must not cost the rest of a long run."""
     try:
         row["ms"] = fn()
     except Exception as error:
@@ -211,7 +211,7 @@ def time_scan(
     scalar: bool = False,
     regime: str = "auto",
 ) -> list[dict]:
-    """A row for each pass of one scan; `scalar`: with one step size for all channels."""
+    """Make a row for each pass of one scan; `scalar`: with one step size for all channels."""
     B, L, D = shape
     base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule)
     base |= {"beta": "scalar"} if scalar else {}
@@ -261,7 +261,7 @@ def time_scan(
 
 
 def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
-    """All shapes and rules, other sizes of the state, float32, and the operator as it is called."""
+    """Time all shapes and rules, other sizes of the state, float32, and the operator as it is called."""
     cases = [
         (shape, 16, torch.bfloat16, rule)
         for rule in RULES
@@ -291,8 +291,8 @@ def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
 
 
 def exact_rows(rates: Rates, rep: float) -> Iterator[list[dict]]:
-    """The exact rule on tensor cores, with a step size of each channel and one for all, beside its walk: all rows so
-    far after each case, since compilation makes it long."""
+    """Time the exact rule on tensor cores, with a step size per channel and with one for all, beside its walk. Yields
+    all rows so far after each case, since compilation takes long."""
     rows = []
     for scalar, regime in ((False, "chunked"), (True, "chunked"), (False, "sequential")):
         for shape in (IMAGES, SMALL_IMAGES, LONG, WIDE_LONG):
@@ -302,7 +302,7 @@ def exact_rows(rates: Rates, rep: float) -> Iterator[list[dict]]:
 
 
 def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
-    """The same number of tokens in ever fewer and longer sequences."""
+    """Time the same number of tokens in ever fewer and longer sequences."""
     lengths = (256, 2048, 16384) if quick else tuple(2**i for i in range(6, 15))
     rows = []
     for rule in RULES:
@@ -314,7 +314,7 @@ def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
 
 @contextmanager
 def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
-    """Every launch of `kernel` with `choice`, or with None as the table has it; yields what was taken, by kernel."""
+    """Launch `kernel` with `choice` only, or if that is None by the table. Yields what was taken, by kernel."""
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
     taken = {}
@@ -333,7 +333,7 @@ def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
 
 
 def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
-    """Each pass with each choice of the table; the kernels that only the parallel regime has, at one long sequence."""
+    """Time each pass with each choice of the table; kernels that only the parallel regime has, at one long sequence."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
     for shape in shapes or (IMAGES, SMALL_IMAGES, ONE):
@@ -370,7 +370,7 @@ def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
 
 
 def once(rule: str) -> None:
-    """A forward pass that saves and a backward pass, at the first of the shapes."""
+    """Run a forward pass that saves and a backward pass, at the first of the shapes."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     scan = make_scan(make_inputs(IMAGES, 16, rule, torch.bfloat16, device), rule)
     y, _, saved = ops.forward(scan, True, TRITON)
@@ -378,8 +378,8 @@ def once(rule: str) -> None:
 
 
 def first_use(rule: str) -> list[dict]:
-    """Run in a process of its own with an empty cache: seconds of a first forward and backward pass, and the kernels
-    compiled for them, then of another batch and length, and (where there is one) of the parallel regime."""
+    """Measure a first forward and backward pass: its seconds, and the kernels compiled for it; then of another batch
+    and length, and of the parallel regime, if there is one. Run it in a process of its own with an empty cache."""
     cache = Path(os.environ["TRITON_CACHE_DIR"])
     rows, before = [], 0
     for shape in (IMAGES, (96, 256, 768), *((ONE,) if rule in DECAYS else ())):
@@ -418,7 +418,7 @@ def first_use_rows(quick: bool) -> list[dict]:
 
 
 def peer_function(candidates: tuple[tuple[str, str], ...]) -> tuple[Optional[Callable], str]:
-    """The first importable of (module, function), and in words what was found."""
+    """Find the first (module, function) that can be imported, and say what was found."""
     status = "not installed"
     for module, function in candidates:
         try:
@@ -434,9 +434,9 @@ def peer_function(candidates: tuple[tuple[str, str], ...]) -> tuple[Optional[Cal
 
 
 def peer_rows(quick: bool, rep: float) -> list[dict]:
-    """Peers that are importable, at what they can do of the same work: one call for each direction, on copies of the
-    inputs in their layout and order of time, so neither transposing, flipping nor adding the two outputs is counted.
-    They are timed as they are called."""
+    """Time the peers that can be imported, with as much of the same work as they can do: a call for each direction, on
+    copies of the inputs in their layout and order of time. So transposing, flipping and adding the two outputs are not
+    counted. They are timed as they are called."""
     interface = "ops.selective_scan_interface"
     mamba = peer_function(((f"mamba_ssm.{interface}", "selective_scan_fn"),))
     longhorn = peer_function(
@@ -515,7 +515,7 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
 
 
 def cpu_rows(quick: bool) -> list[dict]:
-    """The CPU's implementation against the plain loop under autograd, forward and backward together, float32."""
+    """Time the CPU's implementation and the plain loop under autograd, forward and backward together, in float32."""
     # The demo's batch, 16 patches and the class token, twice its width of 64, its d_state of 8 and that of the rest.
     cases = [((32, 17, 128), 8), ((32, 17, 128), 16)] + ([] if quick else [((4, 197, 384), 16)])
     rows = []
@@ -540,7 +540,7 @@ def cpu_rows(quick: bool) -> list[dict]:
 
 
 def _cpu_time(fn: Callable[[], object], seconds: float) -> float:
-    """Median milliseconds over at least 3 runs and about `seconds`, after one that warms up."""
+    """Measure median milliseconds over at least 3 runs and about `seconds`, after one that warms up."""
     fn()
     times = []
     while len(times) < 3 or sum(times) < seconds * 1e3:
@@ -575,7 +575,7 @@ def print_passes(title: str, rows: list[dict]) -> None:
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
-    """Time and floor over the length, forward and backward."""
+    """Plot time and floor over the length, forward and backward."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -647,7 +647,7 @@ def main() -> None:
     print_environment(results["environment"])
 
     def keep(name: str, value: object) -> None:
-        # After each part, so that a run that is cut short leaves what it had.
+        # Called after each part, so that a run that is cut short leaves what it had.
         results[name] = value
         path.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -24,7 +24,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def describe(error: Exception) -> str:
-    """An error in one line of a table or a file."""
+    """Describe an error in one line of a table or a file."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
@@ -37,11 +37,11 @@ def _driver() -> Optional[str]:
 
 
 def environment() -> dict:
-    """The machine, the versions and the commit (`find_commit`) that the numbers of a benchmark hold for."""
+    """Describe the machine, the versions and the commit (`find_commit`) that a benchmark's numbers hold for."""
     commit, dirty = find_commit()
     found = dict(
         date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        # Where this machine keeps its files is nobody's business.
+        # Only names of files, since the folders of this machine are private.
         command=" ".join(Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]),
         python=platform.python_version(),
         torch=torch.__version__,

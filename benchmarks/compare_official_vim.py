@@ -1,4 +1,4 @@
-"""Puts random weights of the official Vision Mamba class into ours and compares what both say, on a CPU.
+"""Puts random weights of the official Vision Mamba class into ours and compares their outputs, on a CPU.
 
     python benchmarks/compare_official_vim.py PATH    # a checkout of hustvl/Vim; needs einops, which that code imports
 
@@ -35,7 +35,7 @@ CASES = (("vim_tiny", 224), ("vim_tiny", 160), ("vim_small", 224), ("vim_small",
 
 
 class RMSNorm(nn.Module):
-    """What the official model needs of its fused norm."""
+    """The part of its fused norm that the official model needs."""
 
     def __init__(self, size: int, eps: float = 1e-5, device=None, dtype=None):
         super().__init__()
@@ -61,7 +61,7 @@ def _run_file(name: str, path: Path) -> types.ModuleType:
 
 
 def official_models(checkout: Path) -> types.ModuleType:
-    """The checkout's vim/models_mamba.py, imported with its extensions replaced."""
+    """Import the checkout's vim/models_mamba.py with its extensions replaced."""
     packages = checkout / "mamba-1p1p1" / "mamba_ssm"
     for name in ("mamba_ssm", "mamba_ssm.modules", "mamba_ssm.ops", "mamba_ssm.ops.triton", "mamba_ssm.utils"):
         _stub(name).__path__ = []

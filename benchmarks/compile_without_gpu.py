@@ -1,12 +1,12 @@
-"""Compiles every Triton kernel of the package for GPUs that need not be there, and reports what each takes.
+"""Compiles every Triton kernel of the package for GPUs that need not be there, and reports what resources each takes.
 
     python benchmarks/compile_without_gpu.py --jobs 16                    # all targets: half an hour of one core
     python benchmarks/compile_without_gpu.py --targets cuda:75 --every    # all variants in all dtypes
     python benchmarks/compile_without_gpu.py --targets cuda:75 hip:gfx942 --only exact float16 sequential
     python benchmarks/compile_without_gpu.py --list                       # what would be compiled
 
-The first variant of each family of kernels is compiled in each dtype, the others in bfloat16, since a dtype changes
-loads and stores and a variant what lies between.
+The first variant of each family of kernels is compiled in each dtype, the others in bfloat16: a dtype changes only the
+loads and stores, a variant what lies between them.
 
 Triton asks its driver what to compile for, and here a stand-in answers. The package's own code picks the arguments and
 options of each launch, for tensors that have shapes but no memory. A launch compiles instead of running, so this is the
@@ -111,7 +111,7 @@ SCANS = {
 
 
 def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
-    """Compiles both passes: with states kept, without them (inference), and with states found again."""
+    """Compile both passes: with states kept, without them (inference), and with states computed again."""
     from vision_longhorn.kernels.backends.triton import chunks as triton_chunks
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
@@ -228,7 +228,7 @@ class _Driver:
 
 
 def stand_in(target: GPUTarget, launch: Callable) -> None:
-    """Makes the package believe, for the rest of this process, that it is on a GPU of this kind. Each launch becomes a
+    """Make the package believe, for the rest of this process, that it is on a GPU of this kind. Each launch becomes a
     call of `launch(compile, kernel, options)`, where `compile()` returns what Triton compiled."""
     from vision_longhorn.kernels.backends.triton import lanes, tuning
 
@@ -245,7 +245,7 @@ def stand_in(target: GPUTarget, launch: Callable) -> None:
 
 
 def launchable() -> set[str]:
-    """The names of the package's kernels that are launched, not called by others: they end in _kernel."""
+    """Find the names of the package's kernels that are launched, not called by others: they end in _kernel."""
     found = set()
     for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
         values = vars(importlib.import_module(module.name)).values()
@@ -254,7 +254,7 @@ def launchable() -> set[str]:
 
 
 def resources(compiled) -> tuple[int, int, int]:
-    """(registers of a lane, bytes of its stack, bytes of a program's shared memory) of a compiled kernel."""
+    """Read (registers of a lane, bytes of its stack, bytes of a program's shared memory) from a compiled kernel."""
     if "cubin" in compiled.asm:
         tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -272,14 +272,14 @@ def resources(compiled) -> tuple[int, int, int]:
 
 
 def reason(text: str) -> str:
-    """The most telling line of a compiler's message."""
+    """Find the most telling line of a compiler's message."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["no message"]
     told = next((line for line in lines if re.search(r"\berror\s*:", line)), lines[-1])
     return re.sub(r"^.*?\berror\s*:\s*", "", told)[:200]
 
 
 def too_much(row: dict, target: Target) -> Optional[str]:
-    """Says what a compiled kernel takes too much of, if anything."""
+    """Say what a compiled kernel takes too much of, if anything."""
     if row["registers"] > target.registers:
         return f"takes {row['registers']} registers of {target.registers}"
     if row["shared"] > target.shared * 1024:
@@ -293,7 +293,7 @@ def run_cases(
     note: Callable[[int, Optional[dict]], None],
     compiling: bool = True,
 ) -> None:
-    """Compile `cases` in this process, which is of no other use afterwards.
+    """Compile `cases` in this process, which cannot be used for anything else afterwards.
 
     When a launch begins, `note` gets a number and a row with an error, in case the compiler ends the process. When it
     ends, `note` gets the number and the final row, or None if the same was compiled, or failed, before.
@@ -340,8 +340,8 @@ def worker(target: str, folder: Path) -> None:
 
 
 def compile_apart(target: str, cases: list[tuple[str, str, str]]) -> list[dict]:
-    """The rows of `cases`, from a process of their own, so that stand-ins and crashes stay there. Its empty cache makes
-    it compile everything."""
+    """Compile `cases` in a process of their own, so that stand-ins and crashes stay there, and return their rows. Its
+    empty cache makes it compile everything."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "cases").write_text(json.dumps(cases))
@@ -364,7 +364,7 @@ def compile_apart(target: str, cases: list[tuple[str, str, str]]) -> list[dict]:
 
 
 def selected(only: list[str], every: bool) -> dict[str, list[tuple[str, str, str]]]:
-    """The cases (family, dtype, variant) of each family, by the families, dtypes and variants that `only` names. If it
+    """Choose the cases (family, dtype, variant) of each family, by the families, dtypes and variants in `only`. If it
     names no dtype, only the first variant gets all of them, unless `every`."""
 
     def allowed(word: str, words: tuple[str, ...]) -> bool:
@@ -428,7 +428,7 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.cases = selected(args.only, args.every)
     if not args.cases:
-        raise UserError(f"no kernels go by all of {' '.join(args.only)}")
+        raise UserError(f"no kernels match all of {' '.join(args.only)}")
     return args
 
 

@@ -5,7 +5,7 @@
     python benchmarks/profile_model.py --model vlonghorn_tiny --arg rule=exact depth=12
 
 The kernels of a few steps are summed by their names, in the order of `PARTS`. The time of a step is measured without
-the profiler; what of it no kernel fills is idle.
+the profiler; the part of it that no kernel fills is idle.
 
 The budget, for the models of this package, is what the parts would take if each did only its own work:
 
@@ -41,9 +41,9 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.settings import parse_pairs
 
 FUSED, OTHER = "norm, residual and other fused by the compiler", "other"
-# The first pattern that is found in a kernel's name decides. This package's kernels and the compiler's are known by how
-# they begin. The compiler names its kernels after all that they fuse ("triton_red_fused_attention_..."), so they stand
-# before the patterns that look anywhere in a name.
+# The first pattern that is found in a kernel's name decides. This package's kernels and the compiler's are recognised
+# by how their names begin. The compiler names its kernels after all that they fuse ("triton_red_fused_attention_..."),
+# so they come before the patterns that look anywhere in a name.
 PARTS = tuple(
     (part, re.compile(pattern, re.IGNORECASE))
     for part, pattern in (
@@ -79,7 +79,7 @@ def part_of(kernel: str) -> str:
 
 
 def profile(step: Callable[[], None], steps: int) -> list[Kernel]:
-    """The GPU's kernels and copies in `steps` steps, longest first."""
+    """Record the GPU's kernels and copies in `steps` steps, longest first."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
@@ -95,7 +95,7 @@ def profile(step: Callable[[], None], steps: int) -> list[Kernel]:
 
 
 def sum_parts(kernels: list[Kernel], steps: int, budget: dict[str, float]) -> list[dict]:
-    """A row for each part that was met or has a budget, per step, in the order of `PARTS`."""
+    """Make a row for each part that occurred or has a budget, per step, in the order of `PARTS`."""
     busy = sum(kernel.ms for kernel in kernels)
     rows = []
     for part in dict.fromkeys([*(part for part, _ in PARTS), OTHER]):
@@ -115,13 +115,13 @@ def sum_parts(kernels: list[Kernel], steps: int, budget: dict[str, float]) -> li
 
 
 def matmul_rate(size: int = 8192) -> float:
-    """Multiplications and additions per second of a large bf16 product."""
+    """Measure the multiplications and additions per second of a large bf16 product."""
     a, b, out = torch.randn(3, size, size, device="cuda").to(torch.bfloat16)
     return 2 * size**3 / bench_scan.measure(lambda: torch.mm(a, b, out=out), REP) * 1e3
 
 
 def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training: bool) -> dict[str, float]:
-    """What the scans of all blocks take alone; a pass that could not be timed is left out."""
+    """Measure what the scans of all blocks take alone; a pass that could not be timed is left out."""
     mixer = model.blocks[0].mixer
     if mixer.save_states and training:
         names = {"forward, saves": "scan forward", "backward": "scan backward"}
@@ -141,7 +141,7 @@ def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training
 
 
 def products_ms(blocks: nn.Module, tokens: int, flops: float, bandwidth: float, training: bool) -> float:
-    """What the projections of all blocks take at these rates."""
+    """Compute what the projections of all blocks take at these rates."""
     seconds = 0.0
     for name, weight in blocks.named_parameters():
         if "_proj" in name and weight.ndim > 1:
@@ -152,18 +152,19 @@ def products_ms(blocks: nn.Module, tokens: int, flops: float, bandwidth: float, 
 
 
 def passes_ms(model: VisionLonghorn, tokens: int, bandwidth: float, training: bool) -> dict[str, float]:
-    """What the passes over memory of all blocks, and of the optimizer, take at this bandwidth."""
+    """Compute what the passes over memory of all blocks, and of the optimizer, take at this bandwidth."""
     mixer, dim = model.blocks[0].mixer, model.embed_dim
     D, sets = mixer.d_inner, mixer.sets
-    # Bytes a token, forward and backward. The convolution reads x and writes a result for each set of weights; back, it
-    # reads x and the results' gradients and writes that of x. The norm takes the block's output and the residual and
-    # leaves the residual and the normalised; back, it takes the gradients of both and the residual, and leaves two.
+    # Bytes per token, forward and backward. The convolution reads x and writes a result per set of weights; backward,
+    # it reads x and the results' gradients and writes that of x. The norm reads the block's output and the residual and
+    # writes the new residual and its norm; backward, it reads the gradients of both and the residual, and writes two.
     moved = {
         "short convolution": (BF16 * (1 + sets) * D, BF16 * (2 + sets) * D),
         FUSED: ((2 * BF16 + 2 * FLOAT32) * dim, (2 * BF16 + 3 * FLOAT32) * dim),
     }
     if mixer.wiring == "shared":
-        # Both directions and the gate to one result; back, also the result's gradient, and three gradients are left.
+        # It reads both directions and the gate and writes one result; backward, it also reads the result's gradient,
+        # and writes three gradients.
         moved["gated norm"] = BF16 * 4 * D, BF16 * 7 * D
     found = {part: tokens * len(model.blocks) * sum(both[: 2 if training else 1]) for part, both in moved.items()}
     if training:
@@ -172,7 +173,7 @@ def passes_ms(model: VisionLonghorn, tokens: int, bandwidth: float, training: bo
 
 
 def make_budget(model: VisionLonghorn, batch: int, training: bool) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds that the parts of a step should take, and the rates that they were found with."""
+    """Compute the milliseconds that the parts of a step should take. Also return the rates behind them."""
     rates, flops = bench_scan.measure_rates(REP), matmul_rate()
     tokens = batch * model.pos_embed.shape[1]
     budget = scan_ms(model, batch, rates, training) | passes_ms(model, tokens, rates.bytes, training)
@@ -196,7 +197,7 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.arg = parse_pairs(args.arg)
     if not (torch.cuda.is_available() and bench_scan.kernels.HAS_TRITON):
-        raise UserError("this sums the times of GPU kernels and needs a GPU and triton, which are not here")
+        raise UserError("this sums the times of GPU kernels and needs a GPU and triton, which are missing")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Every kernel once at small, awkward sizes, for a memory checker:
+"""Runs every kernel once at small, awkward sizes, for a memory checker:
 
 compute-sanitizer --tool memcheck python benchmarks/small_shapes.py
 compute-sanitizer --tool racecheck python benchmarks/small_shapes.py exact    # of these rules only
@@ -18,7 +18,7 @@ from vision_longhorn.models.mixers import BidirectionalMixer
 
 
 def no_multiprocessors(device: torch.device) -> int:
-    """As if small sizes filled the GPU."""
+    """Return a number with which small sizes seem to fill the GPU."""
     return 0
 
 
@@ -40,14 +40,14 @@ def scans(rules: list[str]) -> None:
                 run(rule, (B, L, D), N, regime)
     if "exact" not in rules:
         return
-    # As for many programs, which small sizes are not.
+    # The path for many programs, which small sizes do not give.
     with mock.patch.object(chunks, "multiprocessors", no_multiprocessors):
         run("exact", (2, 35, 128), 16, "chunked")
 
 
 def mixers(rules: list[str]) -> None:
-    """Short convolution, projections, gated norm and the sum of two directions, around the scans."""
-    for B, L, dim in ((2, 37, 40), (1, 5, 24), (1, 70, 64)):  # the last of whole blocks of channels
+    """Run short convolution, projections, gated norm and the sum of two directions, around the scans."""
+    for B, L, dim in ((2, 37, 40), (1, 5, 24), (1, 70, 64)):  # the last has whole blocks of channels
         wirings = dict(wiring="shared"), *(dict(wiring="alternate", index=i) for i in range(2))
         for arguments in (dict(), *wirings, *(dict(rule=rule) for rule in rules)):
             mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
@@ -58,7 +58,7 @@ def mixers(rules: list[str]) -> None:
             torch.cuda.synchronize()
             assert all(value.grad.isfinite().all() for value in (x, *mixer.parameters()))
             print("mixer", (B, L, dim), arguments, "ran")
-    # As of a long batch, of which a program has several tiles.
+    # As in a long batch, in which each program has several tiles.
     with mock.patch.object(projections, "multiprocessors", no_multiprocessors):
         low, dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 56, 256, 256))
         projections.x_proj_backward(dlow, x, torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)

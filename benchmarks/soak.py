@@ -1,4 +1,4 @@
-"""A long run of train_imagenet.py on the digits: does its memory stay flat, and the time of a step?
+"""Makes a long run of train_imagenet.py on the digits: do its memory and its speed stay the same?
 
     python benchmarks/soak.py                 # 10,000 updates of a small model
     python benchmarks/soak.py --model vim_test --model-kwargs depth=2     # options that it lacks go to the trainer
@@ -26,7 +26,7 @@ DIGITS = 1437  # in the training split
 
 
 def read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
-    """(update, value) of each curve that the run has."""
+    """Read the points (update, value) of each curve that the run has."""
     events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
     return {
         name: [(point.step, point.value) for point in events.Scalars(f"train/{name}")]
@@ -36,7 +36,7 @@ def read(run_dir: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def compare(points: list[tuple[int, float]], updates: int) -> dict:
-    """Medians of the first and the last quarter of what follows the first tenth."""
+    """Compare the medians of the first and the last quarter of what follows the first tenth."""
     points = [value for update, value in points if update > updates / 10]
     quarter = max(1, len(points) // 4)
     first, last = median(points[:quarter]), median(points[-quarter:])

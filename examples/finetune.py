@@ -23,8 +23,8 @@ SIZE, PATCH = (32, 40), 8
 
 
 def odd_or_even():
-    """Digits somewhere in a wider picture: images (1797, 3, *SIZE), normalised as in the demo's training, and labels
-    (1797,), 1 where the digit is odd."""
+    """Puts each digit somewhere into a wider picture. Returns images (1797, 3, *SIZE), normalised as in the demo's
+    training, and labels (1797,), 1 where the digit is odd."""
     digits = load_digits()
     pictures = F.interpolate(torch.tensor(digits.images / 16, dtype=torch.float32)[:, None], 32, mode="bicubic")
     images = torch.zeros(len(pictures), 1, *SIZE)
@@ -35,7 +35,7 @@ def odd_or_even():
 
 
 def load(path):
-    """The model of the checkpoint at `path`, its averaged weights if it has any, for two classes and images of SIZE."""
+    """Loads the checkpoint at `path`, with averaged weights if it has any, for two classes and images of SIZE."""
     checkpoint = load_checkpoint(path)
     return timm.create_model(
         checkpoint["arch"],
@@ -62,7 +62,7 @@ def finetune(model, images, labels, epochs=10, lr=1e-3, layer_decay=0.7, batch_s
 
 @torch.no_grad()
 def accuracy(model, images, labels):
-    """Per cent of the images that `model` puts into their class."""
+    """Returns the percentage of the images that `model` puts into their class."""
     model.eval()
     right = sum((model(part).argmax(1) == target).sum() for part, target in zip(images.split(256), labels.split(256)))
     return 100 * float(right) / len(images)

@@ -1,9 +1,9 @@
-"""Segmentation with a Vision Longhorn as the backbone: which digit, if any, is each pixel of a wide scene part of?
+"""Segmentation with a Vision Longhorn as the backbone: to which digit, if any, does each pixel of a scene belong?
 
     python examples/segmentation.py
 
 The scenes are put together from scikit-learn's handwritten digits 0, 1 and 2. timm makes the backbone with
-`features_only=True`; a vision transformer of timm would take its place by name.
+`features_only=True`; the name of a vision transformer in timm would work there, too.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Segmenter(nn.Module):
 
 
 def make_scenes(count, digits):
-    """`count` scenes of three digits: images (count, 3, *SIZE), and the class of each pixel (count, *SIZE)."""
+    """Makes `count` scenes of three digits: images (count, 3, *SIZE), and the class of each pixel (count, *SIZE)."""
     images, classes = torch.zeros(count, *SIZE), torch.zeros(count, *SIZE, dtype=torch.long)
     for image, target in zip(images, classes):
         for third in range(3):
@@ -47,7 +47,7 @@ def make_scenes(count, digits):
 
 
 def mean_iou(predicted, classes):
-    """Intersection over union of the pixels, mean over the classes, in per cent."""
+    """Computes the intersection over union of the pixels, mean over the classes, in per cent."""
     pairs = torch.bincount((CLASSES * classes + predicted).flatten(), minlength=CLASSES**2).view(CLASSES, CLASSES)
     both = pairs.diag()
     return 100 * float((both / (pairs.sum(0) + pairs.sum(1) - both)).mean())

@@ -37,7 +37,7 @@ class Reading:
         return f"{arm['setting']}, {arm['variant']}" if arm["setting"] else arm["variant"]
 
     def accuracies(self, arm: Record, kind: str = "") -> list[float]:
-        """Lists the top-1 in per cent of an arm's runs, with `kind` or else `weights`; raw stands in for a missing ema."""
+        """Lists the top-1 in per cent of an arm's runs, by `kind` or else `weights`; raw replaces a missing ema."""
         finals = [run["final"] for run in self.runs[arm["key"]]]
         return [final.get(kind or self.weights, final["raw"]) for final in finals]
 

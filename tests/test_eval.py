@@ -236,7 +236,7 @@ def test_classes_are_paired_by_name(run, named, tmp_path, capsys):
         key: whole[key] for key in ("top1_count", "top5_count", "count")
     }
     assert (mapped["classes"], mapped["model_classes"], mapped["data_classes"]) == (10, 10, 12)
-    assert "10 classes, those of one name of the model's 10 and the data's 12" in capsys.readouterr().out
+    assert "10 classes, by name those in both the model's 10 and the data's 12" in capsys.readouterr().out
     one, other = (table(tmp_path / f"{name}.csv") for name in ("whole", "mapped"))
     assert [DIGITS[int(row["target"])] for row in one] == [row["target_class"] for row in other]
     assert [DIGITS[int(row["predicted"])] for row in one] == [row["predicted_class"] for row in other]

@@ -217,7 +217,7 @@ def test_worker_that_dies_ends_the_run_where_nothing_may_be_skipped(tmp_path, ki
     loader = loader_of(shards, 2, max_bad_samples=0)
     if kind == "evaluation":
         loader = eval_loader(shards, number_of, batch_size=2, num_workers=2)
-    with pytest.raises(DataError, match=r"^a process that loads data died, perhaps for want of memory \([^\n]+\)$"):
+    with pytest.raises(DataError, match=r"^a process that loads data died, perhaps because memory ran out \([^\n]+\)$"):
         for _ in loader:
             kill_a_worker(loader, 0)
 

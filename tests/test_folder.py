@@ -160,11 +160,11 @@ def test_validation_has_the_indices_of_training(root, tmp_path):
         with pytest.raises(DataError, match="class 'fox' of .*val is not among the 4 classes"):
             open_shards(spec, "val", **options)
     write_folder(root / "val", 1, ["bee"])
-    with pytest.raises(DataError, match="class 'bee' of .* or twice"):
+    with pytest.raises(DataError, match="class 'bee' of .* or is there twice"):
         open_shards(root / "val", class_names=[*CLASSES, "bee"])
     write_folder(tmp_path / "few", 8, ["cat", "dog"])
     unnamed = write_shards(tmp_path / "shards", [8])  # of five classes without names
-    with pytest.raises(DataError, match="few has 2 classes, the training data 5, whose names are unknown"):
+    with pytest.raises(DataError, match="few has 2 classes, but the training data have 5, whose names are unknown"):
         open_shards(tmp_path / "few", "val", train=unnamed)
 
 
@@ -179,7 +179,7 @@ def test_shards_whose_classes_have_other_indices_than_in_training_are_refused(ro
 def test_a_folder_of_classes_has_no_splits(root):
     train = open_shards(root / "train")
     assert train.num_samples == 50 and open_shards(root / "val", "anything").num_samples == 14
-    with pytest.raises(DataError, match=f"^{root}/train has no splits but .*; give val_data, or a folder that"):
+    with pytest.raises(DataError, match=f"^{root}/train has no splits, only classes .*; give val_data, or a folder"):
         open_shards(root / "train", "val", train=train)
     (root / "val").rename(root / "other")
     with pytest.raises(DataError, match="no split 'val'; it has train"):
@@ -195,7 +195,7 @@ def test_what_is_neither_classes_nor_splits_for_certain_is_refused(root, tmp_pat
     with pytest.raises(DataError, match="has train, val, fox in it, which may be splits or classes"):
         open_shards(root)
     write_folder(tmp_path / "one" / "Data", 4)
-    with pytest.raises(DataError, match="one has one class only, 'Data'"):
+    with pytest.raises(DataError, match="one has only one class, 'Data'"):
         open_shards(tmp_path / "one")
 
 
@@ -345,7 +345,7 @@ def test_what_is_left_out_of_a_folder_is_told(root):
     for name in ("cat/a.gif", "dog/._003.jpg"):
         (root / "train" / name).write_bytes(b"")
     train, val = open_shards(root), open_shards(root, "val")
-    assert train.left_out == f"in {root}/train: 1 (cat/a.gif: not of jpg, jpeg, png, webp, ppm)"
+    assert train.left_out == f"in {root}/train: 1 (cat/a.gif: none of jpg, jpeg, png, webp, ppm)"
     assert val.left_out == "" and train.num_samples == 50
 
 

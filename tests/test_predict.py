@@ -120,7 +120,7 @@ def test_images_of_other_kinds_are_left_out_by_name(run, images, tmp_path, capsy
     Image.open(images / "1.png").save(tmp_path / "mixed" / "1.bmp")
     assert predict.main([str(run), str(tmp_path / "mixed"), "--top-k", "1"]) == 7
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "left out: 2 (" in said and f"{tmp_path / 'mixed' / '1.bmp'}: not of jpg" in said
+    assert said.count("\n") == 1 and "left out: 2 (" in said and f"{tmp_path / 'mixed' / '1.bmp'}: none of jpg" in said
 
 
 def test_text_csv_and_json_say_the_same(run, images, tmp_path, capsys):

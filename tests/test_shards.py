@@ -348,7 +348,7 @@ def test_every_form_of_the_ground_truth_tells_the_same(ilsvrc):
 
 def test_ground_truth_that_cannot_be_told_is_refused(ilsvrc, tmp_path):
     data = ilsvrc / "ILSVRC2012_devkit_t12" / "data"
-    with pytest.raises(DataError, match="other lines than one WordNet id each .*; give ILSVRC2012_devkit_t12.tar.gz"):
+    with pytest.raises(DataError, match="does not hold one WordNet id per line .*; give ILSVRC2012_devkit_t12.tar.gz"):
         ground_truth(data / GROUND_TRUTH)
     with pytest.raises(DataError, match="cannot be read"):
         ground_truth(tmp_path / "none.txt")
@@ -716,7 +716,7 @@ def test_folders_without_an_index_or_samples(tmp_path):
 def test_names_alone_tell_the_number_of_classes(tmp_path):
     write_tar(tmp_path / "train-0.tar", [("a.jpg", b"x"), ("a.cls", b"1")])
     (tmp_path / "names.txt").write_text("cat\tCat\ndog\tDog\n")
-    with pytest.raises(DataError, match="where the classes have names, lines of a class, a tab"):
+    with pytest.raises(DataError, match="if the data name their classes, a class, a tab"):
         maker.main(["index", str(tmp_path)])
     for names, message in (("Cat\n", "label 1, but only 1 classes"), ("Cat\nDog\nEmu\n", None)):
         (tmp_path / "names.txt").write_text(names)
@@ -751,7 +751,7 @@ def test_members_that_are_links_are_not_lost_in_silence(tmp_path, kind):
             info = tarfile.TarInfo(name)
             info.type, info.linkname = (kind, linked) if linked else (tarfile.REGTYPE, "")
             tar.addfile(info)
-    with pytest.raises(DataError, match=f"shard {path} cannot be read .*b.jpg is a link, or no file; pack it with"):
+    with pytest.raises(DataError, match=f"shard {path} cannot be read .*b.jpg is a link, or no regular file; pack"):
         list(read_shard(str(path)))
 
 

@@ -22,7 +22,7 @@ from vision_longhorn.files import check_whole, read_json, written_aside
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-    """Writes `state` to `path`, down to the disk, so that `path` is always whole. Raises UserError."""
+    """Writes `state` to `path` and waits for the disk, so that `path` is always a whole file. Raises UserError."""
     try:
         with written_aside(path, lasting=True) as aside, open(aside, "wb") as file:
             torch.save(state, file)
@@ -32,7 +32,7 @@ def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None
         if not isinstance(cause, OSError):
             raise
         raise UserError(
-            f"{path} cannot be written ({cause.strerror or cause}); checkpoints from before are untouched, "
+            f"{path} cannot be written ({cause.strerror or cause}); earlier checkpoints are untouched, "
             "--resume goes on with the last one"
         ) from error
 
@@ -58,7 +58,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     except Exception as error:  # torch raises half a dozen types for damaged files
         if isinstance(error, UserError):
             raise
-        # torch's own words advise to run what it finds.
+        # torch's own message advises to run what it finds.
         why = "it is none of torch's files, damaged, or holds more than tensors and plain values, which could run code"
         raise UserError(f"{path} is no checkpoint: {reason(error) if isinstance(error, OSError) else why}") from error
     if not isinstance(checkpoint, dict):

@@ -23,23 +23,23 @@ Names = tuple[list[str] | None, list[str] | None]  # class names, names for peop
 
 
 def model_names(model: Any, name: str) -> Names:
-    """Names of the classes of a timm model with pretrained weights: those that came with these, or ImageNet's. The
+    """Finds the class names of a timm model with pretrained weights: those that came with these, or ImageNet's. The
     `name` is the one in timm's registry, "hf-hub:..." or "local-dir:..."."""
     cfg = model.pretrained_cfg
     if cfg.get("num_classes") != model.num_classes:  # then the classifier is new
         return None, None
     names = cfg.get("label_names")
-    if isinstance(names, dict):  # by index, which JSON makes a text
+    if isinstance(names, dict):  # by index, which JSON turns into text
         names = [names.get(str(i), names.get(i)) for i in range(model.num_classes)]
     if names and not isinstance(names, str) and None not in names:
         texts = cfg.get("label_descriptions") or {}
         return list(names), [texts.get(label, label) for label in names] if texts else None
-    # The number of classes tells the data only for timm's own models.
+    # Only in timm's own models does the number of classes tell the data they were trained on.
     return (imagenet_names(model.num_classes) if ":" not in name or "hf-hub:timm/" in name else None), None
 
 
 def imagenet_names(num_classes: int) -> list[str] | None:
-    """Synsets by index of ImageNet's classes, or of a larger set's with so many classes; None where there is none."""
+    """Lists the synsets of ImageNet, or of a larger set with `num_classes` classes, by index; None if there is none."""
     from timm.data import ImageNetInfo, infer_imagenet_subset  # takes seconds, for which --help need not wait
 
     subset = infer_imagenet_subset({"num_classes": num_classes})
@@ -50,9 +50,9 @@ def imagenet_names(num_classes: int) -> list[str] | None:
 def readable_names(
     class_names: Sequence[str] | None, display_names: Sequence[str] | None = None, num_classes: int | None = None
 ) -> list[str]:
-    """Names of classes for people, by index: `display_names` if there are any, else `class_names`, with ImageNet's
-    synsets as the first of their words (and the synset, where two share a word, as both cranes do). "class 7" and so on
-    fill up to `num_classes`."""
+    """Lists names of classes for people, by index: `display_names` if there are any, else `class_names`. ImageNet's
+    synsets become their first word, with the synset where two share a word, as both cranes do. "class 7" and so on fill
+    up to `num_classes`."""
     names = list(display_names or class_names or [])
     if not display_names and any(map(_SYNSET.fullmatch, names)):
         from timm.data import ImageNetInfo  # as above
@@ -68,7 +68,7 @@ def readable_names(
 
 
 def difference(names: Sequence[str], others: Sequence[str], here: str, there: str) -> str:
-    """The first class with other names in the places `here` and `there`, in words; "" where all are the same."""
+    """Says which class is the first with other names in the places `here` and `there`; "" where all are the same."""
     for i, pair in enumerate(zip_longest(names, others)):
         if pair[0] != pair[1]:
             own, other = ("none" if name is None else repr(name) for name in pair)

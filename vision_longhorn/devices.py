@@ -18,12 +18,12 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
     "auto" is autocast to bf16 on a GPU with bf16 in hardware, to fp16 on another GPU, and fp32 on a CPU.
 
     Raises:
-        UserError: There is no such device, it cannot compute in that precision, accelerate is asked for an engine of
-            its own, or the processes cannot meet.
+        UserError: There is no such device, it cannot compute in that precision, accelerate is set to use DeepSpeed or
+            the like, or the processes cannot connect.
     """
     try:
         cpu, used = _choose(device, precision)
-        # accelerate keeps its state for the life of a process; only the group of several processes has to stay.
+        # accelerate would keep its state for the life of a process. Only a group of several processes must stay.
         AcceleratorState._reset_state(reset_partial_state=not torch.distributed.is_initialized())
         accelerator = Accelerator(
             cpu=cpu,
@@ -48,7 +48,7 @@ def _choose(device: str, precision: str) -> tuple[bool, str]:
         if parse_flag_from_env(f"ACCELERATE_USE_{engine}"):
             raise UserError(
                 f"ACCELERATE_USE_{engine} is set, as by `accelerate launch --use_{engine.lower()}`: leave that out; "
-                "training shares out a model by its own setting fsdp"
+                "training shards a model by its own setting fsdp"
             )
     # The scans run on CUDA and on the CPU. accelerate would take Apple's GPU by itself.
     cpu = device == "cpu" or not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
@@ -65,6 +65,6 @@ def _choose(device: str, precision: str) -> tuple[bool, str]:
 
 
 def leave(accelerator: Accelerator) -> None:
-    """Leaves the group of processes where NCCL connects them. With gloo, torch 2.7 can wait for itself for ever."""
+    """Leaves the group of processes if NCCL connects them. With gloo, torch 2.7 could hang there for ever."""
     if accelerator.device.type == "cuda":
         accelerator.end_training()

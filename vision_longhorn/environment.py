@@ -15,7 +15,7 @@ LIBRARIES = "torch", "torchvision", "triton", "timm", "accelerate", "webdataset"
 
 
 def find_commit() -> tuple[str | None, bool | None]:
-    """The commit of this code, which VISION_LONGHORN_COMMIT names for a copy without git, and if there are changes."""
+    """Finds this code's commit (in a copy without git, VISION_LONGHORN_COMMIT), and whether there are changes."""
     if told := os.environ.get("VISION_LONGHORN_COMMIT"):
         return told, None
     here: Any = dict(cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True)

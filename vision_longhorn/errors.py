@@ -1,4 +1,4 @@
-"""Errors that a user can mend."""
+"""Errors that a user can fix."""
 
 import contextlib
 import difflib
@@ -11,7 +11,7 @@ class UserError(ValueError):
 
 
 def one_line(error: BaseException) -> str:
-    """Message of an exception in one line; for an error of the system the file and what is wrong with it."""
+    """Puts an exception's message on one line; for an error of the system, the file and what is wrong with it."""
     text = str(error)
     if isinstance(error, OSError) and error.strerror:
         text = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
@@ -19,7 +19,7 @@ def one_line(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What is wrong, in words, for a message that names the file itself."""
+    """Says what is wrong, for a message that names the file itself."""
     cause = getattr(error, "reason", None)
     if isinstance(cause, OSError):  # within urllib's
         error = cause
@@ -27,7 +27,7 @@ def reason(error: BaseException) -> str:
 
 
 def nearest(word: str, known: Iterable[str], n: int = 1) -> list[str]:
-    """`n` of the words `known` at most, that begin with `word`, or else are spelt much like it, or contain it."""
+    """Finds at most `n` of the words `known` that begin with `word`, or else are spelt much like it, or contain it."""
     known = list(known)
     begun = [name for name in known if word and name.startswith(word)]
     alike = difflib.get_close_matches(word, known, n, cutoff=0.75)  # 0.6 takes dropout for root
@@ -39,13 +39,13 @@ def bad_input(what: str) -> Iterator[None]:
     """Turns a library's complaint about the setting `what` into a `UserError`."""
     try:
         yield
-    except Exception as error:  # of whatever kind: libraries rarely say which
+    except Exception as error:  # of any type, as libraries rarely say which
         raise UserError(f"{what} is not accepted: {one_line(error)}") from error
 
 
 @contextlib.contextmanager
 def spelled(**names: str) -> Iterator[None]:
-    """Lets errors call fields as the user does: `spelled(num_samples="--samples")`."""
+    """Makes errors call fields by the names that the user knows: `spelled(num_samples="--samples")`."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, have one writer, and can be told to be as they were written."""
+"""Files and folders that are whole or not there, have one writer, and can be checked for damage."""
 
 import contextlib
 import csv
@@ -29,21 +29,21 @@ LOCK = "run.lock"
 def written_aside(
     path: str | os.PathLike[str], ending: str = "", lasting: bool = False, hashed: bool = False
 ) -> Iterator[Path]:
-    """Gives a path beside `path`, with a name that ends in `ending`, for the caller to make a file or folder there.
+    """Yields a temporary path beside `path`, whose name ends in `ending`, for the caller to make a file or folder.
 
-    In the end that is renamed to `path`; a folder replaces only an empty one. Missing folders above are made. Where
-    writing fails, nothing is left, what stood at `path` still does, and an OSError names `path`. If `lasting`, the file
-    outlives a power cut. If `hashed`, its hash is written beside it, for `check_whole`.
+    At the end it is renamed to `path`; a folder replaces only an empty one. Missing parent folders are made. If writing
+    fails, the temporary file is removed, `path` stays as it was, and an OSError names `path`. If `lasting`, the file
+    survives a power cut. If `hashed`, its hash is written beside it, for `check_whole`.
     """
     aside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp{ending}")
     aside.parent.mkdir(parents=True, exist_ok=True)
-    _remove(aside)  # left by a process of the same number that was killed
+    _remove(aside)  # left by a killed process with the same number
     try:
         yield aside
         if lasting:
             _sync(aside, os.O_RDWR)
         if hashed:
-            hash_file(path).unlink(missing_ok=True)  # first, as a hash must never stand beside another file
+            hash_file(path).unlink(missing_ok=True)  # first, so that a hash is never beside another file
         os.replace(aside, path)
         if hashed:
             write_hash(path)
@@ -65,13 +65,13 @@ def _remove(path: Path) -> None:
 
 
 def clear_aside(path: Path) -> None:
-    """Removes what killed processes left of writing `path`, whose name may be a pattern."""
+    """Removes temporary files left by processes killed while writing `path`, whose name may be a pattern."""
     for file in path.parent.glob(f"{path.name}.[0-9]*.tmp"):
         file.unlink()
 
 
 def second_name(file: Path, name: Path) -> None:
-    """Gives a file a second name, which costs no space where the file system knows links."""
+    """Gives a file a second name, which takes no space if the file system supports hard links."""
     with written_aside(name, lasting=True) as aside:
         try:
             os.link(file, aside)
@@ -88,7 +88,7 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def hash_file(path: str | os.PathLike[str]) -> Path:
-    """The path of a file's hash, which `sha256sum -c` checks."""
+    """Returns the path of a file's hash, which `sha256sum -c` checks."""
     return Path(f"{os.fspath(path)}.sha256")
 
 
@@ -105,21 +105,21 @@ def _sha256(path: str | os.PathLike[str]) -> str:
 
 
 def is_as_hashed(path: Path) -> bool:
-    """Whether a file has a hash beside it that is its own."""
+    """Tells whether a file has a hash beside it, and matches it."""
     return hash_file(path).is_file() and _sha256(path) in hash_file(path).read_text(errors="replace").lower().split()
 
 
 def check_whole(path: str | os.PathLike[str]) -> None:
     """Raises UserError for a file that does not fit the hash beside it or, without one, a zip file's own checksums.
 
-    torch writes these CRCs, but does not compare them when it reads. If all are 0, the file was written without
+    torch writes these CRCs, but does not compare them when it reads. If all are 0, the file was written without them
     (`torch.serialization.set_crc32_options`).
     """
     if hash_file(path).is_file():
         if not is_as_hashed(Path(path)):
             raise UserError(
-                f"{path} is not the file of which {hash_file(path)} has the hash: one of them is damaged, or the file "
-                "was changed since; then remove the hash"
+                f"{path} does not match its hash in {hash_file(path)}: one of them is damaged, or the file was changed "
+                "on purpose; then remove the hash"
             )
         return
     try:
@@ -133,7 +133,7 @@ def check_whole(path: str | os.PathLike[str]) -> None:
                         while file.read(1 << 20):
                             pass
     except (EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error) as error:
-        # A damaged directory may call a member compressed or encrypted, which raises all types but BadZipFile.
+        # A damaged zip directory may call a member compressed or encrypted, which raises types beside BadZipFile.
         raise UserError(f"{path} is damaged ({one_line(error)})") from error
 
 
@@ -152,7 +152,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def read_json(file: Path) -> Any:
-    """The content of a JSON file; None where there is none, or it is damaged."""
+    """Reads a JSON file; None if there is none, or it is damaged."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -167,7 +167,7 @@ def csv_file(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 
 def lock_folder(folder: str | os.PathLike[str]) -> TextIO:
-    """Locks an existing folder for this process, until it closes the file that it gets, or ends, however it ends.
+    """Locks an existing folder for this process, until it closes the file that is returned, or ends in any way.
 
     The system locks the file run.lock, whose text names the process and its host. NFS and most cluster file systems
     pass POSIX locks on to other machines, and a forked process does not inherit them.
@@ -181,7 +181,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> TextIO:
     file = open(path, "a+", encoding="utf-8")
     try:
         if sys.platform == "win32":
-            file.seek(1 << 30)  # behind the text, so that others may read that
+            file.seek(1 << 30)  # behind the text, so that others can read the text
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -193,7 +193,7 @@ def lock_folder(folder: str | os.PathLike[str]) -> TextIO:
             f"machine is gone, remove {path}"
         ) from None
     except OSError as error:  # a file system without locks
-        print(f"Note: {path} cannot be locked ({error.strerror}): see to it that no other process writes there.")
+        print(f"Note: {path} cannot be locked ({error.strerror}): make sure that no other process writes there.")
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()

@@ -1,4 +1,4 @@
-"""Models with their weights: of a run, of a model folder, of the hub or of timm. All commands load them here."""
+"""Loads models with their weights, for all commands: from a run, a model folder, the hub or timm."""
 
 import contextlib
 import os
@@ -42,7 +42,7 @@ def load_model(
         source: A run's folder (then its best.pt), a checkpoint, or a source of `runs.timm_source`.
         name: timm's name of the model, where there is no source, or the source does not tell it.
         num_classes: Number of classes of a checkpoint; default: what it says.
-        ema: Take the averaged weights of a checkpoint, or the raw ones; None: the averaged ones where there are any.
+        ema: Whether to take a checkpoint's averaged weights or the raw ones; None: the averaged ones if there are any.
         **model_kwargs: Arguments of the model; they override the source's.
     """
     # Commands import this module before they read their command line, which need not wait for torch.
@@ -89,7 +89,7 @@ def load_run(path: str | os.PathLike[str], **model_kwargs: Any) -> tuple[Any, di
 
 
 def checkpoint_names(checkpoint: dict[str, Any]) -> Names:
-    """Names of a run's classes from its checkpoint or, where that is older, from the index of the run's data."""
+    """Reads the names of a run's classes from its checkpoint or, if that is older, from the index of the run's data."""
     from vision_longhorn.data.index import read_index
 
     if "class_names" in checkpoint:

@@ -24,9 +24,9 @@ def check_output(
 ) -> None:
     """Raises UserError where a command may not write to `path`, which `option` gave.
 
-    With `endings`, which its name may have, it is to be a file, and one that is there is replaced if `is_own` says that
-    it is the command's own. Without, it is to be a folder, and an empty one may be there. `others` are what the same
-    command reads, or writes as well.
+    With `endings`, it is to be a file whose name may end so. One that exists is replaced if `is_own` says that this
+    command wrote it. Without `endings`, it is to be a new or empty folder. `others` are further paths that the command
+    reads or writes.
     """
     named, path = f"{option} {os.fspath(path) or repr('')}", Path(path)
     if endings and path.is_dir():  # as the path "" is
@@ -40,7 +40,7 @@ def check_output(
         raise UserError(f"{named} has the name of another kind of file: {remedy}")
     run = Run(path.parent)
     if path in run.texts and run.config_file.exists():
-        raise UserError(f"{named} is what a run calls a file of its own: name another")
+        raise UserError(f"{named} has the name of a file that the run writes: give another name")
     above = next(folder for folder in path.absolute().parents if folder.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise UserError(f"{named} cannot be written: {above} is no folder where you may write, name another place")

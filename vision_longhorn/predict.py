@@ -1,10 +1,10 @@
-"""Tells the classes of images: the most probable ones of each, by a run, a model folder or a pretrained timm model.
+"""Predicts the most probable classes of images, with a run, a model folder or a pretrained timm model.
 
     python -m vision_longhorn.predict runs/NAME IMAGES...                  # files and folders
     python -m vision_longhorn.predict --model resnet50 --pretrained photos --out photos.csv
     find . -name '*.jpg' | python -m vision_longhorn.predict runs/NAME - --format json
 
-Images go through the transform by which the model is evaluated.
+Images go through the transform with which the model is evaluated.
 """
 
 import argparse
@@ -20,7 +20,7 @@ FORMATS = ("text", "csv", "json")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Predicts as the command line `argv` says, by default the process's own. Returns the number of images told."""
+    """Predicts as the command line `argv` says, by default the process's own. Returns how many images it classified."""
     args = parse(argv)
     from vision_longhorn.evaluation.images import predict  # takes seconds, for which --help need not wait
 

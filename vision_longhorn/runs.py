@@ -22,12 +22,12 @@ class Run:
         self.config_file, self.environment_file, self.history_file, self.summary_file, self.bad_steps_file = self.texts
 
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoints update-NUMBER.pt by their number, the earliest first."""
+        """Finds the checkpoints update-NUMBER.pt by their number, the earliest first."""
         files = {file.stem[7:]: file for file in self.path.glob("update-*.pt")}
         return dict(sorted((int(number), file) for number, file in files.items() if number.isdecimal()))
 
     def event_files(self) -> list[Path]:
-        """TensorBoard's files, one for each time that the run was started, sorted by the time in their names."""
+        """Finds TensorBoard's files, one for each start of the run, sorted by the time in their names."""
         return sorted(self.path.glob("events.out.tfevents.*"))
 
     def has_begun(self) -> bool:
@@ -49,9 +49,9 @@ class Run:
 
         newest = self.path / f"update-{state['updates']:07d}.pt"
         save_checkpoint(newest, state)
-        for name in (self.best, self.last) if is_best else (self.last,):  # no kill lets last.pt promise a missing best
+        for name in (self.best, self.last) if is_best else (self.last,):  # best.pt first, in case a kill comes between
             second_name(newest, name)
-        # By number, as clocks may go back. Checkpoints beyond this one are those that the run went back behind.
+        # By number, as clocks may be set back. Checkpoints after this one are from before the run went back to it.
         earlier = [file for number, file in self.checkpoints().items() if number < state["updates"]]
         for file in earlier[: max(0, len(earlier) + 1 - keep)]:
             file.unlink()
@@ -72,7 +72,7 @@ class Run:
 
 
 def run_file(path: str | os.PathLike[str]) -> Path:
-    """The checkpoint that `path` stands for: a folder's best.pt, or the file itself."""
+    """Returns the checkpoint that `path` stands for: a folder's best.pt, or the file itself."""
     run = Run(path)
     if not run.path.is_dir():
         return run.path
@@ -84,7 +84,7 @@ def run_file(path: str | os.PathLike[str]) -> Path:
 
 
 def timm_source(path: str | os.PathLike[str]) -> str | None:
-    """timm's name for a folder in the hub's layout or a model on the hub; None for a run's folder or file."""
+    """Returns timm's name for a folder in the hub's layout or a model on the hub; None for a run's folder or file."""
     name = os.fspath(path)
     if name.startswith(("local-dir:", "hf-hub:")):
         return name

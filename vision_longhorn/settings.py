@@ -78,9 +78,9 @@ def option(
     lengths: tuple[int, ...] | None = None,
     group: str | None = None,
 ) -> Any:
-    """Makes a field of a config: its default, and its line and, for it and those that follow, its heading in --help.
+    """Makes a field of a config. `doc` is its line in --help, and `group` the heading for it and the fields after it.
 
-    It, or every item of a list, is in the `Range` or one of the words `allowed`, and a list has one of the `lengths`.
+    Its value, or every item of a list, is in the `Range` or among the words `allowed`. A list has one of the `lengths`.
     """
     metadata = dict(doc=doc, allowed=allowed, role=role, lengths=lengths, group=group)
     factory = {"default_factory": default.copy} if isinstance(default, (dict, list)) else {"default": default}
@@ -107,11 +107,11 @@ class Settings:
 
     @classmethod
     def named(cls, *roles: Role) -> list[str]:
-        """Names of the fields with one of these roles."""
+        """Lists the names of the fields with one of these roles."""
         return [field.name for field in dataclasses.fields(cls) if field.metadata["role"] in roles]
 
     def values(self) -> dict[str, Any]:
-        """The values that are kept with a run: all but those for a single start."""
+        """Returns the values that are kept with a run: all but those for a single start."""
         values = dataclasses.asdict(self)
         return {key: value for key, value in values.items() if key not in self.named("start")}
 
@@ -119,7 +119,7 @@ class Settings:
     def decisive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns those values of a config that can change what comes out of a run."""
         left_out = {*cls.named("speed", "writing", "start"), "model_kwargs"}
-        # The model's save_states takes memory for time, to the same bits.
+        # The model's save_states trades memory for time, with the same bits.
         kwargs = {key: value for key, value in values["model_kwargs"].items() if key != "save_states"}
         return {**{key: value for key, value in values.items() if key not in left_out}, "model_kwargs": kwargs}
 

@@ -61,14 +61,10 @@ def _parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
-
-    Raises:
-        UserError: with one line for the user.
-    """
+    """Run the command line `argv`, by default the process's own. Raises UserError."""
     args = _parser().parse_args(argv)
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves no half shard
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no half-written shard is left
     from vision_longhorn.data.sharding import carry_out
 
     carry_out(args)

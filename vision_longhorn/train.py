@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> Path:
 def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     """Reads the command line `argv` (default: the process's own) and the config that it names.
 
-    With neither a config nor data, that is the demo's. In a resumed run `resume` is the path of the checkpoint, and
+    With neither a config nor data, it is the demo's. In a resumed run, `resume` is the path of the checkpoint, and
     `run_dir` its folder; where `--resume` has no value and `--run-dir` holds no run yet, `resume` is None.
 
     Returns:

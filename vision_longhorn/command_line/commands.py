@@ -7,7 +7,7 @@ from importlib import import_module
 from vision_longhorn import __version__
 from vision_longhorn.command_line.parser import Parser, run_cli
 
-# For each word, which is a module with a `main(argv)`, what it does
+# What each word does; it is the name of a module with a `main(argv)`
 COMMANDS = {
     "train": "train on shards or a folder of images",
     "eval": "evaluate a checkpoint, or any timm model",

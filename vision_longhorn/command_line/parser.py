@@ -18,13 +18,13 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
     """Runs `main()`, and ends the process where it fails.
 
     A `UserError` or a failure of the system, such as a full disk, prints one line to stderr; the exit code is 1. Ctrl-C
-    prints `stopped`, or the text of the KeyboardInterrupt; the code is 130. Where the reader of standard output has
-    gone (`| head`), nothing is said, and the code is 141, as a shell has it.
+    prints `stopped`, or the text of the KeyboardInterrupt; the code is 130. If the reader of standard output has gone
+    (`| head`), nothing is printed, and the code is 141, as in a shell.
     """
     note_launcher()
     if hasattr(sys.stdout, "reconfigure"):
-        # Each line appears at once, in a file too. A terminal need not know all letters of a path; UTF-8 lacks only the
-        # bytes of a name in another encoding, which go out as they are.
+        # Each line appears at once, in a file too. A path may have letters that the terminal's encoding lacks. UTF-8
+        # lacks only the bytes of names in other encodings, which go out as they are.
         is_utf8 = sys.stdout.encoding.lower().replace("-", "") == "utf8"
         sys.stdout.reconfigure(line_buffering=True, errors="surrogateescape" if is_utf8 else "backslashreplace")
     several = os.environ.get("WORLD_SIZE", "1") not in ("", "1")
@@ -46,7 +46,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
         code, message = 1, traceback.format_exc().rstrip()
         if type(error).__name__ in ("DistBackendError", "DistNetworkError") or "gloo/transport" in str(error):
             why = re.sub(r"^\[\S*\] ", "", one_line(error)).split(". ")[0]
-            message = f"error: another process has ended, killed if it does not say why, or is out of reach: {why}"
+            message = f"error: another process has ended (killed, if it printed no error) or cannot be reached: {why}"
             time.sleep(5)  # a launcher ends this process meanwhile, so that only the one that failed speaks
     if message:
         print(message, file=sys.stderr, flush=True)
@@ -58,7 +58,7 @@ def run_cli(main: Callable[[], Any], stopped: str = "stopped") -> None:
 
 
 def _output_fails() -> bool:
-    """Tries to write to standard output. Where that fails, what is left to print goes nowhere."""
+    """Tells whether standard output cannot be written. If so, what is left to print is discarded."""
     try:
         sys.stdout.write("\n")  # the buffer may have lost what could not be written
         sys.stdout.flush()
@@ -82,7 +82,7 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         words = [re.sub("^--[^=]+", lambda key: key[0].replace("_", "-"), word) for word in words]
         for before, word in zip([self.prog, *words], words):
-            if not word or re.fullmatch("--[^=]+=", word):  # most often a variable that the shell does not know
+            if not word or re.fullmatch("--[^=]+=", word):  # most often a shell variable that is not set
                 self.error(f"{word[:-1] or before} is followed by an empty word: give a value, or leave it out")
         positional = [action for action in self._actions if not action.option_strings]
         has_commands = any(action.nargs == argparse.PARSER for action in positional)
@@ -99,7 +99,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_compute_options(parser: argparse.ArgumentParser, batch_size: int) -> None:
-    """Adds the options of how a model computes, with `batch_size` as the default of one."""
+    """Adds the options that say how a model computes; `batch_size` is the default of --batch-size."""
     about = f"images at a time, per process [{batch_size}]"
     parser.add_argument("--batch-size", type=COUNT, default=batch_size, help=about)
     workers, about = min(4, os.cpu_count() or 1), "processes that read images, per process that computes [4 at most]"

@@ -1,4 +1,4 @@
-"""Image data, in tar shards or folders: finding, reading, augmenting it. `vision_longhorn.shards` makes shards."""
+"""Finds, reads and augments images in tar shards or in folders. `vision_longhorn.shards` makes shards."""
 
 from .augment import device_batches, split_transform
 from .images import DataError, decode_image

@@ -1,11 +1,11 @@
 """timm's training transform in two halves: workers decode and crop, a device does the rest to whole batches.
 
-timm's own code draws all random numbers in the worker. It is given a list of notes instead of an image, and writes down
-what it would do. The notes travel with the batch as a table of numbers, so they follow the worker's seed.
+timm's own code draws all random numbers in the worker, so they follow the worker's seed. In place of an image it gets
+a list of notes, to which it adds what it would do. The notes travel with the batch as a table of numbers.
 
-A row of the table, float64: a seed for noise; top, left, bottom, right of the erased box; then for each flip and each
-operation of a policy its number in `KINDS`, its argument, and 1 for bilinear instead of bicubic resampling. Operation 0
-does nothing.
+A row of the table is float64: a seed for noise; top, left, bottom and right of the erased box; then, for each flip and
+each operation of a policy, its number in `KINDS` (0 does nothing), its argument, and 1 for bilinear resampling or 0 for
+bicubic.
 """
 
 import collections
@@ -29,8 +29,8 @@ from .images import decode_tensor
 from .operations import KINDS, OPERATIONS, groups
 
 _HEAD = 5
-_ENOUGH = 2**22  # bytes of images that `Finish` works on at once, if single batches are smaller
-Correction = Callable[[torch.Tensor], torch.Tensor] | None  # of colours
+_ENOUGH = 2**22  # bytes of images up to which small batches are collected, for `Finish` to work on together
+Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
 
 
 def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
@@ -44,7 +44,7 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     """
     crop: Any = None
     resize: ResizeKeepRatio | None = None
-    policies: list[tuple[Any, int]] = []  # each with the number of operations that it notes at most
+    policies: list[tuple[Any, int]] = []  # each with the largest number of operations that it notes
     normalize = eraser = None
     for step in transform.transforms:
         if isinstance(step, RandomResizedCropAndInterpolation) and crop is None and _can_resample(step):
@@ -73,7 +73,7 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
 
 
 def _unfit(step: Any) -> UserError:
-    return UserError(f"{step} has no form for batches on a device; use the transform unsplit")
+    return UserError(f"{step} cannot run on batches on a device; use the transform without split_transform")
 
 
 def _can_resample(step: Any) -> bool:
@@ -86,7 +86,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _noting(policy: Any) -> tuple[Any, int]:
-    """A copy of one of timm's policies whose operations write down what they would do, and their number at most."""
+    """Copy a policy of timm so that its operations note what they would do. Also return their largest number."""
     policy = copy.deepcopy(policy)
     if hasattr(policy, "ops"):  # RandAugment
         policy.all_ops, most = policy.ops, policy.num_layers
@@ -138,7 +138,7 @@ class _Box:
 
 
 class Crops:
-    """The worker's half: from a file's bytes to a crop and its row of the table. Made by `split_transform`."""
+    """The worker's half of `split_transform`: makes a crop and its row of the table from a file's bytes."""
 
     decode = staticmethod(decode_tensor)
 
@@ -147,10 +147,10 @@ class Crops:
         self.row_length = _HEAD + 3 * sum(most for _, most in policies)
         self.eraser = copy.copy(eraser)
         if self.eraser is not None:
-            self.eraser.per_pixel = self.eraser.rand_color = False  # only the place is wanted
+            self.eraser.per_pixel = self.eraser.rand_color = False  # only the box's place is needed
 
     def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take the result of `decode` to a uint8 tensor (height, width, 3) and a row, float64 (length,)."""
+        """Turn the result of `decode` into a crop, uint8 (height, width, 3), and its row, float64 (length,)."""
         image, correct = decoded
         image = (self._padded_crop if self.resize else self._resized_crop)(image, correct)
         notes: list[float] = []
@@ -184,30 +184,30 @@ def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], inte
         image = correct(image)
     mode = random.choice(_as_list(interpolation)).value
     if tuple(image.shape[1:]) != tuple(size):
-        # Decoders give the colours of a pixel side by side. Resampling is faster with these than with planes.
+        # Decoders store a pixel's colours side by side. Resampling is faster in this layout than in planes.
         image = image[None].contiguous(memory_format=torch.channels_last)
         image = F.interpolate(image, list(size), mode=mode, antialias=True)[0]
     return (correct(image) if correct and late else image).permute(1, 2, 0)
 
 
 class Finish:
-    """The device's half: flips, policy, normalisation and erasing of whole batches, without waiting for the device.
-    Made by `split_transform`."""
+    """The device's half of `split_transform`: flips, policy, normalisation and erasing of whole batches. The host never
+    waits for the device."""
 
     def __init__(self, mean: Any, std: Any, eraser: RandomErasing | None, fill: tuple[int, ...]) -> None:
         self.mean, self.std, self.eraser = torch.as_tensor(mean), torch.as_tensor(std), eraser
         self.fill = torch.tensor(fill, dtype=torch.float32)
 
     def __call__(self, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Take images, uint8 (B, H, W, 3), and their table, float64 (B, length), to normalised images, float32
+        """Turn images, uint8 (B, H, W, 3), and their table, float64 (B, length), into normalised images, float32
         (B, 3, H, W), on `device`."""
         return self.together([batch], device)[0]
 
     def together(
         self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
     ) -> tuple[torch.Tensor, ...]:
-        """Finish several batches at once, each to the bits that `__call__` gives. Small batches take as many launches
-        as large ones, so together they are faster."""
+        """Finish several batches at once, each with the bits that `__call__` gives. A small batch takes as many kernel
+        launches as a large one, so small batches are faster together."""
         tables = [table.tolist() for _, table in batches]
         rows = [row for table in tables for row in table]
         height, width = batches[0][0].shape[1:3]
@@ -215,7 +215,7 @@ class Finish:
         erased = [n for n, row in enumerate(rows) if _is_erased(row)]
         all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
         all_values = [value for _, _, some in plan for value in some] + [rows[n][1:5] + [0, 0] for n in erased]
-        # Two copies for all operations, from pinned memory: each small copy would wait for the device.
+        # Two copies from pinned memory serve all operations. Many small ones would each wait for the device.
         numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
         values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
         mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
@@ -242,7 +242,7 @@ def _is_erased(row: list[float]) -> bool:
 
 
 def _noise(table: list[list[float]], eraser: RandomErasing, images: torch.Tensor) -> torch.Tensor:
-    """The filling of a batch's erased boxes, (n, 3, H, W) or (n, 3, 1, 1)."""
+    """Make what fills a batch's erased boxes, (n, 3, H, W) or (n, 3, 1, 1)."""
     shape = images.shape[2:] if eraser.per_pixel else (1, 1)
     noise = images.new_zeros(sum(map(_is_erased, table)), 3, *shape)
     if (eraser.per_pixel or eraser.rand_color) and len(noise):
@@ -259,15 +259,15 @@ def _send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def device_batches(
     loader: Iterable[tuple[Any, ...]], device: str | torch.device, finish: Finish | None = None
 ) -> Iterator[tuple[Any, ...]]:
-    """Batches (images, targets, ...) of a loader on a device, to be used on the stream that is current when they come.
+    """Yield a loader's batches (images, targets, ...) on a device, to be used on the stream that is current then.
 
-    On a GPU the copy and `finish` run on a stream of their own, one batch ahead, or several together where they are
-    small; pinned memory (`pin_memory` of the loader) makes the copy run beside the network. On a CPU nothing is fetched
+    On a GPU the copy and `finish` run on a stream of their own, one batch ahead; small batches are sent several at a
+    time. With pinned memory (`pin_memory` of the loader), copies run beside the network. On a CPU nothing is fetched
     ahead.
 
     Args:
-        loader: gives (inputs, targets, ...); what follows the targets is handed on as it is.
-        finish: the device's half of `split_transform`; without it inputs are images, ready as they are.
+        loader: yields (inputs, targets, ...); what follows the targets is passed on unchanged.
+        finish: the device's half of `split_transform`; without it the inputs have to be finished images.
     """
     device = torch.device(device)
 
@@ -288,7 +288,7 @@ def device_batches(
     side = _side_stream(device)
 
     def send_aside(batches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-        # Memory that the caller has let go may be written over from here on, so its work on that comes first.
+        # This stream may reuse memory that the caller has freed, so it waits for the caller's work on it.
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
             return send(batches)
@@ -305,11 +305,11 @@ def _sent_ahead(
     wait: Callable[[], None],
     most: int,
 ) -> Iterator[tuple[Any, ...]]:
-    """Send batches in groups, each before the group before it is used; call `wait` before a group is used. With each
-    batch used one is taken from the loader, so that its workers stay busy.
+    """Send batches in groups, one group ahead of the one in use, and call `wait` before a group is used. For each batch
+    used one is taken from the loader, so that its workers stay busy.
 
-    `most` bytes of images make a group, which gives the GPU work for longer than it takes to ask for it. The first
-    groups are smaller, as they are wanted soon.
+    A group has `most` bytes of images, which keep the GPU busy for longer than their launches take. The first groups
+    are smaller, as they are needed soon.
     """
     ready, coming = collections.deque[tuple[Any, ...]](), list[tuple[Any, ...]]()
     group, size, enough = list[tuple[Any, ...]](), 0, 0
@@ -320,7 +320,7 @@ def _sent_ahead(
             yield from loader
         except Exception as error:
             errors.append(error)
-        yield from (None, None)  # the end sends the last group, then uses it
+        yield from (None, None)  # two more turns: one sends the last group, one uses it
 
     for batch in batches():
         if batch is not None:
@@ -334,7 +334,7 @@ def _sent_ahead(
             coming = send(group) if group else []
             group, size, enough = [], 0, min(2 * size, most)
         if ready:
-            yield ready.popleft()  # kept here, a batch would stay in memory for longer than it is used
+            yield ready.popleft()  # without a name here, which would keep the batch in memory after its use
     while ready:
         yield ready.popleft()
     if errors:
@@ -343,5 +343,5 @@ def _sent_ahead(
 
 @functools.lru_cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    # One stream for all epochs, because memory freed on a stream serves that stream only.
+    # One stream for all epochs, because torch reuses memory only on the stream that freed it.
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""From the bytes of an image file to an upright sRGB picture."""
+"""Decodes the bytes of an image file to an upright sRGB picture."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ from vision_longhorn.errors import UserError, one_line
 
 try:
     from torchvision.io import decode_jpeg
-except ImportError:  # torchvision is to give this over to torchcodec, which needs torch 2.11
+except ImportError:  # torchvision will move this to torchcodec, which needs torch 2.11
     try:
         from torchcodec.decoders import decode_jpeg
     except ImportError:
@@ -64,7 +64,7 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
     elif image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     if profile:
-        # It describes the channels as stored, so only these modes can go through it unchanged.
+        # The profile describes the channels as stored, so it applies directly to images of these modes only.
         source = image if image.mode in ("RGB", "CMYK", "L") else image.convert("RGB")
         with contextlib.suppress(ImageCms.PyCMSError, OSError, ValueError):
             if transform := _srgb_transform(profile, source.mode):
@@ -73,9 +73,9 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
 
 
 def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """`decode_image` as a tensor, to the bit, and faster for ordinary JPEGs.
+    """Decode an image to a tensor, with the bits of `decode_image`, but faster for ordinary JPEGs.
 
-    Its colours may be left uncorrected: the caller corrects only the part of the picture that it uses.
+    Its colours may still have to be converted, which the caller does only for the part of the picture that it uses.
 
     Returns:
         uint8 tensor (3, H, W); a function that converts a part of it to sRGB, None if it is sRGB already.
@@ -85,7 +85,7 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
     """
     if isinstance(data, np.ndarray):
         return torch.from_numpy(data).permute(2, 0, 1), None
-    with contextlib.suppress(Exception):  # PIL's own decoder says better what is wrong
+    with contextlib.suppress(Exception):  # after any error PIL's decoder tries, whose messages are clearer
         header = Image.open(io.BytesIO(data), formats=FORMATS)  # refuses pictures too large to decode
         turned = header.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
         if decode_jpeg and header.format == "JPEG" and header.mode in ("RGB", "L") and not turned:
@@ -117,7 +117,7 @@ def warn_if_dark(data: Any, image: Any, name: str) -> None:
 
 
 def check_image(data: bytes) -> None:
-    """Parse an image's header without decoding its pixels. Raises DataError if the bytes do not start as an image."""
+    """Parse an image's header without decoding its pixels. Raises DataError if the bytes do not start like an image."""
     with _readable():
         Image.open(io.BytesIO(data), formats=FORMATS)
 
@@ -134,7 +134,7 @@ def _readable() -> Iterator[None]:
 
 @functools.lru_cache(maxsize=64)
 def _srgb_transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The transform from `profile` to sRGB; None if it is sRGB already, as most are."""
+    """Build the transform from `profile` to sRGB; None if it is sRGB already, as most are."""
     source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
     if "sRGB" in ImageCms.getProfileDescription(source):
         return None

@@ -35,7 +35,7 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
         except (ValueError, RecursionError) as error:
             why = str(error) if isinstance(error, DataError) else f"it is not JSON in UTF-8: {one_line(error)}"
             raise DataError(
-                f"{path} is not an index of shards ({why}); mend it, or remove it and write a new one with "
+                f"{path} is not an index of shards ({why}); repair it, or remove it and write a new one with "
                 f"`python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}`"
             ) from None
         return index
@@ -49,8 +49,8 @@ def write_index(
     num_classes: int | None = None,
     display_names: list[str] | None = None,
 ) -> None:
-    """Write the index of a directory. `splits` has "filenames", "shard_lengths" and further facts for each split; those
-    that it does not name stay as they are. `num_classes` counts only where there are no `class_names`."""
+    """Write the index of a directory. `splits` has "filenames", "shard_lengths" and further facts for each split; other
+    splits stay as they are in the index. `num_classes` is used only if there are no `class_names`."""
     index = read_index(directory) or {"splits": {}}
     for name, entry in splits.items():
         index["splits"][name] = {"name": name, "num_samples": sum(entry["shard_lengths"]), **entry}
@@ -66,7 +66,7 @@ def write_index(
 
 
 def check_index(index: Any) -> None:
-    """Fill in the fields that follow from others. Raises DataError, which names the field, if one is wrong."""
+    """Check an index, and fill in fields that follow from others. Raises DataError, which names the wrong field."""
     _need(isinstance(index, dict), "it", index, "an object with splits")
     splits, count = index.get("splits"), index.get("num_classes")
     _need(isinstance(splits, dict), "splits", splits, "an object with an entry for each split")
@@ -103,7 +103,7 @@ def _check_split(field: str, entry: Any) -> None:
     if len(set(names)) < len(names):
         raise DataError(f"{field}.filenames has {max(names, key=names.count)!r} twice; name each shard once")
     if len(lengths) != len(names):
-        raise DataError(f"{field} has {len(names)} filenames and {len(lengths)} shard_lengths; give each its own")
+        raise DataError(f"{field} has {len(names)} filenames and {len(lengths)} shard_lengths; give each file one")
     for key, kind, right in ("made_with", dict, "an object"), ("skipped", list, "a list of names"):
         _need(isinstance(entry.get(key) or kind(), kind), f"{field}.{key}", entry.get(key), right)
     total, known = entry.get("num_samples"), sum(lengths)

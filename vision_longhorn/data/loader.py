@@ -1,4 +1,4 @@
-"""Batches for training and evaluation from shards, shared out over processes and workers (see `streams`)."""
+"""Batches for training and evaluation from shards, divided among processes and workers (see `streams`)."""
 
 import logging
 import math
@@ -35,33 +35,33 @@ def train_loader(
     max_bad_samples: float = 0,
     keys: bool = False,
 ) -> "Loader":
-    """Batches to train on, with a new order of shards and samples in each epoch, fixed by (seed, epoch).
+    """Make a loader of batches to train on. Each epoch has a new order of shards and samples, fixed by (seed, epoch).
 
-    An epoch has `num_samples // (batch_size * world_size)` batches on each rank. No sample comes twice in it, except
-    for the few that a worker borrows from the next epoch when its own share comes out short.
+    An epoch has `num_samples // (batch_size * world_size)` batches on each rank. No sample comes twice in an epoch,
+    except for the few that a worker borrows from the next epoch when its own share is too small.
 
     Args:
         shards: the result of `open_shards`.
-        transform: from a PIL image (RGB) to a float tensor (3, H, W). One with a method `decode` gets the result of
-            that for the file's bytes (or for pixels, with `keep_in_memory`), and may return any structure of tensors.
+        transform: maps a PIL image (RGB) to a float tensor (3, H, W). If it has a method `decode`, it gets what that
+            makes of the file's bytes (or of pixels, with `keep_in_memory`), and may return any structure of tensors.
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
-        seed: of the order, and of the transform's random numbers.
+        seed: seed of the order, and of the transform's random numbers.
         repeats: views of each image in an epoch, next to each other in a batch (batch augmentation, arXiv 1901.09335).
-            The image is decoded once. Each epoch then has the next part in `repeats` of the images.
-        shuffle_buffer: undecoded samples that each worker holds to draw from. ImageNet's files take 110 kB each.
+            An image is decoded once for all its views. Each epoch then covers the next of `repeats` parts of the data.
+        shuffle_buffer: undecoded samples from which each worker draws at random. An ImageNet file takes 110 kB.
         pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets.
-        max_bad_samples: samples of an epoch that each rank may skip if they cannot be used: a number, or below 1 a
-            share of its samples. The next sample takes the place of a skipped one.
+        max_bad_samples: how many unusable samples each rank may skip in an epoch; below 1, a share of its samples. The
+            next sample takes the place of a skipped one.
         keys: add to each batch a list of B pairs (shard, key), the places of its samples.
 
     Returns:
         Loader of (images (B, 3, H, W), targets (B,) int64), with `keys` also the places.
 
     Raises:
-        DataError: if there is not one batch per rank. While iterating: if more samples than `max_bad_samples` cannot be
-            used.
+        DataError: if the samples do not make one batch per rank. While iterating: if more samples than
+            `max_bad_samples` cannot be used.
     """
     if shards.num_samples < batch_size * world_size:
         most, where = shards.num_samples // world_size, f" on each of {world_size} processes" if world_size > 1 else ""
@@ -74,7 +74,7 @@ def train_loader(
     stream = TrainStream(*common, seed=seed, repeats=repeats, shuffle_buffer=shuffle_buffer)
     share = max_bad_samples * shards.num_samples / world_size if max_bad_samples < 1 else max_bad_samples
     stream.faults = Faults(math.ceil(share), "; max_bad_samples says how many of an epoch may be skipped")
-    # Workers without a batch change nothing: the samples of every batch are the same without them.
+    # Workers beyond the number of batches would be idle; each batch has the same samples without them.
     return Loader(stream, min(num_workers, stream.num_batches), pin_memory, stream.num_batches)
 
 
@@ -89,7 +89,7 @@ def eval_loader(
     pin_memory: bool = False,
     keys: bool = False,
 ) -> "Loader":
-    """Every sample exactly once over all ranks and workers, however many there are.
+    """Make a loader that gives every sample exactly once over all ranks and workers, however many there are.
 
     Ranks may get different numbers of batches, even none, and the last batch of a worker may be short. The arguments
     and the batches are those of `train_loader`; the Loader has no `len()`.
@@ -106,7 +106,7 @@ class Loader(wds.WebLoader):
     """Iterates over the batches of one rank. accelerate leaves a WebLoader as it is.
 
     Attributes:
-        skipped: for the current or last pass, pairs of a text and the number of samples skipped for it; logged, too.
+        skipped: what the current or last pass skipped: pairs of a reason and a number of samples; logged, too.
     """
 
     def __init__(self, stream: Stream, num_workers: int, pin_memory: bool, num_batches: Any = None) -> None:
@@ -116,7 +116,7 @@ class Loader(wds.WebLoader):
             "persistent_workers": num_workers > 0,
             "pin_memory": pin_memory,
             "worker_init_fn": outlive_signals,
-            "collate_fn": tuple,  # changes nothing; torch would make tensors of small arrays, see `light`
+            "collate_fn": tuple,  # leaves batches as they are; torch's would make tensors of the arrays of `light`
         }
         if stream.shards.kept is not None and num_workers and sys.platform == "linux":
             self.options["multiprocessing_context"] = "fork"  # the only way to share that memory
@@ -142,7 +142,7 @@ class Loader(wds.WebLoader):
         return self.num_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        total = Faults(self.stream.faults.limit)  # of all workers together; each also counts its own
+        total = Faults(self.stream.faults.limit)  # those of all workers together; each also counts its own
         self.skipped = total.notes
 
         def note(text: str, count: int = 1) -> None:
@@ -157,8 +157,8 @@ class Loader(wds.WebLoader):
                     for text, count in report.notes:
                         note(text, count)
                     if isinstance(batch, DataError):
-                        # Raise a new error: this frame would form a cycle with `batch`, and workers that the garbage
-                        # collector frees hear no call to end and are waited for, five seconds each.
+                        # Raise a new error. `batch` itself would form a reference cycle with this frame, and workers
+                        # that the garbage collector frees are not told to end: each costs a wait of five seconds.
                         raise DataError(*batch.args)
                     batch = tuple(map(heavy, batch))
                     yield (*batch, report.places) if self.stream.keys else batch
@@ -168,10 +168,10 @@ class Loader(wds.WebLoader):
                 if not self._means_death(error):
                     raise
                 why = " ".join(f"{type(error).__name__}: {error}".split())
-            text = f"a process that loads data died, perhaps for want of memory ({why})"
+            text = f"a process that loads data died, perhaps because memory ran out ({why})"
             if taken == last_death:
-                raise DataError(f"{text}; it was started anew and died again; use fewer workers")
-            # All workers start anew after the last batch that came; the batches that follow are the same.
+                raise DataError(f"{text}; it was restarted and died again; use fewer workers")
+            # All workers start again after the last batch that came; the batches that follow are the same.
             note(text)
             last_death = taken
             super().__init__(self.stream, **self.options)
@@ -180,25 +180,25 @@ class Loader(wds.WebLoader):
             self.stream.start.fill_(start)
 
     def _means_death(self, error: Exception) -> bool:
-        """Tell whether an error says that a worker is gone. Errors raised by a worker's own code name the worker."""
+        """Tell whether an error means that a worker has died. Errors raised by a worker's own code name the worker."""
         if isinstance(error, RuntimeError):
             return str(error).startswith("DataLoader worker")
         return self.options["num_workers"] > 0 and " in DataLoader worker process " not in str(error)
 
 
 def _raise_here_only() -> None:
-    """Remove torch's handler of SIGCHLD, which raises for a dead worker wherever the caller is by then. torch also
-    notices when it waits for a batch, within five seconds."""
+    """Remove torch's handler of SIGCHLD, which raises an error for a dead worker anywhere in the caller's code. While
+    it waits for a batch, torch notices the death by itself within five seconds."""
     is_torchs = getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling"
     if is_torchs and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def cores() -> int:
-    """Processor cores that this process may use."""
+    """Count the processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_workers() -> int:
-    """Number of workers for each process that a launcher started on this machine: one per core, 8 at most."""
+    """Choose the workers of each process that a launcher started on this machine: one per core, at most 8."""
     return max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))

@@ -1,4 +1,4 @@
-"""Decoded images in memory, for data that fit there: passes over them read no file and decode nothing."""
+"""Keeps decoded images in memory, for data that fit there: passes over them read no file and decode nothing."""
 
 import contextlib
 import dataclasses
@@ -17,13 +17,13 @@ _GIB = 2**30
 def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
     """Decode all images and keep them, three bytes a pixel. Passes over the result give the same samples, to the bit.
 
-    Images that do not decode stay files, with their errors. So do pictures with a colour profile: whether it is applied
-    before or after resampling depends on the crop. A shard that cannot be read to its end is not kept: each pass reads
-    it again. On Linux a loader's workers share the pixels; elsewhere each has its own copy.
+    Images that cannot be decoded are kept as files, so each pass raises their errors. So are pictures with a colour
+    profile, since the crop decides whether it is applied before or after resampling. A shard that cannot be read to its
+    end is not kept: each pass reads it again. On Linux a loader's workers share the pixels; elsewhere each has a copy.
 
     Args:
         shards: the result of `open_shards`.
-        num_workers: threads that decode; 0 decodes in the caller's.
+        num_workers: threads that decode; 0 decodes in the caller's thread.
 
     Raises:
         DataError: if the images would not fit.
@@ -47,11 +47,11 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
             kept.append(samples)
             size += sum(map(nbytes, samples or ()))
             whole, free = size / max(done, 1) * sum(lengths), psutil.virtual_memory().available
-            # The first images say little about the sizes of the others. A late refusal still leaves some memory free.
+            # The first images say little about the sizes of the others. A later refusal still finds memory free.
             if whole - size > free * (4 if done < 1000 else 1.1):
                 raise DataError(
                     f"keep_in_memory: the images of {shards.split or 'these shards'} would take about "
-                    f"{whole / _GIB:.1f} GiB, and {free / _GIB:.1f} are left; set keep_in_memory to false"
+                    f"{whole / _GIB:.1f} GiB, but only {free / _GIB:.1f} GiB are free; set keep_in_memory to false"
                 )
     finally:
         pool.shutdown(cancel_futures=True)
@@ -59,11 +59,11 @@ def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
 
 
 def _with_pixels(sample: RawSample) -> RawSample:
-    """A sample with pixels in place of its image file. One that a loader cannot use, or with a colour profile, keeps
-    the file, but as bytes and without the contents of members that no loader reads."""
+    """Replace the image file of a sample by its pixels. A sample that no loader can use, or with a colour profile,
+    keeps the file's bytes. Members that no loader reads lose their contents."""
     try:
         data = image_of(sample)
-    except DataError:  # it has no image, or a file that cannot be read: an error of the pass that wants it
+    except DataError:  # it has no image, or one that cannot be read: the pass that needs it raises the error
         return sample
     wanted: RawSample = {name: sample[name] for name in ("__key__", "__url__", "cls") if name in sample}
     with contextlib.suppress(DataError):

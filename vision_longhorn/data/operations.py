@@ -1,7 +1,7 @@
 """Operations of timm's policies on whole batches, on any device; they give PIL's results, most of them to the bit.
 
-Each takes images, uint8 (n, 3, H, W), and returns others. Arguments are float32 (n, 6), of which most use only the
-first; `fill`, (3, 1, 1), is the colour of pixels from outside the image.
+Each takes images, uint8 (n, 3, H, W), and returns new ones. `arguments` are float32 (n, 6); most operations use only
+the first column. `fill`, (3, 1, 1), is the colour of pixels from outside the image.
 """
 
 import functools
@@ -78,7 +78,7 @@ def _linear(v0: Tensor, v1: Tensor, d: Tensor) -> Tensor:
 
 
 def _cubic(v0: Tensor, v1: Tensor, v2: Tensor, v3: Tensor, d: Tensor) -> Tensor:
-    # Written in differences, so that even areas stay even to the bit.
+    # Written in differences, so that areas of one colour keep it to the bit.
     return v1 + d * (v2 - v0 + d * (2 * (v0 - v1) + v2 - v3 + d * (v1 - v0 + v3 - v2)))
 
 

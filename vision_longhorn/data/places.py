@@ -1,4 +1,4 @@
-"""Places of data: finding the shards of a split, or the images of a folder, in what a user names.
+"""Finds the shards of a split, or the images of a folder, from the path, pattern or URL that a user gives.
 
 A shard is a tar file (plain or packed) whose samples are runs of members with one name: `KEY.jpg`, `KEY.cls` (the class
 index in ASCII) and perhaps `KEY.json`. The image files of a folder are read in runs, each of which serves as a shard.
@@ -27,7 +27,7 @@ class ShardSet:
     """The shards of one split.
 
     Attributes:
-        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`; the path of an image folder for each run of files.
+        urls: paths or http(s) URLs of the shards, or `pipe:COMMAND`; for an image folder, its path per run of files.
         num_samples: samples in all shards together.
         num_classes: number of classes, None if unknown.
         class_names: name of each class by its index, None if unknown.
@@ -53,7 +53,7 @@ class ShardSet:
     kept: list[list[RawSample] | None] | None = dataclasses.field(default=None, repr=False)
 
     def read(self, number: int) -> Iterator[RawSample]:
-        """Yields the samples of shard `number`. Raises DataError if it cannot be read to its end."""
+        """Iterate over the samples of shard `number`. Raises DataError if it cannot be read to its end."""
         kept = self.kept[number] if self.kept is not None else None
         if kept is not None:
             return iter(kept)
@@ -82,15 +82,15 @@ def open_shards(
             path, glob or brace pattern (`train-{000000..000015}.tar`), local or http(s); or with `allow_pipe` a shell
             command that prints a shard, `pipe:COMMAND`, with brace patterns as well.
         split: which split of a directory, in any of `folders.SPELLINGS`.
-        num_samples: number of samples, if no index tells it.
-        num_classes: number of classes, if neither index nor folder tells it (or to use a model with more).
+        num_samples: number of samples, if no index gives it.
+        num_classes: number of classes, if neither index nor folder gives it (or to use a model with more).
         allow_pipe: run the command of a `pipe:` in `spec`.
-        train: the ShardSet to train on, if this one is to evaluate: it has the same classes.
+        train: the ShardSet to train on, if this one is for evaluation; both have the same classes.
         class_names: the classes by index; default those of `train`, or the folders of an image folder by name.
 
     Raises:
-        DataError: if shards are missing, the count is unknown, the classes are not those that they should be, or the
-            URL is of a kind that could run commands.
+        DataError: if shards are missing, the number of samples is unknown, the classes do not match, or the URL is of a
+            kind that could run commands.
     """
     spec = os.fspath(spec)
     class_names = class_names or (train.class_names if train else None)
@@ -128,14 +128,14 @@ def _in_directory(spec: str, split: str, train: ShardSet | None, class_names: li
         }
         return _at_paths(splits[_pick(split, splits, spec)], split, spec)
     splits = find_shards(spec)
-    # An archive of the images, say, may lie beside them.
+    # A tar beside class folders may be no shard but, say, an archive of the images.
     if not alike(split, splits) and (not splits or alike(split, find_splits(spec, split)[0])):
         return _in_image_folder(spec, split, train, class_names)
     return _at_paths(splits[_pick(split, splits, spec)], split)
 
 
 def _at_paths(urls: list[str], split: str, folder: str = "") -> ShardSet:
-    """The shards at `urls`, with what the index in `folder` says of them, or else the indexes in their own folders."""
+    """Describe the shards at `urls` by the index in `folder`, or else by the indexes in their own folders."""
     if "://" in urls[0]:
         return ShardSet(urls, 0, split=split)
     folders = [folder] if folder else list(dict.fromkeys(map(os.path.dirname, urls)))
@@ -151,7 +151,7 @@ def _at_paths(urls: list[str], split: str, folder: str = "") -> ShardSet:
 
 
 def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names: list[str] | None) -> ShardSet:
-    """The images of `spec/SPLIT`, or of `spec` if it holds classes."""
+    """Find the images of `spec/SPLIT`, or of `spec` if it holds classes."""
     folder, (splits, others) = spec, find_splits(spec, split, class_names)
     if splits:
         split = _pick(split, splits, spec, others)
@@ -161,16 +161,16 @@ def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names:
             class_names = walk(splits[trained_on[0]], deep=False).folders
     elif train and train.files and os.path.samefile(train.files.folder, spec):
         raise DataError(
-            f"{spec} has no splits but classes ({', '.join((train.class_names or [])[:2])}, ...), and all of it is "
+            f"{spec} has no splits, only classes ({', '.join((train.class_names or [])[:2])}, ...), and all of it is "
             "trained on; give val_data, or a folder that has train and val in it"
         )
     listed, names, passed_over = list_images(folder, class_names)
     if len(names) == 1 and class_names is None:
-        raise DataError(f"{folder} has one class only, {names[0]!r}; give the folder whose folders are the classes")
+        raise DataError(f"{folder} has only one class, {names[0]!r}; give the folder whose folders are the classes")
     if train is not None and class_names is None and train.num_classes not in (None, len(names)):
         raise DataError(
-            f"{folder} has {len(names)} classes, the training data {train.num_classes}, whose names are "
-            "unknown; give the training data an index with class names"
+            f"{folder} has {len(names)} classes, but the training data have {train.num_classes}, whose names "
+            "are unknown; give the training data an index with class names"
         )
     files = ImageFiles(folder, listed)
     left_out = [f"beside {folder}: {', '.join(others)}"] if others else []
@@ -189,7 +189,7 @@ def _in_image_folder(spec: str, split: str, train: ShardSet | None, class_names:
 
 
 def _count_samples(spec: str, found: ShardSet, num_samples: int | None) -> int:
-    """The number of samples, as an index, a folder or the user says. Raises DataError if it is unknown or wrong."""
+    """Return the number of samples, from an index, a folder or the user. Raises DataError if it is unknown or wrong."""
     if found.samples_per_shard is not None:
         count = sum(found.samples_per_shard)
         if num_samples not in (None, count):
@@ -207,7 +207,7 @@ def _count_samples(spec: str, found: ShardSet, num_samples: int | None) -> int:
 
 
 def _check_classes(spec: str, found: ShardSet, num_classes: int | None, wanted: list[str] | None) -> None:
-    """Raises DataError if a class has another index than in `wanted`, or there are more classes than `num_classes`.
+    """Raise DataError if a class has another index than in `wanted`, or there are more classes than `num_classes`.
     Names that are not in `wanted` may be other words for the same classes."""
     for number, name in enumerate(found.class_names or ()):
         if wanted and name in wanted and wanted[number : number + 1] != [name]:
@@ -220,7 +220,7 @@ def _check_classes(spec: str, found: ShardSet, num_classes: int | None, wanted: 
 
 
 def _pick(split: str, splits: Iterable[str], spec: str, others: Sequence[str] = ()) -> str:
-    """The name in `splits` that means `split`. Raises DataError if there is none, or more than one."""
+    """Pick the name in `splits` that means `split`. Raises DataError if there is none, or more than one."""
     found = alike(split, splits)
     if len(found) == 1:
         return found[0]
@@ -233,12 +233,12 @@ def _pick(split: str, splits: Iterable[str], spec: str, others: Sequence[str] = 
 
 
 def _expand(spec: str) -> list[str]:
-    """Local paths and http(s) URLs that a pattern stands for, in order."""
+    """Expand a pattern into the local paths and http(s) URLs that it stands for, in order."""
     scheme = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):", spec)  # two letters at least: C: is a drive
     if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
         raise DataError(
-            f"{spec!r}: {scheme[1]}: is not read, as it may run commands; give a path or an http(s) URL, or where "
-            "a pipe: is meant --allow-pipe (in Python allow_pipe=True), also to resume or evaluate a checkpoint"
+            f"{spec!r}: {scheme[1]}: is refused, as it may run commands; give a path or an http(s) URL, or for a "
+            "pipe: also --allow-pipe (in Python allow_pipe=True), each time you train, resume or evaluate"
         )
     found = []
     for url in _expand_braces(spec):
@@ -257,12 +257,12 @@ def _expand_braces(spec: str, **options: bool) -> list[str]:
 
 
 def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
-    """Shards of a directory by split name, read from their file names, or from the folders that they lie in.
+    """Find the shards of a directory by split, whose name is in their file names, or that of the folder they lie in.
 
     `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val,
-    `test/0.tar` to test, also if `directory` is the folder test. A folder of a split is looked into only if it holds no
-    folders (which would be classes) and no shard right in `directory` is of that split. Returns sorted paths by split;
-    raises DataError if there is no such directory.
+    `test/0.tar` to test, also if `directory` is the folder test. A split's folder is searched only if it holds no
+    folders (which would be classes) and `directory` itself holds no shard of that split. Returns sorted paths by split.
+    Raises DataError if there is no such directory.
     """
     if not os.path.isdir(directory):
         raise DataError(f"{directory} is not a folder; check the path")
@@ -278,7 +278,7 @@ def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
         splits.setdefault(split, []).append(entry.path)
     for entry, kind in inside:
         if kind == FOLDER and known_split(entry.name) and not alike(entry.name, splits):
-            with contextlib.suppress(DataError):  # a folder that cannot be read is an error once it is asked for
+            with contextlib.suppress(DataError):  # an unreadable folder is an error only when it is asked for
                 members = [(member, what) for member, what in scan(entry.path) if what != HIDDEN]
                 shards = [member.path for member, _ in members if shard_stem(member.name)]
                 if shards and all(what != FOLDER for _, what in members):

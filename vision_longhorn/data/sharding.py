@@ -1,4 +1,4 @@
-"""Making, checking and indexing shards: what the commands of `python -m vision_longhorn.shards` do."""
+"""Makes, checks and indexes shards: what the commands of `python -m vision_longhorn.shards` do."""
 
 import concurrent.futures
 import filecmp
@@ -49,18 +49,18 @@ def make_shards(
     source: str = "",
     max_side: int | None = None,
 ) -> list[str]:
-    """Write samples into shards in an order shuffled over all classes, and the index when all are done.
+    """Write samples into shards in an order shuffled over all classes, and at the end the index.
 
-    It may be stopped and run again: finished shards are kept. Every image is decoded once and stored untouched, unless
-    it is above `max_side`. Every shard is read back and compared before it gets its name.
+    It may be stopped and run again: finished shards are kept. Every image is decoded once as a check and stored as it
+    is, unless it is larger than `max_side`. Every shard is read back and compared before it gets its name.
 
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
         class_names: name of each class by its index.
-        shard_size: samples per shard at most; they are filled evenly.
+        shard_size: most samples in a shard; all shards are filled evenly.
         on_bad: "stop" or "skip" at an image that cannot be decoded.
-        source: word for the index about where the samples come from.
-        max_side: store images whose longer side is above it smaller, with that side, as JPEG of quality 95; at least 1.
+        source: word that tells in the index where the samples come from.
+        max_side: longest side in pixels, at least 1; larger images are scaled down to it, as JPEG of quality 95.
 
     Returns:
         names of the images that were skipped
@@ -69,7 +69,7 @@ def make_shards(
         DataError: if an image cannot be used, or the shards there were begun with other arguments.
     """
     if not re.fullmatch(r"[a-z0-9]*[a-z][a-z0-9]*", split):
-        raise DataError(f"split {split!r} must be one word of small letters and digits, like train or val")
+        raise DataError(f"split {split!r} must be one word of lower-case letters and digits, like train or val")
     if shard_size < 1 or not samples:
         raise DataError(f"{len(samples)} samples in shards of {shard_size}; both must be at least 1")
     if max_side is not None and max_side < 1:
@@ -79,7 +79,7 @@ def make_shards(
     plan = {"samples": len(samples), "files": files, "seed": seed, "shard_size": shard_size}
     plan |= {} if max_side is None else {"max_side": max_side}
     os.makedirs(out, exist_ok=True)
-    note = Path(out, f".{split}.plan.json")  # there while shards are missing
+    note = Path(out, f".{split}.plan.json")  # exists while shards are missing
     index = read_index(out) or {"splits": {}}
     entry = index["splits"].get(split, {})
     begun = read_json(note) or entry.get("made_with")
@@ -129,11 +129,11 @@ def _digest(samples: Sequence[sources.Sample], class_names: list[str]) -> str:
 def _shuffled(
     split: str, samples: Sequence[sources.Sample], seed: int, shard_size: int
 ) -> dict[str, dict[str, sources.Sample]]:
-    """The samples of each shard by their keys, by its name."""
+    """Shuffle the samples into shards. Returns a dict from a shard's name to its samples by key."""
     order = list(samples)
     random.Random(seed).shuffle(order)
     names = (os.path.splitext(os.path.basename(sample.name))[0] for sample in order)
-    # The position makes a key unique. A reader takes all after the first dot for the extension.
+    # The position makes a key unique. A key has no dot, since readers take what follows the first for the extension.
     keys = [f"{position:07d}_{re.sub('[^A-Za-z0-9_-]', '_', name)[:64]}" for position, name in enumerate(names)]
     count = -(-len(samples) // shard_size)
     edges = [len(samples) * i // count for i in range(count + 1)]
@@ -150,7 +150,7 @@ def _write(
     class_names: list[str],
     on_bad: str,
 ) -> set[str]:
-    """Write one shard of samples by their keys. `futures` are what `stored_form` makes of each. Returns the keys of
+    """Write one shard. `samples` are by key, and `futures` are what `stored_form` makes of each. Returns the keys of
     those that could be used."""
     written: dict[str, tuple[int, bytes]] = {}
     try:
@@ -164,7 +164,7 @@ def _write(
                     except DataError as error:
                         if on_bad == "skip":
                             continue
-                        remedy = "leave such files out with on_bad skip, or mend it and start anew"
+                        remedy = "leave such files out with on_bad skip, or repair this one and start again"
                         raise DataError(f"{error}; {remedy}") from None
                     about = {"filename": sample.name, "label": sample.label, "class_name": class_names[sample.label]}
                     label = str(sample.label).encode()
@@ -172,7 +172,7 @@ def _write(
                     written[key] = (zlib.crc32(data), label)
             back = {s["__key__"]: (zlib.crc32(image_of(s)), s["cls"]) for s in read_shard(str(aside))}
             if back != written:
-                raise DataError(f"{path} did not come back from the disk as it was written; check the disk")
+                raise DataError(f"{path} does not read back as it was written; check the disk")
     finally:
         for future in futures:
             future.cancel()
@@ -180,8 +180,8 @@ def _write(
 
 
 def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str]:
-    """Read and decode an image, and encode it anew if a side is above `max_side`. Returns the bytes to store, and the
-    extension by which readers find them."""
+    """Read and decode an image, and encode it again, smaller, if a side is above `max_side`. Returns the bytes to
+    store, and the extension by which readers find them."""
     data = sample.read()
     try:
         image = decode_image(data)
@@ -220,7 +220,7 @@ def make_digits(out: str | os.PathLike[str]) -> None:
 
 
 def locate_data(spec: str, accelerator: Any) -> str:
-    """`spec` itself, or the folder ./data/digits for the built-in digits, which are made there if they are missing."""
+    """Return `spec`, or for the built-in digits the folder ./data/digits, and make them there if they are missing."""
     if spec != DIGITS:
         return spec
     with accelerator.local_main_process_first():
@@ -229,11 +229,11 @@ def locate_data(spec: str, accelerator: Any) -> str:
 
 
 def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
-    """Read all shards of an index again, and decode every image if `full`, else its header. Returns what is wrong, a
-    line each; raises DataError if there is no such folder or no index, or the index cannot be understood."""
+    """Read all shards of an index again, and decode every image if `full`, else its header. Returns one line for each
+    problem. Raises DataError if there is no such folder or no index, or the index cannot be understood."""
     index = read_index(directory)
     if index is None:
-        find_shards(directory)  # which says what is no folder
+        find_shards(directory)  # raises if it is no folder
         command = f"python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}"
         raise DataError(f"{directory} has no index; `{command}` writes it")
     problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
@@ -264,7 +264,7 @@ def index_shards(directory: str | os.PathLike[str], class_names: list[str] | Non
     """Count the samples in shards made by others, and write their index.
 
     Args:
-        directory: folder of shards, whose names or folders tell their splits.
+        directory: folder of shards; their names or folders tell their splits.
         class_names: name of each class by its index, if known.
 
     Raises:
@@ -297,7 +297,7 @@ def index_shards(directory: str | os.PathLike[str], class_names: list[str] | Non
 
 @spelled(on_bad="--on-bad")
 def carry_out(args: Namespace) -> None:
-    """Carry out the command line `args` of `vision_longhorn.shards`. Raises UserError, of one line."""
+    """Carry out the command line `args` of `vision_longhorn.shards`. Raises UserError."""
     if args.command == "imagefolder":
         _imagefolder(args)
     elif args.command == "imagenet":
@@ -339,7 +339,7 @@ def _imagefolder(args: Namespace) -> None:
     if left_out:
         print(f"left out of {args.src}, as no splits: {', '.join(left_out)}", file=sys.stderr)
     listed = {}
-    # List all splits before anything is written, and train first: its classes hold for the others.
+    # List all splits before anything is written, and train first, since it fixes the classes of the others.
     for split in sorted(splits, key=lambda split: (not same_split(split, "train"), split != "train")):
         listed[split], class_names, others = sources.image_folder(splits[split], class_names)
         if others:

@@ -26,7 +26,7 @@ _WNID = re.compile(r"n\d{8}")
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """An image to be stored: `size` bytes at `offset` of the file `path`, perhaps a tar; or `data`, the bytes."""
+    """An image to be stored: `size` bytes at `offset` of the file `path`, perhaps a tar; or its bytes, `data`."""
 
     name: str  # file name in its source, with a folder if it has one
     label: int  # class index
@@ -36,7 +36,7 @@ class Sample:
     data: bytes | None = None
 
     def read(self) -> bytes:
-        """The bytes of the image file. Raises DataError if they are not all there."""
+        """Return the bytes of the image file. Raises DataError if they are not all there."""
         if self.data is not None:
             return self.data
         try:
@@ -53,14 +53,14 @@ class Sample:
 def image_folder(
     root: str | os.PathLike[str], class_names: Sequence[str] | None = None
 ) -> tuple[list[Sample], list[str], list[tuple[str, str]]]:
-    """The images of `folders.list_images` as samples, with its class names and what it left out."""
+    """Return the images of `folders.list_images` as samples, with its class names and what it left out."""
     listed, class_names, others = list_images(root, class_names)
     samples = []
     for name, label in listed:
         path = os.path.join(root, name)
         try:
             size = os.path.getsize(path)
-        except OSError:  # such as a link that leads nowhere: an error once it is read, like other bad images
+        except OSError:  # such as a link that leads nowhere: like other bad images, it is an error when it is read
             size = 0
         samples.append(Sample(name, label, path, 0, size))
     return samples, class_names, others
@@ -116,7 +116,7 @@ def ilsvrc_val(path: str | os.PathLike[str], truth: Sequence[str], class_names: 
 
 
 def ground_truth(path: str | os.PathLike[str]) -> list[str]:
-    """WordNet id of each validation image, in the order of the images' numbers.
+    """Read the WordNet id of each validation image, in the order of the images' numbers.
 
     The devkit's own file holds ILSVRC ids from 1 to 1000, which do not follow the order of class indices; only the
     devkit's meta.mat tells which class is which.
@@ -126,7 +126,7 @@ def ground_truth(path: str | os.PathLike[str]) -> list[str]:
             WordNet id a line.
 
     Raises:
-        DataError: if the ids cannot be told for certain.
+        DataError: if the ids cannot be found for certain.
     """
     wanted = GROUND_TRUTH, "meta.mat"
     found: dict[str, bytes] = {}
@@ -141,7 +141,7 @@ def ground_truth(path: str | os.PathLike[str]) -> list[str]:
         lines = read_lines(path)
         if not lines or not all(_WNID.fullmatch(line) for line in lines):
             raise DataError(
-                f"{path} holds other lines than one WordNet id each (n01440764); give "
+                f"{path} does not hold one WordNet id per line (n01440764); give "
                 "ILSVRC2012_devkit_t12.tar.gz or its folder"
             )
         return lines
@@ -151,7 +151,7 @@ def ground_truth(path: str | os.PathLike[str]) -> list[str]:
 
     with bad_input(f"meta.mat of {path}"):
         synsets = loadmat(io.BytesIO(found["meta.mat"]), squeeze_me=True)["synsets"]
-        # The inner nodes of the hierarchy follow after the classes that images are labelled with.
+        # Only leaves of the hierarchy are classes of images; its inner nodes have children.
         names = {str(s["ILSVRC2012_ID"]): str(s["WNID"]) for s in synsets if int(s["num_children"]) == 0}
     ids = found[GROUND_TRUTH].decode("ascii", "replace").split()
     if unknown := [number for number in ids if number not in names]:
@@ -160,7 +160,7 @@ def ground_truth(path: str | os.PathLike[str]) -> list[str]:
 
 
 def digits() -> tuple[dict[str, list[Sample]], list[str]]:
-    """scikit-learn's handwritten digits: 1797 scans of 8 x 8 pixels, 360 of them held out, stratified by class.
+    """Load scikit-learn's handwritten digits: 1797 scans of 8 x 8 pixels, 360 of them held out, stratified by class.
 
     Source: UCI "Optical Recognition of Handwritten Digits", as shipped inside scikit-learn. The 17 gray levels are
     spread over 0 to 255, stored as PNG without loss. Returns the samples of each split, and the class names.
@@ -188,7 +188,7 @@ def _opened(
             yield tar
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         kind = "uncompressed tar" if mode == "r:" else "tar"
-        raise DataError(f"{path} is no {kind}, or damaged or cut short ({reason(error)}); fetch it again") from None
+        raise DataError(f"{path} is no {kind}, or is damaged or cut short ({reason(error)}); fetch it again") from None
 
 
 def _files(tar: tarfile.TarFile) -> list[tarfile.TarInfo]:

@@ -1,6 +1,6 @@
 """One worker's samples as batches: which samples it takes, in which order, and what happens to bad ones.
 
-Workers share the samples out without talking to each other. Shards are laid end to end on a line, each as long as its
+Workers divide the samples among themselves without communicating. Shards lie end to end on a line, each as long as its
 number of samples (all of length 1 where the numbers are unknown), and sample `j` of a shard sits at the fraction
 `j * golden ratio mod 1` of its length. Each worker owns a stretch of the line and takes the samples in it. The
 stretches cover the line and do not overlap, so each sample has exactly one worker, whether a worker owns many shards or
@@ -55,15 +55,15 @@ class Faults:
 
 @dataclasses.dataclass
 class Report:
-    """A worker's news since its last batch. It is no tuple: torch would go through its strings to pin them."""
+    """What a worker reports with a batch. It is not a tuple, in which torch would look for tensors to pin."""
 
-    notes: list[tuple[str, int]]  # of `Faults`
+    notes: list[tuple[str, int]]  # those of `Faults` since the last report
     places: list[tuple[str, str]]  # shard and key of each sample in the batch, if they are wanted
 
 
 def light(value: Any) -> Any:
-    """Turn the small tensors of a batch into arrays, which are pickled. A tensor lies in shared memory, and costs the
-    receiver a connection to the worker. `heavy` undoes it."""
+    """Turn the small tensors of a batch into arrays, which are pickled. A tensor would go through shared memory, for
+    which the receiver connects to the worker. `heavy` undoes this."""
     if isinstance(value, list):
         return [light(part) for part in value]
     is_small = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.float64) and value.nbytes < 2**16
@@ -108,11 +108,11 @@ class Stream(IterableDataset):
             for inputs, targets, *places in self.batches(worker, num_workers):
                 yield (light(inputs), light(targets)), report(*places or [[]])
         except DataError as error:
-            # Raised here, torch would wrap it into a traceback of many lines.
+            # If it were raised here, torch would wrap it in a traceback of many lines.
             yield error, report([])
 
     def samples(self, order: Iterable[int], start: int, stop: int) -> Iterator[RawSample]:
-        """Yields the samples on the stretch [start, stop) of the line on which the shards lie in `order`."""
+        """Yield the samples in the stretch [start, stop) of the line on which the shards lie in `order`."""
         indexed, end = self.shards.samples_per_shard is not None, 0
         for shard in order:
             length = self.lengths[shard]
@@ -132,15 +132,15 @@ class Stream(IterableDataset):
                 if indexed and count != length:
                     raise DataError(
                         f"shard {self.shards.urls[shard]} has {count} samples where the index says {length}; make "
-                        "or fetch it again, or index the folder anew"
+                        "or fetch it again, or index the folder again"
                     )
             except DataError as error:
-                # Each lost sample has one owner. Without an index nobody knows how many there are.
+                # Each worker counts those lost samples that are its own. Without an index their number is unknown.
                 self.faults.add(error, sum(map(mine, range(count, length))) if indexed and count < length else 1)
 
     def views(self, samples: Iterable[RawSample], repeats: int = 1) -> Iterator[tuple[Any, int, tuple[str, str]]]:
-        """Yields (transformed image, label, place), `repeats` times for each sample. The next sample has the views of a
-        bad one beside its own, so view `n` always belongs to sample `n // repeats` or the first good one after it."""
+        """Yield (transformed image, label, place), `repeats` times for each sample. The next good sample also takes the
+        views of a bad one, so view `n` always belongs to sample `n // repeats` or the first good one after it."""
         wanted = 0
         for sample in samples:
             wanted += repeats
@@ -159,7 +159,7 @@ class Stream(IterableDataset):
 
 
 class EvalStream(Stream):
-    """Each sample once."""
+    """Batches of an evaluation, in which each sample comes once."""
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
         shares = self.world_size * num_workers
@@ -184,11 +184,11 @@ class TrainStream(Stream):
 
     def batches(self, worker: int, num_workers: int) -> Iterator[Batch]:
         epoch, start = int(self.epoch), int(self.start)
-        # torch takes batches from the workers in turn, beginning with worker 0, which stands for the one whose turn is
-        # at batch `start`.
+        # torch takes batches from the workers in turn, beginning with worker 0. So worker 0 acts as the one whose turn
+        # it is at batch `start`.
         worker = (worker + start) % num_workers
         samples = self.samples_of_worker(epoch, worker, num_workers)
-        # Samples of the batches before `start` are read again, which keeps the order, but not decoded.
+        # Samples of the batches before `start` are read again, to keep the order, but not decoded.
         taken = len(range(worker, start, num_workers))
         images, views_of_next = divmod(taken * self.batch_size, self.repeats)
         views = self.views(itertools.islice(samples, images, None), self.repeats)
@@ -200,7 +200,7 @@ class TrainStream(Stream):
             yield collated
 
     def samples_of_worker(self, epoch: int, worker: int, num_workers: int) -> Iterator[RawSample]:
-        """Yields raw samples without end: those of the worker's share of the epoch, then of the epochs after it. One
+        """Yield raw samples without end: those of the worker's share of the epoch, then of the epochs after it. One
         order of shards serves `repeats` epochs, each of which takes the next part of every worker's stretch."""
         owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
         first = self.rank * self.num_batches + sum(owed[:worker])  # among the batches of all ranks
@@ -219,7 +219,7 @@ class TrainStream(Stream):
                 idle = 0
                 yield sample
             epoch += 1
-        raise DataError(f"shard {self.shards.urls[0]} and its like hold no samples for a worker; use fewer workers")
+        raise DataError(f"shard {self.shards.urls[0]} and the others hold no samples for a worker; use fewer workers")
 
 
 @contextlib.contextmanager

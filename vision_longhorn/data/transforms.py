@@ -1,4 +1,4 @@
-"""From an image to what the model sees: timm's settings and transforms."""
+"""timm's input settings and transforms, which turn an image into what the model sees."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,14 +15,14 @@ CIFAR_POLICY = "cifar10"  # what a config calls it
 
 
 def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Input size, normalisation, resampling and crop, as `timm.data.create_transform` takes them for evaluation.
+    """Find input size, normalisation, resampling and crop, as `timm.data.create_transform` takes them for evaluation.
 
     Args:
         model: the timm model; its default_cfg fills in what `values` leaves open.
-        values: such as a config's; read are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
+        values: such as a config's; used are mean, std, interpolation, crop_pct, and img_size of model_kwargs.
 
     Raises:
-        UserError: for a model of another number of channels.
+        UserError: for a model whose number of channels is not 3.
     """
     model_kwargs = values.get("model_kwargs") or {}
     channels, size = model_kwargs.get("in_chans", 3), model_kwargs.get("img_size")
@@ -35,7 +35,7 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
 
 
 def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """timm's training transform, from a PIL image to a tensor (3, height, width), with the `settings` of
+    """Make timm's training transform, from a PIL image to a tensor (3, height, width), with the `settings` of
     `input_settings` and the augmentation that a config's `values` ask for."""
     mend_posterize()
     policy, is_cifar = values["auto_augment"], values["auto_augment"] == CIFAR_POLICY
@@ -55,10 +55,10 @@ def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> A
 
 
 def _cifar_policy(hparams: dict[str, Any]) -> list[list[auto_augment.AugmentOp]]:
-    """AutoAugment's policy for CIFAR-10 (arXiv 1805.09501): torchvision's table in timm's operations."""
+    """Make AutoAugment's policy for CIFAR-10 (arXiv 1805.09501): torchvision's table in timm's operations."""
 
     def operation(name: str, probability: float, magnitude: int | None) -> auto_augment.AugmentOp:
-        level = (magnitude or 0) * 10 / 9  # timm's go to 10
+        level = (magnitude or 0) * 10 / 9  # timm's levels go to 10, torchvision's to 9
         if name.startswith("Translate"):
             name = f"{name}Rel"
         elif name in ("Brightness", "Color", "Contrast", "Sharpness"):
@@ -74,7 +74,7 @@ def _cifar_policy(hparams: dict[str, Any]) -> list[list[auto_augment.AugmentOp]]
 
 
 def mend_posterize() -> None:
-    """Make timm's posterize keep at least one bit. Pillow 13 refuses to keep none, which older versions made black."""
+    """Make timm's posterize keep at least one bit. Pillow 13 refuses to keep none; older versions gave black."""
     for name in ("Posterize", "PosterizeIncreasing", "PosterizeOriginal"):
         auto_augment.NAME_TO_OP[name] = _posterize
 

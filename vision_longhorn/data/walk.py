@@ -1,4 +1,4 @@
-"""How all tools go through folders, and what they pass over: hidden things, folders seen before, what is no file."""
+"""How all tools go through folders, and what they skip: hidden files, folders seen before, pipes and devices."""
 
 import os
 import re
@@ -15,38 +15,38 @@ _HIDDEN = re.compile(
     re.IGNORECASE,
 )
 FOLDER, FILE, HIDDEN, NO_FILE = "a folder", "a file", "hidden", "a pipe, a socket or a device"
-NO_IMAGE, AGAIN = f"not of {', '.join(EXTENSIONS)}", "a folder that is read elsewhere"
+NO_IMAGE, AGAIN = f"none of {', '.join(EXTENSIONS)}", "a folder that is read elsewhere"
 _SHARD = re.compile(r"\.tar(\.(gz|bz2|xz))?$|\.t(gz|bz2?|xz)$")
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a part of a path is hidden, or belongs to a system and not to a person."""
+    """Tell whether a part of a path is hidden, or was put there by an operating system."""
     return _HIDDEN.search(name) is not None
 
 
 def extension(name: str) -> str:
-    """Extension of a file name in lower case, without its dot."""
+    """Return the extension of a file name in lower case, without its dot."""
     return os.path.splitext(name)[1][1:].lower()
 
 
 def is_image(name: str) -> bool:
-    """Whether a file is an image by its name."""
+    """Tell by its name whether a file is an image."""
     return extension(name) in EXTENSIONS
 
 
 def shard_stem(name: str) -> str:
-    """Name of a shard without its ending; "" if a file is no shard by its name."""
+    """Return the name of a shard without its ending; "" if the file is not named like a shard."""
     return _SHARD.sub("", name) if _SHARD.search(name) else ""
 
 
 def no_file(path: str | os.PathLike[str]) -> bool:
-    """Whether what is at a path could block its reader, as a pipe does."""
+    """Tell whether what is at a path could block its reader, as a pipe does."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def scan(folder: str | os.PathLike[str]) -> list[tuple[os.DirEntry[str], str]]:
-    """List a folder by name, each entry with its kind: FOLDER or FILE (or a link to one), HIDDEN, or NO_FILE. A link
-    that leads nowhere is a FILE, which cannot be read. Raises DataError if the folder cannot be read."""
+    """List a folder sorted by name, each entry with its kind: FOLDER or FILE (or a link to one), HIDDEN, or NO_FILE. A
+    link that leads nowhere is a FILE, which cannot be read. Raises DataError if the folder cannot be read."""
     try:
         with os.scandir(folder) as entries:
             return [(entry, _kind(entry)) for entry in sorted(entries, key=lambda entry: entry.name)]
@@ -68,15 +68,15 @@ def _kind(entry: os.DirEntry[str]) -> str:
 class Walk(NamedTuple):
     """What `walk` has found. Names are relative to its folder, with / between their parts."""
 
-    folders: list[str]  # right in it
-    images: list[str]  # sorted by their folder in `folders`, then by the whole folder, as torchvision's ImageFolder
+    folders: list[str]  # those directly in it
+    images: list[str]  # sorted by their folder in `folders`, then by the whole folder, as in torchvision's ImageFolder
     others: list[tuple[str, str]]  # (name, why) of what was left out and is not hidden, NO_IMAGE last; folders end in /
 
 
 def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
-    """Go through a folder and all folders in it. Links are followed, but no folder is read twice. Of two ways to a
-    folder, one right in `root` comes before a deeper one, and then a folder itself before a link to it. Without `deep`
-    only what is right in `root` is listed. Raises DataError if a folder cannot be read."""
+    """Go through a folder and all folders in it. Links are followed, but no folder is read twice. If two paths lead to
+    a folder, one directly in `root` is preferred to a deeper one, and then the folder itself to a link to it. Without
+    `deep` only what is directly in `root` is listed. Raises DataError if a folder cannot be read."""
     seen = {_identity(place) for place in (root, *Path(root).resolve().parents)}
     parts: list[tuple[str, list[str]]] = []
     others: list[tuple[str, str]] = []
@@ -84,7 +84,7 @@ def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
     links: deque[tuple[str, str]] = deque()
 
     def enter(prefix: str, folder: str | os.PathLike[str]) -> None:
-        """Sort in what is right in `folder`, whose names begin with `prefix`."""
+        """Sort out the entries of `folder`, whose names begin with `prefix`."""
         images: list[str] = []
         parts.append((prefix, images))
         for entry, kind in scan(folder):
@@ -99,7 +99,7 @@ def walk(root: str | os.PathLike[str], deep: bool = True) -> Walk:
                 others.append((name, NO_IMAGE if kind == FILE else kind))
 
     def claim(prefix: str, folder: str) -> None:
-        """Read a folder by this name, unless it is read by another."""
+        """Queue a folder to be read under this name, unless it is read under another."""
         if _identity(folder) in seen:
             others.append((prefix, AGAIN))
         else:
@@ -126,6 +126,6 @@ def _identity(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def list_others(others: list[tuple[str, str]]) -> str:
-    """List what a Walk left out, for a message: "2 (cats/: a folder that is read elsewhere, cat/a.gif: not of jpg)"."""
+    """List what a Walk left out, for a message: "2 (cats/: a folder that is read elsewhere, a.gif: none of jpg)"."""
     named = [f"{name}: {why}" for name, why in others[:5]]
     return f"{len(others)} ({', '.join(named)}{', ...' if len(others) > 5 else ''})"

@@ -88,7 +88,7 @@ def _result(sums: list[float], num_samples: int) -> dict[str, Any]:
     top1, top5, loss, count, seen = sums
     if seen != num_samples:
         raise UserError(
-            f"evaluation saw {seen:.0f} samples, but the split should hold {num_samples}: index the shards anew, or "
+            f"evaluation saw {seen:.0f} samples, but the split should hold {num_samples}: index the shards again, or "
             "give their true number"
         )
     if not count:
@@ -104,7 +104,7 @@ def _result(sums: list[float], num_samples: int) -> dict[str, Any]:
 
 
 def _in_step(loader: Iterable[Any], accelerator: Accelerator) -> Iterator[Any]:
-    """Gives the batches of `loader`, then empty ones until no process has any: all have to run a sharded model."""
+    """Yields the batches of `loader`, then empty ones until no process has any: a sharded model must run in all."""
     batches = iter(loader)
     while True:
         batch = next(batches, None)
@@ -116,7 +116,7 @@ def _in_step(loader: Iterable[Any], accelerator: Accelerator) -> Iterator[Any]:
 
 
 def describe(result: dict[str, Any]) -> str:
-    """A result of `evaluate` in one line."""
+    """Describes a result of `evaluate` in one line."""
     return (
         f"top-1 {result['top1']:.2f} % ({result['top1_count']})  top-5 {result['top5']:.2f} % "
         f"({result['top5_count']})  loss {result['loss']:.4f}  count {result['count']}"

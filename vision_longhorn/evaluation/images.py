@@ -1,4 +1,4 @@
-"""Predictions for image files: reads them, tells their classes, and writes those as text, CSV or JSON."""
+"""Predicts the classes of image files, and writes them as text, CSV or JSON."""
 
 import argparse
 import contextlib
@@ -29,10 +29,10 @@ from vision_longhorn.loading import Loaded, load_model
 
 
 def predict(args: argparse.Namespace) -> int:
-    """Tells the classes of images as `vision_longhorn.predict.parse` has read it from a command line.
+    """Predicts the classes of images, with the command line `args` from `vision_longhorn.predict.parse`.
 
     Returns:
-        The number of images told.
+        The number of images classified.
 
     Raises:
         UserError: There is no such model or image, or none of the images can be read.
@@ -40,7 +40,7 @@ def predict(args: argparse.Namespace) -> int:
     paths = find_images(args.images)
     accelerator = make_accelerator(args.device, args.precision)
     if accelerator.num_processes > 1:
-        raise UserError(f"prediction is for one process, not for {accelerator.num_processes}: start no launcher")
+        raise UserError(f"prediction runs in one process, not in {accelerator.num_processes}: use no launcher")
     loaded = load_model(args.source, args.model)
     loaded.check_classes()
     loaded.model.to(accelerator.device).eval()
@@ -74,8 +74,8 @@ def predict(args: argparse.Namespace) -> int:
 def _results(
     args: argparse.Namespace, paths: list[str], loaded: Loaded, accelerator: Accelerator
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Gives the path and the classes, the most probable first, of each image, and draws its maps where they are
-    wanted."""
+    """Yields the path and the classes, the most probable first, of each image, and draws its maps if they are asked
+    for."""
     names = readable_names(loaded.class_names, loaded.display_names, loaded.model.num_classes)
     known = loaded.class_names or []
     workers = min(args.workers, -(-len(paths) // args.batch_size) - 1)
@@ -168,7 +168,7 @@ class _Images:
 
 
 def read_image(path: str, transform: Callable[[Any], torch.Tensor]) -> torch.Tensor:
-    """Reads an image file, as `decode_image` does, into what `transform` makes of it: (3, H, W).
+    """Reads an image file by `decode_image`, and returns what `transform` makes of it: (3, H, W).
 
     Raises:
         UserError: It cannot be read.
@@ -178,7 +178,7 @@ def read_image(path: str, transform: Callable[[Any], torch.Tensor]) -> torch.Ten
             raise DataError(f"it is {NO_FILE}")
         data = Path(path).read_bytes()
         image = decode_image(data)
-    except (OSError, ValueError) as error:  # a DataError, for one, and a path that is none
+    except (OSError, ValueError) as error:  # ValueError: a DataError, or a path with a null byte
         raise UserError(f"{path}: {reason(error)}") from error
     warn_if_dark(data, image, path)
     return transform(image)

@@ -54,7 +54,7 @@ def token_maps(model: VisionLonghorn, images: Tensor) -> TokenMaps:
     if not isinstance(model, VisionLonghorn):
         raise UserError(
             f"token_maps takes a VisionLonghorn, not a {type(model).__name__}: give one of timm.list_models"
-            "(module='vlonghorn'), itself and not wrapped in another module or compiled"
+            "(module='vlonghorn'), not compiled and not wrapped in another module"
         )
     mixers: list[Any] = [block.mixer for block in model.blocks]
     for mixer in mixers:

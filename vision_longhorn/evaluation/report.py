@@ -15,7 +15,7 @@ from vision_longhorn.class_names import ClassMap
 from vision_longhorn.files import csv_file
 from vision_longhorn.plots import new_figure, save_png
 
-MOST_DRAWN = 1000  # classes, of which a picture still shows each
+MOST_DRAWN = 1000  # most classes for which a confusion matrix is drawn
 
 
 class Predictions:
@@ -105,7 +105,7 @@ def draw_confusion(
     inches = 4.5 + 0.3 * min(k, 20)
     figure = new_figure(inches + 1, inches)
     axes = figure.subplots()
-    # A linear scale would draw rare confusions, most of them among many classes, as white as none.
+    # On a linear scale rare confusions, the usual kind with many classes, would look as white as none.
     colours: Any = dict(cmap="Blues", im_kw=dict(norm=PowerNorm(0.4, 0, 1)))
     shown = ConfusionMatrixDisplay(shares, display_labels=[name[:24] for name in names])
     shown.plot(ax=axes, include_values=k <= 20, values_format=".2g", xticks_rotation="vertical", **colours)

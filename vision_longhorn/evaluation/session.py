@@ -28,7 +28,7 @@ from vision_longhorn.settings import DIGITS
 
 
 class Session:
-    """An evaluation as `vision_longhorn.eval.parse` has read it from a command line, on each of its processes.
+    """An evaluation by the command line `args` from `vision_longhorn.eval.parse`. Each of its processes has one.
 
     Raises:
         UserError: There is no such model or data, or their classes differ.
@@ -44,7 +44,7 @@ class Session:
         self.open_data()
 
     def find_data(self) -> None:
-        """Chooses data, split and size: what the command line leaves open is the run's own."""
+        """Chooses data, split and size: where the command line leaves them open, those of the run."""
         args, config = self.args, self.loaded.checkpoint.get("config", {})
         self.split = args.split or config.get("val_split", "val")
         own, samples = config.get("data"), None
@@ -70,7 +70,7 @@ class Session:
         guess = imagenet_names(self.model.num_classes) if self.names is None else None
         if guess and not set(guess).isdisjoint(self.shards.class_names or ()):
             self.names = guess
-            self.say(f"note: the model's class names are unknown, its {len(guess)} are taken for ImageNet's")
+            self.say(f"note: the model's class names are unknown, its {len(guess)} classes are taken for ImageNet's")
         if self.is_own and not args.map_classes and not (self.names and self.shards.class_names):
             return  # a run may have been given more classes than its data have
         self.class_map, note = match_classes(
@@ -127,7 +127,7 @@ class Session:
         self.say(f"{self.name}, {self.loaded.weights} weights, {self.split} split of {self.data}")
         if self.class_map is not None:
             of_data = len(shards.class_names or ())
-            self.say(f"{used} classes, those of one name of the model's {of_model} and the data's {of_data}")
+            self.say(f"{used} classes, by name those in both the model's {of_model} and the data's {of_data}")
         speed = f", {result['images_per_s']:.1f} images/s" if result["images_per_s"] else ""
         self.say(f"{describe(result)} of {shards.num_samples}{speed}")
         if accelerator.is_main_process:
@@ -136,7 +136,7 @@ class Session:
         return result
 
     def timed(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Hands on the batches, and counts `images` from `start` on, the end of the first batch, which waits for the
+        """Passes the batches on, and counts `images` from `start`, the end of the first batch. That one has to wait for
         workers to start and kernels to compile."""
         self.images, self.start = 0, 0.0
         for batch in batches:
@@ -145,7 +145,7 @@ class Session:
             self.start = self.start or time.perf_counter()
 
     def about(self) -> dict[str, Any]:
-        """The values by which two results are of the same evaluation. Processes, batch size and speed may differ."""
+        """Returns the values that make two results the same evaluation. Processes, batch size and speed may differ."""
         file, precision = self.loaded.file, self.accelerator.mixed_precision
         return {
             "model": self.name,
@@ -187,6 +187,6 @@ def _is_free(path: str | Path, about: dict[str, Any]) -> bool:
 
 
 def _absolute(spec: str) -> str:
-    """The absolute path of data; URLs and commands as they are."""
+    """Returns the absolute path of data; URLs and commands stay as they are."""
     spec = os.path.join("data", DIGITS) if spec == DIGITS else spec
     return spec if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:", spec) and not os.path.exists(spec) else os.path.abspath(spec)

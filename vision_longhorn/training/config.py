@@ -10,17 +10,17 @@ from vision_longhorn.errors import UserError, nearest
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.settings import COUNT, POSITIVE, SHARE, Range, Settings, option, read_yaml
 
-_HERE = Path(vision_longhorn.__file__).resolve().parent  # installed, the configs are in the package, else beside it
+_HERE = Path(vision_longhorn.__file__).resolve().parent  # has the configs in it; in a checkout they are beside it
 CONFIGS = next((f for f in (_HERE / "configs", _HERE.parent / "configs") if f.is_dir()), _HERE / "configs")
 _NUMBER = r"\d+(\.\d+)?"
-# timm's policies. timm silently drops words that it does not know.
+# timm's policies, checked here because timm silently ignores words that it does not know.
 POLICIES = "|".join((
     "cifar10",
     rf"(original|originalr|v0|v0r|3a)(-mstd{_NUMBER})?",
     rf"rand(-([mn]\d+|mmax\d+|inc[01]|p{_NUMBER}|mstd{_NUMBER}|t[a-z0-9_]+))*",
     rf"augmix(-([mwdb]\d+|a{_NUMBER}|mstd{_NUMBER}))*",
 ))  # fmt: skip
-TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # of accelerate
+TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb")  # those of accelerate
 FRACTION = Range(above=0, high=1)
 BELOW_ONE = Range(0, below=1)
 NOT_NEGATIVE = Range(0)
@@ -178,16 +178,16 @@ class Config(Settings):
                 raise UserError(f"{key} is {low} {high}: give the smaller number first")
         check_names(self.model_kwargs, {"drop_path_rate": "drop_path", "pretrained": "init"})
         if self.batch_size % 2 and (self.mixup or self.cutmix):
-            raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even one")
+            raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even number")
 
     def is_over(self, history: list[dict[str, Any]]) -> bool:
-        """Whether a run with these results of its epochs is finished."""
+        """Tells whether a run with these results of its epochs is finished."""
         return len(history) >= self.epochs
 
     def check_new(self, own_warmup: bool) -> None:
-        """Raises UserError for values that a new run must not have. A run that was begun with them goes on.
+        """Raises UserError for values that a new run must not have. A run that began with them may go on.
 
-        A warm-up that would fill the run is shortened instead, unless it is the user's own, and noted.
+        A warm-up that would fill the run is shortened instead, with a note, unless the user has set it.
         """
         if self.auto_augment and not re.fullmatch(POLICIES, self.auto_augment):
             raise UserError(
@@ -222,5 +222,5 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 
 
 def config_names() -> list[str]:
-    """Bare names of the configs in configs/, sorted."""
+    """Lists the bare names of the configs in configs/, sorted."""
     return sorted(file.stem for file in CONFIGS.glob("*.yaml"))

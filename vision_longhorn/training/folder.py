@@ -18,14 +18,14 @@ from vision_longhorn.environment import describe_environment
 from vision_longhorn.files import clear_aside, lock_folder, second_name, write_text
 from vision_longhorn.runs import Run
 
-# TensorBoard sorts settings by name. So the main ones come before all others, which begin with "setting.".
+# TensorBoard sorts settings by name. The others begin with "setting.", so that these come first.
 MAIN_SETTINGS = ("model", "mixer", "lr", "epochs", "seed")
 
 
 class RunFolder:
-    """The `Run` that this training writes at `path`, where the folder need not be there yet.
+    """The `Run` that this training writes to the folder `path`, which need not exist yet.
 
-    All processes hold one; only the first writes. The end of `held` closes the curves and frees the folder for others.
+    All processes have one; only the first writes. The end of `held` closes the curves and unlocks the folder.
 
     Raises:
         UserError: Where the folder holds another run, or another process writes to it.
@@ -37,29 +37,29 @@ class RunFolder:
         self.checkpoint = Path(cfg.resume) if cfg.resume and Path(cfg.resume).exists() else None
         self.lock: TextIO | None = None
         self.writer: SummaryWriter | None = None  # from `open` on, in the first process
-        str(path).encode()  # TensorBoard would refuse a name that is not UTF-8 once the folder has been made
+        str(path).encode()  # fails here if it is not UTF-8; TensorBoard would fail after the folder has been made
         self.run.check_free(goes_on=bool(cfg.resume))
         accelerator.wait_for_everyone()  # all have looked before the first one writes
         if path.exists() and accelerator.is_main_process:
             self.lock = held.enter_context(lock_folder(path))
 
     def open(self, facts: dict[str, Any], started: str, updates: int) -> None:
-        """Makes the folder, after the first update, so that a command that fails at once leaves none.
+        """Makes the folder. To be called after the first update, so that a command that fails at once leaves none.
 
-        Earlier curves beyond this number of `updates` are hidden. `facts` are what the run's bits depend on beside its
-        config. A tracker knows a run by when it first `started`.
+        Points of earlier curves after this number of `updates` are hidden. `facts` are what the run's bits depend on
+        beside its config. `started` is when the run first started, by which a tracker identifies it.
         """
         if self.writer or not self.accelerator.is_main_process:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock = self.lock or self.held.enter_context(lock_folder(self.path))
-        self.run.check_free(goes_on=bool(self.cfg.resume))  # another may have begun and ended since
+        self.run.check_free(goes_on=bool(self.cfg.resume))  # another run may have begun and ended since
         for name in "*.pt", "*.json", "*.csv", "*.yaml", "curves.png":
             clear_aside(self.path / name)
         if aside := set_aside(self.run, self.checkpoint):
-            what = "this run has gone back behind" if self.checkpoint else "an earlier run left"
+            what = "was written after this checkpoint" if self.checkpoint else "an earlier run left"
             self.accelerator.print(f"Note: what {what} is in {aside} now.")
-        # The environment comes first: it tells a run's folder from one in which somebody keeps a config.yaml.
+        # The environment comes first: it marks the folder as a run's, not one in which somebody keeps a config.yaml.
         write_text(self.run.environment_file, json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
         config = yaml.safe_dump(self.cfg.values(), sort_keys=False)
         write_text(self.run.config_file, config)
@@ -84,13 +84,13 @@ class RunFolder:
     def add_results(self, results: dict[str, dict[str, float]], step: int) -> None:
         """Adds the results of an evaluation, "val" of the raw weights and "val_ema" of averaged ones."""
         for weights, result in results.items():
-            # TensorBoard sorts curves by name, too, and shows accuracies first.
+            # TensorBoard sorts curves by name, too, so accuracies come first.
             ending = weights.removeprefix("val")
             tags = {"top1": f"accuracy/top1{ending}", "top5": f"accuracy/top5{ending}", "loss": f"{weights}/loss"}
             self.add({tag: result[key] for key, tag in tags.items() if key in result}, step)
 
     def save(self, checkpoint: dict[str, Any], is_best: bool) -> None:
-        """Saves a checkpoint, after the curves up to it."""
+        """Writes the curves to the disk, and then saves a checkpoint."""
         if self.writer:
             self.writer.flush()
             self.run.save(checkpoint, self.cfg.keep_checkpoints, is_best)
@@ -118,7 +118,7 @@ class RunFolder:
 
 
 def keep_order(run: Run) -> None:
-    """Renames event files from the future: readers sort by the time in the names, and the clock has gone back."""
+    """Renames event files dated in the future, as after a clock was set back: readers sort by the time in the names."""
     now = int(time.time())
     later = [file for file in run.event_files() if file.name.split(".")[3] >= f"{now:010d}"]
     for number, file in enumerate(later):
@@ -127,16 +127,16 @@ def keep_order(run: Run) -> None:
 
 
 def settings_of(cfg: Any) -> dict[str, bool | int | float | str]:
-    """The settings as words and numbers; other values become text."""
+    """Returns the settings as words and numbers; other values become text."""
     values = cfg.values()
     values |= {f"model_kwargs.{key}": value for key, value in values.pop("model_kwargs").items()}
     return {key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in values.items()}
 
 
 def set_aside(run: Run, checkpoint: Path | None = None) -> Path | None:
-    """Moves what a run has written into a new folder within, which can be resumed like the run.
+    """Moves what a run has written into a new folder inside its own, which can be resumed like the run.
 
-    Only the checkpoint that it goes on from stays, and is last.pt then. Without one the run starts anew.
+    Only the `checkpoint` that the run goes on from stays, and becomes last.pt. Without one the run starts again.
 
     Returns:
         The new folder; None where the checkpoint is the last one, or nothing has been written.
@@ -152,12 +152,12 @@ def set_aside(run: Run, checkpoint: Path | None = None) -> Path | None:
     for file in run.config_file, run.environment_file:
         if file.exists():
             shutil.copyfile(file, aside / file.name)
-    curves = run.event_files() if not checkpoint else []  # else the new ones hide those beyond
+    curves = run.event_files() if not checkpoint else []  # else the new curves hide the points after the checkpoint
     results = run.history_file, run.summary_file, run.bad_steps_file, run.curves_file
     for file in *run.checkpoints().values(), run.best, *results, *curves:
         if file.exists() and file != checkpoint:
             file.replace(aside / file.name)
-    if checkpoint:  # at the end: until then, a kill leaves a run that goes on from its old last.pt
+    if checkpoint:  # at the end: a run that is killed before this goes on from its old last.pt
         if run.last.exists():
             second_name(run.last, aside / run.last.name)
         second_name(checkpoint, run.last)

@@ -22,7 +22,7 @@ def model_from_weights(
     """Makes a model that starts from the weights in a file.
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
-    All other tensors of the file and of the model have to be the same ones. `path` is a run's folder or checkpoint (its
+    All other tensors of the file must match those of the model. `path` is a run's folder or checkpoint (its
     averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. The `class_names`
     are the model's; where names are unknown (None), they are not compared.
 
@@ -37,17 +37,17 @@ def model_from_weights(
     place, file = _open(path)
     kind = next((key for key in ("state_dict_ema", "model_ema") if isinstance(file.get(key), dict)), "state_dict")
     weights = clean_state_dict(file[kind])
-    create_model(name, num_classes=num_classes, **kwargs)  # whose errors have nothing to do with the file
+    create_model(name, num_classes=num_classes, **kwargs)  # raises errors that have nothing to do with the file
     cfg: Any = timm.get_pretrained_cfg(name)
     classifier = cfg.classifier[0] if isinstance(cfg.classifier, (list, tuple)) else cfg.classifier
     head = weights.get(f"{classifier}.weight")
-    # With the classifier of the file, timm insists on every tensor.
+    # If the model has the file's number of classes, timm requires every tensor.
     of_file = num_classes if classifier is None else 0 if head is None else len(head)
     overlay = {"state_dict": dict(weights), "num_classes": of_file}
     config = file.get("config")
     size = (config.get("model_kwargs") or {}).get("img_size") if isinstance(config, dict) else None
     if size is not None and cfg.fixed_input_size:
-        # timm would take the size of the file's positions for the model's as well.
+        # timm takes this size of the file's position embedding for the model's, too, unless img_size is given.
         overlay["input_size"] = (3, *(size if isinstance(size, (list, tuple)) else (size, size)))
         kwargs.setdefault("img_size", cfg.input_size[-2:])
     try:
@@ -70,7 +70,7 @@ def model_from_weights(
 def _fit_classifier(
     model: Any, num_classes: int, of_file: int, class_names: Sequence[str] | None, names: Sequence[str] | None
 ) -> str:
-    """Makes the classifier anew, unless the file has the same classes, `names`. Returns words on what it did."""
+    """Replaces the classifier unless the file has the same classes, `names`. Returns what it did, in words."""
     other = difference(names, class_names, "the file", "the data") if names and class_names else ""
     if of_file != num_classes:
         other = f"the file has {of_file or 'none'}"
@@ -82,7 +82,7 @@ def _fit_classifier(
 
 
 def _open(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], dict[str, Any]]:
-    """Reads what `path` stands for, as a checkpoint."""
+    """Reads `path`, as in `model_from_weights`, into the form of a checkpoint. Also returns the file, for messages."""
     if not timm_source(path):
         file = run_file(path)
         return file, load_checkpoint(file)

@@ -41,7 +41,7 @@ from vision_longhorn.training.init import model_from_weights
 FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
 # Optimisers that work with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = ("adam", "adamw", "adopt", "lamb", "lion", "momentum", "nadamw", "nesterov", "radam", "rmsprop", "sgd")
-SCALE = 2.0**10  # first scale of the loss in fp16; torch's 2**16 would cost the first updates
+SCALE = 2.0**10  # first scale of the loss in fp16; with torch's 2**16 the first updates would be skipped
 
 
 def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
@@ -54,7 +54,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     ddp = DistributedDataParallelKwargs(
         gradient_as_bucket_view=True,
         comm_hook=DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO,
-        static_graph=cfg.grad_accum == 1,  # torch has none with accumulation
+        static_graph=cfg.grad_accum == 1,  # torch does not support it with accumulation
     )
     return make_accelerator(
         cfg.device,
@@ -83,7 +83,7 @@ def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet
         raise UserError(f"data is {place!r}, which names training shards only: give --val-data, or a folder of both")
     with spelled(num_samples="val_samples"):
         val = open_shards(cfg.val_data or place, cfg.val_split, cfg.val_samples, *options, train=train)
-    check_classes(train.class_names, val.class_names, "the training data", "that for evaluation")
+    check_classes(train.class_names, val.class_names, "the training data", "the evaluation data")
     num_classes = cfg.num_classes or train.num_classes
     if num_classes is None:
         raise UserError(f"the shards in {place} do not say how many classes they have: give --num-classes")
@@ -121,7 +121,7 @@ def build_model(
     model.to(accelerator.device)
     if not cfg.ema_decay:
         return model, None
-    # To the same bits, timm updates fastest by parameters. With fsdp, only a state dict is sure to have the shards.
+    # timm updates fastest by parameters, with the same bits. With fsdp, only a state dict is sure to have the shards.
     by_parameters = not cfg.fsdp and not any(True for _ in model.buffers())
     return model, ModelEmaV3(model, decay=cfg.ema_decay, exclude_buffers=by_parameters)
 
@@ -198,14 +198,14 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
 
 
 def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:
-    """Loads moments and step counts of a checkpoint, of which an optimiser of a sharded model takes its own part.
+    """Loads the moments and step counts of a checkpoint; if the model is sharded, only this process's part of them.
 
     The settings stay those of `cfg`, which may have changed.
     """
     if checkpoint["config"]["opt"] != cfg.opt:
         raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
     saved = checkpoint["optimizer"]
-    # Some of timm's optimisers count their steps among the settings; a new one has no count yet.
+    # Some of timm's optimisers keep a count of steps among the settings; a new one has no count yet.
     groups = [
         {**group, **own, "params": group["params"]}
         for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
@@ -216,13 +216,13 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
         for key, value in values.items() if isinstance(one, DTensor) else ():
             if torch.is_tensor(value) and value.shape == one.shape:
                 values[key] = distribute_tensor(value.to(one.device), one.device_mesh, one.placements)
-    with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of what else is two
+    with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of parameters instead of two
         optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Any:
-    """Makes a linear warm-up, then a whole cosine, by updates."""
-    # timm takes fractions of epochs, which its types deny.
+    """Makes the schedule, by updates: a linear warm-up, then a whole cosine."""
+    # timm takes fractions of epochs, although its types say int.
     scheduler, _ = create_scheduler_v2(
         optimizer,
         "cosine",
@@ -238,7 +238,7 @@ def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: floa
 
 
 def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: Accelerator) -> None:
-    """Lets the decay grow from 0 where the average of so many updates would not leave the first weights."""
+    """Lets the decay grow from 0 where the first weights would still count in the average after so many `updates`."""
     if cfg.ema_warmup is None:
         cfg.ema_warmup = cfg.ema_decay**updates > 0.05
         if cfg.ema_warmup:
@@ -269,8 +269,8 @@ def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, a
         return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     net = accelerator.prepare(model)
     if accelerator.num_processes > 1:
-        # DistributedDataParallel orders its buckets by the gradients of its first pass, with a static graph of its
-        # second, and the order decides how a gradient is summed over the processes. Without these passes, the first
+        # DistributedDataParallel orders its buckets by the gradients of its first pass (with a static graph, of its
+        # second), and the order decides how a gradient is summed over the processes. Without these passes, the first
         # updates of a resumed run would differ in the last bit.
         images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
         with unchanged_buffers(net):

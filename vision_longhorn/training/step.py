@@ -50,7 +50,7 @@ class TrainStep:
         return loss, norm
 
     def gradients(self, batches: Iterable[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-        """Makes the passes alone, which leave the clipped mean gradient in the parameters."""
+        """Makes only the passes, which leave the clipped mean gradient in the parameters."""
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.accelerator.device)
         for inputs, targets in batches:
@@ -68,7 +68,7 @@ class TrainStep:
         return loss_sum / self.accelerator.gradient_accumulation_steps, norm
 
     def apply(self, norm: Tensor) -> None:
-        """Changes the weights by the gradient that the parameters have, unless its `norm`, () float32, is not finite.
+        """Updates the weights from the parameters' gradients, unless their `norm`, () float32, is not finite.
 
         torch's fused optimisers decide that on the device. For the others the host decides, and waits for the device.
         """

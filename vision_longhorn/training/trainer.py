@@ -35,7 +35,7 @@ from vision_longhorn.training.updates import UpdateMonitor
 
 
 def train(cfg: Config, name: str) -> Path:
-    """Trains as `cfg` says and returns the run's folder, whose default is called after `name`."""
+    """Trains as `cfg` says and returns the run's folder, which by default is named after `name`."""
     with contextlib.ExitStack() as held:
         trainer = Trainer(cfg, name, held)
         trainer.train()
@@ -44,7 +44,7 @@ def train(cfg: Config, name: str) -> Path:
 
 
 class Trainer:
-    """A run, from its set-up to its end. The end of `held` closes its files and frees its folder for others.
+    """A run, from its set-up to its end. The end of `held` closes its files and unlocks its folder.
 
     Attributes:
         model, ema: The model, and its averaged weights if it has any. `net` is the model as it trains, wrapped.
@@ -97,7 +97,7 @@ class Trainer:
         self.signals, say = StopSignals(), None if shows_bar else self.say
         self.monitor = UpdateMonitor(self.folder, self.signals, self.global_batch, self.updates_per_epoch, say)
 
-        # A checkpoint comes before compiling and capturing, which take the weights as they are.
+        # A checkpoint is loaded before compiling and capturing, which take the weights as they are.
         if resuming:
             self.resume()
         elif cfg.resume:
@@ -125,7 +125,7 @@ class Trainer:
                 self.folder.open(self.facts(), self.started, self.updates)
                 if self.history:
                     self.folder.write_history(self.history)
-                if not self.folder.run.best.exists():  # the run may have gone back behind its best epoch
+                if not self.folder.run.best.exists():  # the run may have gone back to before its best epoch
                     self.best = -1.0
             while self.epoch < cfg.epochs:
                 batches, end = self.open_epoch(), (self.epoch + 1) * self.updates_per_epoch
@@ -160,7 +160,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[Any]) -> None:
         """Makes an update, moves the schedule on, and notes both."""
-        lr = max(group["lr"] for group in self.optimizer.param_groups)  # with layer_decay, others have a share of it
+        lr = max(group["lr"] for group in self.optimizer.param_groups)  # with layer_decay, others have a fraction of it
         loss, grad_norm = self.step(self.passes(batches), self.updates + 1)
         self.updates += 1
         self.scheduler.step_update(self.updates)
@@ -188,7 +188,7 @@ class Trainer:
             return evaluate(self.evaluated, self.val_loader, self.accelerator, count, self.cfg.batch_size)
         except DataError as error:
             raise DataError(
-                f"{error} (an evaluation leaves nothing out: mend or remove that one; --resume {self.folder.path} goes "
+                f"{error} (an evaluation skips nothing: repair or remove that one; --resume {self.folder.path} goes "
                 "on from the last checkpoint)"
             ) from None
 
@@ -217,7 +217,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the checkpoint. All processes take part, the first one gets whole tensors."""
+        """Returns the checkpoint. All processes must call this; only the first one gets whole tensors."""
         scaler, keep = self.accelerator.scaler, self.accelerator.is_main_process
         return dict(
             arch=self.cfg.model,
@@ -238,7 +238,7 @@ class Trainer:
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where a checkpoint stopped, at the same share of its epoch if that has another number of updates."""
+        """Goes on where a checkpoint stopped, or at that fraction of the epoch if its number of updates has changed."""
         path = str(self.cfg.resume)
         load_weights(self.model, state, path)
         if self.ema:
@@ -263,7 +263,7 @@ class Trainer:
         done = self.updates - self.epoch * self.updates_per_epoch
         self.say(f"Going on with {cfg.resume} after epoch {self.epoch} and {done} of {self.updates_per_epoch} updates.")
         now = {**cfg.decisive(cfg.values()), **self.facts()}
-        # An older checkpoint lacks newer fields, whose defaults are what it had.
+        # An older checkpoint lacks newer fields; it was trained with their defaults.
         then = {
             "threads": now.get("threads"),
             "schedule": "a cosine that counts the warm-up",
@@ -271,12 +271,12 @@ class Trainer:
             **checkpoint["facts"],
         }
         if changes := [f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
-            self.say(f"Note: since it stopped these have changed, so it may go on another way: {', '.join(changes)}.")
+            self.say(f"Note: these have changed since it stopped, so its results may differ: {', '.join(changes)}.")
 
     # ------------------------------------------------------------------------------------------- what the run says
 
     def facts(self) -> dict[str, Any]:
-        """The circumstances that the run's bits depend on, beside its config."""
+        """Returns the circumstances that the run's bits depend on, beside its config."""
         cpu = self.device.type == "cpu"
         return {
             "processes": self.accelerator.num_processes,

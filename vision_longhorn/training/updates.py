@@ -24,7 +24,7 @@ class UpdateMonitor:
     """Reads each update when the next one has been queued, so the device never waits for the host.
 
     All processes read the same values of the same update, and so decide alike. An update has `images` samples over all
-    processes. `say`, a function, prints now and then how far the run in `folder` is, where no bar shows it.
+    processes. Without a progress bar, the function `say` prints now and then how far the run in `folder` is.
 
     Attributes:
         stop: A signal that one of the processes has received, or 0.
@@ -41,8 +41,8 @@ class UpdateMonitor:
         self.max_bad_steps = min(folder.cfg.max_bad_steps, updates_per_epoch)
         self.stop = 0
         self.state: dict[str, Any] = dict(loss_sum=0.0, losses=0, skipped=0, bad=[], last={})
-        self.bad_places: list[Any] = []  # of this process's samples in the bad updates, which no checkpoint keeps
-        # The begin and end of each wait for a batch, and the places of the samples, in the update that is being made
+        self.bad_places: list[Any] = []  # of this process's samples in the bad updates; no checkpoint keeps them
+        # For the update in progress: begin and end of each wait for a batch, and the places of its samples
         self.waits: list[tuple[Any, Any]] = []
         self.places: list[tuple[str, str]] = []
         self.queue: collections.deque[tuple] = collections.deque()
@@ -83,7 +83,7 @@ class UpdateMonitor:
         self.read_all(but=1)
 
     def read_all(self, but: int = 0) -> None:
-        """Reads the updates that are left, which waits for the device, or all `but` the last one."""
+        """Reads all queued updates but the last `but` ones. To read the last one, it waits for the device."""
         state, world_size = self.state, self.accelerator.num_processes
         while len(self.queue) > but:
             number, lr, facts, waits, places, end = self.queue.popleft()
@@ -123,7 +123,7 @@ class UpdateMonitor:
         self.since, self.updates, self.waited = end, 0, 0.0
 
     def _memory(self) -> dict[str, float]:
-        """Memory on the host of this process with its loader's workers, and the device's peak, in GiB."""
+        """Measures the host memory of this process with its loader's workers, and the device's peak, in GiB."""
         host = 0
         for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
             with contextlib.suppress(psutil.Error):  # it may have ended
@@ -145,7 +145,7 @@ class UpdateMonitor:
             if self.accelerator.is_main_process:
                 write_text(file, json.dumps(evidence, indent=2) + "\n")
 
-        write()  # without samples first, as another process may have ended
+        write()  # without samples first: if another process has ended, they cannot be gathered
         named = [one and [place({"__url__": shard, "__key__": key}) for shard, key in one] for one in self.bad_places]
         with contextlib.suppress(RuntimeError):
             for one, samples in zip(bad, zip(*gather_object([named]), strict=True), strict=True):
@@ -160,7 +160,7 @@ class UpdateMonitor:
         )
 
     def _now(self) -> Any:
-        """The time: in seconds on a CPU, and on a GPU as an event for which the host need not wait."""
+        """Notes the time: in seconds on a CPU, and on a GPU as an event for which the host need not wait."""
         if self.accelerator.device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
