@@ -206,7 +206,7 @@ def reference_of(label: str, labels: list[str]) -> Optional[str]:
 
 
 def best_of_modes(rows: list[dict]) -> list[dict]:
-    """Find each model and size's fastest mode of each pass, and compare it with the DeiT of the same size."""
+    """Find the fastest mode of each pass for each model and size, and compare it with the DeiT of the same size."""
     best = {}
     for row in rows:
         if row.get("images_per_s") is None:

@@ -739,7 +739,7 @@ def test_packed_shards_whatever_they_are_called(tmp_path, pack, ending):
         (b"7z\xbc\xaf\x27\x1c", "is a zip, rar or 7z file: unpack it"),
         (b"\x28\xb5\x2f\xfd", "is packed with zstd or lz4: unpack it with `zstd -d`"),
         (b"\x04\x22\x4d\x18", "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a pointer of Git LFS .*`git lfs pull`"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "is a Git LFS pointer.*`git lfs pull`"),
         (b"\n<!DOCTYPE html><html>", "is a web page"),
     ],
 )

@@ -36,7 +36,7 @@ def end_commands() -> None:
 
 
 def note_launcher() -> None:
-    """Sets LAUNCHER to the process in PARENT, or to `accelerate launch`, as long as that is certainly alive."""
+    """Sets LAUNCHER to the process in PARENT, or to `accelerate launch`, if that is certain to be alive."""
     global LAUNCHER
     if os.environ.get(PARENT, "").isdigit():
         LAUNCHER = int(os.environ[PARENT])

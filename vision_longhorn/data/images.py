@@ -23,7 +23,7 @@ except ImportError:  # torchvision will move this to torchcodec, which needs tor
         decode_jpeg = None
 
 _log = logging.getLogger(__name__)
-_warnings = itertools.count()  # `next` is safe in threads, in which `keep_in_memory` decodes
+_warnings = itertools.count()  # `next` is safe in threads, such as those of `keep_in_memory`
 
 # Without a list PIL also tries formats that start other programs (EPS runs ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
@@ -106,7 +106,7 @@ def _tensor(image: Image.Image) -> torch.Tensor:
 
 
 def warn_if_dark(data: Any, image: Any, name: str) -> None:
-    """Log the first 16-bit PNG of this process that comes out dark or black, as its values have 8, 12 or 14 bits.
+    """Log the first 16-bit PNG of this process that comes out dark or black, as it uses only 8, 12 or 14 bits.
     `image` is what `decode_image` or `decode_tensor` has made of `data`."""
     if isinstance(data, bytes) and data[:4] == b"\x89PNG" and data[24:25] == b"\x10":
         pixels = image[0] if isinstance(image, tuple) else image

@@ -83,7 +83,7 @@ def check_index(index: Any) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Python would silently take the last of two values with one key."""
+    """Make a dict of a JSON object. Python would silently take the last of two values with one key."""
     keys = [key for key, _ in pairs]
     if len(set(keys)) < len(keys):
         raise DataError(f"an object has {max(keys, key=keys.count)!r} twice; give each key once")

@@ -116,7 +116,7 @@ def open_shards(
     return dataclasses.replace(
         found,
         num_samples=_count_samples(spec, found, num_samples),
-        # Before those that its own index counts: a model knows no more classes than it was trained on.
+        # The number of the training data comes first: a model knows no more classes than it was trained on.
         num_classes=num_classes or (train.num_classes if train else None) or found.num_classes,
     )
 

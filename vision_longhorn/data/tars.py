@@ -32,14 +32,14 @@ _ABOUT = re.compile(r"__[^/]*__($|/)")
 
 # The bytes that a packed tar begins with, and the function that unpacks it
 _PACKED: dict[bytes, Any] = {rb"\x1f\x8b": gzip.open, rb"BZh.1AY&SY": bz2.open, rb"\xfd7zXZ|\x5d\0\0\x80": lzma.open}
-# The bytes that other files named like a tar begin with, and what to do about them
+# The first bytes of files that are named like tars but are something else, and what to do about them
 _NO_TAR = {
     rb"PK\x03\x04|Rar!\x1a\x07|7z\xbc\xaf": "is a zip, rar or 7z file: unpack it, and pack with `tar --sort=name -cf`",
     rb"\x28\xb5\x2f\xfd|\x04\x22\x4d\x18": "is packed with zstd or lz4: unpack it with `zstd -d` or `lz4 -d`",
-    rb"version https://git-lfs": "is a pointer of Git LFS and not the file: fetch that with `git lfs pull`",
+    rb"version https://git-lfs": "is a Git LFS pointer, not the file itself: fetch that with `git lfs pull`",
     rb"(?i)\s*<(!doctype|html|\?xml)": "is a web page, perhaps of an error: fetch the shard again",
 }
-_SECONDS = 60  # that a command may go on after its output has ended
+_SECONDS = 60  # for which a command may go on after its output has ended
 
 
 def read_shard(url: str, pipe: bool = False) -> Iterator[RawSample]:

@@ -86,16 +86,16 @@ class Config(Settings):
     )
     ratio: list[float] = option([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
     crop_padding: int | None = option(
-        None, "pad the image with so many black pixels and crop its size; scale and ratio are not used then", WHOLE
+        None, "pad the image by so many black pixels, then crop to its size; scale and ratio are not used then", WHOLE
     )
     hflip: float = option(0.5, "probability of a horizontal flip", SHARE)
     color_jitter: float | None = option(0.3, "strength of colour jitter; auto_augment takes its place", NOT_NEGATIVE)
     auto_augment: str | None = option(
-        "rand-m9-mstd0.5-inc1", "timm's policy, such as RandAugment's; cifar10: AutoAugment's for that"
+        "rand-m9-mstd0.5-inc1", "timm's policy, such as RandAugment's; cifar10 is AutoAugment's for CIFAR-10"
     )
     re_prob: float = option(0.25, "probability of random erasing", SHARE)
     re_mode: str = option("pixel", "filling of the erased part", ("const", "rand", "pixel"))
-    repeats: int = option(3, "repeated augmentation: views of each image in an epoch, whose size stays", COUNT)
+    repeats: int = option(3, "repeated augmentation: views of each image in an epoch, which gets no longer", COUNT)
 
     # Loss
     smoothing: float = option(0.1, "label smoothing", BELOW_ONE, group="loss")
@@ -151,7 +151,7 @@ class Config(Settings):
     deterministic: bool = option(False, "use only deterministic algorithms of torch; an error where it has none")
     compress_gradients: bool = option(False, "average the processes' gradients in bfloat16, at half the traffic")
     fsdp: bool = option(
-        False, "share out weights, gradients and optimiser over the processes (FSDP2), for models too large for one GPU"
+        False, "shard weights, gradients and optimiser over the processes (FSDP2), for models too large for one GPU"
     )
     track: str | None = option(
         None,

@@ -143,7 +143,7 @@ def set_aside(run: Run, checkpoint: Path | None = None) -> Path | None:
     """
     if not run.has_begun():
         return None
-    # A file system without links has last.pt as a copy.
+    # On a file system without hard links, last.pt is a copy.
     if checkpoint and run.last.exists() and filecmp.cmp(checkpoint, run.last, shallow=checkpoint.samefile(run.last)):
         return None
     names = (run.path / f"before-{number}" for number in itertools.count(1))
