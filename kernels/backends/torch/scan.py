@@ -101,14 +101,12 @@ def _workspace(d: Any, spans: list[slice], fields: int) -> Tensor:
     when it is next written, a fifth of the time of a small scan.
     """
     shape = fields, spans[0].stop + 1, *d.initial_state.shape
-    size = math.prod(shape)
-    if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or size > 4 * SPAN_ELEMENTS:
+    if d.x.device.type != "cpu" or d.x.dtype != torch.float32 or math.prod(shape) > 4 * SPAN_ELEMENTS:
         return d.x.new_empty(shape)
-    if getattr(_kept, "room", None) is None or _kept.room.numel() < size:
-        # It outlives the call, so the call's default dtype and device and its inference mode must not reach it.
-        with torch.inference_mode(False):
-            _kept.room = torch.empty(size, dtype=torch.float32, device="cpu")
-    return _kept.room[:size].view(shape)
+    if not hasattr(_kept, "room"):
+        with torch.inference_mode(False):  # it outlives the call
+            _kept.room = torch.empty(4 * SPAN_ELEMENTS, dtype=torch.float32, device="cpu")
+    return _kept.room[: math.prod(shape)].view(shape)
 
 
 def _rows(value: Tensor) -> tuple[Tensor, ...]:
