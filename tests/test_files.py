@@ -260,6 +260,6 @@ def test_a_study_writes_over_no_table_of_others(tmp_path):
 
 def test_the_demos_shards_replace_none_of_the_same_name(tmp_path):
     (tmp_path / "val-000000.tar").write_text("mine")
-    with pytest.raises(UserError, match="holds other data than the digits; name another folder"):
+    with pytest.raises(UserError, match=r"other data than the digits .val-000000.tar.; name another folder"):
         shards.main(["digits", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["val-000000.tar"]
