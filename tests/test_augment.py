@@ -87,7 +87,7 @@ def test_operations_give_what_pil_gives(name):
         name, name.removesuffix("Increasing")
     )
     if known not in KINDS:
-        assert name in ("Desaturate", "GaussianBlur", "GaussianBlurRand"), f"{name} has no form for batches"
+        assert name in ("Desaturate", "GaussianBlur", "GaussianBlurRand"), f"{name} cannot run on batches"
         return
     flat, dark = Image.new("RGB", (20, 30), (9, 9, 200)), photo(3).point(lambda value: value // 9)
     for seed, image in enumerate([photo(1), photo(2, (64, 64)), flat, dark]):
@@ -211,7 +211,7 @@ def test_any_padding_that_tensors_know_is_that_of_pictures(options):
 
 def test_padding_with_a_colour_stays_whole():
     steps = [ResizeKeepRatio(20), RandomCrop(16, padding=4, fill=(1, 2, 3)), MaybeToTensor(), Normalize(MEAN, STD)]
-    with pytest.raises(UserError, match="RandomCrop.* has no form for batches"):
+    with pytest.raises(UserError, match="RandomCrop.* cannot run on batches"):
         split_transform(Compose(steps))
 
 

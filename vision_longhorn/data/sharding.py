@@ -214,7 +214,7 @@ def make_digits(out: str | os.PathLike[str]) -> None:
         make_shards(aside, "val", splits["val"], class_names, shard_size=180, source="digits")
         names = sorted(os.listdir(aside), key=lambda name: name == INDEX_NAMES[0])  # the index comes last
         if index is None and (others := filecmp.cmpfiles(aside, out, names, shallow=False)[1]):
-            raise DataError(f"{out} holds other data than the digits ({others[0]}); name another folder, or move it away")
+            raise DataError(f"{out} holds other data than the digits ({others[0]}); name another folder, or move it")
         for name in names:
             os.replace(os.path.join(aside, name), os.path.join(out, name))
 
