@@ -360,7 +360,7 @@ def test_ground_truth_that_cannot_be_told_is_refused(ilsvrc, tmp_path):
     whole = (tmp_path / "kit.tar.gz").read_bytes()
     for length in len(whole) // 2, len(whole) - 30:
         (tmp_path / "kit.tar.gz").write_bytes(whole[:length])
-        with pytest.raises(DataError, match="is no tar, or damaged or cut short"):
+        with pytest.raises(DataError, match="is no tar, or is damaged or cut short"):
             ground_truth(tmp_path / "kit.tar.gz")
     (data / "meta.mat").write_bytes((data / "meta.mat").read_bytes()[:100])
     with pytest.raises(UserError, match="meta.mat of .* is not accepted"):
