@@ -238,7 +238,7 @@ def _expand(spec: str) -> list[str]:
     if scheme and scheme[1].lower() not in ("http", "https") and not os.path.exists(spec):
         raise DataError(
             f"{spec!r}: {scheme[1]}: is refused, as it may run commands; give a path or an http(s) URL, or for a "
-            "pipe: also --allow-pipe (in Python allow_pipe=True), each time you train, resume or evaluate"
+            "pipe: give --allow-pipe (in Python allow_pipe=True), also to resume or evaluate a checkpoint"
         )
     found = []
     for url in _expand_braces(spec):
