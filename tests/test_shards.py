@@ -433,9 +433,9 @@ def test_digits_do_not_overwrite_other_data(folder, tmp_path):
     make(folder, tmp_path / "out")
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "val-000000.tar").write_bytes(b"mine")
-    for name, words in ("out", "other data than"), ("more", "other data than"):
+    for name in ("out", "more"):
         before = contents(tmp_path / name)
-        with pytest.raises(DataError, match=f"holds {words} the digits"):
+        with pytest.raises(DataError, match="holds other data than the digits"):
             make_digits(tmp_path / name)
         assert contents(tmp_path / name) == before
 
