@@ -243,7 +243,7 @@ def test_rows_and_columns_are_those_of_the_image_at_hand():
         plain = small(depth=2, img_size=(16, 40))
         plain.load_state_dict(other.state_dict())
         assert not torch.equal(plain(images), other(images))
-        with pytest.raises((AssertionError, ValueError), match="call it with rows="):
+        with pytest.raises((AssertionError, ValueError), match="give rows=N"):
             other.blocks(torch.randn(1, 11, other.embed_dim))
         features, (patches,) = other.forward_intermediates(images, indices=1, norm=True, output_fmt="NLC")
         assert torch.equal(features, other.forward_features(images))
