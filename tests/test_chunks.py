@@ -400,7 +400,7 @@ def test_a_probe_is_not_a_number_in_each_lane_that_is_another(emulated):
 @needs_interpreter
 @pytest.mark.parametrize("two_a_lane", (True, False), ids=("two-a-lane", "reversed"))
 def test_another_layout_gives_no_number(emulated, monkeypatch, two_a_lane):
-    """Of a Triton whose element r does not belong to lane r % 32, no output or gradient may look like one."""
+    """If Triton gave element r to another lane than r % 32, no output or gradient may look like a right one."""
     real = ptx_emulator.special
 
     def lanes(name, size):

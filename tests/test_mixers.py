@@ -256,7 +256,7 @@ def test_adapters_of_low_rank_reach_every_matrix():
 
 
 def test_the_mixer_stands_alone():
-    """Of any length, on its own, in a stack of somebody else's."""
+    """It takes any number of tokens, without a model, in a stack of somebody else's."""
     stack = nn.Sequential(nn.RMSNorm(24), BidirectionalMixer(24), nn.Linear(24, 5))
     assert [stack(torch.randn(2, length, 24)).shape for length in (1, 7)] == [(2, 1, 5), (2, 7, 5)]
 

@@ -420,7 +420,7 @@ def quick(folder, arguments, *more):
 def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_count(
     tmp_path, arguments, monkeypatch, more
 ):
-    """Of the 4 updates the first and the third have a bad loss: not a number, and infinite."""
+    """The first and the third of 4 updates have a bad loss: not a number, and infinite."""
     parts = 2 if "--grad-accum" in more else 1
     calls = itertools.count()
 
