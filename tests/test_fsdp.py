@@ -15,7 +15,7 @@ from test_resume import (  # noqa: F401  (four are fixtures)
     same_run,
     server,
 )
-from test_train import scalars, write_digits
+from test_train import SMALL, scalars, write_digits
 
 import eval as eval_script
 import train_imagenet
@@ -23,13 +23,16 @@ from vision_longhorn.checkpoint import load_checkpoint
 from vision_longhorn.errors import UserError
 from vision_longhorn.training.fsdp import shard
 
+# Channels that start with memories of their own, which shards must keep
+SPREAD = [*SMALL[2:], "rule=exact", "qk_norm=true", "beta_min=1e-3", "beta_max=0.1"]
+
 
 @pytest.fixture(scope="module")
 def words(arguments, tmp_path_factory):  # noqa: F811
     """Two epochs of 9 updates of two passes each; in the evaluation the processes have 2 batches and 1."""
     folder = write_digits(tmp_path_factory.mktemp("val"), "val", 9)
     return [*arguments, "--workers", "0", "--val-data", str(folder), "--val-samples", "9", "--batch-size", "4",
-            "--grad-accum", "2", "--clip-grad", "1"]  # fmt: skip
+            "--grad-accum", "2", "--clip-grad", "1", *SPREAD]  # fmt: skip
 
 
 def finished(folder, words):
