@@ -1,9 +1,11 @@
 """The models by name, registered with timm: Vision Longhorn and Vision Mamba (ViM), with their configurations."""
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from timm.models import _registry, build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._input import update_model_args
 
 from vision_longhorn.models.backbone import Block, VisionLonghorn
 from vision_longhorn.models.pretrained import checkpoint_filter_fn, fit_features
@@ -48,7 +50,10 @@ OLD_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "vlonghorn_base_exact": ("vlonghorn_base", dict(rule="exact")),
     "vlonghorn_base_shared": ("vlonghorn_base", dict(wiring="shared")),
 }
-_ALL = MODELS | {old: MODELS[name] | arguments for old, (name, arguments) in OLD_NAMES.items()}
+# What each name stands for
+DEFINITIONS = MODELS | {old: MODELS[name] | arguments for old, (name, arguments) in OLD_NAMES.items()}
+# Names that meant another model in version 0.1, whose files state no arguments of names: what that model is called now
+RENAMED: dict[str, str] = {}
 # Repository on the Hugging Face hub and file of the weights that the authors of Vision Mamba published
 _WEIGHTS = {
     "vim_tiny": ("hustvl/Vim-tiny-midclstok", "vim_t_midclstok_76p1acc.pth"),
@@ -72,13 +77,30 @@ def _cfg(name: str, img_size: int = 224, **_: Any) -> dict[str, Any]:
 default_cfgs = generate_default_cfgs(
     {
         f"{name}.{'in1k' if name in _WEIGHTS else 'untrained'}": _cfg(name, **arguments)
-        for name, arguments in _ALL.items()
+        for name, arguments in DEFINITIONS.items()
     }
 )
 
 
+def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all arguments of the model that `name` makes with those `given`: what files state.
+
+    With `all_arguments=True` among them the name adds none of its own, so that they make the same model even if the
+    name has another meaning by then. Of a model that is not ours they are those given.
+    """
+    given = {key: value for key, value in given.items() if value is not None}  # as timm does
+    own = DEFINITIONS.get(name.partition(".")[0])
+    return given if own is None or given.get("all_arguments") else {**own, **given, "all_arguments": True}
+
+
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
-    out_indices = kwargs.pop("out_indices", min(3, kwargs["depth"]))
+    cfg = kwargs.get("pretrained_cfg")
+    if isinstance(cfg, dict) and cfg.get("source") and "all_arguments" not in kwargs:  # a model folder of version 0.1
+        variant = RENAMED.get(variant, variant)
+    kwargs = all_arguments(variant, kwargs)
+    stated = {key: value for key, value in kwargs.items() if key in DEFINITIONS[variant] or key == "all_arguments"}
+    del kwargs["all_arguments"]
+    out_indices = kwargs.pop("out_indices", min(3, kwargs.setdefault("depth", 24)))
     model = build_model_with_cfg(
         VisionLonghorn,
         variant,
@@ -89,18 +111,19 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     )
     if not isinstance(model, VisionLonghorn):  # features_only=True
         model.register_load_state_dict_pre_hook(partial(fit_features, depth=kwargs["depth"]))
+    update_model_args(model, **stated)  # beside these, timm keeps what a user gives, for the folders that it writes
     return model
 
 
-def _register(name: str, arguments: dict[str, Any]) -> None:
+def _register(name: str) -> None:
     def model(pretrained: bool = False, **kwargs: Any) -> VisionLonghorn:
-        return _create(name, pretrained, **{**arguments, **kwargs})
+        return _create(name, pretrained, **kwargs)
 
     model.__name__ = model.__qualname__ = name
     globals()[name] = register_model(model)
 
 
-for _name, _arguments in _ALL.items():
-    _register(_name, _arguments)
+for _name in DEFINITIONS:
+    _register(_name)
 # timm lists no deprecated names. Its own function for them, `register_model_deprecations`, hands on no arguments.
 getattr(_registry, "_deprecated_models", {}).update({old: name for old, (name, _) in OLD_NAMES.items()})
