@@ -16,7 +16,7 @@ import train_imagenet
 from vision_longhorn import VisionLonghorn, hub
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
 from vision_longhorn.loading import load_model
-from vision_longhorn.models import vlonghorn
+from vision_longhorn.models import names
 from vision_longhorn.models.create import create_model
 from vision_longhorn.training.init import model_from_weights
 
@@ -76,7 +76,7 @@ def test_what_version_0_1_saved_under_a_name_opens_as_the_model_that_it_was(name
     file, folder = write_checkpoint(tmp_path / "best.pt", name, model), write_folder(tmp_path / "f", name, model)
     loaded = load_model(file)
     assert torch.equal(outputs(loaded.model), wanted)
-    assert loaded.name == loaded.model.pretrained_cfg["architecture"] == vlonghorn.RENAMED.get(name, name)
+    assert loaded.name == loaded.model.pretrained_cfg["architecture"] == names.RENAMED.get(name, name)
     opened = timm.create_model(f"local-dir:{folder}", pretrained=True)
     assert torch.equal(outputs(opened), wanted)
     for source in file, folder:  # by the name of then, and without the arguments that have to match
@@ -89,22 +89,20 @@ def test_what_version_0_1_saved_under_a_name_opens_as_the_model_that_it_was(name
 
 def other_meanings(monkeypatch):
     """Lets every name mean another model, with arguments that it did not set before."""
-    for own in vlonghorn.DEFINITIONS.values():
+    for own in names.DEFINITIONS.values():
         other = dict(mixer="longhorn", rule="delta", qk_norm=True, wiring="alternate", class_token="first")
         for key, value in {**other, "global_pool": "max", "scan_order": "rows", "embed_dim": 24, "depth": 3}.items():
             monkeypatch.setitem(own, key, value)
 
 
-@pytest.mark.parametrize("name", [*vlonghorn.DEFINITIONS])
+@pytest.mark.parametrize("name", [*names.DEFINITIONS])
 def test_a_folder_opens_as_it_was_written_whatever_its_name_means_later(name, tmp_path, monkeypatch):
     """Also one that timm writes by itself."""
     model = create_model(name, **GIVEN, num_classes=5)
     wanted = outputs(model)
     save_for_hf(model, str(tmp_path / "folder"), safe_serialization=True)
     stated = json.loads((tmp_path / "folder" / "config.json").read_text())["model_args"]
-    assert (
-        stated.items() >= {**vlonghorn.DEFINITIONS[name], **GIVEN, "img_size": [32, 32], "all_arguments": True}.items()
-    )
+    assert stated.items() >= {**names.DEFINITIONS[name], **GIVEN, "img_size": [32, 32], "all_arguments": True}.items()
     other_meanings(monkeypatch)
     assert create_model(name, **GIVEN).class_token == "first"
     opened = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_whole, read_json, written_aside
-from vision_longhorn.models.vlonghorn import RENAMED, all_arguments
+from vision_longhorn.models.names import RENAMED, all_arguments
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.loading import checkpoint_names, load_model
 from vision_longhorn.model_arguments import SIZES
 from vision_longhorn.models.create import create_model
-from vision_longhorn.models.vlonghorn import DEFINITIONS, RENAMED, all_arguments
+from vision_longhorn.models.names import DEFINITIONS, RENAMED, all_arguments
 from vision_longhorn.runs import run_file, timm_source
 
 
@@ -25,8 +25,9 @@ def model_from_weights(
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
     All other tensors of the file must match those of the model. `path` is a run's folder or checkpoint (its
-    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. The `class_names`
-    are the model's; where names are unknown (None), they are not compared.
+    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. Where it holds a
+    model of the same `name`, the name means what it meant there, but for what `kwargs` say. The `class_names` are the
+    model's; where names are unknown (None), they are not compared.
 
     Returns:
         (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.

@@ -32,7 +32,7 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, spelled
 from vision_longhorn.models.create import create_model
-from vision_longhorn.models.vlonghorn import RENAMED
+from vision_longhorn.models.names import RENAMED
 from vision_longhorn.settings import DIGITS
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import is_sharded
@@ -118,7 +118,7 @@ def build_model(
         if checkpoint:
             name, stated = stated_model(checkpoint, cfg.model)
             before = {key for key, value in checkpoint["config"]["model_kwargs"].items() if value is not None}
-            model = create_model(name, **{key: stated[key] for key in stated.keys() - before} | kwargs)
+            model = create_model(name or cfg.model, **{key: stated[key] for key in stated.keys() - before} | kwargs)
         elif cfg.init:
             model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
             accelerator.print(f"init    {loaded}")
