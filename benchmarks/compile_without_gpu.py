@@ -178,12 +178,13 @@ def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
 def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import projections
 
-    D, R, M = (768, 24, 56) if variant == "small" else (384, 16, 48)
-    x, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
+    D, R, M = (768, 24, 56) if variant.startswith("small") else (384, 16, 48)
+    dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
     x_proj = _tensor(2, M, D, dtype=dtype)
+    x = dx[:1] if variant.endswith("shared") else dx
     if dtype != torch.float32:  # which torch multiplies
-        projections.dt_proj_backward(x, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
-        projections.x_proj_backward(dlow, x, x_proj, torch.empty_like(x))
+        projections.dt_proj_backward(dx, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
+        projections.x_proj_backward(dlow, x, x_proj, dx)
 
 
 def scan_variants(rule: Rule) -> tuple[str, ...]:
@@ -203,7 +204,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
-    "projections": (compile_projections, ("small", "tiny")),
+    "projections": (compile_projections, ("small", "tiny", "small_shared", "tiny_shared")),
     "unit": (compile_unit, ("both_directions",)),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))

@@ -30,7 +30,7 @@ def _scan_macs(scan: Any) -> int:
 
 def _mix_macs(mix: Any) -> int:
     """Count the multiply-adds of a mixing: the convolution, the products with x_proj and dt_proj, and the scans."""
-    S, channels, _ = mix.conv_weight
+    S, _, channels = mix.x_proj
     per_token_A = mix.A_log is not None and len(mix.A_log) == 2
     states = (mix.x_proj[1] - mix.dt_proj[-1]) // (3 if per_token_A else 2)
     directions = S if mix.norm_weight is None else 2

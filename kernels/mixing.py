@@ -24,12 +24,15 @@ from .rules import get_rule
 class Mix(NamedTuple):
     """Inputs of one mixing. With S = 2 each direction has its own parameters, and the gated outputs are averaged. With
     S = 1 and `norm_weight` both directions share them, and the outputs are combined as in `backends.torch.norm`. With
-    S = 1 and no norms there is one direction, the forward one unless `reversed`."""
+    S = 1 and no norms there is one direction, the forward one unless `reversed`.
+
+    With `rows` the tokens are patches, row by row, and one convolution over their grid (`backends.torch.grid_conv`)
+    takes the place of the causal ones: all directions scan what it gives."""
 
     # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
-    conv_weight: Tensor            # (S, D, K), the last tap meets the present token
-    conv_bias: Tensor              # (S, D)
+    conv_weight: Tensor            # (S, D, K), the last tap meets the present token; with `rows` (1, D, K, K)
+    conv_bias: Tensor              # (S, D); with `rows` (1, D)
     x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
     dt_proj: Tensor                # (S, H, R), with H = D, 1 or N logits of a token
     dt_bias: Tensor                # (S, H)
@@ -40,6 +43,7 @@ class Mix(NamedTuple):
     eps: float                     # of the norms
     reversed: bool = False         # convolve and scan from the last token to the first
     qk_norm: bool = False          # keys and queries have unit length (`backends.torch.unit`)
+    rows: int = 0                  # of the grid of patches, for a convolution over it
     # fmt: on
 
     @property
@@ -47,13 +51,18 @@ class Mix(NamedTuple):
         return self.norm_weight is not None
 
     def kept_shape(self, save_states: bool) -> tuple[int, ...]:
-        """Return the shape in which the convolved x is kept, with the step sizes if each channel has its own; (0,) if
-        they are not kept. With norms, their input is kept instead."""
+        """Return the shape in which the convolved x is kept, and behind it the step sizes if each channel has its own;
+        (0,) if they are not kept. With norms, their input is kept instead."""
         if not save_states or get_rule(self.rule).kind != "decay" or self.shared:
             return (0,)
-        S, D, _ = self.conv_weight.shape
-        B, L, _ = self.xz.shape
-        return (2 if self.dt_proj.shape[1] == D else 1), S, B, L, D
+        (S, steps, _), (B, L, _), D = self.dt_proj.shape, self.xz.shape, self.D.shape[-1]
+        return len(self.conv_weight) + (S if steps == D else 0), B, L, D
+
+    def parts(self, kept: Tensor) -> list[Tensor]:
+        """Return the parts of what `kept_shape` is the shape of."""
+        if kept.ndim != 4 or self.shared:
+            return []
+        return [part for part in kept.tensor_split([len(self.conv_weight)]) if len(part)]
 
     @property
     def A_per_token(self) -> bool:
@@ -69,14 +78,15 @@ class Mix(NamedTuple):
         return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
-        """Make the scan over the convolved x (S, B, L, D), with step (S, B, L, H) and low (S, B, L, low_width). `step`
-        may also be at low rank, (S, B, L, width), with its projection (S, D, width)."""
+        """Make the scan over the convolved x (S or 1, B, L, D), with step (S, B, L, H) and low (S, B, L, low_width).
+        `step` may also be at low rank, (S, B, L, width), with its projection (S, D, width)."""
         k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
         z: Optional[Tensor] = self.xz.chunk(2, -1)[1]
         D, bias = self.D, self.dt_bias
         direction, combine = "both", "mean"
-        if len(self.conv_weight) == 1:
+        x = x.expand(len(low), *x.shape[1:])  # each set gets its own gradient, which the backward pass sums
+        if len(low) == 1:
             x, step, k, q, D, bias = x[0], step[0], k[0], q[0], D[0], bias[0]
             A = None if A is None else A[0]
             step_proj = None if step_proj is None else step_proj[0]
@@ -94,9 +104,17 @@ FIELDS = Mix._fields[:11]  # programs call the operator with arguments in this o
 
 def prepare(mix: Mix) -> Mix:
     """Check the shapes of `mix`, and make its tensors contiguous. (`check` looks at the inputs of the scan.)"""
-    S, D = (1 if mix.shared else min(2, len(mix.conv_weight))), mix.D.shape[-1]
+    S, D = (1 if mix.shared else min(2, len(mix.x_proj))), mix.D.shape[-1]
     _, steps, R = mix.dt_proj.shape
-    right = {"conv_weight": (S, D, mix.conv_weight.shape[-1]), "conv_bias": (S, D), "norm_weight": (2, D),
+    over_grid, L, K = mix.conv_weight.ndim == 4, mix.xz.shape[1], mix.conv_weight.shape[-1]
+    if bool(mix.rows > 0) != over_grid or (over_grid and L % mix.rows):
+        raise ValueError(
+            f"rows={mix.rows} with {L} tokens and conv_weight {tuple(mix.conv_weight.shape)}: for a convolution over "
+            "the grid of patches, (1, D, K, K), give the number of its rows, which divides that of the tokens; else 0"
+        )
+    odd = K // 2 * 2 + 1
+    taps = (1, D, odd, odd) if over_grid else (S, D, K)
+    right = {"conv_weight": taps, "conv_bias": taps[:2], "norm_weight": (2, D),
              "x_proj": (S, mix.x_proj.shape[1], D), "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D),
              "xz": (*mix.xz.shape[:2], 2 * D)}  # fmt: skip
     for name, shape in right.items():
@@ -144,6 +162,13 @@ def _rows(value: Tensor) -> Tensor:
     return value.flatten(1, 2)
 
 
+def _convolve(mix: Mix, x: Tensor, backend: Backend, *out: Tensor) -> Tensor:
+    """Return the convolved x, (S, B, L, D), or (1, B, L, D) over the grid; in `out` if given."""
+    if mix.rows:
+        return backend.grid_conv_forward(x, mix.conv_weight, mix.conv_bias, mix.rows, *out)
+    return backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *out)
+
+
 def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, out: Optional[Tensor] = None) -> Scan:
     """Make the scan over x. Compute its step sizes, in `out` if given, unless the backend takes them at low rank."""
     # Rules with A cannot use low-rank logits; test that first, or the decay rates are computed twice.
@@ -158,15 +183,16 @@ def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, o
 
 def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
-    (2, B, L, D) if norms follow, or the convolved x and the step sizes (1 or 2, S, B, L, D), or nothing."""
+    (2, B, L, D) if norms follow, or the convolved x and the step sizes (`Mix.kept_shape`), or nothing."""
     mix = prepare(mix)
     x, z = mix.xz.chunk(2, -1)
     B, L, _ = x.shape
     kept = x.new_empty(mix.kept_shape(save_states))
-    places = list(kept) if kept.ndim == 5 else []
-    x = backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *places[:1])
+    places = mix.parts(kept)
+    x = _convolve(mix, x, backend, *places[:1])
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
-    low = torch.bmm(_rows(x), x_proj.transpose(1, 2)).view(len(x), B, L, mix.low_width)
+    S = len(x_proj)
+    low = torch.bmm(_rows(x).expand(S, -1, -1), x_proj.transpose(1, 2)).view(S, B, L, mix.low_width)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -183,9 +209,9 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     dx, dz = dxz.chunk(2, -1)
     grads = {"xz": dxz}
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
-    convolved, step = (*kept, None, None)[:2] if kept.numel() and not mix.shared else (None, None)
+    convolved, step = (*mix.parts(kept), None, None)[:2]
     if convolved is None:
-        convolved = backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed)
+        convolved = _convolve(mix, x, backend)
     scan = _scan(mix, convolved, low, dt_proj, backend) if step is None else mix.scan(convolved, step, low)
     if mix.norm_weight is not None:
         dy, grads["norm_weight"] = backend.norm_backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
@@ -193,7 +219,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     dlow = low.new_empty(low.shape)  # contiguous, as the backend takes it
     dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
     found = ops.backward(scan, dy, None, saved, backend, dz, (dk, dq))
-    if len(mix.conv_weight) == 1:
+    if len(mix.x_proj) == 1:
         found = {name: value.unsqueeze(0) for name, value in found.items()}
     if mix.A_per_token:
         da = found["A"] * scan.A  # type: ignore[operator]
@@ -206,8 +232,9 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     dconvolved = _rows(found["x"])
     dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
-    grads["conv_weight"], grads["conv_bias"] = backend.conv_backward(
-        dconvolved.view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx, mix.reversed
+    given = dconvolved[: len(convolved)].view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx
+    grads["conv_weight"], grads["conv_bias"] = (
+        backend.grid_conv_backward(*given, mix.rows) if mix.rows else backend.conv_backward(*given, mix.reversed)
     )
     return grads | {"D": found["D"], "dt_bias": found["bias"]}
 
@@ -223,7 +250,7 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fields, (save_states, backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
     mix = prepare(Mix(*fields, *later))
     empty = mix.xz.new_empty
-    (S, D, _), (B, L, _) = mix.conv_weight.shape, mix.xz.shape
+    (S, _, D), (B, L, _) = mix.x_proj.shape, mix.xz.shape
     low = empty(S, B, L, mix.low_width)
     scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
@@ -244,7 +271,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
 
 
 _ARGUMENTS = arguments(Mix, FIELDS)
-_LATER = "bool reversed=False, bool qk_norm=False"  # programs of older versions do not give these
+_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0"  # programs of older versions do not give these
 _operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, {_LATER}", 4, _mix, _mix_shapes)
 define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
                  f"{_ARGUMENTS}, str backend, {_LATER}", 1, len(TENSORS), _mix_backward)  # fmt: skip

@@ -13,6 +13,34 @@ def plain_conv(p, i, x):
     return out / (1 + torch.exp(-out))
 
 
+def plain_grid_conv(p, x, rows):
+    weight, B, (L, D) = p["conv_weight"][0], len(x), x.shape[1:]
+    columns, reach = L // rows, weight.shape[1] // 2
+    grid, out = x.reshape(B, rows, columns, D), []
+    for row in range(rows):
+        for column in range(columns):
+            seen = [
+                weight[:, y - row + reach, z - column + reach] * grid[:, y, z]
+                for y in range(max(0, row - reach), min(rows, row + reach + 1))
+                for z in range(max(0, column - reach), min(columns, column + reach + 1))
+            ]
+            out.append(p["conv_bias"][0] + sum(seen))
+    out = torch.stack(out, 1)
+    return out / (1 + torch.exp(-out))
+
+
+def what_scans_read(p, x, mixer, rows=0):
+    """The convolved x for the scan ahead, and for the scan back with the tokens in reverse order."""
+    if mixer.needs_grid:
+        ahead = plain_grid_conv(p, x, rows)
+    else:
+        ahead = plain_conv(p, 0, x)
+        if mixer.wiring != "shared":
+            # The backward direction is a forward one that is shown the tokens in reverse order.
+            return ahead, plain_conv(p, len(p["D"]) - 1, x.flip(1))
+    return ahead, ahead.flip(1)
+
+
 def plain_scan(p, i, x, mixer):
     rank, N = mixer.dt_rank, mixer.d_state
     low = x @ p["x_proj"][i].t()
@@ -44,21 +72,18 @@ def plain_norm(x, weight):
     return x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5) * weight
 
 
-def plain_mixer(p, h, mixer):
+def plain_mixer(p, h, mixer, rows=0):
     x, z = (h @ p["in_proj.weight"].t()).chunk(2, -1)
     gate = z / (1 + torch.exp(-z))
+    ahead, back = what_scans_read(p, x, mixer, rows)
     if mixer.wiring == "shared":
-        x = plain_conv(p, 0, x)
-        forward, backward = plain_scan(p, 0, x, mixer), plain_scan(p, 0, x.flip(1), mixer).flip(1)
+        forward, backward = plain_scan(p, 0, ahead, mixer), plain_scan(p, 0, back, mixer).flip(1)
         y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
     elif mixer.wiring in ("forward", "alternate"):
-        x = x.flip(1) if mixer.reversed else x
-        y = plain_scan(p, 0, plain_conv(p, 0, x), mixer)
+        y = plain_scan(p, 0, back if mixer.reversed else ahead, mixer)
         y = (y.flip(1) if mixer.reversed else y) * gate
     else:
-        # The backward direction is a forward one that is shown the tokens in reverse order.
-        forward = plain_scan(p, 0, plain_conv(p, 0, x), mixer)
-        backward = plain_scan(p, 1, plain_conv(p, 1, x.flip(1)), mixer).flip(1)
+        forward, backward = plain_scan(p, 0, ahead, mixer), plain_scan(p, 1, back, mixer).flip(1)
         y = (forward * gate + backward * gate) / 2
     return y @ p["out_proj.weight"].t()
 
@@ -93,7 +118,8 @@ def plain_model(p, images, model):
     for i, block in enumerate(model.blocks):
         order = reading_order(block, rows, x.shape[1])
         h = plain_norm(x, p[f"blocks.{i}.norm.weight"])[:, order]
-        x = x + plain_mixer(of(f"blocks.{i}.mixer."), h, block.mixer)[:, torch.argsort(order)]
+        seen = patches.shape[3] if block.reads_columns else rows
+        x = x + plain_mixer(of(f"blocks.{i}.mixer."), h, block.mixer, seen)[:, torch.argsort(order)]
     tokens = list(plain_norm(x, p["norm.weight"]).unbind(1))
     if model.global_pool == "":
         x = torch.stack(tokens, 1)

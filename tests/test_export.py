@@ -75,8 +75,9 @@ def build(variant=VARIANTS["diagonal"], **options):
             dict(model_name="vim_test", wiring="shared", dynamic_img_pad=True, class_token="none", global_pool="max"),
             False,
         ),
+        (dict(model_name="vlonghorn_test", conv="grid", class_token="none", global_pool="avg"), True),
     ],
-    ids=("training", "overlapping patches", "padded"),
+    ids=("training", "overlapping patches", "padded", "grid"),
 )
 def test_compiled_model_takes_new_sizes_without_compiling_again(variant, training):
     model = build(variant, dynamic_img_size=True, depth=1).train(training)
@@ -108,8 +109,13 @@ def test_compiled_model_takes_new_sizes_without_compiling_again(variant, trainin
 
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(patch_stride=4, global_pool="avg"), dict(dynamic_img_pad=True, wiring="alternate")],
-    ids=("whole patches", "overlapping", "padded"),
+    [
+        dict(),
+        dict(patch_stride=4, global_pool="avg"),
+        dict(dynamic_img_pad=True, wiring="alternate"),
+        dict(conv="grid", class_token="none", global_pool="avg", scan_order="rows_columns"),
+    ],
+    ids=("whole patches", "overlapping", "padded", "grid"),
 )
 def test_exported_program_takes_any_image_size(options):
     model = build(dynamic_img_size=True, **options)

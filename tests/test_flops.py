@@ -43,22 +43,23 @@ def test_a_model_by_hand():
 @pytest.mark.parametrize(
     "options",
     [*(dict(rule=rule) for rule in NAMES), dict(rule="mamba", A_per_token=True), dict(wiring="shared"),
-     dict(wiring="alternate"), dict(beta="scalar")],
+     dict(wiring="alternate"), dict(beta="scalar"), dict(conv="grid")],
     ids=str,
 )  # fmt: skip
 def test_every_rule_and_wiring_forward_and_backward(options):
-    B, L, C, N, rank = 2, 5, 8, 3, 1
+    B, L, C, N, rank = 2, 6, 8, 3, 1
     sets = 1 if "wiring" in options else 2
     directions = 1 if options.get("wiring") == "alternate" else 2
     logits = N if options.get("rule") == "gla" else 1 if "beta" in options else 2 * C
     of_token = 3 if "A_per_token" in options else 2
-    inner = 2 * C * (4 + rank + of_token * N) + logits * rank  # convolution, x_proj; dt_proj
-    forward = B * L * (3 * C * 2 * C + sets * inner + directions * 3 * 2 * C * N)
+    taps = 3 * 3 if "conv" in options else 4 * sets
+    inner = 2 * C * (rank + of_token * N) + logits * rank  # x_proj; dt_proj
+    forward = B * L * (3 * C * 2 * C + 2 * C * taps + sets * inner + directions * 3 * 2 * C * N)
     mixer, h = BidirectionalMixer(C, d_state=N, **options), torch.randn(B, L, C, requires_grad=True)
-    assert macs(lambda: mixer(h)) == forward
-    assert macs(lambda: mixer(h).sum().backward()) == 3 * forward  # each factor of a product gets a gradient
+    assert macs(lambda: mixer(h, 2)) == forward
+    assert macs(lambda: mixer(h, 2).sum().backward()) == 3 * forward  # each factor of a product gets a gradient
     mixer, h = mixer.to("meta"), torch.empty(B, L, C, requires_grad=True, device="meta")
-    assert macs(lambda: mixer(h).sum().backward()) == 3 * forward
+    assert macs(lambda: mixer(h, 2).sum().backward()) == 3 * forward
 
 
 @pytest.mark.parametrize("rule", RULES)

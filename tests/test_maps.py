@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from plain_model import plain_conv, plain_mixer, plain_norm, reading_order
+from plain_model import plain_mixer, plain_norm, reading_order, what_scans_read
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 import vision_longhorn  # noqa: F401  (registers the models)
@@ -64,16 +64,14 @@ def plain_maps(model, images):
         back_to_rows = torch.argsort(order)
         h = h[:, order]
         inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
-        ahead = measured(p, 0, plain_conv(p, 0, inner), block.mixer)
-        # The backward direction is a forward one that is shown the tokens in reverse order.
+        seen = x.shape[1] // rows if block.reads_columns else rows
+        for_ahead, for_back = what_scans_read(p, inner, block.mixer, seen)
+        ahead = back = measured(p, 0, for_ahead, block.mixer)
         if block.mixer.wiring == "vim" or block.mixer.reversed:
-            last = len(p["D"]) - 1
-            back = [value.flip(1) for value in measured(p, last, plain_conv(p, last, inner.flip(1)), block.mixer)]
+            back = [value.flip(1) for value in measured(p, len(p["D"]) - 1, for_back, block.mixer)]
             ahead = back if block.mixer.reversed else ahead
-        else:
-            back = ahead
         found.append([torch.stack(pair, 1)[..., back_to_rows] for pair in zip(ahead, back)])
-        x = x + plain_mixer(p, h, block.mixer)[:, back_to_rows]
+        x = x + plain_mixer(p, h, block.mixer, seen)[:, back_to_rows]
     return [torch.stack(values) for values in zip(*found)]
 
 
@@ -95,6 +93,8 @@ OPTIONS = [
     dict(class_token="first"),
     dict(class_token="last", name="vim_test"),
     dict(class_token="none", global_pool="avg"),
+    dict(class_token="none", global_pool="avg", conv="grid", scan_order="rows_columns"),
+    dict(class_token="none", global_pool="avg", conv="grid", wiring="alternate"),
 ]
 
 

@@ -32,22 +32,22 @@ def build(backend="auto", dim=6, **options):
     return mixer
 
 
-def output_and_gradients(mixer, h, weight):
-    y = mixer(h)
+def output_and_gradients(mixer, h, weight, rows=0):
+    y = mixer(h, rows)
     return [y, *torch.autograd.grad((y.float() * weight).sum(), [h, *mixer.parameters()])]
 
 
-def expected_of(mixer, h, weight):
+def expected_of(mixer, h, weight, rows=0):
     plain = {name: value.detach().double().requires_grad_() for name, value in mixer.named_parameters()}
     h = h.detach().double().requires_grad_()
-    y = plain_mixer(plain, h, mixer)
+    y = plain_mixer(plain, h, mixer, rows)
     return [y, *torch.autograd.grad((y * weight).sum(), [h, *plain.values()])]
 
 
-def check(mixer, h, tolerance):
+def check(mixer, h, tolerance, rows=0):
     weight = torch.randn(h.shape, device=h.device)
     names = ["y", "h", *(name for name, _ in mixer.named_parameters())]
-    found = zip(names, output_and_gradients(mixer, h, weight), expected_of(mixer, h, weight))
+    found = zip(names, output_and_gradients(mixer, h, weight, rows), expected_of(mixer, h, weight, rows))
     errors = {name: relative_rms(value, right) for name, value, right in found}
     assert max(errors.values()) < tolerance, errors
 
@@ -80,6 +80,24 @@ def test_mixer_is_its_plain_description(backend, layout, update):
 def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, rule):
     mixer = build(backend, wiring=wiring, rule=rule, qk_norm=True)
     check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(),
+        dict(save_states=True),  # keeps x once, and the step sizes of both directions
+        dict(save_states=True, beta="scalar", d_conv=5),
+        dict(rule="exact", qk_norm=True),
+        dict(rule="mamba", A_per_token=True, d_conv=1),
+        dict(rule="mamba", save_states=True, wiring="alternate"),
+        dict(rule="gla", wiring="shared"),
+    ],
+    ids=str,
+)
+def test_mixer_over_the_grid_is_its_plain_description(backend, options):
+    check(build(backend, conv="grid", **options), torch.randn(2, 12, 6, requires_grad=True), 1e-5, rows=3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -121,24 +139,26 @@ def has_projection_kernels(backend, device):
     return backend == "triton" and (device == "cpu" or torch.cuda.get_device_capability()[0] == 9)
 
 
-def check_x_proj(backend, S, T, D, M, dtype, device):
-    """Against float64, and the same bits again."""
+def check_x_proj(backend, S, T, D, M, dtype, device, shared=False):
+    """Against float64, and the same bits again. `shared`: the sets have one x, whose gradient is the first dx."""
     torch.manual_seed(0)
-    x, dx = (torch.randn(S, T, D, device=device).to(dtype) for _ in range(2))
+    x, dx = (torch.randn(n, T, D, device=device).to(dtype) for n in (1 if shared else S, S))
     dlow = torch.randn(S, T, M, device=device).to(dtype)
     x_proj = (torch.randn(S, M, D, device=device) / D**0.5).to(dtype)
     found = []
     for _ in range(2):
         place = dx.clone()
         grad = get_backend(backend).x_proj_backward(dlow, x, x_proj, place)
-        found.append((torch.bmm(x, x_proj.mT), grad, place))
+        found.append((torch.bmm(x.expand_as(dx), x_proj.mT), grad, place[: len(x)]))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
     if has_projection_kernels(backend, device) and dtype != torch.float32 and D % 128 == 0 and M <= 64:
         assert grad.dtype == torch.float32
     x, dx, dlow, x_proj = (value.double() for value in (x, dx, dlow, x_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-    for value, right in zip(found[0], (x @ x_proj.mT, dlow.mT @ x, dx + dlow @ x_proj)):
+    right_dx = dx + dlow @ x_proj
+    right_dx = right_dx.sum(0, keepdim=True) if shared else right_dx
+    for value, right in zip(found[0], (x @ x_proj.mT, dlow.mT @ x, right_dx)):
         assert value.shape == right.shape
         assert relative_rms(value, right) < (tolerance if value.dtype == dtype else 1e-4)
 
@@ -151,6 +171,13 @@ def check_x_proj(backend, S, T, D, M, dtype, device):
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_the_projection_to_what_the_scan_wants_and_its_gradients(backend, S, T, D, M, dtype):
     check_x_proj(backend, S, T, D, M, dtype, "cpu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("T,D,M", [(200, 128, 48), (9, 256, 23), (9, 128, 72), (33, 100, 44), (0, 128, 8)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_projection_of_an_x_that_both_sets_share_and_its_gradients(backend, T, D, M, dtype):
+    check_x_proj(backend, 2, T, D, M, dtype, "cpu", shared=True)
 
 
 def check_dt_proj(backend, S, T, D, R, M, dtype, device):
@@ -214,10 +241,10 @@ def test_mixer_in_bfloat16(backend, wiring, dim, options, monkeypatch):
 
 def operator_inputs(update, layout, save_states):
     mixer = build(**update, **layout)
-    xz = torch.randn(2, 5, 2 * mixer.d_inner, requires_grad=True)
+    xz = torch.randn(2, 6, 2 * mixer.d_inner, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
             mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
-            *([True] if mixer.reversed else []))  # fmt: skip
+            *([mixer.reversed, False, 2] if mixer.needs_grid else [True] if mixer.reversed else []))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -227,6 +254,8 @@ def operator_inputs(update, layout, save_states):
         (UPDATES[1], LAYOUTS[3], False),
         (UPDATES[2], LAYOUTS[2], False),
         (UPDATES[0], LAYOUTS[6], True),
+        (UPDATES[0], dict(conv="grid"), True),
+        (UPDATES[1], dict(conv="grid", wiring="shared"), False),
     ],
     ids=str,
 )
@@ -245,11 +274,11 @@ def test_autocast_does_not_reach_inside():
     assert all(torch.equal(a, b) for a, b in zip((*plain, *grads), (*again, *grads_again)))
 
 
-@pytest.mark.parametrize("wiring", ("vim", "shared"))
-def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring):
+@pytest.mark.parametrize("wiring,conv", [("vim", "causal"), ("shared", "causal"), ("vim", "grid")])
+def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring, conv):
     kept, sets = {}, {"vim": 2, "shared": 1}[wiring]
     for save_states in (False, True):
-        mixer = build(dim=64, save_states=save_states, wiring=wiring)
+        mixer = build(dim=64, save_states=save_states, wiring=wiring, conv=conv)
         h = torch.randn(2, 40, 64, requires_grad=True)
         parameters = {value.data_ptr() for value in mixer.parameters()}
         sizes = []
@@ -260,13 +289,14 @@ def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring):
             return value
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-            mixer(h)
+            mixer(h, 5)
         kept[save_states] = sum(sizes)
     tokens, d_inner, width, N = 2 * 40, 128, 8, 4
     # h for in_proj, xz and the low-rank values for the mixing, y for out_proj; what the norms are given.
     outputs = 2 * d_inner if wiring == "shared" else 0
     assert kept[False] == tokens * (64 + 2 * d_inner + sets * (width + 2 * N) + outputs + d_inner)
-    convolved = 0 if wiring == "shared" else 2 * sets * d_inner  # and the step sizes
+    convs = 1 if conv == "grid" else sets
+    convolved = 0 if wiring == "shared" else (convs + sets) * d_inner  # and the step sizes
     assert kept[True] == kept[False] + 2 * (tokens // 8) * N * d_inner + tokens * convolved
 
 
@@ -300,6 +330,28 @@ def test_inputs_of_any_strides(backend):
             assert grad.is_contiguous()
 
 
+def test_a_grid_that_does_not_fit_is_named():
+    inputs = operator_inputs(UPDATES[0], dict(conv="grid"), False)
+    for rows in (4, 0, -2):
+        with pytest.raises(ValueError, match=rf"rows={rows} with 6 tokens .* number of its rows, which divides"):
+            torch.ops.vision_longhorn.mix(*inputs[:-1], rows)
+    even = (inputs[0], torch.ones(1, 12, 2, 2), *inputs[2:])
+    with pytest.raises(ValueError, match=r"conv_weight has shape \(1, 12, 2, 2\); .* must be \(1, 12, 3, 3\)"):
+        torch.ops.vision_longhorn.mix(*even)
+    causal = operator_inputs(UPDATES[0], LAYOUTS[0], False)
+    with pytest.raises(ValueError, match=r"rows=2 with 6 tokens and conv_weight \(2, 12, 4\)"):
+        torch.ops.vision_longhorn.mix(*causal, False, False, 2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_mixer_over_the_grid_gives_the_same_bits_again(backend):
+    mixer, h = build(backend, conv="grid"), torch.randn(2, 12, 6, requires_grad=True)
+    weight = torch.randn_like(h)
+    first = output_and_gradients(mixer, h, weight, 3)
+    for _ in range(20 if backend == "torch" else 2):
+        assert all(torch.equal(a, b) for a, b in zip(first, output_and_gradients(mixer, h, weight, 3)))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS[:3:2], ids=str)
 def test_two_directions_cannot_be_reversed(layout):
     with pytest.raises(ValueError, match="reversed=True is for one direction alone"):
@@ -313,6 +365,7 @@ def test_two_directions_cannot_be_reversed(layout):
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
     check_x_proj("triton", 2, T, D, M, dtype, "cuda")
+    check_x_proj("triton", 2, T, D, M, dtype, "cuda", shared=True)
 
 
 @pytest.mark.gpu
@@ -344,11 +397,22 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS[::2], ids=str)
-def test_gpu_mixing_gives_the_same_bits_again(layout):
-    mixer = build(dim=192, **layout).cuda()
-    h = torch.randn(16, 197, 192, device="cuda", requires_grad=True)
+@pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
+@pytest.mark.parametrize("update", UPDATES, ids=str)
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_gpu_mixer_over_the_grid_is_its_plain_description(wiring, update, dtype, tolerance):
+    for dim, shape in ((96, (3, 70, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
+        mixer = build(dim=dim, conv="grid", wiring=wiring, **update).to("cuda", dtype)
+        check(mixer, torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True), tolerance, rows=10)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("layout", [*LAYOUTS[::2], dict(conv="grid")], ids=str)
+def test_gpu_mixing_gives_the_same_bits_again(layout, dtype):
+    mixer = build(dim=192, **layout).cuda().to(dtype)
+    h = torch.randn(16, 196, 192, device="cuda", dtype=dtype, requires_grad=True)
     weight = torch.randn_like(h)
-    first = output_and_gradients(mixer, h, weight)
-    for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(first, output_and_gradients(mixer, h, weight)))
+    first = output_and_gradients(mixer, h, weight, 14)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, output_and_gradients(mixer, h, weight, 14)))

@@ -203,6 +203,51 @@ def test_model_that_reads_rows_and_columns_is_its_plain_description(class_token,
     compare_with_plain_model(model, torch.randn(2, 3, 16, 40))
 
 
+GRID = dict(conv="grid", class_token="none", global_pool="avg")
+
+
+@pytest.mark.parametrize("wiring,rule", [("vim", "diagonal"), ("shared", "exact"), ("alternate", "diagonal")])
+@pytest.mark.parametrize("scan_order", ("rows", "rows_columns"))
+def test_model_with_one_convolution_over_the_grid_is_its_plain_description(wiring, rule, scan_order):
+    options = dict(img_size=(16, 40), depth=4, embed_dim=16, d_state=3, scan_order=scan_order, wiring=wiring, rule=rule)
+    compare_with_plain_model(small(**options, **GRID), torch.randn(2, 3, 16, 40))
+
+
+def test_a_convolution_over_the_grid_is_that_of_the_image_at_hand():
+    options = dict(scan_order="rows_columns", depth=2, **GRID)
+    model = small(**options, dynamic_img_size=True)
+    other = small(**options, img_size=(16, 40))
+    other.load_state_dict({**model.state_dict(), "pos_embed": other.pos_embed})
+    images = torch.randn(2, 3, 16, 40)
+    with torch.no_grad():
+        other.pos_embed.copy_(resample_pos_embed(model.pos_embed, "none", (4, 4), (2, 5)))
+        expected = other(images)
+        assert torch.equal(model(images), expected)
+        features, (patches,) = model.forward_intermediates(images, indices=1, norm=True, output_fmt="NLC")
+        assert torch.equal(features, model.forward_features(images)) and torch.equal(patches, features)
+        with pytest.raises((AssertionError, ValueError), match="give rows=N"):
+            other.blocks(torch.randn(1, 10, other.embed_dim))
+        traced = torch.jit.trace(other, images[:1])
+        torch.testing.assert_close(traced(images), expected)
+        other.set_input_size((40, 16))
+        assert other(images.transpose(2, 3)).isfinite().all()
+    found = []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        found.append(gradients(model, images))
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
+def test_a_convolution_over_the_grid_changes_the_number_of_parameters_by_its_own():
+    inner, depth = 2 * 192, 24
+    causal = {key: value for key, value in GRID.items() if key != "conv"}
+    for wiring, lost in (("vim", 2 * inner * 5), ("alternate", inner * 5)):
+        fewer = parameters("vlonghorn_tiny", wiring=wiring, **causal) - parameters(
+            "vlonghorn_tiny", wiring=wiring, **GRID
+        )
+        assert fewer == depth * (lost - inner * 10)
+
+
 @pytest.mark.parametrize(("family", "own"), [("vlonghorn", {"rule": "exact"}), ("vim", {})])
 def test_cross_models_are_what_the_study_compares(family, own):
     given = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
@@ -429,6 +474,10 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(beta_min=0.0, beta_max=1.0), "beta_min=0.0"),
         (dict(mixer="mamba", beta_min=0.1, beta_max=0.2), "rule='mamba'"),
         (dict(rule="gla", beta_min=0.1, beta_max=0.2), "rule='gla'"),
+        (dict(conv="patches"), "conv='patches'"),
+        (dict(GRID, d_conv=4), "d_conv=4 with conv='grid'"),
+        (dict(GRID, wiring="forward"), "use conv='causal'"),
+        (dict(conv="grid"), "class_token='none'"),
     ],
 )
 def test_options_that_are_wrong_are_named(options, words):
@@ -480,6 +529,8 @@ def check_uniform(value, bound):
 def check_initialisation(model):
     depth, dim = len(model.blocks), model.embed_dim
     for value in (model.pos_embed, model.cls_token, model.head.weight):
+        if value is None:
+            continue
         assert abs(value.std() / 0.02 - 1) < (0.15 if value.numel() < 1000 else 0.03)
         assert value.abs().max() < 0.02 * 6
     fan_in = model.patch_embed.proj.weight[0].numel()
@@ -492,7 +543,8 @@ def check_initialisation(model):
         check_uniform(mixer.in_proj.weight, dim**-0.5)
         check_uniform(mixer.x_proj, mixer.d_inner**-0.5)
         check_uniform(mixer.dt_proj, mixer.dt_rank**-0.5)
-        check_uniform(mixer.conv_weight, 0.5)
+        check_uniform(mixer.conv_weight, 1 / 3 if mixer.needs_grid else 0.5)
+        assert 0 < mixer.conv_bias.abs().max() <= (1 / 3 if mixer.needs_grid else 0.5)
         check_uniform(mixer.out_proj.weight, (mixer.d_inner * depth) ** -0.5)
         assert torch.equal(mixer.D, torch.ones_like(mixer.D))
         if mixer.rule == "mamba":
@@ -515,6 +567,7 @@ def check_initialisation(model):
 def test_initialisation(name):
     torch.manual_seed(0)
     check_initialisation(timm.create_model(name, depth=6))
+    check_initialisation(timm.create_model(name, depth=6, **GRID))
 
 
 SPREAD = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1)
@@ -539,7 +592,7 @@ def test_channels_start_with_memories_that_differ_however_a_model_is_made(again)
 
 
 @pytest.mark.parametrize(
-    "name,options", [("vlonghorn_tiny_shared", {}), ("vim_tiny", {}), ("vlonghorn_tiny", SPREAD)], ids=str
+    "name,options", [("vlonghorn_tiny_shared", {}), ("vim_tiny", GRID), ("vlonghorn_tiny", SPREAD)], ids=str
 )
 def test_model_made_without_memory_is_initialised_later(name, options):
     with torch.device("meta"):
@@ -555,7 +608,14 @@ def test_model_made_without_memory_is_initialised_later(name, options):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(beta="scalar"), dict(mixer="mamba", wiring="shared")],
+    [
+        dict(),
+        dict(mixer="mamba"),
+        dict(wiring="shared"),
+        dict(beta="scalar"),
+        GRID,
+        dict(mixer="mamba", wiring="shared"),
+    ],
 )
 def test_only_matrices_are_decayed(options):
     model = small(**options)
@@ -597,7 +657,7 @@ def test_layer_decay_follows_depth():
 # Precision
 
 
-@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(rule="exact")])
+@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(rule="exact"), GRID])
 def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options):
     model, images, target = small(**options), torch.randn(4, 3, 32, 32), torch.arange(4)
     residuals = []
@@ -729,7 +789,9 @@ def test_reset_classifier_and_pruning():
     torch.testing.assert_close(tokens[:, [i for i in range(17) if i != 8]], expected.flatten(2).transpose(1, 2))
 
 
-@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(wiring="alternate")])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(wiring="alternate"), GRID]
+)
 def test_weights_survive_their_file(options, tmp_path):
     model, images = small(**options).eval(), torch.randn(2, 3, 32, 32)
     torch.save(model.state_dict(), tmp_path / "weights.pth")

@@ -27,6 +27,7 @@ MODELS = {
     "longhorn": dict(),
     "exact": dict(rule="exact", beta="scalar", wiring="alternate"),
     "mamba": dict(mixer="mamba", wiring="shared"),
+    "grid": dict(conv="grid", class_token="none", global_pool="avg"),
 }
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++"))
@@ -315,15 +316,16 @@ def test_exported_model_gives_the_same_for_every_batch_size(kind):
 @pytest.mark.parametrize("kind", MODELS)
 def test_mixer_traces_with_fx(kind):
     torch.manual_seed(0)
-    mixer = create_mixer(**{"mixer": "longhorn", "dim": 16} | MODELS[kind]).eval()
+    options = {key: value for key, value in MODELS[kind].items() if key not in ("class_token", "global_pool")}
+    mixer = create_mixer(**{"mixer": "longhorn", "dim": 16} | options).eval()
     traced = torch.fx.symbolic_trace(mixer)
     assert any(
         node.target in (torch.ops.vision_longhorn.mix, torch.ops.vision_longhorn.mix.default)
         for node in traced.graph.nodes
     )
-    for shape in ((2, 9, 16), (3, 5, 16)):
+    for rows, shape in ((3, (2, 9, 16)), (5, (3, 5, 16))):
         tokens = torch.randn(*shape)
-        assert torch.equal(traced(tokens), mixer(tokens))
+        assert torch.equal(traced(tokens, rows), mixer(tokens, rows))
 
 
 @pytest.mark.parametrize("kind", MODELS)

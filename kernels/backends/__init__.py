@@ -1,7 +1,7 @@
 """The backends as objects. `Backend` is torch's; `triton.backend.TritonBackend` computes the same on a GPU."""
 
 from ..contract import Scan
-from .torch import conv, norm, projections, scan, unit
+from .torch import conv, grid_conv, norm, projections, scan, unit
 
 
 class Backend:
@@ -16,6 +16,8 @@ class Backend:
     saved_shape = staticmethod(scan.saved_shape)
     conv_forward = staticmethod(conv.forward)
     conv_backward = staticmethod(conv.backward)
+    grid_conv_forward = staticmethod(grid_conv.forward)
+    grid_conv_backward = staticmethod(grid_conv.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
     unit_forward = staticmethod(unit.forward)

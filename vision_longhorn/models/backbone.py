@@ -45,7 +45,12 @@ class Block(nn.Module):
         class_token: its place among the tokens, "middle", "first", "last" or "none".
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mixer_args: options of the mixer, and `index`, the number of this block in the model.
+
+    Raises:
+        ValueError: the mixer uses the grid of patches, and there is a class token.
     """
+
+    needs_grid: Final[bool]
 
     def __init__(
         self,
@@ -65,20 +70,31 @@ class Block(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype)
         self.grid_conv = GridConv(dim, grid_conv, class_token, device=device, dtype=dtype) if grid_conv else None
         self.mixer = create_mixer(mixer, dim, eps=eps, device=device, dtype=dtype, **mixer_args)
+        self.needs_grid = bool(getattr(self.mixer, "needs_grid", False))
+        if self.needs_grid and class_token != "none":
+            raise ValueError(
+                f"class_token={class_token!r} with a mixer over the grid of patches, where a class token has no place: "
+                "use class_token='none'"
+            )
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
         """Map tokens (B, L, dim) to (B, L, dim). A block that uses the grid of patches needs its number of `rows`."""
         h = self.norm(x.to(self.norm.weight.dtype))
-        if self.reads_columns or self.grid_conv is not None:
+        if self.reads_columns or self.needs_grid or self.grid_conv is not None:
             _assert(rows > 0, "this block needs the grid of patches: give rows=N, the number of its rows")
         if self.grid_conv is not None:
             h = self.grid_conv(h, rows)
+        rows_read = rows
         if self.reads_columns:
-            columns = (h.shape[1] - (0 if self.class_token == "none" else 1)) // rows
-            h = turn_patches(self.mixer(turn_patches(h, rows, self.class_token)), columns, self.class_token)
+            h = turn_patches(h, rows, self.class_token)
+            rows_read = (h.shape[1] - (0 if self.class_token == "none" else 1)) // rows  # the columns of the image
+        if self.needs_grid:
+            h = self.mixer(h, rows_read)
         else:
             h = self.mixer(h)
+        if self.reads_columns:
+            h = turn_patches(h, rows_read, self.class_token)
         return x + self.drop_path(h)
 
 
@@ -108,8 +124,8 @@ class VisionLonghorn(nn.Module):
         residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision.
         dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
-        mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, d_conv,
-            expand, dt_rank, rule, wiring, beta, save_states.
+        mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, conv,
+            d_conv, expand, dt_rank, rule, wiring, beta, save_states.
 
     Raises:
         TypeError: the mixer has no such option.

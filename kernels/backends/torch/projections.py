@@ -34,9 +34,12 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 
 def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
     """Return the gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M). The gradient of x
-    is added to dx (S, T, D). All are contiguous."""
+    (S, T, D) is added to dx (S, T, D). If all sets share one x (1, T, D), the sum of their dx comes to stand in the
+    first. All are contiguous."""
     dx.baddbmm_(dlow, projection)
-    return _weight_grad(dlow, x)
+    for other in dx[len(x) :]:
+        dx[0].add_(other)
+    return _weight_grad(dlow, x.expand_as(dx))
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:

@@ -88,28 +88,41 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 @kernel()
 def _x_proj_backward_kernel(
     dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
-    D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
+    D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. MB is M or more; sums is
-    (S, parts, M, D)."""
+    """Takes tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels; those of SHARED sets with
+    one x. MB is M or more; sums is (S, parts, M, D)."""
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
     s = tl.program_id(2).to(tl.int64)
     m = tl.arange(0, MB)
-    proj = operand(tl.load(proj_ptr + (s * M + m[:, None]) * D + d, mask=m[:, None] < M, other=0))  # (MB, BD)
-    sums = tl.zeros([BD, MB], tl.float32)
+    projs = ()
+    sums = ()
+    for j in tl.static_range(SHARED):
+        at = proj_ptr + ((s + j) * M + m[:, None]) * D + d
+        projs = projs + (operand(tl.load(at, mask=m[:, None] < M, other=0)),)  # (MB, BD)
+        sums = sums + (tl.zeros([BD, MB], tl.float32),)
     for tile in tl.range(part, (tokens + BT - 1) // BT, parts, num_stages=STAGES):
         token = tile * BT + tl.arange(0, BT)[:, None]
         there = token < tokens
         row = s * tokens + token  # (BT, 1), int64
-        dlow = operand(tl.load(dlow_ptr + row * M + m[None, :], mask=there & (m[None, :] < M), other=0))  # (BT, MB)
         x = operand(tl.load(x_ptr + row * D + d, mask=there, other=0))  # (BT, BD)
-        sums = tl.dot(tl.trans(x), dlow, sums)
         dx = tl.load(dx_ptr + row * D + d, mask=there, other=0).to(tl.float32)
-        dx = tl.dot(dlow, proj, dx)
+        new = ()
+        for j in tl.static_range(SHARED):
+            of_set = row + j * tokens
+            dlow = tl.load(dlow_ptr + of_set * M + m[None, :], mask=there & (m[None, :] < M), other=0)  # (BT, MB)
+            dlow = operand(dlow)
+            new = new + (tl.dot(tl.trans(x), dlow, sums[j]),)
+            if j > 0:
+                dx += tl.load(dx_ptr + of_set * D + d, mask=there, other=0).to(tl.float32)
+            dx = tl.dot(dlow, projs[j], dx)
+        sums = new
         tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=there)
-    at = sums_ptr + ((s * parts + part) * M + m[:, None]) * D + d
-    tl.store(at, tl.trans(sums), mask=m[:, None] < M)
+    for j in tl.static_range(SHARED):
+        at = sums_ptr + (((s + j) * parts + part) * M + m[:, None]) * D + d
+        tl.store(at, tl.trans(sums[j]), mask=m[:, None] < M)
 
 
 def _takes(tokens: Tensor, *others: Tensor) -> bool:
@@ -127,7 +140,7 @@ def _parts(tokens: Tensor, tile: int, blocks: int) -> int:
 
 def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
     """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be float32."""
-    (S, T, D), M = x.shape, dlow.shape[2]
+    (S, T, M), D = dlow.shape, x.shape[2]
     if M > _WIDEST or not _takes(x, dlow, dx):
         return plain.x_proj_backward(dlow, x, projection, dx)
     tokens, channels = _X_TILE
@@ -135,9 +148,9 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> 
     parts = _parts(x, tokens, blocks)
     sums = x.new_empty(S, parts, M * D, dtype=torch.float32)
     with torch.cuda.device_of(x):
-        _x_proj_backward_kernel[(parts, blocks, S)](
+        _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
-            BT=tokens, STAGES=_STAGES, num_warps=8)  # fmt: skip
+            BT=tokens, SHARED=S // len(x), STAGES=_STAGES, num_warps=8)  # fmt: skip
     return sum_sequences(sums)[0].view(S, M, D)
 
 

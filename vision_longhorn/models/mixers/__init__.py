@@ -7,7 +7,9 @@ arguments as it takes: `residual_layers` (blocks whose outputs add up), `eps` (o
 - `reset_parameters()`; without it, those of its parts are called,
 - `NO_WEIGHT_DECAY`, names of parameters that no optimiser should decay,
 - `describe()`, a few words for a model card,
-- `forgetting_and_write(h)`, if it keeps a state that `vision_longhorn.maps` can show.
+- `needs_grid`, True if its tokens are patches whose grid it uses: `forward` is then given their number of rows as well,
+  and the model has no class token,
+- `forgetting_and_write(h)`, if it keeps a state that `vision_longhorn.maps` can show; it is given what `forward` is.
 """
 
 import inspect

@@ -18,6 +18,7 @@ from vision_longhorn.kernels.mixing import token_facts
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 WIRINGS = ("vim", "shared", "forward", "alternate")
+CONVS = ("causal", "grid")
 BETAS = ("vector", "scalar")
 
 
@@ -29,6 +30,19 @@ def _beta_range(rule: str, low: Optional[float], high: Optional[float]) -> Optio
     if low is None or high is None or not 0 < low <= high < 1:
         raise ValueError(f"beta_min={low}, beta_max={high}; give both, with 0 < beta_min <= beta_max < 1")
     return low, high
+
+
+def _conv_shape(conv: str, width: Optional[int], wiring: str, sets: int, channels: int) -> tuple[int, ...]:
+    """Return the shape of the convolution's weight. `width` is None for its default."""
+    check_option("conv", conv, CONVS)
+    if conv == "causal":
+        return sets, channels, 4 if width is None else width
+    width = 3 if width is None else width
+    if wiring == "forward":
+        raise ValueError("conv='grid' with wiring='forward', where no token may see a later one: use conv='causal'")
+    if width < 1 or width % 2 == 0:
+        raise ValueError(f"d_conv={width} with conv='grid': give an odd number of patches, such as 3")
+    return 1, channels, width, width
 
 
 class BidirectionalMixer(nn.Module):
@@ -47,10 +61,14 @@ class BidirectionalMixer(nn.Module):
 
     Parameters of the directions are stacked along a leading axis of 2 ("vim") or 1, so that one product serves both.
 
+    With conv="grid" the tokens are patches, row by row, and one convolution over their grid, which has no direction,
+    takes the place of the causal ones: both directions scan what it gives. Such a mixer is called with the number of
+    rows, and has no place for a class token.
+
     Args:
         dim: width of the tokens.
         d_state: state size N per channel.
-        d_conv: width of the convolution, in tokens.
+        d_conv: width of the convolution; 4 tokens if None, or with conv="grid" 3 patches, where it must be odd.
         expand: inner width over `dim`.
         dt_rank: rank of the step-size head; ceil(dim / 16) if None.
         rule: the update, one of `kernels.rules.NAMES`.
@@ -67,6 +85,7 @@ class BidirectionalMixer(nn.Module):
         qk_norm: divide keys and queries (Mamba's B and C) by their lengths, as `kernels.recurrent_scan` does.
         beta_min, beta_max: draw each channel's initial beta log-uniformly from this range, so that their memories
             differ from the start. 0 < beta_min <= beta_max < 1; None for 0.5 everywhere. (Only rules with a beta.)
+        conv: "causal", a convolution along the scan of each set of parameters, or "grid".
 
     Raises:
         ValueError: an option's value is not known, or the rule cannot have it.
@@ -76,7 +95,7 @@ class BidirectionalMixer(nn.Module):
         self,
         dim: int,
         d_state: int = 16,
-        d_conv: int = 4,
+        d_conv: Optional[int] = None,
         expand: int = 2,
         dt_rank: Optional[int] = None,
         rule: str = "diagonal",
@@ -92,6 +111,7 @@ class BidirectionalMixer(nn.Module):
         qk_norm: bool = False,
         beta_min: Optional[float] = None,
         beta_max: Optional[float] = None,
+        conv: str = "causal",
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
@@ -113,12 +133,14 @@ class BidirectionalMixer(nn.Module):
         self.qk_norm = qk_norm
         self.sets = sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
+        self.needs_grid = conv == "grid"
+        taps = _conv_shape(conv, d_conv, wiring, sets, d_inner)
         steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
         of_token = 3 if A_per_token else 2  # key, query, and perhaps A
 
         self.in_proj = nn.Linear(dim, 2 * d_inner, bias=False, **dd)
-        self.conv_weight = nn.Parameter(torch.empty(sets, d_inner, d_conv, **dd))
-        self.conv_bias = nn.Parameter(torch.empty(sets, d_inner, **dd))
+        self.conv_weight = nn.Parameter(torch.empty(*taps, **dd))
+        self.conv_bias = nn.Parameter(torch.empty(*taps[:2], **dd))
         self.x_proj = nn.Parameter(torch.empty(sets, dt_rank + of_token * d_state, d_inner, **dd))
         self.dt_proj = nn.Parameter(torch.empty(sets, steps, dt_rank, **dd))
         self.dt_bias = nn.Parameter(torch.empty(sets, steps, **dd))
@@ -136,7 +158,7 @@ class BidirectionalMixer(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise as the official Mamba and Longhorn blocks do (design: docs/models.md)."""
         self.in_proj.reset_parameters()
-        bound = self.conv_weight.shape[-1] ** -0.5
+        bound = self.conv_weight[0, 0].numel() ** -0.5
         nn.init.uniform_(self.conv_weight, -bound, bound)
         nn.init.uniform_(self.conv_bias, -bound, bound)
         bound = self.d_inner**-0.5  # what kaiming_uniform_(a=sqrt(5)) gives each direction's own matrix
@@ -158,24 +180,29 @@ class BidirectionalMixer(nn.Module):
         nn.init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
         self.out_proj.weight.div_(math.sqrt(self.residual_layers))
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, rows: int = 0) -> Tensor:
+        """Map tokens (B, L, dim) to (B, L, dim). With conv="grid" they are patches in `rows` rows."""
         # Call the operator itself, not a wrapper: torch.fx and TorchScript trace operators only.
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
-            self.reversed, self.qk_norm,
+            self.reversed, self.qk_norm, rows if self.needs_grid else 0,
         )  # fmt: skip
         return self.out_proj(y)
 
-    def forgetting_and_write(self, h: Tensor) -> Tensor:
-        """Compute forgetting and write strength of tokens (B, L, dim), as `vision_longhorn.maps` defines them:
+    def forgetting_and_write(self, h: Tensor, rows: int = 0) -> Tensor:
+        """Compute forgetting and write strength of what `forward` is given, as `vision_longhorn.maps` defines them:
         (2, B, 2, L). The last 2 are the directions, which are equal if there is a single scan."""
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         xz = self.in_proj(h)
         with torch.autocast(h.device.type, enabled=False):
             x = xz.chunk(2, -1)[0].to(wide)
             weight, bias = self.conv_weight.contiguous(), self.conv_bias.contiguous()
-            x = get_backend("torch").conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
+            backend = get_backend("torch")
+            if self.needs_grid:
+                x = backend.grid_conv_forward(x, weight, bias, rows)  # (1, B, L, D)
+            else:
+                x = backend.conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
             step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log, self.qk_norm)
             found = get_rule(self.rule).maps(step, k, A)
         return found.expand(2, 2, -1, -1).transpose(1, 2)
@@ -183,11 +210,13 @@ class BidirectionalMixer(nn.Module):
     def describe(self) -> str:
         """Describe the mixer for a model card."""
         name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
-        return f"{name}, state size {self.d_state}, {self.wiring} wiring"
+        conv = ", convolution over the grid" if self.needs_grid else ""
+        return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}"
 
     def extra_repr(self) -> str:
         reversed = ", reversed" if self.reversed else ""
-        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}"
+        conv = ", conv=grid" if self.needs_grid else ""
+        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{conv}"
 
 
 @wraps(BidirectionalMixer, assigned=(), updated=())  # the signature, by which a model knows the options

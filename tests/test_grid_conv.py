@@ -1,0 +1,112 @@
+"""The convolution over the grid of patches inside the mixer: both backends against the plain loop and autograd in
+float64, the Triton kernels interpreted on the CPU and, marked `gpu`, at full size on a GPU."""
+
+import itertools
+
+import pytest
+import torch
+from plain_model import plain_grid_conv
+from scan_cases import relative_rms
+from test_short_conv import BACKENDS, TOLERANCE, half
+from vision_longhorn.kernels.dispatch import get_backend
+
+
+def make(B, rows, columns, D, K, dtype, *, device="cpu", seed=0):
+    """x, weight and dy of values that `dtype` holds, and bias; float64."""
+    generator = torch.Generator(device=device).manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, device=device, dtype=torch.float32)
+
+    x, dy = (draw(*lead, B, rows * columns, D).to(dtype).double() for lead in ((), (1,)))
+    return x, draw(1, D, K, K).double() / K, draw(1, D).double() * 0.5, dy
+
+
+def run(backend, x, weight, bias, dy, rows, dtype, *, weights=torch.float32, shift=0):
+    """y and the gradients, with views for x and dx, and what the views must leave alone."""
+    D = x.shape[-1]
+    _, x = half(x, dtype, shift)
+    whole, dx = half(torch.full_like(x, float("nan")), dtype, shift)
+    weight, bias = weight.to(weights), bias.to(weights)
+    backend = get_backend(backend)
+    y = backend.grid_conv_forward(x, weight, bias, rows)
+    dweight, dbias = backend.grid_conv_backward(dy.to(dtype), x, weight, bias, dx, rows)
+    assert y.is_contiguous() and y.dtype == dtype
+    assert dweight.dtype == dbias.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert bool((whole[..., :shift] == 7).all() and (whole[..., shift + D :] == 7).all()), "dx wrote beside its view"
+    place = torch.full_like(y, float("nan"))
+    assert torch.equal(backend.grid_conv_forward(x, weight, bias, rows, place), y) and torch.equal(place, y)
+    return {"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}
+
+
+def compare(got, x, weight, bias, dy, rows, dtype):
+    leaves = [value.requires_grad_() for value in (x, weight, bias)]
+    y = plain_grid_conv({"conv_weight": weight, "conv_bias": bias}, x, rows)[None]
+    expected = dict(zip(("y", "dx", "dweight", "dbias"), (y.detach(), *torch.autograd.grad(y, leaves, dy))))
+    for name, value in got.items():
+        assert value.shape == expected[name].shape, (name, value.shape)
+    found = {name: relative_rms(value, expected[name]) for name, value in got.items()}
+    assert max(found.values()) <= TOLERANCE[dtype], (tuple(x.shape), tuple(weight.shape), rows, dtype, found)
+
+
+def check(backend, B, rows, columns, D, K, dtype, **options):
+    inputs = make(B, rows, columns, D, K, dtype)
+    compare(run(backend, *inputs, rows, dtype, **options), *inputs, rows, dtype)
+
+
+GRIDS = ((1, 1), (1, 7), (7, 1), (2, 2), (3, 5), (6, 4))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("D", (1, 33, 64, 72))
+def test_values_and_gradients(backend, dtype, D):
+    """Every D with every K, and with grids that go round."""
+    grids = itertools.cycle(GRIDS[D % 5 :] + GRIDS[: D % 5])
+    for K, (rows, columns) in zip((1, 3, 5, 3), grids):
+        check(backend, 2, rows, columns, D, K, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows,columns", GRIDS)
+def test_grids(backend, rows, columns):
+    for K in (3, 7) if rows == 3 else (3,):
+        check(backend, 2, rows, columns, 5, K, torch.float32)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_unaligned_views_and_weights_of_low_precision(backend, dtype):
+    x, weight, bias, dy = make(2, 3, 5, 64, 3, dtype)
+    inputs = x, weight.bfloat16().double(), bias.bfloat16().double(), dy, 3
+    compare(run(backend, *inputs, dtype, weights=torch.bfloat16, shift=3), *inputs, dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_and_saturated_activations(backend):
+    check(backend, 1, 6, 6, 64, 3, torch.float16)
+    x, weight, bias, dy = make(2, 3, 4, 64, 3, torch.float32)
+    inputs = x, weight, bias.sign() * 300, dy, 3  # exp(300) is beyond float32
+    got = run(backend, *inputs, torch.float32)
+    assert all(bool(value.isfinite().all()) for value in got.values())
+    compare(got, *inputs, torch.float32)
+
+
+def test_float64():
+    check("torch", 2, 3, 5, 6, 3, torch.float64, weights=torch.float64)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("B", (0, 2))
+def test_strides_in_any_order(backend, B):
+    """x and dx whose sequences lie inside one another, (L, B, D) in memory."""
+    x, weight, bias, dy = make(B, 2, 4, 16, 3, torch.float32)
+    turned = x.float().transpose(0, 1).contiguous().transpose(0, 1)
+    dx = torch.empty_like(turned)
+    assert B == 0 or not dx.is_contiguous()
+    backend = get_backend(backend)
+    y = backend.grid_conv_forward(turned, weight.float(), bias.float(), 2)
+    dweight, dbias = backend.grid_conv_backward(dy.float(), turned, weight.float(), bias.float(), dx, 2)
+    assert B or not dweight.any() and not dbias.any()
+    if B:
+        compare({"y": y, "dx": dx, "dweight": dweight, "dbias": dbias}, x, weight, bias, dy, 2, torch.float32)
