@@ -200,7 +200,7 @@ def test_sums_of_parts():
 @pytest.mark.parametrize("wiring, sets", [("vim", 2), ("shared", 1), ("alternate", 1)])
 def test_budget_from_the_dimensions(wiring, sets):
     with torch.device("meta"):
-        model = timm.create_model("vlonghorn_tiny", wiring=wiring, depth=3)
+        model = timm.create_model("vlonghorn_tiny_paper", wiring=wiring, depth=3)
     # Projections of 192 to 2 x 384, 384 to 12 + 2 x 16 and 12 to 384 for each set, and 384 to 192.
     products = 192 * 768 + sets * 384 * (12 + 32) + sets * 12 * 384 + 384 * 192
     found = profile_model.products_ms(model.blocks, 100, 1e9, 1e30, training=True)

@@ -35,7 +35,7 @@ def test_a_model_by_hand():
     C, D, L, N, rank, taps = 192, 384, 197, 16, 12, 4
     projections = L * (C * 2 * D + D * C)  # in, out
     direction = L * D * (taps + (rank + 2 * N) + rank + 3 * N)  # convolution, x_proj, dt_proj, decay + write + read-out
-    found, _ = model_macs("vlonghorn_tiny")
+    found, _ = model_macs("vlonghorn_tiny_paper")
     assert found == 196 * (3 * 16 * 16) * C + 24 * (projections + 2 * direction) + C * 1000
     assert round(found / 1e9, 2) == 1.47
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_whole, read_json, written_aside
-from vision_longhorn.models.names import RENAMED, all_arguments
+from vision_longhorn.models.names import RENAMED, all_arguments, former_name
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -116,6 +116,6 @@ def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.Pa
         raise UserError(
             f"{path} holds another model ({checkpoint.get('arch', 'of unknown name')}): {len(wrong)} tensors do not "
             f"fit, such as {key}, {theirs.get(key, 'absent')} in the file, {ours.get(key, 'absent')} in the model; "
-            "give the model and model_kwargs it was trained with"
+            f"give the model and model_kwargs it was trained with{former_name(model)}"
         )
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))
