@@ -102,7 +102,7 @@ def test_counters_of_a_traced_graph_and_of_tensors_are_told_the_same(options):
 def test_the_table_of_names_has_what_the_models_have():
     lines = MODELS.read_text(encoding="utf-8").splitlines()
     rows = [line.strip("|").split("|") for line in lines if re.match(r"\| `v\w+_\*.* \| \d", line)]
-    assert len(rows) == 7
+    assert len(rows) == 6
     for name, *cells in rows:
         wiring = re.search(r'wiring="(\w+)"', name)
         options = dict(wiring=wiring[1]) if wiring else {}

@@ -4,8 +4,7 @@ A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name 
 arguments, those that the name stood for included), "num_classes", "state_dict", "state_dict_ema" (where weights are
 averaged), "class_names" and "display_names" (by index; None where the data have none), "config" (the run's settings),
 "facts" (what else its bits depend on), and `Trainer`'s own state. The names of weights are timm's, so
-`timm.create_model(arch, num_classes=num_classes, **model_args, checkpoint_path=FILE)` takes the file as it is, with its
-averaged weights.
+`timm.create_model(arch, **model_args, checkpoint_path=FILE)` takes the file as it is, with its averaged weights.
 """
 
 import argparse

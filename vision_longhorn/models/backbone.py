@@ -101,7 +101,7 @@ class Block(nn.Module):
 class VisionLonghorn(nn.Module):
     """Patches, a class token among them, a stack of bidirectional state-space blocks, norm, head.
 
-    With the default arguments this is Vision Longhorn tiny; `mixer="mamba"` makes it Vision Mamba (ViM).
+    With the default arguments this is `vlonghorn_tiny_paper`; `mixer="mamba"` makes it Vision Mamba (ViM).
 
     Args:
         img_size: height and width of the images, or one number for both.

@@ -4,45 +4,63 @@ from collections.abc import Mapping
 from typing import Any
 
 _TEST: dict[str, Any] = dict(img_size=96, embed_dim=64, depth=4)
-_SIZES: dict[str, dict[str, Any]] = {
-    "tiny": dict(embed_dim=192, depth=24),
-    "small": dict(embed_dim=384, depth=24),
-    "base": dict(embed_dim=768, depth=24),
-}
-# What names may say of a mixer: of Longhorn, and of what Mamba has, too
-OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv")
+_TINY: dict[str, Any] = dict(embed_dim=192, depth=24)
+_SMALL: dict[str, Any] = dict(embed_dim=384, depth=24)
+_BASE: dict[str, Any] = dict(embed_dim=768, depth=24)
 _MAMBA: dict[str, Any] = dict(mixer="mamba")
-# The best that is known to stand around a mixer, and the best Longhorn in it. Whoever changes them changes what some
-# names below mean, but no file, as files state all arguments. Names that say paper, and vim without best, stay.
+# The best that is known to stand around a mixer, and the best Longhorn in it. A change of these is one of what names
+# mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
 _TRUNK: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
 _BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1, **_TRUNK)
-# The trunk of the names with cross, which version 0.1 listed
-_CROSS: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
+_FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
+# What names may say of a mixer: of Longhorn, and of what Mamba has, too
+OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv")
 
 # Arguments of each model that timm lists
-MODELS: dict[str, dict[str, Any]] = {"vlonghorn_test": _TEST, "vim_test": _TEST | _MAMBA}
-# Older names, which timm does not list: for each, the listed name and the arguments that make the same model. Old
-# checkpoints, model folders and configs use them, and a model made by one keeps it.
-OLD_NAMES: dict[str, tuple[str, dict[str, Any]]] = {}
+MODELS: dict[str, dict[str, Any]] = {
+    "vlonghorn_test": _TEST,
+    "vlonghorn_tiny": _TINY | _BEST,
+    "vlonghorn_tiny_fast": _TINY | _FAST,
+    "vlonghorn_tiny_paper": _TINY,
+    "vlonghorn_small": _SMALL | _BEST,
+    "vlonghorn_small_fast": _SMALL | _FAST,
+    "vlonghorn_small_paper": _SMALL,
+    "vlonghorn_base": _BASE | _BEST,
+    "vlonghorn_base_fast": _BASE | _FAST,
+    "vlonghorn_base_paper": _BASE,
+    "vim_test": _TEST | _MAMBA,
+    "vim_tiny": _TINY | _MAMBA,
+    "vim_tiny_best": _TINY | _MAMBA | _TRUNK,
+    "vim_tiny_stride8": _TINY | _MAMBA | dict(patch_stride=8),
+    "vim_small": _SMALL | _MAMBA,
+    "vim_small_best": _SMALL | _MAMBA | _TRUNK,
+    "vim_small_stride8": _SMALL | _MAMBA | dict(patch_stride=8),
+    "vim_base": _BASE | _MAMBA,
+    "vim_base_best": _BASE | _MAMBA | _TRUNK,
+}
+# Names that version 0.1 listed or made, and timm does not list: for each, the listed name and the arguments that make
+# the same model. Old checkpoints, model folders and configs use them, and a model made by one keeps it.
+_CROSS: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
+OLD_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "vlonghorn_tiny_cross": ("vlonghorn_tiny_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_tiny_exact": ("vlonghorn_tiny_paper", dict(rule="exact")),
+    "vlonghorn_tiny_shared": ("vlonghorn_tiny_paper", dict(wiring="shared")),
+    "vlonghorn_small_cross": ("vlonghorn_small_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_small_exact": ("vlonghorn_small_paper", dict(rule="exact")),
+    "vlonghorn_small_shared": ("vlonghorn_small_paper", dict(wiring="shared")),
+    "vlonghorn_base_cross": ("vlonghorn_base_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_base_exact": ("vlonghorn_base_paper", dict(rule="exact")),
+    "vlonghorn_base_shared": ("vlonghorn_base_paper", dict(wiring="shared")),
+    "vim_tiny_cross": ("vim_tiny", _CROSS),
+    "vim_small_cross": ("vim_small", _CROSS),
+    "vim_base_cross": ("vim_base", _CROSS),
+}
 # Names that meant another model in version 0.1, whose files state no arguments of names: what that model is called now
-RENAMED: dict[str, str] = {}
-for _size, _own in _SIZES.items():
-    MODELS |= {
-        f"vlonghorn_{_size}": _own | _BEST,
-        f"vlonghorn_{_size}_fast": _own | _BEST | dict(wiring="alternate"),
-        f"vlonghorn_{_size}_paper": _own,
-        f"vim_{_size}": _own | _MAMBA,
-        f"vim_{_size}_best": _own | _MAMBA | _TRUNK,
-    }
-    OLD_NAMES |= {
-        f"vlonghorn_{_size}_cross": (f"vlonghorn_{_size}_paper", dict(rule="exact", **_CROSS)),
-        f"vlonghorn_{_size}_exact": (f"vlonghorn_{_size}_paper", dict(rule="exact")),
-        f"vlonghorn_{_size}_shared": (f"vlonghorn_{_size}_paper", dict(wiring="shared")),
-        f"vim_{_size}_cross": (f"vim_{_size}", _CROSS),
-    }
-    RENAMED[f"vlonghorn_{_size}"] = f"vlonghorn_{_size}_paper"
-for _size in "tiny", "small":
-    MODELS[f"vim_{_size}_stride8"] = _SIZES[_size] | _MAMBA | dict(patch_stride=8)
+RENAMED = {
+    "vlonghorn_tiny": "vlonghorn_tiny_paper",
+    "vlonghorn_small": "vlonghorn_small_paper",
+    "vlonghorn_base": "vlonghorn_base_paper",
+}
 # What each name stands for
 DEFINITIONS = MODELS | {old: MODELS[name] | arguments for old, (name, arguments) in OLD_NAMES.items()}
 
