@@ -7,8 +7,12 @@ import pytest
 import torch
 from plain_model import plain_grid_conv
 from scan_cases import relative_rms
-from test_short_conv import BACKENDS, TOLERANCE, half
+from test_short_conv import BACKENDS, half
+from test_short_conv import TOLERANCE as ONE_ROUNDING
 from vision_longhorn.kernels.dispatch import get_backend
+
+# Two kernels follow each other, and the interpreter cuts bfloat16's digits off instead of rounding.
+TOLERANCE = ONE_ROUNDING | {torch.bfloat16: 2e-2}
 
 
 def make(B, rows, columns, D, K, dtype, *, device="cpu", seed=0):
