@@ -101,7 +101,7 @@ def _grid_conv_kernel(
             pre += weights[n] * window[n]
         if GRAD:
             silu, out = gate(dy, pre, PTX)
-            total += tl.where(there, out, 0.0)
+            total += out  # 0 beyond the last column, as dy is
         else:
             out = pre * reciprocal(1.0 + tl.exp2(pre * -LOG2E), PTX)
         tl.store(y_ptr + at + row.to(tl.int64) * (columns * D), out.to(y_ptr.dtype.element_ty), mask=there)
