@@ -49,7 +49,7 @@ def work(args: argparse.Namespace) -> None:
     )
     accelerator = setup.start_processes(cfg, Path())
     device, gpu = accelerator.device, accelerator.device.type == "cuda"
-    model, _ = setup.build_model(cfg, CLASSES, accelerator, resuming=False)
+    model, _ = setup.build_model(cfg, CLASSES, accelerator, checkpoint=None)
     if cfg.fsdp:
         shard(accelerator, model, compress_gradients=cfg.compress_gradients)
     optimizer = setup.build_optimizer(cfg, model, cfg.lr)

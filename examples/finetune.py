@@ -17,7 +17,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 
 import vision_longhorn  # noqa: F401, registers the models
-from vision_longhorn.checkpoint import load_checkpoint
+from vision_longhorn.checkpoint import load_checkpoint, stated_model
 
 SIZE, PATCH = (32, 40), 8
 
@@ -37,12 +37,12 @@ def odd_or_even():
 def load(path):
     """Loads the checkpoint at `path`, with averaged weights if it has any, for two classes and images of SIZE."""
     checkpoint = load_checkpoint(path)
+    name, arguments = stated_model(checkpoint)
     return timm.create_model(
-        checkpoint["arch"],
+        name,
         pretrained=True,
-        num_classes=2,
         pretrained_cfg_overlay=dict(file=path, num_classes=checkpoint["num_classes"]),
-        **{**checkpoint["config"]["model_kwargs"], "img_size": SIZE, "patch_size": PATCH},
+        **{**arguments, "num_classes": 2, "img_size": SIZE, "patch_size": PATCH},
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lab.recall_config import RecallConfig
 from vision_longhorn.errors import UserError, nearest, one_line
+from vision_longhorn.models.names import DEFINITIONS, RENAMED, all_arguments
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.training.config import Config, read_config_file
 
@@ -27,6 +28,7 @@ IMAGES = {**RECALL, **SETTING, "weights": str, "pair": list, "contrasts": dict, 
 CONTRAST = {"plus": list, "minus": list, "over": int}
 REMEDIES: dict[Any, str] = {dict: "`key: value` pairs", list: "a list", str: "a word", int: "a whole number"}
 REMEDIES[int, list] = "a number or a list"
+OPTIONS = ("rule", "qk_norm", "beta_min", "beta_max")  # of mixers, in definitions of names; others are for images
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # The settings that a training step's speed depends on
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
@@ -56,19 +58,21 @@ class Arm:
     def key(self) -> str:
         """Eight hexadecimal digits that stand for its data's name and its settings. Defaults are left out, so that a
         new field of the config changes no key."""
-        usual = type(self.config)().values()
-        values = {key: value for key, value in self.config.decisive(self.settings()).items() if value != usual[key]}
+        usual, settings = type(self.config)().values(), spelled(self.settings())
+        values = {key: value for key, value in self.config.decisive(settings).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
     @cached_property
     def speed_key(self) -> str:
         """A key of only those settings that the speed of a training step depends on."""
-        return _digest({key: value for key, value in self.settings().items() if key in STEP})
+        return _digest({key: value for key, value in spelled(self.settings()).items() if key in STEP})
 
     def settings(self) -> Mapping:
-        """Returns the effective settings, without the seed and what concerns only the machine or the run's files."""
+        """Returns the effective settings, without the seed and what concerns only the machine or the run's files. They
+        state all arguments of the model."""
         left_out = {*self.config.named("host", "writing"), "seed"}
-        return {key: value for key, value in self.config.values().items() if key not in left_out}
+        values = {key: value for key, value in self.config.values().items() if key not in left_out}
+        return {**values, "model_kwargs": all_arguments(values.get("model", ""), values["model_kwargs"])}
 
     @property
     def images_per_epoch(self) -> int:
@@ -118,6 +122,23 @@ class Study:
         """Lists the sides of images, in pixels, at which an arm's final weights are evaluated image by image."""
         native = [arm.config.model_kwargs.get("img_size", 224)] if arm.variant in self.pair else []
         return sorted({*native, *self.resolutions})
+
+
+def spelled(settings: Mapping) -> Mapping:
+    """Spells the model in settings so that its key outlives a change of names: by the family and size in its name, and
+    by all arguments in which it differs from what that meant in version 0.1.
+
+    Settings that do not state all arguments are of records of version 0.1.
+    """
+    name: str = settings.get("model", "")
+    stated: Mapping = settings["model_kwargs"]
+    if "all_arguments" not in stated:
+        stated = all_arguments(RENAMED.get(name, name), stated)
+    if "all_arguments" not in stated:  # a mixer, or a model of timm's own
+        return settings
+    kind = "_".join(name.partition(".")[0].split("_")[:2])
+    then = all_arguments(RENAMED.get(kind, kind), {})
+    return {**settings, "model": kind, "model_kwargs": {k: v for k, v in stated.items() if then.get(k) != v}}
 
 
 def label_of(setting: str, variant: str) -> str:
@@ -273,10 +294,14 @@ def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) ->
 def _recall_config(whole: Mapping, parts: tuple[Mapping, ...], _: Mapping) -> RecallConfig:
     """Makes the settings of a variant's mixer in a language model."""
     values, model = _merge(RecallConfig, {}, parts), whole.get("model", "vlonghorn")
-    mixer = values["model_kwargs"].pop("mixer", MIXERS.get(model.partition("_")[0]))
+    kwargs = values["model_kwargs"]
+    if "mixer" not in kwargs:  # that of the name, as the name has it
+        own = {key: value for key, value in DEFINITIONS.get(model, {}).items() if key in OPTIONS}
+        kwargs = {"mixer": MIXERS.get(model.partition("_")[0]), **own, **kwargs}
+    mixer = kwargs.pop("mixer")
     if mixer is None:
         raise UserError(f"model is {model!r}: recall takes the mixers of vlonghorn_* and vim_*")
-    return RecallConfig(**{**values, "mixer": mixer})
+    return RecallConfig(**{**values, "model_kwargs": kwargs, "mixer": mixer})
 
 
 def _merge(kind: Any, values: Mapping, parts: tuple[Mapping, ...]) -> Mapping:

@@ -49,7 +49,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
 def _make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
     """Makes the trainer's update, without loader, schedule and log."""
     classes, side = cfg.num_classes or 1000, cfg.model_kwargs.get("img_size", 224)
-    model, ema = setup.build_model(cfg, classes, accelerator, resuming=False)
+    model, ema = setup.build_model(cfg, classes, accelerator, checkpoint=None)
     mixup, criterion = setup.build_loss(cfg, classes)
     optimizer = setup.build_optimizer(cfg, model, cfg.lr)
     images = torch.randn(cfg.batch_size, 3, side, side, device=accelerator.device)

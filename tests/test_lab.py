@@ -35,9 +35,11 @@ from vision_longhorn.data.places import open_shards
 from vision_longhorn.data.sharding import make_digits
 from vision_longhorn.data.tars import read_shard
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.names import DEFINITIONS, RENAMED
 from vision_longhorn.train import load_config
 from vision_longhorn.training import trainer
 
+STUDY_RESULTS = REPOSITORY / "benchmarks" / "results" / "study"
 PROCESSES = multiprocessing.get_context("forkserver")
 
 # Models of 4 tokens, and data of which an epoch is 6 updates.
@@ -521,6 +523,48 @@ def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():
         known = Known(Path("nowhere"))
         known.configs[base.key] = base.settings()
         known.check([arm])  # the same bits
+
+
+def test_a_key_is_that_of_the_model_whatever_its_name_means(monkeypatch):
+    def keys(content):
+        arm = of(content)["pairs"].arms[0]
+        return arm.key, arm.speed_key
+
+    base = keys(TINY)
+    stated = of(TINY)["pairs"].arms[0].settings()
+    meaning = {**DEFINITIONS["vlonghorn_test"], "rule": "exact"}
+    by_hand = keys(changed(*PLACE, model_kwargs={**PAIRS["model_kwargs"], "rule": "exact"}))
+    assert by_hand[0] != base[0] and by_hand[1] != base[1]
+    monkeypatch.setitem(DEFINITIONS, "vlonghorn_test", meaning)
+    monkeypatch.setitem(DEFINITIONS, "vlonghorn_test_exact", meaning)
+    # What keys leave out is what the family and size meant in version 0.1.
+    monkeypatch.setitem(DEFINITIONS, "vlonghorn_test_then", {k: v for k, v in meaning.items() if k != "rule"})
+    monkeypatch.setitem(RENAMED, "vlonghorn_test", "vlonghorn_test_then")
+    assert keys(TINY) == keys(changed("variants", longhorn={"model": "vlonghorn_test_exact"})) == by_hand
+    content = changed("variants", longhorn={"model": "vlonghorn_test_then"})
+    assert keys(content) == base
+    then, known = of(content)["pairs"].arms[0], Known(Path("nowhere"))
+    version_0_1 = {**stated, "model_kwargs": then.config.model_kwargs}
+    for record in stated, version_0_1:  # both say what `then` says now
+        known.configs[then.key] = record
+        known.check([then])
+    known.configs[then.key] = of(TINY)["pairs"].arms[0].settings()
+    with pytest.raises(UserError, match="an earlier result of it had model_kwargs"):
+        known.check([then])
+
+
+@pytest.mark.parametrize("file", sorted(STUDY_RESULTS.glob("*.json")), ids=lambda file: file.stem)
+def test_the_shipped_studies_find_their_records(file):
+    content = json.loads(file.read_text())
+    arms = {(arm.setting, arm.variant): arm for arm in read_studies()[content["study"]].arms}
+    assert {(arm["setting"], arm["variant"]): arm["key"] for arm in content["arms"]} == {
+        place: arm.key for place, arm in arms.items()
+    }
+    known = Known(Path("nowhere"), [file])
+    known.check(arms.values())
+    for arm in arms.values():
+        if arm.data:
+            assert sum(value.numel() for value in build(arm).parameters()) == known.parameters[arm.key]
 
 
 def test_runs_go_by_seeds_first_so_that_a_part_of_them_compares():

@@ -20,9 +20,9 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.models.create import create_model
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import BidirectionalMixer
+from vision_longhorn.models.names import OLD_NAMES
 from vision_longhorn.models.pos_embed import resample_pos_embed
 from vision_longhorn.models.tokens import join_class
-from vision_longhorn.models.vlonghorn import OLD_NAMES
 
 COUNTS = {
     "vim_tiny": 7_148_008,

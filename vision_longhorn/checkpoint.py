@@ -1,9 +1,11 @@
 """Checkpoints: weights in files, and what else a run saves with them.
 
-A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "num_classes",
-"state_dict", "state_dict_ema" (where weights are averaged), "class_names" and "display_names" (by index; None where the
-data have none), "config" (the run's settings), "facts" (what else its bits depend on), and `Trainer`'s own state. The
-names are timm's, so `timm.create_model(NAME, checkpoint_path=FILE)` takes the file as it is, with its averaged weights.
+A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name of the model), "model_args" (all its
+arguments, those that the name stood for included), "num_classes", "state_dict", "state_dict_ema" (where weights are
+averaged), "class_names" and "display_names" (by index; None where the data have none), "config" (the run's settings),
+"facts" (what else its bits depend on), and `Trainer`'s own state. The names of weights are timm's, so
+`timm.create_model(arch, num_classes=num_classes, **model_args, checkpoint_path=FILE)` takes the file as it is, with its
+averaged weights.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_whole, read_json, written_aside
+from vision_longhorn.models.names import RENAMED, all_arguments
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -71,6 +74,25 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(weights, dict) or not any(map(torch.is_tensor, weights.values())):
         raise UserError(f"{path} holds no weights: give a .pt file of a run, or a state dict")
     return checkpoint
+
+
+def stated_model(checkpoint: dict[str, Any], name: str | None = None) -> tuple[str | None, dict[str, Any]]:
+    """Returns the name of the model in a checkpoint, and its arguments, for `create_model`.
+
+    A checkpoint that states no arguments of its name is of version 0.1, and means what the name meant then. A `name`
+    from the user is taken as it is, with what the run's user gave, unless it is the name of a run's own model.
+    """
+    arch, config = checkpoint.get("arch"), checkpoint.get("config")
+    given = (config.get("model_kwargs") or {}) if isinstance(config, dict) else {}
+    if name is not None and (name != arch or config is None):
+        return name, given
+    stated = checkpoint.get("model_args")
+    if isinstance(stated, dict) and stated.get("all_arguments"):
+        return arch, stated
+    if not isinstance(arch, str):
+        return None, given
+    name = RENAMED.get(arch.partition(".")[0], arch)
+    return name, all_arguments(name, given)
 
 
 def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.PathLike[str], ema: bool = False) -> None:

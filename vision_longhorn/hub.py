@@ -135,10 +135,9 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     check_output("folder", folder)
     model, checkpoint = load_run(path)
     model.pretrained_cfg["license"] = license
-    arguments = checkpoint["config"]["model_kwargs"]
     try:
         with written_aside(folder) as aside:
-            save_for_hf(model, str(aside), _labels(checkpoint), arguments, safe_serialization=True)
+            save_for_hf(model, str(aside), _labels(checkpoint), safe_serialization=True)
             # timm writes the number of classes twice, beside the model's arguments and among them; transformers would
             # pass on both.
             file = aside / "config.json"

@@ -46,7 +46,7 @@ def load_model(
         **model_kwargs: Arguments of the model; they override the source's.
     """
     # Commands import this module before they read their command line, which need not wait for torch.
-    from vision_longhorn.checkpoint import load_checkpoint, load_weights
+    from vision_longhorn.checkpoint import load_checkpoint, load_weights, stated_model
     from vision_longhorn.data.transforms import input_settings
     from vision_longhorn.models.create import create_model
 
@@ -60,14 +60,14 @@ def load_model(
         return Loaded(model, name, "pretrained", settings, *model_names(model, name), model_kwargs, {}, None)
     file = run_file(source)
     checkpoint = load_checkpoint(file)
-    config, name = checkpoint.get("config", {}), name or checkpoint.get("arch")
+    config, (name, stated) = checkpoint.get("config", {}), stated_model(checkpoint, name)
     if name is None:
         raise UserError(
             f"{file} does not say which model it holds: give a checkpoint of train_imagenet.py, or its --model NAME"
         )
-    model_kwargs = {**config.get("model_kwargs", {}), **model_kwargs}
+    stated, model_kwargs = {**stated, **model_kwargs}, {**config.get("model_kwargs", {}), **model_kwargs}
     classes = checkpoint.get("num_classes") if num_classes is None else num_classes
-    model = create_model(name, **{**model_kwargs, "num_classes": classes})
+    model = create_model(name, **{**stated, "num_classes": classes})
     ema = "state_dict_ema" in checkpoint if ema is None else ema
     load_weights(model, checkpoint, file, ema)
     settings = input_settings(model, {**config, "model_kwargs": model_kwargs})

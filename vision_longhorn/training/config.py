@@ -176,6 +176,7 @@ class Config(Settings):
             low, high = getattr(self, key)
             if low > high:
                 raise UserError(f"{key} is {low} {high}: give the smaller number first")
+        self.model_kwargs = {key: value for key, value in self.model_kwargs.items() if value is not None}
         check_names(self.model_kwargs, {"drop_path_rate": "drop_path", "pretrained": "init"})
         if self.batch_size % 2 and (self.mixup or self.cutmix):
             raise UserError(f"batch_size is {self.batch_size}: mixup and cutmix pair samples, give an even number")

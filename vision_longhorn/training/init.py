@@ -8,11 +8,13 @@ from typing import Any
 import timm
 from timm.models import clean_state_dict
 
-from vision_longhorn.checkpoint import load_checkpoint
+from vision_longhorn.checkpoint import load_checkpoint, stated_model
 from vision_longhorn.class_names import difference
 from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.loading import checkpoint_names, load_model
+from vision_longhorn.model_arguments import SIZES
 from vision_longhorn.models.create import create_model
+from vision_longhorn.models.names import DEFINITIONS, RENAMED, all_arguments
 from vision_longhorn.runs import run_file, timm_source
 
 
@@ -23,8 +25,9 @@ def model_from_weights(
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
     All other tensors of the file must match those of the model. `path` is a run's folder or checkpoint (its
-    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. The `class_names`
-    are the model's; where names are unknown (None), they are not compared.
+    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. Where it holds a
+    model of the same `name`, the name means what it meant there, but for what `kwargs` say. The `class_names` are the
+    model's; where names are unknown (None), they are not compared.
 
     Returns:
         (model, text): the text says in one line what was loaded, what was resampled, and what starts anew.
@@ -35,6 +38,7 @@ def model_from_weights(
     if ":" in name:
         raise UserError(f"model {name} brings weights of its own: leave init out, or name the architecture")
     place, file = _open(path)
+    name, kwargs = _as_stated(file, name, kwargs)
     kind = next((key for key in ("state_dict_ema", "model_ema") if isinstance(file.get(key), dict)), "state_dict")
     weights = clean_state_dict(file[kind])
     create_model(name, num_classes=num_classes, **kwargs)  # raises errors that have nothing to do with the file
@@ -67,6 +71,17 @@ def model_from_weights(
     return model, text + _fit_classifier(model, num_classes, of_file, class_names, checkpoint_names(file)[0])
 
 
+def _as_stated(file: dict[str, Any], name: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Returns the name and arguments of the model for a file's weights. If the name is the file's, what it stands for
+    is what it stood for there."""
+    found, stated = stated_model(file, name)
+    if not found or not stated.get("all_arguments"):
+        return name, kwargs
+    own = {key for arguments in DEFINITIONS.values() for key in arguments} - {*SIZES}
+    sizes = {key: value for key, value in all_arguments(found, {}).items() if key in SIZES}
+    return found, {**sizes, **{key: stated[key] for key in own & stated.keys()}, "all_arguments": True, **kwargs}
+
+
 def _fit_classifier(
     model: Any, num_classes: int, of_file: int, class_names: Sequence[str] | None, names: Sequence[str] | None
 ) -> str:
@@ -87,7 +102,11 @@ def _open(path: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], dict[st
         file = run_file(path)
         return file, load_checkpoint(file)
     loaded = load_model(path)
-    architecture, size = loaded.model.pretrained_cfg["architecture"], loaded.settings["input_size"][-2:]
-    config = {"model_kwargs": {"img_size": size}}
-    names = {"class_names": loaded.class_names}
-    return path, {"state_dict": loaded.model.state_dict(), "arch": architecture, "config": config, **names}
+    arch, saved = loaded.model.pretrained_cfg["architecture"], loaded.model.pretrained_model_args
+    size = {"img_size": loaded.settings["input_size"][-2:]}
+    if saved.get("all_arguments"):
+        about = {"arch": arch, "model_args": saved, "config": {"model_kwargs": size}}
+    else:  # of version 0.1
+        arch = next((old for old, new in RENAMED.items() if new == arch), arch)
+        about = {"arch": arch, "config": {"model_kwargs": {**saved, **size}}}
+    return path, {"state_dict": loaded.model.state_dict(), "class_names": loaded.class_names, **about}

@@ -16,6 +16,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from vision_longhorn.checkpoint import stated_model
 from vision_longhorn.class_names import difference
 from vision_longhorn.data import (
     ShardSet,
@@ -31,6 +32,7 @@ from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, spelled
 from vision_longhorn.models.create import create_model
+from vision_longhorn.models.names import RENAMED
 from vision_longhorn.settings import DIGITS
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import is_sharded
@@ -99,16 +101,25 @@ def check_classes(names: list[str] | None, others: list[str] | None, here: str, 
 
 
 def build_model(
-    cfg: Config, num_classes: int, accelerator: Accelerator, resuming: bool, class_names: list[str] | None = None
+    cfg: Config,
+    num_classes: int,
+    accelerator: Accelerator,
+    checkpoint: dict[str, Any] | None,
+    class_names: list[str] | None = None,
 ) -> tuple[Any, ModelEmaV3 | None]:
     """Makes the model on its device, and its averaged weights (EMA) if the run has them, which start as a copy.
 
-    The `class_names` of the data, if they are known, decide whether the classifier of `cfg.init` stays.
+    The model is that of the `checkpoint` to go on from, if there is one, with what `cfg` has changed since. The
+    `class_names` of the data, if they are known, decide whether the classifier of `cfg.init` stays.
     """
     set_seed(cfg.seed)
-    kwargs = dict(num_classes=num_classes, drop_path_rate=cfg.drop_path or None, **cfg.model_kwargs)
+    kwargs = {**cfg.model_kwargs, "num_classes": num_classes, "drop_path_rate": cfg.drop_path or None}
     try:
-        if cfg.init and not resuming:
+        if checkpoint:
+            name, stated = stated_model(checkpoint, cfg.model)
+            before = {key for key, value in checkpoint["config"]["model_kwargs"].items() if value is not None}
+            model = create_model(name or cfg.model, **{key: stated[key] for key in stated.keys() - before} | kwargs)
+        elif cfg.init:
             model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
             accelerator.print(f"init    {loaded}")
         else:
@@ -118,6 +129,8 @@ def build_model(
         unknown = [key for key in cfg.model_kwargs if f"unexpected keyword argument '{key}'" in str(error)]
         hint = f"; `--model-kwargs {unknown[0]}=none` leaves it out" if unknown and "nearest" not in str(error) else ""
         raise UserError(f"{error}{hint}") from error
+    if cfg.model in RENAMED:  # a file of version 0.1 may have given it another name
+        cfg.model = model.pretrained_cfg["architecture"]
     model.to(accelerator.device)
     if not cfg.ema_decay:
         return model, None

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import set_seed
+from timm.models import get_model_args
 from tqdm import tqdm
 
-from vision_longhorn.checkpoint import load_checkpoint, load_weights
+from vision_longhorn.checkpoint import load_checkpoint, load_weights, stated_model
 from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
 from vision_longhorn.devices import leave
@@ -68,13 +69,14 @@ class Trainer:
             self.say(f"Note: {note}.")
         self.folder = RunFolder(run_dir, cfg, accelerator, held)
         resuming = self.folder.checkpoint is not None
+        checkpoint = load_checkpoint(str(cfg.resume)) if resuming else None
         self.global_batch = cfg.batch_size * accelerator.num_processes * cfg.grad_accum
         self.peak_lr = setup.peak_rate(cfg, self.global_batch, resuming)
 
         # Data and model
         *self.splits, self.num_classes, self.names = setup.open_data(cfg, accelerator)
         names = self.names["class_names"]
-        self.model, self.ema = setup.build_model(cfg, self.num_classes, accelerator, resuming, names)
+        self.model, self.ema = setup.build_model(cfg, self.num_classes, accelerator, checkpoint, names)
         self.evaluated = {"val": self.model, **({"val_ema": self.ema.module} if self.ema else {})}
         self.settings = input_settings(self.model, cfg.values())
         if cfg.fsdp:
@@ -98,8 +100,8 @@ class Trainer:
         self.monitor = UpdateMonitor(self.folder, self.signals, self.global_batch, self.updates_per_epoch, say)
 
         # A checkpoint is loaded before compiling and capturing, which take the weights as they are.
-        if resuming:
-            self.resume()
+        if checkpoint:
+            self.resume(checkpoint)
         elif cfg.resume:
             self.say(f"{run_dir} has no checkpoint yet: it starts anew.")
         self.scheduler.step_update(self.updates)
@@ -221,6 +223,7 @@ class Trainer:
         scaler, keep = self.accelerator.scaler, self.accelerator.is_main_process
         return dict(
             arch=self.cfg.model,
+            model_args=get_model_args(self.model),
             num_classes=self.num_classes,
             **self.names,
             config=self.cfg.values(),
@@ -253,9 +256,9 @@ class Trainer:
         done = (state["updates"] - self.epoch * before) * self.updates_per_epoch // before
         self.updates = self.epoch * self.updates_per_epoch + done
 
-    def resume(self) -> None:
+    def resume(self, checkpoint: dict[str, Any]) -> None:
         """Goes on where the checkpoint stopped, and says what has changed since."""
-        cfg, checkpoint = self.cfg, load_checkpoint(str(self.cfg.resume))
+        cfg = self.cfg
         setup.check_classes(checkpoint.get("class_names"), self.names["class_names"], str(cfg.resume), "the data")
         self.load_state_dict(checkpoint)
         if self.epoch >= cfg.epochs:
@@ -267,7 +270,7 @@ class Trainer:
         then = {
             "threads": now.get("threads"),
             "schedule": "a cosine that counts the warm-up",
-            **cfg.decisive({**Config().values(), **checkpoint["config"]}),
+            **cfg.decisive({**Config().values(), **checkpoint["config"], "model": stated_model(checkpoint)[0]}),
             **checkpoint["facts"],
         }
         if changes := [f"{key} {then.get(key)} -> {now[key]}" for key in now if then.get(key) != now[key]]:
