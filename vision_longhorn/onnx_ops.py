@@ -11,7 +11,7 @@ import inspect
 from typing import Any, Sequence  # noqa: UP035
 
 import torch
-from onnxscript import FLOAT, graph, opset18, script
+from onnxscript import FLOAT, INT64, graph, opset18, script
 from onnxscript.values import Opset
 
 from vision_longhorn.kernels.backends.torch.unit import EPS
@@ -120,7 +120,7 @@ def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     return y if s.D is None else y + s.D * s.x, state
 
 
-_HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float}
+_HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float, "int": INT64}
 
 
 def _translates(function: Any) -> Any:
@@ -164,19 +164,33 @@ def scan(*values: Any) -> Any:
 @_translates
 def mix(*values: Any) -> Any:
     m: Any = Mix(*values[: len(FIELDS)], *values[len(FIELDS) + 2 :])
-    sets, d_inner, taps = m.conv_weight.shape
+    sets, _, d_inner = m.x_proj.shape
+    taps = m.conv_weight.shape[-1]
     rank = m.dt_proj.shape[2]
     per_token = m.A_log is not None and len(m.A_log.shape) == 2
     d_state = (m.x_proj.shape[1] - rank) // (3 if per_token else 2)
     x = op.Transpose(_slice(m.xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
+    def convolved(s: int) -> Any:
+        """Return x for the set of parameters s, (L, B, D)."""
+        if len(m.conv_weight.shape) == 4:  # one for all, over the grid
+            weight, bias = op.Transpose(m.conv_weight, perm=[1, 0, 2, 3]), _entry(m.conv_bias, 0)
+            same, rest = op.Constant(value_ints=[0, 0]), op.Constant(value_ints=[-1])
+            grid = op.Reshape(x, op.Concat(same, op.Reshape(m.rows, [1]), rest, axis=0))
+            u = op.Conv(grid, weight, bias, group=d_inner, kernel_shape=[taps, taps], pads=[taps // 2] * 4)
+            u = op.Reshape(u, [0, 0, -1])
+        else:
+            weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
+            if s == 1 or m.reversed:  # against the order of the tokens
+                weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]
+            u = op.Conv(x, _axis(weight, 1), _entry(m.conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
+        return op.Transpose(_silu(u), perm=[2, 0, 1])
+
+    over_grid = convolved(0) if len(m.conv_weight.shape) == 4 else None
+
     def prepared(s: int) -> Scan:
         """Make the scan over the convolved x, with the set of parameters s."""
-        weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
-        if s == 1 or m.reversed:  # against the order of the tokens
-            weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]
-        u = op.Conv(x, _axis(weight, 1), _entry(m.conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
-        u = op.Transpose(_silu(u), perm=[2, 0, 1])
+        u = convolved(s) if over_grid is None else over_grid
         low = op.MatMul(u, op.Transpose(_entry(m.x_proj, s), perm=[1, 0]))
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
         k, q, a = (_slice(low, start, start + d_state, 2) for start in range(rank, rank + 3 * d_state, d_state))
