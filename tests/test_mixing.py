@@ -248,7 +248,7 @@ def operator_inputs(update, layout, save_states):
     xz = torch.randn(2, 6, 2 * mixer.d_inner, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
             mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
-            *([mixer.reversed, False, 2, mixer.rope] if mixer.needs_grid else [True] if mixer.reversed else []))  # fmt: skip
+            *([mixer.reversed, False, 2, mixer.rope] if mixer.needs_grid else [True] * mixer.reversed))  # fmt: skip
 
 
 @pytest.mark.parametrize(
