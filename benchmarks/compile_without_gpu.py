@@ -151,6 +151,15 @@ def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
     triton_conv.backward(y, x, weight, bias, torch.empty_like(x), reversed)
 
 
+def compile_grid_conv(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import grid_conv
+
+    K = int(variant[-1])
+    x = _tensor(BATCH, TOKENS - 1, 2 * CHANNELS, dtype=dtype).chunk(2, -1)[0]
+    weight, bias = _tensor(1, CHANNELS, K, K), _tensor(1, CHANNELS)
+    grid_conv.backward(grid_conv.forward(x, weight, bias, 14), x, weight, bias, x, 14)
+
+
 def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import norm as triton_norm
 
@@ -165,6 +174,12 @@ def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
 
     k, q = _tensor(2, BATCH, TOKENS, 2 * 16, dtype=dtype).chunk(2, -1)
     triton_unit.backward(k, q, *triton_unit.forward(k, q))
+
+
+def compile_rope(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import rope
+
+    rope.rotate(_tensor(2, BATCH, TOKENS, 2 * 16, dtype=dtype), 1)
 
 
 def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
@@ -202,14 +217,16 @@ def scan_variants(rule: Rule) -> tuple[str, ...]:
 FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
     **{name: (compile_scan, scan_variants(get_rule(name))) for name in NAMES},
     "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
+    "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "tiny", "small_shared", "tiny_shared")),
+    "rope": (compile_rope, ("both_directions",)),
     "unit": (compile_unit, ("both_directions",)),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
 # Constants that make another kernel of one: a row of the table names those that are set.
-NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX", "MEET", "IN_TURN", "OTHER", "SCALAR")
+NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX", "MEET", "IN_TURN", "OTHER", "SCALAR", "GRAD")
 
 
 class _Driver:

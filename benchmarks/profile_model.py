@@ -51,7 +51,7 @@ PARTS = tuple(
         ("scan forward", r"^_forward_kernel"),
         ("scan backward", r"^_backward_kernel"),
         ("scan, other", r"^_(norm|carry|adjoint|add|finish_rows|finish_columns)_kernel"),
-        ("short convolution", r"^_(conv.*|finish_taps)_kernel|conv_depthwise|depthwise_conv"),
+        ("short convolution", r"^_((grid_)?conv.*|finish_taps)_kernel|conv_depthwise|depthwise_conv"),
         ("gated norm", r"^_gated_norm"),
         ("matrix products", r"^triton_tem_"),
         (FUSED, r"^triton_"),
@@ -155,12 +155,12 @@ def products_ms(blocks: nn.Module, tokens: int, flops: float, bandwidth: float, 
 def passes_ms(model: VisionLonghorn, tokens: int, bandwidth: float, training: bool) -> dict[str, float]:
     """Compute what the passes over memory of all blocks, and of the optimizer, take at this bandwidth."""
     mixer, dim = model.blocks[0].mixer, model.embed_dim
-    D, sets = mixer.d_inner, mixer.sets
+    D, convolved = mixer.d_inner, len(mixer.conv_weight)
     # Bytes per token, forward and backward. The convolution reads x and writes a result per set of weights; backward,
     # it reads x and the results' gradients and writes that of x. The norm reads the block's output and the residual and
     # writes the new residual and its norm; backward, it reads the gradients of both and the residual, and writes two.
     moved = {
-        "short convolution": (BF16 * (1 + sets) * D, BF16 * (2 + sets) * D),
+        "short convolution": (BF16 * (1 + convolved) * D, BF16 * (2 + convolved) * D),
         FUSED: ((2 * BF16 + 2 * FLOAT32) * dim, (2 * BF16 + 3 * FLOAT32) * dim),
     }
     if mixer.wiring == "shared":

@@ -49,11 +49,12 @@ def mixers(rules: list[str]) -> None:
     """Run short convolution, projections, gated norm and the sum of two directions, around the scans."""
     for B, L, dim in ((2, 37, 40), (1, 5, 24), (1, 70, 64)):  # the last has whole blocks of channels
         wirings = dict(wiring="shared"), *(dict(wiring="alternate", index=i) for i in range(2))
-        for arguments in (dict(), *wirings, *(dict(rule=rule) for rule in rules)):
+        grids = dict(conv="grid"), dict(conv="grid", d_conv=5, wiring="alternate")
+        for arguments in (dict(), *wirings, *grids, *(dict(rule=rule) for rule in rules)):
             mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
             x = torch.randn(B, L, dim, device="cuda", requires_grad=True)
             with torch.autocast("cuda", torch.bfloat16):
-                y = mixer(x)
+                y = mixer(x, 5 if L % 5 == 0 else 1)
             y.float().square().mean().backward()
             torch.cuda.synchronize()
             assert all(value.grad.isfinite().all() for value in (x, *mixer.parameters()))
@@ -61,7 +62,8 @@ def mixers(rules: list[str]) -> None:
     # As in a long batch, in which each program has several tiles.
     with mock.patch.object(projections, "multiprocessors", no_multiprocessors):
         low, dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 56, 256, 256))
-        projections.x_proj_backward(dlow, x, torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)
+        for sets in (2, 1):
+            projections.x_proj_backward(dlow, x[:sets], torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)
         projections.dt_proj_backward(x, low, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
         torch.cuda.synchronize()
         assert dx.isfinite().all() and dlow.isfinite().all()

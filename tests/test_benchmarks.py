@@ -174,6 +174,7 @@ def test_size_in_a_name(name, size):
         ("_add_kernel", "scan, other"),
         ("_finish_rows_kernel", "scan, other"),
         ("_conv_backward_kernel", "short convolution"),
+        ("_grid_conv_backward_kernel", "short convolution"),
         ("_finish_taps_kernel", "short convolution"),
         ("_pad_kernel", "elementwise, copies and casts"),
         ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<4, int>", "short convolution"),

@@ -15,6 +15,7 @@ VARIANTS = [
     dict(model_name="vlonghorn_test", beta="scalar"),
     dict(model_name="vim_test"),
     dict(model_name="vim_test", wiring="shared"),
+    dict(model_name="vlonghorn_test", rule="exact", conv="grid", class_token="none", global_pool="avg"),
 ]
 
 
@@ -41,7 +42,7 @@ def test_gpu_agrees_with_cpu(variant):
     assert max(relative_rms(a.cpu(), b.cpu()) for a, b in zip(on_gpu, on_cpu)) < 1e-4
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[4]], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[4], VARIANTS[6]], ids=str)
 def test_compiled_in_one_graph_agrees_with_eager(variant):
     images = torch.randn(4, 3, 64, 64, device="cuda")
     model = build(variant).cuda()
@@ -62,7 +63,7 @@ def test_same_images_give_the_same_bits(variant):
     assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
-@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[1], VARIANTS[2], VARIANTS[4]], ids=str)
+@pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[1], VARIANTS[2], VARIANTS[4], VARIANTS[6]], ids=str)
 def test_a_captured_training_step_replays_with_the_same_bits(variant):
     model = build(variant).cuda()
     static = torch.randn(4, 3, 64, 64, device="cuda")

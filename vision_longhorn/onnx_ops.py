@@ -11,9 +11,10 @@ import inspect
 from typing import Any, Sequence  # noqa: UP035
 
 import torch
-from onnxscript import FLOAT, graph, opset18, script
+from onnxscript import FLOAT, INT64, graph, opset18, script
 from onnxscript.values import Opset
 
+from vision_longhorn.kernels.backends.torch.rope import FASTEST, octaves_per_point
 from vision_longhorn.kernels.backends.torch.unit import EPS
 from vision_longhorn.kernels.contract import Scan
 from vision_longhorn.kernels.mixing import FIELDS, Mix
@@ -83,6 +84,23 @@ def _unit(value: Any) -> Any:
     return value / op.Sqrt(op.ReduceSumSquare(value, [-1], keepdims=1) + EPS)
 
 
+def _turned(v: Any, rows: Any, N: int) -> Any:
+    """Turn keys or queries (L, B, N) by their place in the grid, see `backends.torch.rope`."""
+    speeds = [
+        FASTEST * 2 ** (-octaves_per_point(N) * (n // 2)) for n in range(N // 2)
+    ]  # one for both numbers of a point
+    count = op.Shape(v, start=0, end=1)
+    columns = op.Div(count, rows)
+    place = op.Range(0, op.Squeeze(count, [0]), 1)
+    row, column = (_axis(op.Cast(found, to=1), 1) for found in (op.Div(place, columns), op.Mod(place, columns)))
+    angle = op.Concat(row * op.Constant(value_floats=speeds), column * op.Constant(value_floats=speeds), axis=1)
+    swap = [0.0] * (N * N)  # a matrix that maps the point (x, y) to (-y, x)
+    swap[1 :: 2 * N + 2], swap[N :: 2 * N + 2] = [1.0] * (N // 2), [-1.0] * (N // 2)
+    swapped = op.MatMul(v, op.Reshape(op.Constant(value_floats=swap), [N, N]))
+    angle = _axis(angle, 1)  # (L, 1, N)
+    return v * op.Cos(angle) + swapped * op.Sin(angle)
+
+
 def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     """Return y (L, B, D) and the last state (B, N, D) of a `Scan` in one direction, with the tokens first."""
     step = s.step if s.bias is None else s.step + s.bias
@@ -120,7 +138,7 @@ def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     return y if s.D is None else y + s.D * s.x, state
 
 
-_HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float}
+_HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float, "int": INT64}
 
 
 def _translates(function: Any) -> Any:
@@ -164,22 +182,38 @@ def scan(*values: Any) -> Any:
 @_translates
 def mix(*values: Any) -> Any:
     m: Any = Mix(*values[: len(FIELDS)], *values[len(FIELDS) + 2 :])
-    sets, d_inner, taps = m.conv_weight.shape
+    sets, _, d_inner = m.x_proj.shape
+    taps = m.conv_weight.shape[-1]
     rank = m.dt_proj.shape[2]
     per_token = m.A_log is not None and len(m.A_log.shape) == 2
     d_state = (m.x_proj.shape[1] - rank) // (3 if per_token else 2)
     x = op.Transpose(_slice(m.xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
+    def convolved(s: int) -> Any:
+        """Return x for the set of parameters s, (L, B, D)."""
+        if len(m.conv_weight.shape) == 4:  # one for all, over the grid
+            weight, bias = op.Transpose(m.conv_weight, perm=[1, 0, 2, 3]), _entry(m.conv_bias, 0)
+            same, rest = op.Constant(value_ints=[0, 0]), op.Constant(value_ints=[-1])
+            grid = op.Reshape(x, op.Concat(same, op.Reshape(m.rows, [1]), rest, axis=0))
+            u = op.Conv(grid, weight, bias, group=d_inner, kernel_shape=[taps, taps], pads=[taps // 2] * 4)
+            u = op.Reshape(u, [0, 0, -1])
+        else:
+            weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
+            if s == 1 or m.reversed:  # against the order of the tokens
+                weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]
+            u = op.Conv(x, _axis(weight, 1), _entry(m.conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
+        return op.Transpose(_silu(u), perm=[2, 0, 1])
+
+    over_grid = convolved(0) if len(m.conv_weight.shape) == 4 else None
+
     def prepared(s: int) -> Scan:
         """Make the scan over the convolved x, with the set of parameters s."""
-        weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
-        if s == 1 or m.reversed:  # against the order of the tokens
-            weight, pads = _slice(weight, -1, -taps - 1, 1, -1), [0, taps - 1]
-        u = op.Conv(x, _axis(weight, 1), _entry(m.conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
-        u = op.Transpose(_silu(u), perm=[2, 0, 1])
+        u = convolved(s) if over_grid is None else over_grid
         low = op.MatMul(u, op.Transpose(_entry(m.x_proj, s), perm=[1, 0]))
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
         k, q, a = (_slice(low, start, start + d_state, 2) for start in range(rank, rank + 3 * d_state, d_state))
+        if m.rope:
+            k, q = (_turned(v, op.Reshape(m.rows, [1]), d_state) for v in (k, q))
         A = None
         if m.A_log is not None:
             log = _entry(m.A_log, s)

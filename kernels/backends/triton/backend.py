@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, norm, projections, scan, unit
+from . import chunks, conv, grid_conv, norm, projections, rope, scan, unit
 
 
 class TritonBackend(Backend):
@@ -18,10 +18,13 @@ class TritonBackend(Backend):
     plan = staticmethod(scan.plan)
     conv_forward = staticmethod(conv.forward)
     conv_backward = staticmethod(conv.backward)
+    grid_conv_forward = staticmethod(grid_conv.forward)
+    grid_conv_backward = staticmethod(grid_conv.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
     unit_forward = staticmethod(unit.forward)
     unit_backward = staticmethod(unit.backward)
+    rotate = staticmethod(rope.rotate)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
     x_proj_backward = staticmethod(projections.x_proj_backward)
