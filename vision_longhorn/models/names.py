@@ -14,7 +14,7 @@ _TRUNK: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", glo
 _BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1, **_TRUNK)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
 # What names may say of a mixer: of Longhorn, and of what Mamba has, too
-OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv")
+OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope")
 
 # Arguments of each model that timm lists
 MODELS: dict[str, dict[str, Any]] = {
