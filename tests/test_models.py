@@ -584,9 +584,10 @@ SPREAD = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1)
     ],
     ids=("made", "init_weights", "reset_parameters", "reset_classifier", "copy"),
 )
-def test_channels_start_with_memories_that_differ_however_a_model_is_made(again):
+@pytest.mark.parametrize("options", [SPREAD, GRID], ids=("memories that differ", "grid"))
+def test_a_model_starts_the_same_however_it_is_made(options, again):
     torch.manual_seed(0)
-    model = timm.create_model("vlonghorn_tiny", depth=2, **SPREAD)
+    model = timm.create_model("vlonghorn_tiny", depth=2, **options)
     found = again(model)
     check_initialisation(found if isinstance(found, torch.nn.Module) else model)
 
