@@ -176,6 +176,12 @@ def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
     triton_unit.backward(k, q, *triton_unit.forward(k, q))
 
 
+def compile_rope(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import rope
+
+    rope.rotate(_tensor(2, BATCH, TOKENS, 2 * 16, dtype=dtype), 1)
+
+
 def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import projections
 
@@ -215,6 +221,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "tiny", "small_shared", "tiny_shared")),
+    "rope": (compile_rope, ("both_directions",)),
     "unit": (compile_unit, ("both_directions",)),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))

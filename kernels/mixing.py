@@ -13,6 +13,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import Backend
+from .backends.torch.rope import rotate
 from .backends.torch.unit import unit
 from .checks import check
 from .contract import Scan, ceil_div, wide
@@ -26,13 +27,13 @@ class Mix(NamedTuple):
     S = 1 and `norm_weight` both directions share them, and the outputs are combined as in `backends.torch.norm`. With
     S = 1 and no norms there is one direction, the forward one unless `reversed`.
 
-    With `rows` the tokens are patches, row by row, and one convolution over their grid (`backends.torch.grid_conv`)
-    takes the place of the causal ones: all directions scan what it gives."""
+    With `rows` the tokens are patches, row by row. A `conv_weight` of four axes then is that of one convolution over
+    their grid (`backends.torch.grid_conv`), in the place of the causal ones: all directions scan what it gives."""
 
     # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
-    conv_weight: Tensor            # (S, D, K), the last tap meets the present token; with `rows` (1, D, K, K)
-    conv_bias: Tensor              # (S, D); with `rows` (1, D)
+    conv_weight: Tensor            # (S, D, K), the last tap meets the present token; over the grid (1, D, K, K)
+    conv_bias: Tensor              # (S, D); over the grid (1, D)
     x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
     dt_proj: Tensor                # (S, H, R), with H = D, 1 or N logits of a token
     dt_bias: Tensor                # (S, H)
@@ -43,7 +44,8 @@ class Mix(NamedTuple):
     eps: float                     # of the norms
     reversed: bool = False         # convolve and scan from the last token to the first
     qk_norm: bool = False          # keys and queries have unit length (`backends.torch.unit`)
-    rows: int = 0                  # of the grid of patches, for a convolution over it
+    rows: int = 0                  # of the grid of patches, where something uses it
+    rope: bool = False             # keys and queries are turned by their place in the grid (`backends.torch.rope`)
     # fmt: on
 
     @property
@@ -63,6 +65,19 @@ class Mix(NamedTuple):
         if kept.ndim != 4 or self.shared:
             return []
         return [part for part in kept.tensor_split([len(self.conv_weight)]) if len(part)]
+
+    @property
+    def over_grid(self) -> bool:
+        """Whether the convolution is over the grid."""
+        return self.conv_weight.ndim == 4
+
+    @property
+    def d_state(self) -> int:
+        return (self.x_proj.shape[1] - self.dt_proj.shape[2]) // (3 if self.A_per_token else 2)
+
+    def keys_and_queries(self, low: Tensor) -> Tensor:
+        """Return the columns of k and q, (S, B, L, 2 N), of `low` or its gradient."""
+        return low[..., self.width : self.width + 2 * self.d_state]
 
     @property
     def A_per_token(self) -> bool:
@@ -106,14 +121,15 @@ def prepare(mix: Mix) -> Mix:
     """Check the shapes of `mix`, and make its tensors contiguous. (`check` looks at the inputs of the scan.)"""
     S, D = (1 if mix.shared else min(2, len(mix.x_proj))), mix.D.shape[-1]
     _, steps, R = mix.dt_proj.shape
-    over_grid, L, K = mix.conv_weight.ndim == 4, mix.xz.shape[1], mix.conv_weight.shape[-1]
-    if bool(mix.rows > 0) != over_grid or (over_grid and L % mix.rows):
+    uses_grid, L, K = mix.over_grid or mix.rope, mix.xz.shape[1], mix.conv_weight.shape[-1]
+    if bool(mix.rows > 0) != uses_grid or (uses_grid and L % mix.rows):
         raise ValueError(
-            f"rows={mix.rows} with {L} tokens and conv_weight {tuple(mix.conv_weight.shape)}: for a convolution over "
-            "the grid of patches, (1, D, K, K), give the number of its rows, which divides that of the tokens; else 0"
+            f"rows={mix.rows} with {L} tokens, conv_weight {tuple(mix.conv_weight.shape)} and rope={mix.rope}: with "
+            "rope or a convolution over the grid of patches, (1, D, K, K), give the number of the grid's rows, which "
+            "divides that of the tokens; else 0"
         )
     odd = K // 2 * 2 + 1
-    taps = (1, D, odd, odd) if over_grid else (S, D, K)
+    taps = (1, D, odd, odd) if mix.over_grid else (S, D, K)
     right = {"conv_weight": taps, "conv_bias": taps[:2], "norm_weight": (2, D),
              "x_proj": (S, mix.x_proj.shape[1], D), "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D),
              "xz": (*mix.xz.shape[:2], 2 * D)}  # fmt: skip
@@ -124,6 +140,8 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
+    if mix.rope and mix.d_state % 4:
+        raise ValueError(f"rope=True with d_state={mix.d_state}: give a multiple of 4, since points of two axes turn")
     if mix.reversed and (mix.shared or S == 2):
         raise ValueError("reversed=True is for one direction alone: leave it out with two sets of parameters or norms")
     given: tuple[Any, ...] = mix[1 : len(TENSORS)]
@@ -146,14 +164,23 @@ def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tens
 
 
 def token_facts(
-    x: Tensor, x_proj: Tensor, dt_proj: Tensor, dt_bias: Tensor, A_log: Optional[Tensor], qk_norm: bool = False
+    x: Tensor,
+    x_proj: Tensor,
+    dt_proj: Tensor,
+    dt_bias: Tensor,
+    A_log: Optional[Tensor],
+    qk_norm: bool = False,
+    rope_rows: int = 0,
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     """Return the logits with their bias (S, B, L, H), the keys (S, B, L, N) and A, in the dtype of the convolved x
-    (S, B, L, D). Parameters are as in `Mix`."""
+    (S, B, L, D). Parameters are as in `Mix`, and `rope_rows` are its rows if it has rope."""
     R = dt_proj.shape[2]
     low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
-    k, _, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
+    k, q, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
+    if rope_rows:
+        rotate(kq := torch.cat([k, q], -1), rope_rows)
+        k = kq[..., : k.shape[-1]]
     return step, unit(k) if qk_norm else k, _rates(A_log, *a)
 
 
@@ -164,7 +191,7 @@ def _rows(value: Tensor) -> Tensor:
 
 def _convolve(mix: Mix, x: Tensor, backend: Backend, *out: Tensor) -> Tensor:
     """Return the convolved x, (S, B, L, D), or (1, B, L, D) over the grid; in `out` if given."""
-    if mix.rows:
+    if mix.over_grid:
         return backend.grid_conv_forward(x, mix.conv_weight, mix.conv_bias, mix.rows, *out)
     return backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *out)
 
@@ -193,6 +220,8 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
     S = len(x_proj)
     low = torch.bmm(_rows(x).expand(S, -1, -1), x_proj.transpose(1, 2)).view(S, B, L, mix.low_width)
+    if mix.rope:
+        backend.rotate(mix.keys_and_queries(low), mix.rows)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -227,6 +256,8 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         grads["A_log"] = da.sum((1, 2))
     elif mix.A_log is not None:
         grads["A_log"] = found["A"] * (-torch.exp(mix.A_log.to(wide(x))))
+    if mix.rope:
+        backend.rotate(mix.keys_and_queries(dlow), mix.rows, back=True)
     # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
     dconvolved = _rows(found["x"])
@@ -234,7 +265,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
     given = dconvolved[: len(convolved)].view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx
     grads["conv_weight"], grads["conv_bias"] = (
-        backend.grid_conv_backward(*given, mix.rows) if mix.rows else backend.conv_backward(*given, mix.reversed)
+        backend.grid_conv_backward(*given, mix.rows) if mix.over_grid else backend.conv_backward(*given, mix.reversed)
     )
     return grads | {"D": found["D"], "dt_bias": found["bias"]}
 
@@ -271,7 +302,8 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
 
 
 _ARGUMENTS = arguments(Mix, FIELDS)
-_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0"  # programs of older versions do not give these
+# Programs of older versions do not give these.
+_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False"
 _operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, {_LATER}", 4, _mix, _mix_shapes)
 define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
                  f"{_ARGUMENTS}, str backend, {_LATER}", 1, len(TENSORS), _mix_backward)  # fmt: skip

@@ -1,5 +1,7 @@
 """The whole model, written out plainly from the description of the papers, to compare the fast one with."""
 
+import math
+
 import torch
 from vision_longhorn.kernels.rules import get_rule
 
@@ -29,9 +31,25 @@ def plain_grid_conv(p, x, rows):
     return out / (1 + torch.exp(-out))
 
 
+def plain_turn(v, rows):
+    """Keys or queries (.., L, N) of patches, row by row, with each pair of numbers turned by its row or column."""
+    L, N = v.shape[-2:]
+    out = v.clone()
+    for t in range(L):
+        for axis, place in enumerate(divmod(t, L // rows)):
+            for i in range(N // 4):
+                wavelength = 4 * 8 ** (i / max(1, N // 4 - 1))  # in patches
+                angle = torch.tensor(2 * math.pi * place / wavelength, dtype=torch.float64)
+                at = axis * N // 2 + 2 * i
+                x, y = v[..., t, at], v[..., t, at + 1]
+                out[..., t, at] = x * angle.cos() - y * angle.sin()
+                out[..., t, at + 1] = x * angle.sin() + y * angle.cos()
+    return out
+
+
 def what_scans_read(p, x, mixer, rows=0):
     """The convolved x for the scan ahead, and for the scan back with the tokens in reverse order."""
-    if mixer.needs_grid:
+    if mixer.over_grid:
         ahead = plain_grid_conv(p, x, rows)
     else:
         ahead = plain_conv(p, 0, x)
@@ -41,10 +59,12 @@ def what_scans_read(p, x, mixer, rows=0):
     return ahead, ahead.flip(1)
 
 
-def plain_scan(p, i, x, mixer):
+def plain_scan(p, i, x, mixer, rows=0, back=False):
     rank, N = mixer.dt_rank, mixer.d_state
     low = x @ p["x_proj"][i].t()
     k, q, a = low[..., rank : rank + N], low[..., rank + N : rank + 2 * N], low[..., rank + 2 * N :]
+    if mixer.rope:
+        k, q = (plain_turn(v.flip(1), rows).flip(1) if back else plain_turn(v, rows) for v in (k, q))
     if mixer.qk_norm:
         k, q = (v / torch.sqrt((v * v).sum(-1, keepdim=True) + 1e-6) for v in (k, q))
     logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
@@ -77,13 +97,15 @@ def plain_mixer(p, h, mixer, rows=0):
     gate = z / (1 + torch.exp(-z))
     ahead, back = what_scans_read(p, x, mixer, rows)
     if mixer.wiring == "shared":
-        forward, backward = plain_scan(p, 0, ahead, mixer), plain_scan(p, 0, back, mixer).flip(1)
+        forward = plain_scan(p, 0, ahead, mixer, rows)
+        backward = plain_scan(p, 0, back, mixer, rows, True).flip(1)
         y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
     elif mixer.wiring in ("forward", "alternate"):
-        y = plain_scan(p, 0, back if mixer.reversed else ahead, mixer)
+        y = plain_scan(p, 0, back if mixer.reversed else ahead, mixer, rows, mixer.reversed)
         y = (y.flip(1) if mixer.reversed else y) * gate
     else:
-        forward, backward = plain_scan(p, 0, ahead, mixer), plain_scan(p, 1, back, mixer).flip(1)
+        forward = plain_scan(p, 0, ahead, mixer, rows)
+        backward = plain_scan(p, 1, back, mixer, rows, True).flip(1)
         y = (forward * gate + backward * gate) / 2
     return y @ p["out_proj.weight"].t()
 

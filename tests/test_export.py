@@ -36,11 +36,12 @@ VARIANTS = {
     "diagonal shared": dict(model_name="vlonghorn_test", wiring="shared", class_token="last"),
     "mamba": dict(model_name="vim_test", global_pool=""),
     "exact unit": dict(model_name="vlonghorn_test", rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.1),
-    "grid": dict(model_name="vlonghorn_test", conv="grid", class_token="none", global_pool="avg"),
+    "grid": dict(model_name="vlonghorn_test", conv="grid", rope=True, class_token="none", global_pool="avg"),
     "exact grid alternate": dict(
         model_name="vlonghorn_test",
         rule="exact",
         conv="grid",
+        rope=True,
         d_conv=5,
         wiring="alternate",
         class_token="none",
@@ -86,7 +87,7 @@ def build(variant=VARIANTS["diagonal"], **options):
             dict(model_name="vim_test", wiring="shared", dynamic_img_pad=True, class_token="none", global_pool="max"),
             False,
         ),
-        (dict(model_name="vlonghorn_test", conv="grid", class_token="none", global_pool="avg"), True),
+        (dict(model_name="vlonghorn_test", conv="grid", rope=True, class_token="none", global_pool="avg"), True),
     ],
     ids=("training", "overlapping patches", "padded", "grid"),
 )
@@ -124,7 +125,7 @@ def test_compiled_model_takes_new_sizes_without_compiling_again(variant, trainin
         dict(),
         dict(patch_stride=4, global_pool="avg"),
         dict(dynamic_img_pad=True, wiring="alternate"),
-        dict(conv="grid", class_token="none", global_pool="avg", scan_order="rows_columns"),
+        dict(conv="grid", rope=True, class_token="none", global_pool="avg", scan_order="rows_columns"),
     ],
     ids=("whole patches", "overlapping", "padded", "grid"),
 )
@@ -250,7 +251,7 @@ def test_onnx_file_is_standard_and_gives_the_models_outputs(variant, onnx, tmp_p
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), dict(conv="grid", class_token="none", global_pool="avg")], ids=("token", "grid")
+    "options", [dict(), dict(conv="grid", rope=True, class_token="none", global_pool="avg")], ids=("token", "grid")
 )
 def test_onnx_file_of_one_model_serves_every_image_size(options, tmp_path):
     model = build(dynamic_img_size=True, dynamic_img_pad=True, patch_stride=4, **options)

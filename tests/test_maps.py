@@ -4,7 +4,7 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from plain_model import plain_mixer, plain_norm, reading_order, what_scans_read
+from plain_model import plain_mixer, plain_norm, plain_turn, reading_order, what_scans_read
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 import vision_longhorn  # noqa: F401  (registers the models)
@@ -27,11 +27,15 @@ def small(name="vlonghorn_test", **options):
     return model
 
 
-def measured(p, i, x, mixer):
+def measured(p, i, x, mixer, rows, back=False):
     """(forgetting, write strength) (B, L) of one direction: what a token does to states that are 1 in one place, and
     what an input of 1 in all channels adds to an empty one. All tokens at once, as one batch."""
-    rank, update = mixer.dt_rank, get_rule(mixer.rule).update
-    low = (x @ p["x_proj"][i].t()).flatten(0, 1)
+    rank, N, update = mixer.dt_rank, mixer.d_state, get_rule(mixer.rule).update
+    low = x @ p["x_proj"][i].t()
+    if mixer.rope:
+        keys = low[..., rank : rank + N]
+        keys.copy_(plain_turn(keys.flip(1), rows).flip(1) if back else plain_turn(keys, rows))
+    low = low.flatten(0, 1)
     logit = low[:, :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
     key = low[:, rank : rank + N]
     if mixer.qk_norm:
@@ -66,9 +70,10 @@ def plain_maps(model, images):
         inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
         seen = x.shape[1] // rows if block.reads_columns else rows
         for_ahead, for_back = what_scans_read(p, inner, block.mixer, seen)
-        ahead = back = measured(p, 0, for_ahead, block.mixer)
+        ahead = back = measured(p, 0, for_ahead, block.mixer, seen)
         if block.mixer.wiring == "vim" or block.mixer.reversed:
-            back = [value.flip(1) for value in measured(p, len(p["D"]) - 1, for_back, block.mixer)]
+            found_back = measured(p, len(p["D"]) - 1, for_back, block.mixer, seen, True)
+            back = [value.flip(1) for value in found_back]
             ahead = back if block.mixer.reversed else ahead
         found.append([torch.stack(pair, 1)[..., back_to_rows] for pair in zip(ahead, back)])
         x = x + plain_mixer(p, h, block.mixer, seen)[:, back_to_rows]
@@ -93,7 +98,7 @@ OPTIONS = [
     dict(class_token="first"),
     dict(class_token="last", name="vim_test"),
     dict(class_token="none", global_pool="avg"),
-    dict(class_token="none", global_pool="avg", conv="grid", scan_order="rows_columns"),
+    dict(class_token="none", global_pool="avg", conv="grid", rope=True, d_state=4, scan_order="rows_columns"),
     dict(class_token="none", global_pool="avg", conv="grid", wiring="alternate"),
 ]
 

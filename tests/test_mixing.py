@@ -93,11 +93,15 @@ def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, ru
         dict(rule="mamba", A_per_token=True, d_conv=1),
         dict(rule="mamba", save_states=True, wiring="alternate"),
         dict(rule="gla", wiring="shared"),
+        dict(rule="exact", qk_norm=True, rope=True),
+        dict(rule="exact", rope=True, save_states=True, wiring="alternate"),
+        dict(rule="mamba", A_per_token=True, rope=True, conv="causal"),
+        dict(rule="diagonal", rope=True, wiring="shared", conv="causal"),
     ],
     ids=str,
 )
 def test_mixer_over_the_grid_is_its_plain_description(backend, options):
-    check(build(backend, conv="grid", **options), torch.randn(2, 12, 6, requires_grad=True), 1e-5, rows=3)
+    check(build(backend, **{"conv": "grid", **options}), torch.randn(2, 12, 6, requires_grad=True), 1e-5, rows=3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -244,7 +248,7 @@ def operator_inputs(update, layout, save_states):
     xz = torch.randn(2, 6, 2 * mixer.d_inner, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
             mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
-            *([mixer.reversed, False, 2] if mixer.needs_grid else [True] if mixer.reversed else []))  # fmt: skip
+            *([mixer.reversed, False, 2, mixer.rope] if mixer.needs_grid else [True] * mixer.reversed))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -254,7 +258,7 @@ def operator_inputs(update, layout, save_states):
         (UPDATES[1], LAYOUTS[3], False),
         (UPDATES[2], LAYOUTS[2], False),
         (UPDATES[0], LAYOUTS[6], True),
-        (UPDATES[0], dict(conv="grid"), True),
+        (UPDATES[0], dict(conv="grid", rope=True), True),
         (UPDATES[1], dict(conv="grid", wiring="shared"), False),
     ],
     ids=str,
@@ -331,21 +335,21 @@ def test_inputs_of_any_strides(backend):
 
 
 def test_a_grid_that_does_not_fit_is_named():
-    inputs = operator_inputs(UPDATES[0], dict(conv="grid"), False)
+    inputs = operator_inputs(UPDATES[0], dict(conv="grid", rope=True), False)
     for rows in (4, 0, -2):
-        with pytest.raises(ValueError, match=rf"rows={rows} with 6 tokens .* number of its rows, which divides"):
-            torch.ops.vision_longhorn.mix(*inputs[:-1], rows)
+        with pytest.raises(ValueError, match=rf"rows={rows} with 6 tokens, .* the grid's rows, which divides"):
+            torch.ops.vision_longhorn.mix(*inputs[:-2], rows, True)
     even = (inputs[0], torch.ones(1, 12, 2, 2), *inputs[2:])
     with pytest.raises(ValueError, match=r"conv_weight has shape \(1, 12, 2, 2\); .* must be \(1, 12, 3, 3\)"):
         torch.ops.vision_longhorn.mix(*even)
     causal = operator_inputs(UPDATES[0], LAYOUTS[0], False)
-    with pytest.raises(ValueError, match=r"rows=2 with 6 tokens and conv_weight \(2, 12, 4\)"):
+    with pytest.raises(ValueError, match=r"rows=2 with 6 tokens, conv_weight \(2, 12, 4\) and rope=False"):
         torch.ops.vision_longhorn.mix(*causal, False, False, 2)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mixer_over_the_grid_gives_the_same_bits_again(backend):
-    mixer, h = build(backend, conv="grid"), torch.randn(2, 12, 6, requires_grad=True)
+    mixer, h = build(backend, conv="grid", rope=True), torch.randn(2, 12, 6, requires_grad=True)
     weight = torch.randn_like(h)
     first = output_and_gradients(mixer, h, weight, 3)
     for _ in range(20 if backend == "torch" else 2):
@@ -402,13 +406,13 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_gpu_mixer_over_the_grid_is_its_plain_description(wiring, update, dtype, tolerance):
     for dim, shape in ((96, (3, 70, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
-        mixer = build(dim=dim, conv="grid", wiring=wiring, **update).to("cuda", dtype)
+        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, **update).to("cuda", dtype)
         check(mixer, torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True), tolerance, rows=10)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("layout", [*LAYOUTS[::2], dict(conv="grid")], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS[::2], dict(conv="grid", rope=True)], ids=str)
 def test_gpu_mixing_gives_the_same_bits_again(layout, dtype):
     mixer = build(dim=192, **layout).cuda().to(dtype)
     h = torch.randn(16, 196, 192, device="cuda", dtype=dtype, requires_grad=True)

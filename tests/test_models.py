@@ -203,13 +203,13 @@ def test_model_that_reads_rows_and_columns_is_its_plain_description(class_token,
     compare_with_plain_model(model, torch.randn(2, 3, 16, 40))
 
 
-GRID = dict(conv="grid", class_token="none", global_pool="avg")
+GRID = dict(conv="grid", rope=True, class_token="none", global_pool="avg")
 
 
 @pytest.mark.parametrize("wiring,rule", [("vim", "diagonal"), ("shared", "exact"), ("alternate", "diagonal")])
 @pytest.mark.parametrize("scan_order", ("rows", "rows_columns"))
 def test_model_with_one_convolution_over_the_grid_is_its_plain_description(wiring, rule, scan_order):
-    options = dict(img_size=(16, 40), depth=4, embed_dim=16, d_state=3, scan_order=scan_order, wiring=wiring, rule=rule)
+    options = dict(img_size=(16, 40), depth=4, embed_dim=16, d_state=4, scan_order=scan_order, wiring=wiring, rule=rule)
     compare_with_plain_model(small(**options, **GRID), torch.randn(2, 3, 16, 40))
 
 
@@ -240,7 +240,7 @@ def test_a_convolution_over_the_grid_is_that_of_the_image_at_hand():
 
 def test_a_convolution_over_the_grid_changes_the_number_of_parameters_by_its_own():
     inner, depth = 2 * 192, 24
-    causal = {key: value for key, value in GRID.items() if key != "conv"}
+    causal = {key: value for key, value in GRID.items() if key not in ("conv", "rope")}
     for wiring, lost in (("vim", 2 * inner * 5), ("alternate", inner * 5)):
         fewer = parameters("vlonghorn_tiny", wiring=wiring, **causal) - parameters(
             "vlonghorn_tiny", wiring=wiring, **GRID
@@ -478,6 +478,8 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(GRID, d_conv=4), "d_conv=4 with conv='grid'"),
         (dict(GRID, wiring="forward"), "use conv='causal'"),
         (dict(conv="grid"), "class_token='none'"),
+        (dict(rope=True), "class_token='none'"),
+        (dict(rope=True, class_token="none", global_pool="avg", d_state=6), "multiple of 4"),
     ],
 )
 def test_options_that_are_wrong_are_named(options, words):

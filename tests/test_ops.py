@@ -27,7 +27,7 @@ MODELS = {
     "longhorn": dict(),
     "exact": dict(rule="exact", beta="scalar", wiring="alternate"),
     "mamba": dict(mixer="mamba", wiring="shared"),
-    "grid": dict(conv="grid", class_token="none", global_pool="avg"),
+    "grid": dict(conv="grid", rope=True, class_token="none", global_pool="avg"),
 }
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++"))

@@ -14,6 +14,7 @@ import torch
 from onnxscript import FLOAT, INT64, graph, opset18, script
 from onnxscript.values import Opset
 
+from vision_longhorn.kernels.backends.torch.rope import FASTEST, octaves_per_point
 from vision_longhorn.kernels.backends.torch.unit import EPS
 from vision_longhorn.kernels.contract import Scan
 from vision_longhorn.kernels.mixing import FIELDS, Mix
@@ -81,6 +82,23 @@ def _silu(value: Any) -> Any:
 def _unit(value: Any) -> Any:
     """Scale to unit length, see `backends.torch.unit`."""
     return value / op.Sqrt(op.ReduceSumSquare(value, [-1], keepdims=1) + EPS)
+
+
+def _turned(v: Any, rows: Any, N: int) -> Any:
+    """Turn keys or queries (L, B, N) by their place in the grid, see `backends.torch.rope`."""
+    speeds = [
+        FASTEST * 2 ** (-octaves_per_point(N) * (n // 2)) for n in range(N // 2)
+    ]  # one for both numbers of a point
+    count = op.Shape(v, start=0, end=1)
+    columns = op.Div(count, rows)
+    place = op.Range(0, op.Squeeze(count, [0]), 1)
+    row, column = (_axis(op.Cast(found, to=1), 1) for found in (op.Div(place, columns), op.Mod(place, columns)))
+    angle = op.Concat(row * op.Constant(value_floats=speeds), column * op.Constant(value_floats=speeds), axis=1)
+    swap = [0.0] * (N * N)  # a matrix that maps the point (x, y) to (-y, x)
+    swap[1 :: 2 * N + 2], swap[N :: 2 * N + 2] = [1.0] * (N // 2), [-1.0] * (N // 2)
+    swapped = op.MatMul(v, op.Reshape(op.Constant(value_floats=swap), [N, N]))
+    angle = _axis(angle, 1)  # (L, 1, N)
+    return v * op.Cos(angle) + swapped * op.Sin(angle)
 
 
 def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
@@ -194,6 +212,8 @@ def mix(*values: Any) -> Any:
         low = op.MatMul(u, op.Transpose(_entry(m.x_proj, s), perm=[1, 0]))
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
         k, q, a = (_slice(low, start, start + d_state, 2) for start in range(rank, rank + 3 * d_state, d_state))
+        if m.rope:
+            k, q = (_turned(v, op.Reshape(m.rows, [1]), d_state) for v in (k, q))
         A = None
         if m.A_log is not None:
             log = _entry(m.A_log, s)

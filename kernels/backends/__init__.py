@@ -1,7 +1,7 @@
 """The backends as objects. `Backend` is torch's; `triton.backend.TritonBackend` computes the same on a GPU."""
 
 from ..contract import Scan
-from .torch import conv, grid_conv, norm, projections, scan, unit
+from .torch import conv, grid_conv, norm, projections, rope, scan, unit
 
 
 class Backend:
@@ -22,6 +22,7 @@ class Backend:
     norm_backward = staticmethod(norm.backward)
     unit_forward = staticmethod(unit.forward)
     unit_backward = staticmethod(unit.backward)
+    rotate = staticmethod(rope.rotate)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
     x_proj_backward = staticmethod(projections.x_proj_backward)

@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, grid_conv, norm, projections, scan, unit
+from . import chunks, conv, grid_conv, norm, projections, rope, scan, unit
 
 
 class TritonBackend(Backend):
@@ -24,6 +24,7 @@ class TritonBackend(Backend):
     norm_backward = staticmethod(norm.backward)
     unit_forward = staticmethod(unit.forward)
     unit_backward = staticmethod(unit.backward)
+    rotate = staticmethod(rope.rotate)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
     x_proj_backward = staticmethod(projections.x_proj_backward)

@@ -62,8 +62,8 @@ class BidirectionalMixer(nn.Module):
     Parameters of the directions are stacked along a leading axis of 2 ("vim") or 1, so that one product serves both.
 
     With conv="grid" the tokens are patches, row by row, and one convolution over their grid, which has no direction,
-    takes the place of the causal ones: both directions scan what it gives. Such a mixer is called with the number of
-    rows, and has no place for a class token.
+    takes the place of the causal ones: both directions scan what it gives. With this or `rope`, the mixer is called
+    with the number of rows, and has no place for a class token.
 
     Args:
         dim: width of the tokens.
@@ -86,6 +86,9 @@ class BidirectionalMixer(nn.Module):
         beta_min, beta_max: draw each channel's initial beta log-uniformly from this range, so that their memories
             differ from the start. 0 < beta_min <= beta_max < 1; None for 0.5 everywhere. (Only rules with a beta.)
         conv: "causal", a convolution along the scan of each set of parameters, or "grid".
+        rope: turn keys and queries (B and C) by the row and column of their patch, so that their products depend on the
+            distance of the patches (2-D rotary position embedding, `kernels/backends/torch/rope.py`). The tokens are
+            patches, row by row, and `d_state` is a multiple of 4.
 
     Raises:
         ValueError: an option's value is not known, or the rule cannot have it.
@@ -112,6 +115,7 @@ class BidirectionalMixer(nn.Module):
         beta_min: Optional[float] = None,
         beta_max: Optional[float] = None,
         conv: str = "causal",
+        rope: bool = False,
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
@@ -124,16 +128,18 @@ class BidirectionalMixer(nn.Module):
             )
         if A_per_token and not law.takes_A:
             raise ValueError(f"A_per_token=True with rule={rule!r}, which has no A: it belongs to Mamba")
+        if rope and d_state % 4:
+            raise ValueError(f"rope=True with d_state={d_state}: give a multiple of 4, since points of two axes turn")
         self.beta_range = _beta_range(rule, beta_min, beta_max)
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
         self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
-        self.qk_norm = qk_norm
+        self.qk_norm, self.rope, self.over_grid = qk_norm, rope, conv == "grid"
         self.sets = sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
-        self.needs_grid = conv == "grid"
+        self.needs_grid = rope or self.over_grid
         taps = _conv_shape(conv, d_conv, wiring, sets, d_inner)
         steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
         of_token = 3 if A_per_token else 2  # key, query, and perhaps A
@@ -181,12 +187,12 @@ class BidirectionalMixer(nn.Module):
         self.out_proj.weight.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor, rows: int = 0) -> Tensor:
-        """Map tokens (B, L, dim) to (B, L, dim). With conv="grid" they are patches in `rows` rows."""
+        """Map tokens (B, L, dim) to (B, L, dim). With conv="grid" or rope they are patches in `rows` rows."""
         # Call the operator itself, not a wrapper: torch.fx and TorchScript trace operators only.
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
-            self.reversed, self.qk_norm, rows if self.needs_grid else 0,
+            self.reversed, self.qk_norm, rows if self.needs_grid else 0, self.rope,
         )  # fmt: skip
         return self.out_proj(y)
 
@@ -199,24 +205,26 @@ class BidirectionalMixer(nn.Module):
             x = xz.chunk(2, -1)[0].to(wide)
             weight, bias = self.conv_weight.contiguous(), self.conv_bias.contiguous()
             backend = get_backend("torch")
-            if self.needs_grid:
+            if self.over_grid:
                 x = backend.grid_conv_forward(x, weight, bias, rows)  # (1, B, L, D)
             else:
                 x = backend.conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
-            step, k, A = token_facts(x, self.x_proj, self.dt_proj, self.dt_bias, self.A_log, self.qk_norm)
+            parameters = (self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
+            step, k, A = token_facts(x, *parameters, self.qk_norm, rows if self.rope else 0)
             found = get_rule(self.rule).maps(step, k, A)
         return found.expand(2, 2, -1, -1).transpose(1, 2)
 
     def describe(self) -> str:
         """Describe the mixer for a model card."""
         name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
-        conv = ", convolution over the grid" if self.needs_grid else ""
-        return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}"
+        conv = ", convolution over the grid" if self.over_grid else ""
+        rope = ", rotary positions" if self.rope else ""
+        return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}{rope}"
 
     def extra_repr(self) -> str:
         reversed = ", reversed" if self.reversed else ""
-        conv = ", conv=grid" if self.needs_grid else ""
-        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{conv}"
+        conv, rope = ", conv=grid" if self.over_grid else "", ", rope" if self.rope else ""
+        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{conv}{rope}"
 
 
 @wraps(BidirectionalMixer, assigned=(), updated=())  # the signature, by which a model knows the options

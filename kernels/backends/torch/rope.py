@@ -1,0 +1,47 @@
+"""Keys and queries turned by their patch's place in the grid: rotary position embedding (arXiv 2104.09864) in 2-D.
+
+Numbers 2 p and 2 p + 1 of a vector are a point in the plane, which turns by an angle that grows with the row of the
+patch (the first half of the points) or its column (the other half). The product of a query and a key then depends on
+the distance of their patches, but not on where both are. A point of each axis turns once in 4 patches, the slowest in
+32, and those between are spaced geometrically. Lengths do not change, so `qk_norm` may scale a vector before it is
+turned or after.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ...contract import wide
+
+FASTEST = math.pi / 2  # radians a patch
+OCTAVES = 3.0  # from the fastest point to the slowest
+
+
+def octaves_per_point(N: int) -> float:
+    """Return how much slower each point of an axis turns than the one before, in octaves."""
+    return OCTAVES / (N // 4 - 1) if N > 4 else 0.0
+
+
+def angles(rows: int, columns: int, N: int, like: Tensor) -> Tensor:
+    """Return the angles (rows columns, N / 2) in the dtype of sums, on the device of `like`."""
+    place = torch.arange(rows * columns, device=like.device)
+    points = torch.arange(N // 4, device=like.device, dtype=wide(like))
+    speed = FASTEST * torch.exp2(-octaves_per_point(N) * points)
+    return torch.cat([(place // columns)[:, None] * speed, (place % columns)[:, None] * speed], 1)
+
+
+def rotate(kq: Tensor, rows: int, back: bool = False) -> None:
+    """Turn keys and queries in place.
+
+    Args:
+        kq: (.., B, L, 2 N), key and query of each token side by side, of any float dtype and strides; N is a multiple
+            of 4, and the tokens are patches, row by row.
+        rows: rows of the grid.
+        back: turn the other way, as the gradients of turned keys and queries must be.
+    """
+    L, N = kq.shape[-2], kq.shape[-1] // 2
+    angle = angles(rows, L // rows, N, kq)[:, None]  # (L, 1, N / 2)
+    cos, sin = angle.cos(), -angle.sin() if back else angle.sin()
+    x, y = kq.to(wide(kq)).unflatten(-1, (2, N // 2, 2)).unbind(-1)  # (.., L, 2, N / 2)
+    kq.copy_(torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(-3))

@@ -1,0 +1,47 @@
+"""Keys and queries turned by their place in the grid: both backends against the plain loop in float64, the kernel
+interpreted on the CPU and, marked `gpu`, on a GPU."""
+
+import pytest
+import torch
+from plain_model import plain_turn
+from scan_cases import relative_rms
+from test_short_conv import BACKENDS, TOLERANCE
+from vision_longhorn.kernels.dispatch import get_backend
+
+
+def check(backend, rows, columns, N, dtype, *, device="cpu", before=3, after=2):
+    torch.manual_seed(0)
+    low = torch.randn(2, 3, rows * columns, before + 2 * N + after, device=device).to(dtype)
+    kq = low[..., before : before + 2 * N]  # a view, as the mixing gives it
+    old = low.clone()
+    right = torch.cat([plain_turn(v.double().cpu(), rows) for v in kq.chunk(2, -1)], -1)
+    get_backend(backend).rotate(kq, rows)
+    assert relative_rms(kq.cpu(), right) <= TOLERANCE[dtype]
+    get_backend(backend).rotate(kq, rows, back=True)
+    assert relative_rms(kq, old[..., before : before + 2 * N].double()) <= 2 * TOLERANCE[dtype]
+    assert torch.equal(low[..., :before], old[..., :before]) and torch.equal(low[..., -after:], old[..., -after:])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows,columns,N", [(1, 1, 4), (1, 7, 8), (5, 1, 12), (3, 4, 16), (2, 3, 64)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_turned_keys_and_queries_are_those_of_the_plain_loop(backend, rows, columns, N, dtype):
+    check(backend, rows, columns, N, dtype)
+
+
+def test_float64_keeps_its_digits():
+    check("torch", 3, 5, 16, torch.float64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows,columns,N,dtype", [(14, 14, 16, torch.bfloat16), (78, 77, 20, torch.float32)])
+def test_turned_keys_and_queries_on_a_gpu(rows, columns, N, dtype):
+    check("triton", rows, columns, N, dtype, device="cuda")
+
+
+def test_products_depend_on_the_distance_of_patches_alone():
+    kq = torch.randn(16, dtype=torch.float64).expand(1, 36, 16).contiguous()  # the same key and query everywhere
+    get_backend("torch").rotate(kq, 6)
+    k, q = kq[0].reshape(6, 6, 16).chunk(2, -1)
+    found = torch.stack([(k[r, c] * q[r + 1, c + 2]).sum() for r in range(5) for c in range(4)])
+    assert torch.allclose(found, found[:1]) and not torch.allclose(found[:1], (k[0, 0] * q[2, 1]).sum())
