@@ -169,6 +169,27 @@ def test_a_mixer_of_ones_own(tmp_path, monkeypatch):
     named.load_state_dict(model.state_dict())
 
 
+def test_a_mixer_of_ones_own_over_the_grid_is_told_the_rows_it_sees():
+    class OverGrid(nn.Identity):
+        needs_grid = True
+
+        def forward(self, x, rows):
+            seen.append((rows, x.shape[1] // rows))
+            return x
+
+    seen, images = [], torch.randn(2, 3, 32, 64)
+    options = dict(mixer=lambda dim: OverGrid(), patch_size=8, scan_order="rows_columns")
+    model = timm.create_model(
+        "vlonghorn_test", img_size=(32, 64), depth=2, class_token="none", global_pool="avg", **options
+    )
+    model.forward_features(images)
+    model.set_grad_checkpointing()
+    model.forward_intermediates(images, intermediates_only=True)
+    assert seen == [(4, 8), (8, 4)] * 2
+    with pytest.raises(ValueError, match="class_token='middle' with a mixer over the grid"):
+        small_model(**options)
+
+
 def test_what_makes_a_mixer_gets_what_it_takes():
     """A partial of ours, a function of the width, one that takes everything; on the device and in the dtype asked."""
     seen = []

@@ -626,9 +626,10 @@ def test_initialisation(name):
     ],
     ids=("made", "init_weights", "reset_parameters", "reset_classifier", "copy"),
 )
-def test_channels_start_with_memories_that_differ_however_a_model_is_made(again):
+@pytest.mark.parametrize("options", [UNIT, GRID], ids=("memories that differ", "grid"))
+def test_a_model_starts_the_same_however_it_is_made(options, again):
     torch.manual_seed(0)
-    model = timm.create_model("vlonghorn_tiny", depth=2)
+    model = timm.create_model("vlonghorn_tiny_paper", depth=2, **options)
     found = again(model)
     check_initialisation(found if isinstance(found, torch.nn.Module) else model)
 

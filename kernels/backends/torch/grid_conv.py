@@ -5,6 +5,7 @@
 It has no direction, so one result serves the scans in both. `backward` computes the pre-activations again.
 """
 
+import contextlib
 from typing import Any, Optional
 
 import torch
@@ -29,9 +30,9 @@ def _pre_activation(x: Tensor, weight: Tensor, bias: Tensor, rows: int) -> tuple
     return F.conv2d(grid, taps, bias[0].to(wide(x)), padding=taps.shape[-1] // 2, groups=len(taps)), grid, taps
 
 
-# Without cuDNN, whose depthwise gradients of a weight may differ from run to run.
-def _plain_torch() -> Any:
-    return torch.backends.cudnn.flags(enabled=False)
+def _plain_torch(x: Tensor) -> Any:
+    """Return a context without cuDNN, whose gradient of a depthwise weight may differ from run to run."""
+    return torch.backends.cudnn.flags(enabled=False) if x.is_cuda else contextlib.nullcontext()
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, out: Optional[Tensor] = None) -> Tensor:
@@ -48,7 +49,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, out: Optional[Te
         (1, B, L, D), contiguous, dtype of x; sums are in float32 (float64).
     """
     y = x.new_empty(1, *x.shape) if out is None else out
-    with _plain_torch():
+    with _plain_torch(x):
         pre, _, _ = _pre_activation(x, weight, bias, rows)
     y[0].copy_(_tokens(F.silu(pre, inplace=True)))
     return y
@@ -57,7 +58,7 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, out: Optional[Te
 def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Return the gradients of weight, (1, D, K, K), and bias, (1, D), in float32 (float64). `dy`, the gradient of what
     `forward` returns, is contiguous. That of x is written to `dx`, whose last axis is contiguous."""
-    with _plain_torch():
+    with _plain_torch(x):
         pre, grid, taps = _pre_activation(x, weight, bias, rows)
         dpre = torch.ops.aten.silu_backward(_grid(dy[0], rows, pre.dtype), pre)
         D, pad = len(taps), taps.shape[-1] // 2

@@ -88,6 +88,7 @@ def _counts() -> Iterator[Case]:
         ("vlonghorn_test", {"wiring": "shared"}), ("vlonghorn_test", {"wiring": "alternate"}),
         ("vlonghorn_test", {"d_state": 3, "d_conv": 3}), ("vlonghorn_test", {"save_states": True}),
         ("vlonghorn_test", {"class_token": "none", "global_pool": "avg", "scan_order": "rows_columns"}),
+        ("vlonghorn_test", {"class_token": "none", "global_pool": "avg", "conv": "grid"}),
         ("vlonghorn_test", {"patch_stride": 4}), ("vim_test", {}), ("vim_test", {"A_per_token": True}),
     ]  # fmt: skip
     for number, (name, kwargs) in enumerate(models):
