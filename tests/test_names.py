@@ -171,8 +171,9 @@ def train_for_0_1(folder, words):
         save_checkpoint(
             file, {**state, "arch": "vlonghorn_tiny", "config": {**state["config"], "model": "vlonghorn_tiny"}}
         )
-    config = run / "config.yaml"
+    config, environment = run / "config.yaml", run / "env.json"
     config.write_text(config.read_text().replace("vlonghorn_tiny_paper", "vlonghorn_tiny"))
+    environment.write_text(json.dumps({k: v for k, v in json.loads(environment.read_text()).items() if k != "version"}))
     return run, end
 
 
@@ -188,6 +189,13 @@ def test_runs_of_version_0_1_go_on_as_the_model_that_they_were(tmp_path, shards,
     assert again["arch"] == again["config"]["model"] == "vlonghorn_tiny_paper"
     assert same_weights(again, end) and again["model_args"] == end["model_args"]
     assert "model: vlonghorn_tiny_paper\n" in (tmp_path / "copy" / "config.yaml").read_text()
+
+    # One that was killed before its first checkpoint, too
+    begun = shutil.copytree(run, tmp_path / "begun")
+    for file in begun.glob("*.pt"):
+        file.unlink()
+    train_imagenet.main(["--resume", str(begun)])
+    assert same_weights(load_checkpoint(begun / "last.pt"), end)
 
     # Weights to start from: the name of then, and today's
     for name in "vlonghorn_tiny", "vlonghorn_tiny_paper":

@@ -12,6 +12,8 @@ from typing import Any
 
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, spelled
+from vision_longhorn.files import read_json
+from vision_longhorn.models.names import RENAMED
 from vision_longhorn.runs import Run
 from vision_longhorn.settings import DIGITS, coerce, parse_pairs, without_none
 from vision_longhorn.training.config import Config, config_names, read_config_file
@@ -56,6 +58,10 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     values = read_config_file(path) if path else {}
     if resumes:
         values.pop("allow_pipe", None)  # the folder of a run may come from a stranger
+        if values.get("model") in RENAMED and "version" not in (
+            read_json(Run(given["run_dir"]).environment_file) or {}
+        ):
+            values["model"] = RENAMED[values["model"]]  # of version 0.1
     if "model_kwargs" in given:
         merged = {**coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
