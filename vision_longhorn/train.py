@@ -58,10 +58,9 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     values = read_config_file(path) if path else {}
     if resumes:
         values.pop("allow_pipe", None)  # the folder of a run may come from a stranger
-        if values.get("model") in RENAMED and "version" not in (
-            read_json(Run(given["run_dir"]).environment_file) or {}
-        ):
-            values["model"] = RENAMED[values["model"]]  # of version 0.1
+        environment = read_json(Run(given["run_dir"]).environment_file)
+        if not (isinstance(environment, dict) and "version" in environment):  # of version 0.1
+            values |= {"model": new for old, new in RENAMED.items() if values.get("model") == old}
     if "model_kwargs" in given:
         merged = {**coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
