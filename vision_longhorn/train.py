@@ -59,8 +59,8 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     if resumes:
         values.pop("allow_pipe", None)  # the folder of a run may come from a stranger
         environment = read_json(Run(given["run_dir"]).environment_file)
-        if not (isinstance(environment, dict) and "version" in environment):  # of version 0.1
-            values |= {"model": new for old, new in RENAMED.items() if values.get("model") == old}
+        if "model" in values and not (isinstance(environment, dict) and "version" in environment):  # of version 0.1
+            values["model"] = next((new for old, new in RENAMED.items() if old == values["model"]), values["model"])
     if "model_kwargs" in given:
         merged = {**coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}
