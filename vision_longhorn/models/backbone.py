@@ -74,7 +74,7 @@ class Block(nn.Module):
         if self.needs_grid and class_token != "none":
             raise ValueError(
                 f"class_token={class_token!r} with a mixer over the grid of patches, where a class token has no place: "
-                "use class_token='none'"
+                "use class_token='none', or a mixer without the grid (conv='causal', rope=False)"
             )
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
