@@ -48,6 +48,9 @@ VARIANTS = {
         global_pool="max",
         scan_order="rows_columns",
     ),
+    "mamba2 grid": dict(
+        model_name="vlonghorn_test", mixer="mamba2", conv="grid", class_token="none", global_pool="avg"
+    ),
     "mamba shared": dict(model_name="vim_test", wiring="shared", class_token="none", global_pool="avg", beta="scalar"),
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -88,8 +91,9 @@ def build(variant=VARIANTS["diagonal"], **options):
             False,
         ),
         (dict(model_name="vlonghorn_test", conv="grid", rope=True, class_token="none", global_pool="avg"), True),
+        (VARIANTS["mamba2 grid"], True),
     ],
-    ids=("training", "overlapping patches", "padded", "grid"),
+    ids=("training", "overlapping patches", "padded", "grid", "mamba2 grid"),
 )
 def test_compiled_model_takes_new_sizes_without_compiling_again(variant, training):
     model = build(variant, dynamic_img_size=True, depth=1).train(training)
@@ -126,8 +130,9 @@ def test_compiled_model_takes_new_sizes_without_compiling_again(variant, trainin
         dict(patch_stride=4, global_pool="avg"),
         dict(dynamic_img_pad=True, wiring="alternate"),
         dict(conv="grid", rope=True, class_token="none", global_pool="avg", scan_order="rows_columns"),
+        dict(mixer="mamba2", conv="grid", class_token="none", global_pool="avg", scan_order="rows_columns"),
     ],
-    ids=("whole patches", "overlapping", "padded", "grid"),
+    ids=("whole patches", "overlapping", "padded", "grid", "mamba2"),
 )
 def test_exported_program_takes_any_image_size(options):
     model = build(dynamic_img_size=True, **options)
@@ -234,7 +239,8 @@ def test_onnx_file_is_standard_and_gives_the_models_outputs(variant, onnx, tmp_p
     assert {node.domain for node in nodes} == {""} and {opset.domain for opset in proto.opset_import} == {""}
     assert not proto.functions
     scans = [node for node in nodes if node.op_type == "Scan"]
-    assert len(scans) == (2 if variant.get("wiring") == "alternate" else 4)  # of two blocks
+    in_block = 0 if variant.get("mixer") == "mamba2" else 1 if variant.get("wiring") == "alternate" else 2
+    assert len(scans) == 2 * in_block  # of two blocks
     assert [axis.dim_param for axis in proto.graph.input[0].type.tensor_type.shape.dim] == ["batch", "", "", ""]
 
     run = load_onnx(file)
@@ -251,7 +257,9 @@ def test_onnx_file_is_standard_and_gives_the_models_outputs(variant, onnx, tmp_p
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), dict(conv="grid", rope=True, class_token="none", global_pool="avg")], ids=("token", "grid")
+    "options",
+    [dict(), dict(conv="grid", rope=True, class_token="none", global_pool="avg"), dict(mixer="mamba2")],
+    ids=("token", "grid", "mamba2"),
 )
 def test_onnx_file_of_one_model_serves_every_image_size(options, tmp_path):
     model = build(dynamic_img_size=True, dynamic_img_pad=True, patch_stride=4, **options)

@@ -1,5 +1,6 @@
 """Mixers beside the scans, and what all have in common as the parts of a block."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -17,6 +18,7 @@ from vision_longhorn.models.mixers import MIXERS, BidirectionalMixer, create_mix
 
 CAUSAL = [
     ("attention", dict(causal=True)),
+    ("mamba2", dict(wiring="forward", head_dim=8)),
     *(("mamba" if rule == "mamba" else "longhorn", dict(rule=rule, wiring="forward")) for rule in NAMES),
 ]
 
@@ -69,6 +71,115 @@ def test_attention_is_its_formula(causal):
         heads.append(scores.softmax(-1) @ v[..., part])
     expected = mixer.out_proj(torch.cat(heads, -1) * z * torch.sigmoid(z))
     torch.testing.assert_close(mixer(h), expected)
+
+
+def plain_mamba2(mixer, h, rows):
+    """The mixer as its definition has it, token by token, in each direction for itself."""
+    d_inner, N, heads, L = mixer.out_proj.in_features, mixer.d_state, mixer.num_heads, h.shape[1]
+    z, xBC, step = torch.split(h @ mixer.in_proj.weight.T, [d_inner, d_inner + 2 * N, heads], -1)
+    weight, convolved = mixer.conv_weight, []
+    for t in range(L):
+        total = mixer.conv_bias
+        if not mixer.needs_grid:
+            for back in range(min(t + 1, weight.shape[2])):
+                total = total + weight[:, 0, -1 - back] * xBC[:, t - back]
+        else:
+            columns, side = L // rows, weight.shape[1]
+            for i, j in itertools.product(range(side), repeat=2):
+                row, column = t // columns + i - side // 2, t % columns + j - side // 2
+                if 0 <= row < rows and 0 <= column < columns:
+                    total = total + weight[:, i, j] * xBC[:, row * columns + column]
+        convolved.append(total * torch.sigmoid(total))
+    x, B, C = torch.split(torch.stack(convolved, 1), [d_inner, N, N], -1)
+    x = x.unflatten(-1, (heads, -1))  # (B, L, heads, channels)
+    dt = torch.log1p(torch.exp(step + mixer.dt_bias))
+    decay = torch.exp(-torch.exp(mixer.A_log) * dt)
+
+    def scan(order):
+        state, out = h.new_zeros(h.shape[0], heads, x.shape[-1], N), {}
+        for t in order:
+            written = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1) * B[:, t, None, None]
+            state = decay[:, t, :, None, None] * state + written
+            out[t] = (state * C[:, t, None, None]).sum(-1) + mixer.D[:, None] * x[:, t]
+        return torch.stack([out[t] for t in range(L)], 1).flatten(2)
+
+    y = scan(range(L))
+    if mixer.wiring == "shared":
+        y = (y + scan(reversed(range(L)))) / 2
+    y = y * z * torch.sigmoid(z)
+    y = y / (y.square().mean(-1, keepdim=True) + 1e-5).sqrt() * mixer.norm.weight
+    return y @ mixer.out_proj.weight.T
+
+
+@pytest.mark.parametrize(
+    "options,rows",
+    [(dict(), 0), (dict(wiring="forward", d_conv=3), 0), (dict(conv="grid"), 2), (dict(conv="grid", d_conv=5), 5)],
+    ids=str,
+)
+def test_mamba2_is_two_scans_token_by_token(options, rows):
+    torch.manual_seed(0)
+    mixer = create_mixer("mamba2", 12, d_state=5, head_dim=8, **options).double()
+    with torch.no_grad():
+        for value in mixer.parameters():
+            value.add_(torch.randn_like(value), alpha=0.3)
+    h = torch.randn(2, 10, 12, dtype=torch.float64, requires_grad=True)
+    given = (h, rows) if rows else (h,)
+    found, expected = mixer(*given), plain_mamba2(mixer, h, rows)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    direction = torch.randn_like(found)
+    values = [h, *mixer.parameters()]
+    for grad, right in zip(*(torch.autograd.grad(y, values, direction) for y in (found, expected)), strict=True):
+        assert right.abs().max() > 0
+        torch.testing.assert_close(grad, right, rtol=1e-9, atol=1e-9)
+
+
+def test_mamba2_keeps_its_digits_over_many_tokens_and_strong_decays():
+    """Decays are differences of long sums: a head that forgets all at once beside one that forgets nothing."""
+    torch.manual_seed(0)
+    mixer, h = create_mixer("mamba2", 16, head_dim=16, d_state=8), torch.randn(1, 2000, 16)
+    with torch.no_grad():
+        mixer.dt_bias.copy_(torch.tensor([3.0, -9.0]))
+        found = mixer(h)
+        expected = mixer.double()(h.double())
+    assert found.isfinite().all()
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: timm.create_model("vlonghorn_tiny", depth=8, mixer="mamba2"),
+        lambda: again(timm.create_model("vlonghorn_tiny", depth=8, mixer="mamba2")),
+        lambda: again(
+            timm.create_model("vlonghorn_tiny", depth=8, mixer="mamba2", device="meta").to_empty(device="cpu")
+        ),
+    ],
+    ids=("made", "again", "without memory"),
+)
+def test_mamba2_starts_as_its_authors_have_it(make):
+    torch.manual_seed(0)
+    mixers = [block.mixer for block in make().blocks]
+    dt = torch.cat([nn.functional.softplus(mixer.dt_bias) for mixer in mixers])
+    A = torch.cat([mixer.A_log.exp() for mixer in mixers])
+    assert dt.min() >= 0.999e-3 and dt.max() <= 1.001e-1 and 0.2 < (dt < 1e-2).float().mean() < 0.8
+    assert A.min() >= 0.999 and A.max() <= 16.01 and 7 < A.mean() < 10
+    for mixer in mixers:
+        assert (mixer.D == 1).all() and (mixer.norm.weight == 1).all()
+        for value, bound in (
+            (mixer.in_proj.weight, 192**-0.5),
+            (mixer.conv_weight, 1 / 3),
+            (mixer.conv_bias, 1 / 3),
+            (mixer.out_proj.weight, (384 * 8) ** -0.5),
+        ):
+            assert 0.98 * bound < value.abs().max() <= bound * (1 + 1e-6)
+
+
+def again(model):
+    with torch.no_grad():
+        for value in model.parameters():
+            value.fill_(torch.nan)
+    model.init_weights()
+    return model
 
 
 @pytest.mark.parametrize("size", ("test", "tiny", "small", "base"))
@@ -127,6 +238,12 @@ def test_initialising_again_changes_every_matrix(name):
         ),
         (dict(mixer="attention", wiring="alternate"), "'wiring'; beside the model's own, mixer='attention' takes"),
         (dict(mixer="attention", num_heads=0), "num_heads=0"),
+        (dict(mixer="mamba2", head_dim=48), "head_dim=48 does not divide the inner width of 128"),
+        (dict(mixer="mamba2", head_dim=0), "head_dim=0 does not divide"),
+        (dict(mixer="mamba2", wiring="vim"), "wiring='vim' is not known"),
+        (dict(mixer="mamba2", conv="grid", wiring="forward"), "conv='grid' with wiring='forward'"),
+        (dict(mixer="mamba2", conv="grid", d_conv=4), "d_conv=4 with conv='grid'"),
+        (dict(mixer="mamba2", rope=True), "'rope'; beside the model's own, mixer='mamba2' takes d_state, d_conv"),
         (dict(deepth=3), "unexpected keyword argument 'deepth', the nearest known one is 'depth'; beside"),
         (dict(d_stat=3), "'d_stat', the nearest known one is 'd_state'"),
         (dict(heads=3), "unexpected keyword argument 'heads'; beside"),
@@ -280,6 +397,21 @@ def test_the_mixer_stands_alone():
     """It takes any number of tokens, without a model, in a stack of somebody else's."""
     stack = nn.Sequential(nn.RMSNorm(24), BidirectionalMixer(24), nn.Linear(24, 5))
     assert [stack(torch.randn(2, length, 24)).shape for length in (1, 7)] == [(2, 1, 5), (2, 7, 5)]
+
+
+def test_maps_of_mamba2_are_its_decays_and_step_sizes():
+    model, images = small_model(mixer="mamba2", head_dim=32), torch.randn(2, 3, 32, 32)
+    seen = []
+    model.blocks[1].mixer.in_proj.register_forward_hook(lambda _, inputs, out: seen.append(out))
+    maps, mixer = token_maps(model, images), model.blocks[1].mixer
+    dt = nn.functional.softplus(seen[0][..., -4:] + mixer.dt_bias)  # (B, L, heads)
+    forgetting = 1 - torch.exp(-mixer.A_log.exp() * dt)
+    for found, of_class, right in (
+        (maps.forgetting, maps.class_forgetting, forgetting.mean(-1)),
+        (maps.write, maps.class_write, dt.mean(-1)),
+    ):
+        torch.testing.assert_close(of_class[1], right[:, 2:3].expand(-1, 2))
+        torch.testing.assert_close(found[1].flatten(2), right[:, [0, 1, 3, 4]].unsqueeze(1).expand(-1, 2, -1))
 
 
 def test_attention_has_no_maps():

@@ -293,6 +293,7 @@ def test_a_name_stands_for_what_the_documents_say(name, plain, own):
         (dict(rule="gla"), dict(rule="gla")),
         (dict(rule="exact"), UNIT),
         (dict(mixer="mamba"), dict(mixer="mamba")),
+        (dict(mixer="mamba2", d_state=8), dict(mixer="mamba2", d_state=8, conv="grid")),
         (dict(mixer="attention", num_heads=2), dict(mixer="attention", num_heads=2)),
         (dict(qk_norm=False), {**UNIT, "qk_norm": False}),
     ],
@@ -301,7 +302,7 @@ def test_a_name_stands_for_what_the_documents_say(name, plain, own):
 def test_what_a_name_says_of_its_mixer_is_not_for_another_mixer_or_rule(given, same):
     sizes = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
     models = []
-    trunk = TRUNK if same.get("mixer") == "attention" else BEST
+    trunk = TRUNK if same.get("mixer") in ("attention", "mamba2") else BEST
     for name, arguments in ("vlonghorn_tiny", given), ("vlonghorn_tiny_paper", {**trunk, **same}):
         torch.manual_seed(0)
         models.append(timm.create_model(name, **sizes, **arguments))
@@ -700,8 +701,12 @@ def test_layer_decay_follows_depth():
 
 # Precision
 
+MAMBA2 = dict(mixer="mamba2", head_dim=8)  # of many heads, as the gradient of a single one's number may nearly cancel
 
-@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(rule="exact"), GRID])
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(rule="exact"), GRID, MAMBA2]
+)
 def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options):
     model, images, target = small(**options), torch.randn(4, 3, 32, 32), torch.arange(4)
     residuals = []
@@ -718,7 +723,7 @@ def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options):
         assert relative_rms(grad, right[name]) < 0.1, name
 
 
-@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared")])
+@pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), MAMBA2])
 @pytest.mark.parametrize("fp32", (True, False))
 def test_model_in_bf16(options, fp32):
     model, images = small(residual_in_fp32=fp32, **options), torch.randn(4, 3, 32, 32)
@@ -737,9 +742,9 @@ def test_model_in_bf16(options, fp32):
 # timm's interface and training
 
 
-@pytest.mark.parametrize("wiring", ("vim", "alternate"))
-def test_checkpointing_gives_the_same_gradients_and_recomputes(wiring):
-    model, images = small(depth=3, drop_path_rate=0.5, wiring=wiring).train(), torch.randn(4, 3, 32, 32)
+@pytest.mark.parametrize("options", [dict(), dict(wiring="alternate"), dict(mixer="mamba2")])
+def test_checkpointing_gives_the_same_gradients_and_recomputes(options):
+    model, images = small(depth=3, drop_path_rate=0.5, **options).train(), torch.randn(4, 3, 32, 32)
     calls = []
     model.blocks[1].mixer.in_proj.register_forward_hook(lambda *_: calls.append(1))
     found = []

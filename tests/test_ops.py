@@ -29,6 +29,10 @@ MODELS = {
     "mamba": dict(mixer="mamba", wiring="shared"),
     "grid": dict(conv="grid", rope=True, class_token="none", global_pool="avg"),
 }
+ALL_MODELS = {  # with those of no operator of ours
+    **MODELS,
+    "mamba2": dict(mixer="mamba2", conv="grid", class_token="none", global_pool="avg"),
+}
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++"))
     or not Path(sysconfig.get_paths()["include"], "Python.h").is_file(),
@@ -328,19 +332,19 @@ def test_mixer_traces_with_fx(kind):
         assert torch.equal(traced(tokens, rows), mixer(tokens, rows))
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ALL_MODELS)
 def test_model_traces_with_fx(kind):
     torch.manual_seed(0)
-    model = timm.create_model("vlonghorn_test", depth=2, img_size=32, num_classes=5, **MODELS[kind]).eval()
+    model = timm.create_model("vlonghorn_test", depth=2, img_size=32, num_classes=5, **ALL_MODELS[kind]).eval()
     images = torch.randn(3, 3, 32, 32)
     assert torch.equal(torch.fx.symbolic_trace(model)(images), model(images))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ALL_MODELS)
 def test_scripted_model_survives_its_file(kind, tmp_path):
     torch.manual_seed(0)
-    model = timm.create_model("vlonghorn_test", depth=2, img_size=32, num_classes=5, **MODELS[kind]).eval()
+    model = timm.create_model("vlonghorn_test", depth=2, img_size=32, num_classes=5, **ALL_MODELS[kind]).eval()
     torch.jit.script(model).save(str(tmp_path / "model.pt"))
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(torch.jit.load(str(tmp_path / "model.pt"))(images), model(images))

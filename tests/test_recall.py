@@ -29,6 +29,7 @@ MIXERS = {
     "gla": {"mixer": "longhorn", "rule": "gla"},
     "mamba": {"mixer": "mamba"},
     "mamba_token_A": {"mixer": "mamba", "A_per_token": True},
+    "mamba2": {"mixer": "mamba2"},
     "attention": {"mixer": "attention"},
 }
 

@@ -13,6 +13,7 @@ VARIANTS = {
     "exact": dict(rule="exact"),
     "shared": dict(wiring="shared"),
     "mamba": dict(mixer="mamba"),
+    "mamba2": dict(mixer="mamba2"),
 }
 
 

@@ -4,7 +4,7 @@ Every block and direction has a state S of N numbers for each channel d. A token
 
     Longhorn, diagonal   S[d] <- (1 - eps[d] k k) S[d] + eps[d] x[d] k        k k element by element
     Longhorn, exact      S[d] <- (I - eps[d] k k^T) S[d] + eps[d] x[d] k      eps = beta / (1 + beta |k|^2)
-    Mamba                S[d] <- exp(dt[d] A[d]) S[d] + dt[d] x[d] B
+    Mamba                S[d] <- exp(dt[d] A[d]) S[d] + dt[d] x[d] B          Mamba-2: dt and A of d's head
 
 **Forgetting** is 1 less the factor before the old state, averaged over the N numbers and all channels; for the exact
 rule, whose factor is a matrix, over its eigenvalues. **Write strength** multiplies x and the key (Mamba's B), averaged

@@ -79,7 +79,8 @@ def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     mixers = [arguments.get("mixer", "longhorn") for arguments in (own, {**own, **given})]
     left_out: tuple[str, ...] = ()
     if mixers[0] != mixers[1] or given.get("rule", own.get("rule")) != own.get("rule"):
-        left_out = OF_LONGHORN if mixers[1] in ("longhorn", "mamba") else (*OF_LONGHORN, *OF_SCANS)
+        others = () if mixers[1] in ("longhorn", "mamba") else ("wiring", "rope") if mixers[1] == "mamba2" else OF_SCANS
+        left_out = (*OF_LONGHORN, *others)
     return {**{key: own[key] for key in own.keys() - left_out}, **given, "all_arguments": True}
 
 

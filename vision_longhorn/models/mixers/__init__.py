@@ -21,6 +21,7 @@ from torch import nn
 from vision_longhorn.errors import nearest
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers.attention import GatedAttention
+from vision_longhorn.models.mixers.mamba2 import Mamba2Mixer
 from vision_longhorn.models.mixers.state_space import BidirectionalMixer, mamba
 
 Mixer: TypeAlias = str | Callable[..., nn.Module]  # a name below, or what makes the module
@@ -28,6 +29,7 @@ Mixer: TypeAlias = str | Callable[..., nn.Module]  # a name below, or what makes
 MIXERS: dict[str, Callable[..., nn.Module]] = {
     "longhorn": BidirectionalMixer,
     "mamba": mamba,
+    "mamba2": Mamba2Mixer,
     "attention": GatedAttention,
 }
 GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # arguments that every mixer may take

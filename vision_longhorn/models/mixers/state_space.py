@@ -32,7 +32,7 @@ def _beta_range(rule: str, low: Optional[float], high: Optional[float]) -> Optio
     return low, high
 
 
-def _conv_shape(conv: str, width: Optional[int], wiring: str, sets: int, channels: int) -> tuple[int, ...]:
+def conv_shape(conv: str, width: Optional[int], wiring: str, sets: int, channels: int) -> tuple[int, ...]:
     """Return the shape of the convolution's weight. `width` is None for its default."""
     check_option("conv", conv, CONVS)
     if conv == "causal":
@@ -140,7 +140,7 @@ class BidirectionalMixer(nn.Module):
         self.sets = sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
         self.needs_grid = rope or self.over_grid
-        taps = _conv_shape(conv, d_conv, wiring, sets, d_inner)
+        taps = conv_shape(conv, d_conv, wiring, sets, d_inner)
         steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
         of_token = 3 if A_per_token else 2  # key, query, and perhaps A
 
