@@ -37,8 +37,8 @@ def short_conv(x: Tensor, weight: Tensor, bias: Tensor, rows: int) -> Tensor:
 
 
 def step_sizes(step: Tensor, dt_bias: Tensor, A_log: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the step sizes dt of tokens and heads, and the logarithms of their decays, in float32 (float64 for that):
-    two of (B, heads, L), from the logits `step` (B, L, heads)."""
+    """Return the step sizes dt of tokens and heads, and the logarithms of their decays, in float32 (float64 for
+    float64): two of (B, heads, L), from the logits `step` (B, L, heads)."""
     dt = F.softplus(step.to(wide(step)) + dt_bias).transpose(1, 2)
     return dt, -A_log.to(wide(step)).exp().unsqueeze(-1) * dt
 
