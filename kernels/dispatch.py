@@ -2,6 +2,7 @@
 
 import os
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -9,12 +10,18 @@ from .backends import Backend
 from .contract import BACKENDS, check_option
 from .rules.base import HAS_TRITON
 
+HAS_NUMBA = find_spec("numba") is not None
+
 
 @cache
 def get_backend(name: str) -> Backend:
-    """Return the backend called "torch" or "triton"."""
+    """Return the backend called "torch", "triton" or "numba"."""
     if name == "torch":
         return Backend()
+    if name == "numba":
+        from .backends.numba.backend import NumbaBackend  # Numba is optional, and slow to import
+
+        return NumbaBackend()
     from .backends.triton.backend import TritonBackend  # Triton is optional, and slow to import
 
     return TritonBackend()
@@ -37,7 +44,12 @@ def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Bac
             f"backend='triton': {why}; use backend='auto', or a GPU and a torch that comes with triton, or Triton's "
             "interpreter on a CPU: set TRITON_INTERPRET=1 before the first import"
         )
+    if backend == "numba" and not (HAS_NUMBA and device.type == "cpu"):
+        why = f"the tensors are on {device}" if HAS_NUMBA else "numba is not installed"
+        raise RuntimeError(f"backend='numba': {why}; use backend='auto', or put the tensors on a CPU and install numba")
     found = get_backend(backend)
     if regime not in found.regimes:
-        raise ValueError(f"regime={regime!r} belongs to the Triton kernels, not the torch path; use regime='auto'")
+        raise ValueError(
+            f"regime={regime!r} belongs to the Triton kernels, not the {found.name} path; use regime='auto'"
+        )
     return found
