@@ -41,13 +41,21 @@ import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.names import RENAMED, all_arguments
 from vision_longhorn.settings import parse_pairs
 from vision_longhorn.training.step import TrainStep
 
 MODELS = [
     name.format(size)
     for size in ("tiny", "small")
-    for name in ("vlonghorn_{}", "vlonghorn_{}_exact", "vlonghorn_{}_shared", "vim_{}", "deit_{}_patch16_224")
+    for name in (
+        "vlonghorn_{}",
+        "vlonghorn_{}_fast",
+        "vlonghorn_{}_paper",
+        "vim_{}",
+        "vim_{}_best",
+        "deit_{}_patch16_224",
+    )  # fmt: skip
 ]
 OFFICIAL = {
     size: f"vim_{size}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
@@ -388,6 +396,14 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
     return args
 
 
+def called_now(row: dict) -> dict:
+    """Give a row the name that its model has now. A row without all arguments is of version 0.1."""
+    name, *options = row["model"].split(",")
+    if name not in RENAMED or "all_arguments" in row["args"]:
+        return row
+    return {**row, "model": ",".join([RENAMED[name], *options])}
+
+
 def earlier_runs(paths: list[Path], own: list[dict]) -> tuple[list[dict], list[dict]]:
     """Read (environments, rows) from earlier runs' files. Of each measurement the last stays, with a "date".
 
@@ -401,7 +417,8 @@ def earlier_runs(paths: list[Path], own: list[dict]) -> tuple[list[dict], list[d
             found = json.loads(path.read_text())
             environments += [*found.get("earlier", ()), found["environment"]]
             date = found["environment"]["date"]
-            rows |= {tuple(row[key] for key in KEYS): {"date": date, **row} for row in found["models"]}
+            for row in map(called_now, found["models"]):
+                rows[tuple(row[key] for key in KEYS)] = {"date": date, **row}
         except (OSError, ValueError, KeyError) as error:
             raise UserError(f"--merge {path}: this is not a result of this script ({describe(error)})") from error
         first, last = [*own, *environments][0].get("gpu"), environments[-1].get("gpu")
@@ -432,7 +449,8 @@ def main(argv: Optional[list[str]] = None) -> None:
             print(f"the official models cannot be imported: {error}")
     plan = [
         (
-            dict(model=model.label, args=model.args, mode=mode, batch=batch, resolution=resolution) | {"pass": name},
+            dict(model=model.label, args=all_arguments(model.name, model.args), mode=mode, batch=batch)
+            | {"resolution": resolution, "pass": name},
             model,
         )
         for batch, resolution in args.sizes

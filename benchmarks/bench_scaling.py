@@ -26,6 +26,7 @@ from common import RESULTS, ROOT, environment, print_environment, table
 
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.names import all_arguments
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import shard
@@ -154,6 +155,7 @@ def main() -> None:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     options = {key: value for key, value in vars(args).items() if key not in ("out", "worker", "processes")}
+    options["args"] = all_arguments(args.model, {"img_size": args.resolution})
     path = args.out / "scaling.json"
     path.write_text(json.dumps(dict(environment=found, options=options, scaling=rows), indent=1) + "\n")
     print(f"\nwritten to {path}")

@@ -38,6 +38,7 @@ from torch import nn
 from vision_longhorn import VisionLonghorn
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.names import all_arguments
 from vision_longhorn.settings import parse_pairs
 
 FUSED, OTHER = "norm, residual and other fused by the compiler", "other"
@@ -263,7 +264,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"profile_{args.model}_{args.batch}x{args.resolution}_{name}.json"
     path.write_text(json.dumps(dict(
-        environment=found, model=args.model, args=args.arg, mode=args.mode, batch=args.batch,
+        environment=found, model=args.model, args=all_arguments(args.model, args.arg), mode=args.mode, batch=args.batch,
         resolution=args.resolution, **{"pass": name}, **whole, measured=measured, rates=rates, parts=rows,
         kernels=shown), indent=1) + "\n")  # fmt: skip
     print(f"\nwritten to {path}")

@@ -23,7 +23,7 @@ EXAMPLE = """a whole file of studies, for --file:
       overrides: {epochs: 30}     # values that differ from the config
       variants:
         - {name: longhorn, model: vlonghorn_tiny, model_kwargs: {depth: 6}}
-        - {name: vim, model: vim_tiny, model_kwargs: {depth: 6}}
+        - {name: vim, model: vim_tiny_best, model_kwargs: {depth: 6}}
       pair: [longhorn, vim]
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.recall_config import RecallConfig
 from vision_longhorn.errors import UserError, nearest, one_line
-from vision_longhorn.models.names import DEFINITIONS, RENAMED, all_arguments
+from vision_longhorn.models.names import OF_LONGHORN, RENAMED, all_arguments
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.training.config import Config, read_config_file
 
@@ -28,7 +28,6 @@ IMAGES = {**RECALL, **SETTING, "weights": str, "pair": list, "contrasts": dict, 
 CONTRAST = {"plus": list, "minus": list, "over": int}
 REMEDIES: dict[Any, str] = {dict: "`key: value` pairs", list: "a list", str: "a word", int: "a whole number"}
 REMEDIES[int, list] = "a number or a list"
-OPTIONS = ("rule", "qk_norm", "beta_min", "beta_max")  # of mixers, in definitions of names; others are for images
 MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a model's name
 # The settings that a training step's speed depends on
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
@@ -294,10 +293,9 @@ def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) ->
 def _recall_config(whole: Mapping, parts: tuple[Mapping, ...], _: Mapping) -> RecallConfig:
     """Makes the settings of a variant's mixer in a language model."""
     values, model = _merge(RecallConfig, {}, parts), whole.get("model", "vlonghorn")
-    kwargs = values["model_kwargs"]
-    if "mixer" not in kwargs:  # that of the name, as the name has it
-        own = {key: value for key, value in DEFINITIONS.get(model, {}).items() if key in OPTIONS}
-        kwargs = {"mixer": MIXERS.get(model.partition("_")[0]), **own, **kwargs}
+    given = values["model_kwargs"]
+    own = {key: value for key, value in all_arguments(model, given).items() if key in OF_LONGHORN}  # others: of images
+    kwargs = {"mixer": MIXERS.get(model.partition("_")[0]), **own, **given}
     mixer = kwargs.pop("mixer")
     if mixer is None:
         raise UserError(f"model is {model!r}: recall takes the mixers of vlonghorn_* and vim_*")

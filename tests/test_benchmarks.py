@@ -114,6 +114,16 @@ def test_sweep_keeps_the_number_of_patches():
     assert all(abs(batch * (px // 16) ** 2 / (256 * 196) - 1) < 0.05 for batch, px in sizes)
 
 
+def test_earlier_rows_have_the_names_of_now(tmp_path):
+    rows = [{**row, "args": {}} for name in ("vlonghorn_tiny,depth=1", "vlonghorn_tiny_exact", "deit_tiny_patch16_224")
+            for row in rows_of(name, "eager", 200, train=3.0)]  # fmt: skip
+    rows += [{**row, "args": {"all_arguments": True}} for row in rows_of("vlonghorn_tiny", "eager", 200, train=3.0)]
+    (tmp_path / "model.json").write_text(json.dumps({"environment": {"date": "today"}, "models": rows}))
+    _, found = bench_model.earlier_runs([tmp_path / "model.json"], [])
+    assert [row["model"] for row in found] == [
+        "vlonghorn_tiny_paper,depth=1", "vlonghorn_tiny_exact", "deit_tiny_patch16_224", "vlonghorn_tiny"]  # fmt: skip
+
+
 def rows_of(model, mode, resolution, **speeds):
     return [
         dict(model=model, mode=mode, batch=1, resolution=resolution, images_per_s=speed, GiB=None) | {"pass": name}
@@ -201,7 +211,7 @@ def test_sums_of_parts():
 @pytest.mark.parametrize("wiring, sets", [("vim", 2), ("shared", 1), ("alternate", 1)])
 def test_budget_from_the_dimensions(wiring, sets):
     with torch.device("meta"):
-        model = timm.create_model("vlonghorn_tiny", wiring=wiring, depth=3)
+        model = timm.create_model("vlonghorn_tiny_paper", wiring=wiring, depth=3)
     # Projections of 192 to 2 x 384, 384 to 12 + 2 x 16 and 12 to 384 for each set, and 384 to 192.
     products = 192 * 768 + sets * 384 * (12 + 32) + sets * 12 * 384 + 384 * 192
     found = profile_model.products_ms(model.blocks, 100, 1e9, 1e30, training=True)

@@ -24,7 +24,7 @@ def test_on_a_mac_commands_take_the_cpu_and_scans_of_ones_own_code_the_torch_pat
     assert backend_for("auto", torch.device("mps")) is backend_for("auto", torch.device("cpu")) is get_backend("torch")
 
 
-@pytest.mark.parametrize("name", ["vlonghorn_tiny", "vim_tiny_cross"])
+@pytest.mark.parametrize("name", ["vlonghorn_tiny", "vim_tiny_best"])
 def test_half_precision_trains_beside_float32(name):
     model, images = timm.create_model(name, num_classes=5, **SMALL), torch.randn(3, 3, 16, 16)
     wanted = model(images)
@@ -36,7 +36,7 @@ def test_half_precision_trains_beside_float32(name):
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["vlonghorn_tiny", "vlonghorn_tiny_cross"])
+@pytest.mark.parametrize("name", ["vlonghorn_tiny_paper", "vlonghorn_tiny"])
 def test_masked_patches_are_learnt_from_maps(name):
     """As docs/models.md has it: the images' masked patches are grey, and a linear layer restores them."""
     torch.manual_seed(0)

@@ -70,11 +70,11 @@ def test_positions_of_a_run_on_oblong_images_are_resampled(tmp_path):
 
 def test_a_model_has_its_own_image_size_whatever_the_file_is_of(tmp_path):
     small = dict(depth=1, embed_dim=32)
-    model = create_model("vlonghorn_tiny", img_size=32, num_classes=10, **small)
+    model = create_model("vlonghorn_tiny_paper", img_size=32, num_classes=10, **small)
     save_checkpoint(
         tmp_path / "best.pt", {"state_dict": model.state_dict(), "config": {"model_kwargs": {**small, "img_size": 32}}}
     )
-    other, text = model_from_weights("vlonghorn_tiny", tmp_path / "best.pt", 10, **small)
+    other, text = model_from_weights("vlonghorn_tiny_paper", tmp_path / "best.pt", 10, **small)
     assert other.patch_embed.img_size == (224, 224) and "pos_embed (1, 5, 32) -> (1, 197, 32)" in text
 
 

@@ -85,7 +85,7 @@ def refuse_what_waits_for_the_gpu(rank):
         def forward(self, images):
             return super().forward(images) * images.mean().item()
 
-    with pytest.raises(UserError, match="cuda_graphs: this model cannot be captured .*: leave that out"):
+    with pytest.raises(UserError, match="cuda_graphs: this model cannot be captured .*: leave it out"):
         capture(make_accelerator("cuda", "bf16"), Waits(4, 4).cuda(), torch.randn(2, 4, device="cuda"), 1)
 
 

@@ -152,8 +152,9 @@ def gpu_check(B, rows, columns, D, K, dtype, **options):
         dweight += more[0]
         dbias += more[1]
     found = relative_rms(got["dweight"], dweight), relative_rms(got["dbias"], dbias)
-    # The gradient of the pre-activation is rounded before its sums with x.
-    assert max(found) <= min(ONE_ROUNDING[dtype], 3e-3), (B, rows, columns, D, K, dtype, found)
+    # The gradient of the pre-activation is rounded before its sums with x; in a sum of many, roundings cancel.
+    limit = ONE_ROUNDING[dtype] if B * rows * columns < 100 else min(ONE_ROUNDING[dtype], 3e-3)
+    assert max(found) <= limit, (B, rows, columns, D, K, dtype, found)
 
 
 @pytest.mark.gpu

@@ -403,7 +403,7 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
 @pytest.mark.gpu
 @pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
 @pytest.mark.parametrize("update", UPDATES, ids=str)
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 4e-2)])
 def test_gpu_mixer_over_the_grid_is_its_plain_description(wiring, update, dtype, tolerance):
     for dim, shape in ((96, (3, 70, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
         mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, **update).to("cuda", dtype)

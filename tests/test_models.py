@@ -28,14 +28,26 @@ COUNTS = {
     "vim_tiny": 7_148_008,
     "vim_small": 25_796_584,
     "vim_base": 97_598_440,
+    "vim_tiny_best": 7_147_624,
+    "vim_small_best": 25_795_816,
+    "vim_base_best": 97_596_904,
     "vim_tiny_cross": 7_147_624,
     "vim_small_cross": 25_795_816,
     "vim_base_cross": 97_596_904,
     "vim_tiny_stride8": 7_250_344,
     "vim_small_stride8": 26_001_256,
-    "vlonghorn_tiny": 6_853_096,
-    "vlonghorn_small": 25_206_760,
-    "vlonghorn_base": 96_418_792,
+    "vlonghorn_tiny": 6_852_712,
+    "vlonghorn_small": 25_205_992,
+    "vlonghorn_base": 96_417_256,
+    "vlonghorn_tiny_fast": 6_318_184,
+    "vlonghorn_small_fast": 23_694_568,
+    "vlonghorn_base_fast": 91_624_936,
+    "vlonghorn_tiny_paper": 6_853_096,
+    "vlonghorn_small_paper": 25_206_760,
+    "vlonghorn_base_paper": 96_418_792,
+    "vlonghorn_tiny_exact": 6_853_096,
+    "vlonghorn_small_exact": 25_206_760,
+    "vlonghorn_base_exact": 96_418_792,
     "vlonghorn_tiny_cross": 6_852_712,
     "vlonghorn_small_cross": 25_205_992,
     "vlonghorn_base_cross": 96_417_256,
@@ -75,7 +87,7 @@ def test_parameter_count(name):
 
 @pytest.mark.parametrize("size,count", [("tiny", 6_272_488), ("small", 23_603_176), ("base", 91_442_152)])
 def test_parameter_count_of_one_direction_a_block(size, count):
-    assert parameters(f"vlonghorn_{size}", wiring="alternate") == count
+    assert parameters(f"vlonghorn_{size}_paper", wiring="alternate") == count
 
 
 def test_every_name_makes_a_model_of_its_own_kind():
@@ -86,15 +98,15 @@ def test_every_name_makes_a_model_of_its_own_kind():
             size = model.default_cfg["input_size"]
             assert model(torch.empty(2, *size)).shape == (2, 7)
         mixer = model.blocks[-1].mixer
-        exact = name.endswith(("_exact", "_cross"))
-        assert mixer.rule == ("mamba" if name.startswith("vim") else "exact" if exact else "diagonal")
-        assert mixer.wiring == ("shared" if name.endswith("_shared") else "vim")
+        diagonal = name.endswith(("_paper", "_shared", "_test"))
+        assert mixer.rule == ("mamba" if name.startswith("vim") else "diagonal" if diagonal else "exact")
+        assert mixer.wiring == {"shared": "shared", "fast": "alternate"}.get(name.split("_")[-1], "vim")
         assert size == ((3, 96, 96) if name.endswith("_test") else (3, 224, 224))
         assert len(model.blocks) == (4 if name.endswith("_test") else 24)
 
 
 def test_an_old_name_makes_the_model_that_its_arguments_make_and_stays_its_name(tmp_path):
-    assert len(OLD_NAMES) == 6 and not set(OLD_NAMES) & set(timm.list_models())
+    assert len(OLD_NAMES) == 12 and not set(OLD_NAMES) & set(timm.list_models())
     given = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
     images = torch.randn(2, 3, 32, 32)
     for old, (name, arguments) in OLD_NAMES.items():
@@ -104,6 +116,7 @@ def test_an_old_name_makes_the_model_that_its_arguments_make_and_stays_its_name(
         assert torch.equal(model(images), plain(images))
         assert model.pretrained_cfg["architecture"] == old  # as folders made of it will have it
         assert timm.get_pretrained_cfg(old).input_size == (3, 224, 224)
+    model = timm.create_model("vlonghorn_tiny_shared", **given).eval()
     save_for_hf(model, str(tmp_path), model_args=given, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
     assert again.blocks[0].mixer.wiring == "shared" and torch.equal(again(images), model(images))
@@ -115,12 +128,13 @@ def test_an_old_name_makes_the_model_that_its_arguments_make_and_stays_its_name(
         "vlonghorn_tiny",
         "vlonghorn_small",
         "vlonghorn_base",
+        "vlonghorn_tiny_fast",
+        "vlonghorn_tiny_paper",
+        "vlonghorn_small_paper",
         "vim_tiny",
         "vim_small",
         "vim_base",
-        "vim_tiny_cross",
-        "vlonghorn_tiny_cross",
-        "vlonghorn_tiny_exact",
+        "vim_tiny_best",
         "vlonghorn_tiny_shared",
     ),
 )
@@ -242,27 +256,57 @@ def test_a_convolution_over_the_grid_changes_the_number_of_parameters_by_its_own
     inner, depth = 2 * 192, 24
     causal = {key: value for key, value in GRID.items() if key not in ("conv", "rope")}
     for wiring, lost in (("vim", 2 * inner * 5), ("alternate", inner * 5)):
-        fewer = parameters("vlonghorn_tiny", wiring=wiring, **causal) - parameters(
-            "vlonghorn_tiny", wiring=wiring, **GRID
-        )
+        name = "vlonghorn_tiny_paper"
+        fewer = parameters(name, wiring=wiring, **causal) - parameters(name, wiring=wiring, **GRID)
         assert fewer == depth * (lost - inner * 10)
 
 
-@pytest.mark.parametrize(("family", "own"), [("vlonghorn", {"rule": "exact"}), ("vim", {})])
-def test_cross_models_are_what_the_study_compares(family, own):
+TRUNK = dict(class_token="none", global_pool="avg", scan_order="rows_columns")
+BEST = dict(conv="grid", rope=True, **TRUNK)
+UNIT = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1)
+
+
+@pytest.mark.parametrize(
+    "name, plain, own",
+    [
+        ("vlonghorn_tiny", "vlonghorn_tiny_paper", {**UNIT, **BEST}),
+        ("vlonghorn_tiny_fast", "vlonghorn_tiny_paper", {**UNIT, **BEST, "wiring": "alternate"}),
+        ("vim_tiny_best", "vim_tiny", BEST),
+    ],
+)
+def test_a_name_stands_for_what_the_documents_say(name, plain, own):
     given = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
-    named = timm.create_model(f"{family}_tiny_cross", **given)
-    trunk = dict(class_token="none", global_pool="avg", scan_order="rows_columns")
-    plain = timm.create_model(f"{family}_tiny", **given, **own, **trunk)
-    plain.load_state_dict(named.state_dict())
+    torch.manual_seed(0)
+    named = timm.create_model(name, **given)
+    torch.manual_seed(0)
+    plain = timm.create_model(plain, **given, **own)
     images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(named(images), plain(images))
-    token = timm.create_model(f"{family}_tiny_cross", **given, class_token="middle", global_pool="token")
-    assert token.cls_token is not None and token.blocks[1].reads_columns
+    assert torch.equal(named(images), plain(images))  # from the same start, too
+    token = timm.create_model(name, **given, class_token="middle", global_pool="token", conv="causal", rope=False)
+    assert token.cls_token is not None and token.blocks[-1].reads_columns == named.blocks[-1].reads_columns
 
 
-def test_the_rule_of_a_cross_model_is_an_argument():
-    assert timm.create_model("vlonghorn_tiny_cross", depth=2, rule="diagonal").blocks[0].mixer.rule == "diagonal"
+@pytest.mark.parametrize(
+    "given, same",
+    [
+        (dict(rule="diagonal"), dict(rule="diagonal")),
+        (dict(rule="gla"), dict(rule="gla")),
+        (dict(rule="exact"), UNIT),
+        (dict(mixer="mamba"), dict(mixer="mamba")),
+        (dict(mixer="attention", num_heads=2), dict(mixer="attention", num_heads=2)),
+        (dict(qk_norm=False), {**UNIT, "qk_norm": False}),
+    ],
+    ids=str,
+)
+def test_what_a_name_says_of_its_mixer_is_not_for_another_mixer_or_rule(given, same):
+    sizes = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
+    models = []
+    trunk = TRUNK if same.get("mixer") == "attention" else BEST
+    for name, arguments in ("vlonghorn_tiny", given), ("vlonghorn_tiny_paper", {**trunk, **same}):
+        torch.manual_seed(0)
+        models.append(timm.create_model(name, **sizes, **arguments))
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(*(model(images) for model in models))
 
 
 @pytest.mark.parametrize("class_token", ["middle", "none"])
@@ -349,7 +393,7 @@ def test_other_shapes_follow_the_plain_description(options, shape, wiring):
 @pytest.mark.parametrize("size,index", [(224, 98), ((48, 80), 7)])
 def test_class_token_stands_before_the_middle_patch(size, index):
     torch.manual_seed(0)
-    model = timm.create_model("vlonghorn_tiny", img_size=size, depth=1)
+    model = timm.create_model("vlonghorn_tiny_paper", img_size=size, depth=1)
     height, width = model.patch_embed.img_size
     seen = []
     model.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -565,14 +609,11 @@ def check_initialisation(model):
     assert len(stacked) == 1 or not torch.equal(stacked[0], stacked[1])
 
 
-@pytest.mark.parametrize("name", ("vlonghorn_tiny", "vim_tiny", "vlonghorn_tiny_shared"))
+@pytest.mark.parametrize("name", ("vlonghorn_tiny_paper", "vim_tiny", "vlonghorn_tiny_shared"))
 def test_initialisation(name):
     torch.manual_seed(0)
     check_initialisation(timm.create_model(name, depth=6))
     check_initialisation(timm.create_model(name, depth=6, **GRID))
-
-
-SPREAD = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1)
 
 
 @pytest.mark.parametrize(
@@ -586,16 +627,16 @@ SPREAD = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1)
     ],
     ids=("made", "init_weights", "reset_parameters", "reset_classifier", "copy"),
 )
-@pytest.mark.parametrize("options", [SPREAD, GRID], ids=("memories that differ", "grid"))
+@pytest.mark.parametrize("options", [UNIT, GRID], ids=("memories that differ", "grid"))
 def test_a_model_starts_the_same_however_it_is_made(options, again):
     torch.manual_seed(0)
-    model = timm.create_model("vlonghorn_tiny", depth=2, **options)
+    model = timm.create_model("vlonghorn_tiny_paper", depth=2, **options)
     found = again(model)
     check_initialisation(found if isinstance(found, torch.nn.Module) else model)
 
 
 @pytest.mark.parametrize(
-    "name,options", [("vlonghorn_tiny_shared", {}), ("vim_tiny", GRID), ("vlonghorn_tiny", SPREAD)], ids=str
+    "name,options", [("vlonghorn_tiny_shared", {}), ("vim_tiny", GRID), ("vlonghorn_tiny", {})], ids=str
 )
 def test_model_made_without_memory_is_initialised_later(name, options):
     with torch.device("meta"):

@@ -15,6 +15,7 @@ import eval as eval_script
 import train_imagenet
 from vision_longhorn import VisionLonghorn, hub
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
+from vision_longhorn.errors import UserError
 from vision_longhorn.loading import load_model
 from vision_longhorn.models import names
 from vision_longhorn.models.create import create_model
@@ -91,7 +92,8 @@ def other_meanings(monkeypatch):
     """Lets every name mean another model, with arguments that it did not set before."""
     for own in names.DEFINITIONS.values():
         other = dict(mixer="longhorn", rule="delta", qk_norm=True, wiring="alternate", class_token="first")
-        for key, value in {**other, "global_pool": "max", "scan_order": "rows", "embed_dim": 24, "depth": 3}.items():
+        other |= dict(conv="causal", rope=False, global_pool="max", scan_order="rows", embed_dim=24, depth=3)
+        for key, value in other.items():
             monkeypatch.setitem(own, key, value)
 
 
@@ -159,3 +161,74 @@ def outputs_of_run(run):
     side = model.patch_embed.img_size[0]
     with torch.no_grad():
         return model(torch.linspace(-2, 2, 3 * side * side).reshape(1, 3, side, side))
+
+
+def train_for_0_1(folder, words):
+    """A run as version 0.1 left it: its files know `vlonghorn_tiny` alone. Also its model's state at the end."""
+    run, end = train([*SHORT, "vlonghorn_tiny_paper", *words, "--checkpoint-interval", "2"], folder)
+    for file in run.glob("*.pt"):
+        state = load_checkpoint(file)
+        del state["model_args"]
+        save_checkpoint(
+            file, {**state, "arch": "vlonghorn_tiny", "config": {**state["config"], "model": "vlonghorn_tiny"}}
+        )
+    config, environment = run / "config.yaml", run / "env.json"
+    config.write_text(config.read_text().replace("vlonghorn_tiny_paper", "vlonghorn_tiny"))
+    environment.write_text(json.dumps({k: v for k, v in json.loads(environment.read_text()).items() if k != "version"}))
+    return run, end
+
+
+def test_runs_of_version_0_1_go_on_as_the_model_that_they_were(tmp_path, shards, capsys):  # noqa: F811
+    run, end = train_for_0_1(tmp_path / "run", [*shards, "--keep-checkpoints", "9"])
+    assert "model: vlonghorn_tiny\n" in (run / "config.yaml").read_text()
+    shutil.copytree(run, tmp_path / "copy")
+    capsys.readouterr()
+    train_imagenet.main(["--resume", str(tmp_path / "copy" / "update-0000002.pt")])
+    said = capsys.readouterr().out
+    assert "model   vlonghorn_tiny_paper, " in said and "have changed since it stopped" not in said
+    again = load_checkpoint(tmp_path / "copy" / "last.pt")
+    assert again["arch"] == again["config"]["model"] == "vlonghorn_tiny_paper"
+    assert same_weights(again, end) and again["model_args"] == end["model_args"]
+    assert "model: vlonghorn_tiny_paper\n" in (tmp_path / "copy" / "config.yaml").read_text()
+
+    # One that was killed before its first checkpoint, too
+    begun = shutil.copytree(run, tmp_path / "begun")
+    for file in begun.glob("*.pt"):
+        file.unlink()
+    train_imagenet.main(["--resume", str(begun)])
+    assert same_weights(load_checkpoint(begun / "last.pt"), end)
+
+    # Weights to start from: the name of then, and today's
+    for name in "vlonghorn_tiny", "vlonghorn_tiny_paper":
+        words = [*SHORT, name, *shards, "--init", str(run / "last.pt"), "--lr", "1e-9", "--min-lr", "0"]
+        _, started = train(words, tmp_path / name)
+        assert started["arch"] == "vlonghorn_tiny_paper" and started["model_args"] == end["model_args"]
+        for key, value in end["state_dict"].items():
+            torch.testing.assert_close(started["state_dict"][key], value, rtol=0, atol=1e-6)
+    with pytest.raises(UserError, match="these weights have a cls_token, .*called vlonghorn_tiny are those of vlongh"):
+        state = {"state_dict": end["state_dict"]}  # which does not tell
+        save_checkpoint(tmp_path / "bare.pt", state)
+        train([*SHORT, "vlonghorn_tiny", *shards, "--init", str(tmp_path / "bare.pt")], tmp_path / "other")
+
+
+def test_timm_takes_a_checkpoint_with_the_arguments_that_it_states(tmp_path, shards):  # noqa: F811
+    run, end = train([*SHORT, "vlonghorn_tiny_fast", *shards], tmp_path / "run")
+    model = timm.create_model(end["arch"], **end["model_args"], checkpoint_path=str(run / "last.pt"))
+    assert all(torch.equal(value, end["state_dict"][key]) for key, value in model.state_dict().items())
+    assert not load_model(run / "last.pt", "vlonghorn_tiny_fast").model.cls_token
+
+
+@pytest.mark.parametrize("options", [{}, {"features_only": True}], ids=str)
+def test_weights_of_a_former_name_are_told_from_todays(options, tmp_path):
+    model, _ = of_then("vlonghorn_tiny")
+    torch.save(model.state_dict(), tmp_path / "bare.pt")
+    words = "weights that version 0.1 called vlonghorn_tiny are those of vlonghorn_tiny_paper"
+    with pytest.raises(RuntimeError, match=words):
+        timm.create_model(
+            "vlonghorn_tiny", **GIVEN, num_classes=5, checkpoint_path=str(tmp_path / "bare.pt"), **options
+        )
+    if not options:
+        with pytest.raises(UserError, match=words):
+            load_model(tmp_path / "bare.pt", "vlonghorn_tiny", num_classes=5, **GIVEN)
+        loaded = load_model(tmp_path / "bare.pt", "vlonghorn_tiny_paper", num_classes=5, **GIVEN)
+        assert torch.equal(loaded.model.cls_token, model.cls_token)

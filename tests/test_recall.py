@@ -34,7 +34,7 @@ MIXERS = {
 
 # Epochs of 6 updates
 TINY = {
-    "variants": {"longhorn": {"model": "vlonghorn_tiny"}, "vim": {"model": "vim_tiny"}},
+    "variants": {"longhorn": {"model": "vlonghorn_tiny_paper"}, "vim": {"model": "vim_tiny"}},
     "studies": {
         "recall": {
             "asks": "Which recalls?",

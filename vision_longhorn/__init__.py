@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = ["VisionLonghorn", "__version__"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 class _Checkout:

@@ -4,8 +4,7 @@ A checkpoint is a dict that loads with `weights_only=True`: "arch" (timm's name 
 arguments, those that the name stood for included), "num_classes", "state_dict", "state_dict_ema" (where weights are
 averaged), "class_names" and "display_names" (by index; None where the data have none), "config" (the run's settings),
 "facts" (what else its bits depend on), and `Trainer`'s own state. The names of weights are timm's, so
-`timm.create_model(arch, num_classes=num_classes, **model_args, checkpoint_path=FILE)` takes the file as it is, with its
-averaged weights.
+`timm.create_model(arch, **model_args, checkpoint_path=FILE)` takes the file as it is, with its averaged weights.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 
 from vision_longhorn.errors import UserError, reason
 from vision_longhorn.files import check_whole, read_json, written_aside
-from vision_longhorn.models.names import RENAMED, all_arguments
+from vision_longhorn.models.names import RENAMED, all_arguments, former_name
 
 
 def save_checkpoint(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
@@ -116,6 +115,6 @@ def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.Pa
         raise UserError(
             f"{path} holds another model ({checkpoint.get('arch', 'of unknown name')}): {len(wrong)} tensors do not "
             f"fit, such as {key}, {theirs.get(key, 'absent')} in the file, {ours.get(key, 'absent')} in the model; "
-            "give the model and model_kwargs it was trained with"
+            f"give the model and model_kwargs it was trained with{former_name(model)}"
         )
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from vision_longhorn import __version__
+
 LIBRARIES = "torch", "torchvision", "triton", "timm", "accelerate", "webdataset", "numpy", "pillow"
 
 
@@ -36,6 +38,7 @@ def describe_environment() -> dict[str, Any]:
             versions[name] = metadata.version(name)
     commit, changed = find_commit()
     return {
+        "version": __version__,
         "command": sys.argv,
         "commit": commit,
         "uncommitted_changes": changed,

@@ -12,6 +12,8 @@ from typing import Any
 
 from vision_longhorn.command_line.parser import Parser
 from vision_longhorn.errors import UserError, spelled
+from vision_longhorn.files import read_json
+from vision_longhorn.models.names import RENAMED
 from vision_longhorn.runs import Run
 from vision_longhorn.settings import DIGITS, coerce, parse_pairs, without_none
 from vision_longhorn.training.config import Config, config_names, read_config_file
@@ -56,6 +58,9 @@ def load_config(argv: Sequence[str] | None = None) -> tuple[Config, str]:
     values = read_config_file(path) if path else {}
     if resumes:
         values.pop("allow_pipe", None)  # the folder of a run may come from a stranger
+        environment = read_json(Run(given["run_dir"]).environment_file)
+        if "model" in values and not (isinstance(environment, dict) and "version" in environment):  # of version 0.1
+            values["model"] = next((new for old, new in RENAMED.items() if old == values["model"]), values["model"])
     if "model_kwargs" in given:
         merged = {**coerce("model_kwargs", values.get("model_kwargs", {}), dict), **parse_pairs(given["model_kwargs"])}
         given["model_kwargs"] = {key: value for key, value in merged.items() if value is not None}

@@ -74,7 +74,7 @@ class Block(nn.Module):
         if self.needs_grid and class_token != "none":
             raise ValueError(
                 f"class_token={class_token!r} with a mixer over the grid of patches, where a class token has no place: "
-                "use class_token='none'"
+                "use class_token='none', or a mixer without the grid (conv='causal', rope=False)"
             )
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
@@ -101,7 +101,7 @@ class Block(nn.Module):
 class VisionLonghorn(nn.Module):
     """Patches, a class token among them, a stack of bidirectional state-space blocks, norm, head.
 
-    With the default arguments this is Vision Longhorn tiny; `mixer="mamba"` makes it Vision Mamba (ViM).
+    With the default arguments this is `vlonghorn_tiny_paper`; `mixer="mamba"` makes it Vision Mamba (ViM).
 
     Args:
         img_size: height and width of the images, or one number for both.

@@ -8,51 +8,82 @@ _TINY: dict[str, Any] = dict(embed_dim=192, depth=24)
 _SMALL: dict[str, Any] = dict(embed_dim=384, depth=24)
 _BASE: dict[str, Any] = dict(embed_dim=768, depth=24)
 _MAMBA: dict[str, Any] = dict(mixer="mamba")
-# The trunk that docs/study.md found better for every mixer tried in it
-_TRUNK: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
-_CROSS: dict[str, Any] = dict(rule="exact", **_TRUNK)
+# The best that is known to stand around a mixer, and the best Longhorn in it. A change of these is one of what names
+# mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
+_TRUNK: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg", conv="grid", rope=True)
+_BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1, **_TRUNK)
+_FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
+# What names may say of a mixer: of Longhorn, and of what Mamba has, too
+OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope")
 
 # Arguments of each model that timm lists
 MODELS: dict[str, dict[str, Any]] = {
     "vlonghorn_test": _TEST,
-    "vlonghorn_tiny": _TINY,
-    "vlonghorn_tiny_cross": _TINY | _CROSS,
-    "vlonghorn_small": _SMALL,
-    "vlonghorn_small_cross": _SMALL | _CROSS,
-    "vlonghorn_base": _BASE,
-    "vlonghorn_base_cross": _BASE | _CROSS,
+    "vlonghorn_tiny": _TINY | _BEST,
+    "vlonghorn_tiny_fast": _TINY | _FAST,
+    "vlonghorn_tiny_paper": _TINY,
+    "vlonghorn_small": _SMALL | _BEST,
+    "vlonghorn_small_fast": _SMALL | _FAST,
+    "vlonghorn_small_paper": _SMALL,
+    "vlonghorn_base": _BASE | _BEST,
+    "vlonghorn_base_fast": _BASE | _FAST,
+    "vlonghorn_base_paper": _BASE,
     "vim_test": _TEST | _MAMBA,
     "vim_tiny": _TINY | _MAMBA,
-    "vim_tiny_cross": _TINY | _MAMBA | _TRUNK,
+    "vim_tiny_best": _TINY | _MAMBA | _TRUNK,
     "vim_tiny_stride8": _TINY | _MAMBA | dict(patch_stride=8),
     "vim_small": _SMALL | _MAMBA,
-    "vim_small_cross": _SMALL | _MAMBA | _TRUNK,
+    "vim_small_best": _SMALL | _MAMBA | _TRUNK,
     "vim_small_stride8": _SMALL | _MAMBA | dict(patch_stride=8),
     "vim_base": _BASE | _MAMBA,
-    "vim_base_cross": _BASE | _MAMBA | _TRUNK,
+    "vim_base_best": _BASE | _MAMBA | _TRUNK,
 }
-# Older names, which timm does not list: for each, the listed name and the arguments that make the same model. Old
-# checkpoints, model folders and configs use them, and a model made by one keeps it.
+# Names that version 0.1 listed or made, and timm does not list: for each, the listed name and the arguments that make
+# the same model. Old checkpoints, model folders and configs use them, and a model made by one keeps it.
+_CROSS: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
 OLD_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "vlonghorn_tiny_exact": ("vlonghorn_tiny", dict(rule="exact")),
-    "vlonghorn_tiny_shared": ("vlonghorn_tiny", dict(wiring="shared")),
-    "vlonghorn_small_exact": ("vlonghorn_small", dict(rule="exact")),
-    "vlonghorn_small_shared": ("vlonghorn_small", dict(wiring="shared")),
-    "vlonghorn_base_exact": ("vlonghorn_base", dict(rule="exact")),
-    "vlonghorn_base_shared": ("vlonghorn_base", dict(wiring="shared")),
+    "vlonghorn_tiny_cross": ("vlonghorn_tiny_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_tiny_exact": ("vlonghorn_tiny_paper", dict(rule="exact")),
+    "vlonghorn_tiny_shared": ("vlonghorn_tiny_paper", dict(wiring="shared")),
+    "vlonghorn_small_cross": ("vlonghorn_small_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_small_exact": ("vlonghorn_small_paper", dict(rule="exact")),
+    "vlonghorn_small_shared": ("vlonghorn_small_paper", dict(wiring="shared")),
+    "vlonghorn_base_cross": ("vlonghorn_base_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_base_exact": ("vlonghorn_base_paper", dict(rule="exact")),
+    "vlonghorn_base_shared": ("vlonghorn_base_paper", dict(wiring="shared")),
+    "vim_tiny_cross": ("vim_tiny", _CROSS),
+    "vim_small_cross": ("vim_small", _CROSS),
+    "vim_base_cross": ("vim_base", _CROSS),
+}
+# Names that meant another model in version 0.1, whose files state no arguments of names: what that model is called now
+RENAMED = {
+    "vlonghorn_tiny": "vlonghorn_tiny_paper",
+    "vlonghorn_small": "vlonghorn_small_paper",
+    "vlonghorn_base": "vlonghorn_base_paper",
 }
 # What each name stands for
 DEFINITIONS = MODELS | {old: MODELS[name] | arguments for old, (name, arguments) in OLD_NAMES.items()}
-# Names that meant another model in version 0.1, whose files state no arguments of names: what that model is called now
-RENAMED: dict[str, str] = {}
 
 
 def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns all arguments of the model that `name` makes with those `given`: what files state.
 
     With `all_arguments=True` among them the name adds none of its own, so that they make the same model even if the
-    name has another meaning by then. Of a model that is not ours they are those given.
+    name has another meaning by then. Of a model that is not ours they are those given. What the name says of its mixer
+    is meant for this mixer and its rule: another one has the usual options.
     """
     given = {key: value for key, value in given.items() if value is not None}  # as timm does
     own = DEFINITIONS.get(name.partition(".")[0])
-    return given if own is None or given.get("all_arguments") else {**own, **given, "all_arguments": True}
+    if own is None or given.get("all_arguments"):
+        return given
+    mixers = [arguments.get("mixer", "longhorn") for arguments in (own, {**own, **given})]
+    left_out: tuple[str, ...] = ()
+    if mixers[0] != mixers[1] or given.get("rule", own.get("rule")) != own.get("rule"):
+        left_out = OF_LONGHORN if mixers[1] in ("longhorn", "mamba") else (*OF_LONGHORN, *OF_SCANS)
+    return {**{key: own[key] for key in own.keys() - left_out}, **given, "all_arguments": True}
+
+
+def former_name(model: Any) -> str:
+    """Returns an end for messages about weights that do not fit `model`: where those of version 0.1 do, or ""."""
+    name = getattr(model, "pretrained_cfg", {}).get("architecture")
+    return f"; weights that version 0.1 called {name} are those of {RENAMED[name]}" if name in RENAMED else ""

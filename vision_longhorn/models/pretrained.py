@@ -9,6 +9,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from vision_longhorn.models.backbone import VisionLonghorn
+from vision_longhorn.models.names import former_name
 from vision_longhorn.models.patch_embed import patch_grid
 from vision_longhorn.models.pos_embed import resample_pos_embed
 
@@ -28,7 +29,7 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
     if "pos_embed" in weights and has != wants:
         raise RuntimeError(
             f"these weights have {'a' if has else 'no'} cls_token, and this model has {'one' if wants else 'none'}: "
-            f"give create_model class_token={'none' if wants else 'middle'!r}, or other weights"
+            f"give create_model class_token={'none' if wants else 'middle'!r}, or other weights{former_name(model)}"
         )
     patch_embed, projection = model.patch_embed, "patch_embed.proj.weight"
     if "pos_embed" in weights:

@@ -7,7 +7,7 @@ from timm.models import _registry, build_model_with_cfg, generate_default_cfgs, 
 from timm.models._input import update_model_args
 
 from vision_longhorn.models.backbone import Block, VisionLonghorn
-from vision_longhorn.models.names import DEFINITIONS, OLD_NAMES, RENAMED, all_arguments
+from vision_longhorn.models.names import DEFINITIONS, OLD_NAMES, RENAMED, all_arguments, former_name
 from vision_longhorn.models.pretrained import checkpoint_filter_fn, fit_features
 
 __all__ = ["Block", "VisionLonghorn", "checkpoint_filter_fn"]
@@ -58,8 +58,19 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     )
     if not isinstance(model, VisionLonghorn):  # features_only=True
         model.register_load_state_dict_pre_hook(partial(fit_features, depth=kwargs["depth"]))
+    if variant in RENAMED:
+        model.register_load_state_dict_pre_hook(_tell_former_name)
     update_model_args(model, **stated)  # beside these, timm keeps what a user gives, for the folders that it writes
     return model
+
+
+def _tell_former_name(
+    model: Any, state_dict: dict[str, Any], prefix: str, _: Any, strict: bool, *lists: list[str]
+) -> None:
+    """Ends torch's message about weights with a class token, which the model lacks: a hook before `load_state_dict`."""
+    foreign = state_dict.keys() - model.state_dict(prefix=prefix).keys()
+    if strict and any(name.endswith("cls_token") for name in foreign):
+        lists[-1].append(f"the model has no class token{former_name(model)}")
 
 
 def _register(name: str) -> None:

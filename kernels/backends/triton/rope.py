@@ -9,26 +9,29 @@ from ..torch.rope import FASTEST, octaves_per_point
 from .lanes import kernel
 from .launch import refuse_float64
 
-_POINTS = 1024  # in a tile
+_NUMBERS = 2048  # in a tile
+_SEQUENCES = 8  # of a tile, which share the angles of their tokens
 
 
 @kernel()
 def _rotate_kernel(
-    kq_ptr, stride, count, L, columns, fastest, octaves, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    kq_ptr, stride, sequences, L, columns, fastest, octaves,
+    N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Turns the N points of ROWS tokens, key and query. A negative `fastest` turns them back."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Turns the N points, of key and query, of TOKENS tokens in SEQUENCES sequences; back if `fastest` is negative."""
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    s = tl.program_id(1) * SEQUENCES + tl.arange(0, SEQUENCES)
     p = tl.arange(0, BLOCK)[None, :]
-    place = (rows % L)[:, None]
-    place = tl.where(p % (N // 2) < N // 4, place // columns, place % columns)
+    place = tl.where(p % (N // 2) < N // 4, (t // columns)[:, None], (t % columns)[:, None])
     angle = place.to(tl.float32) * (fastest * tl.exp2(-octaves * (p % (N // 4)).to(tl.float32)))
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    at = kq_ptr + rows[:, None].to(tl.int64) * stride + 2 * p
-    ok = (rows < count)[:, None] & (p < N)
-    x = tl.load(at, mask=ok, other=0).to(tl.float32)
-    y = tl.load(at + 1, mask=ok, other=0).to(tl.float32)
-    tl.store(at, (x * cos - y * sin).to(kq_ptr.dtype.element_ty), mask=ok)
-    tl.store(at + 1, (x * sin + y * cos).to(kq_ptr.dtype.element_ty), mask=ok)
+    cos, sin = tl.cos(angle)[None], tl.sin(angle)[None]  # (1, TOKENS, BLOCK)
+    n = tl.arange(0, 2 * BLOCK)[None, None, :]
+    rows = s[:, None, None].to(tl.int64) * L + t[None, :, None]
+    ok = (s < sequences)[:, None, None] & (t < L)[None, :, None] & (n < 2 * N)
+    kq = tl.load(kq_ptr + rows * stride + n, mask=ok, other=0).to(tl.float32)
+    x, y = tl.split(tl.reshape(kq, [SEQUENCES, TOKENS, BLOCK, 2]))
+    turned = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), [SEQUENCES, TOKENS, 2 * BLOCK])
+    tl.store(kq_ptr + rows * stride + n, turned.to(kq_ptr.dtype.element_ty), mask=ok)
 
 
 def rotate(kq: Tensor, rows: int, back: bool = False) -> None:
@@ -37,9 +40,10 @@ def rotate(kq: Tensor, rows: int, back: bool = False) -> None:
     L, N = kq.shape[-2], kq.shape[-1] // 2
     tokens = kq.view(-1, 2 * N)
     block = power_of_2(N)
-    per = max(1, _POINTS // block)
+    per = max(1, _NUMBERS // (2 * block * _SEQUENCES))
     if kq.numel():
+        sequences = len(tokens) // L
         with torch.cuda.device_of(kq):
-            _rotate_kernel[(ceil_div(len(tokens), per),)](
-                tokens, tokens.stride(0), len(tokens), L, L // rows, -FASTEST if back else FASTEST,
-                octaves_per_point(N), N=N, ROWS=per, BLOCK=block, num_warps=4)  # fmt: skip
+            _rotate_kernel[(ceil_div(L, per), ceil_div(sequences, _SEQUENCES))](
+                tokens, tokens.stride(0), sequences, L, L // rows, -FASTEST if back else FASTEST,
+                octaves_per_point(N), N=N, BLOCK=block, TOKENS=per, SEQUENCES=_SEQUENCES, num_warps=4)  # fmt: skip
