@@ -2,15 +2,12 @@
 
 import os
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 
 from .backends import Backend
 from .contract import BACKENDS, check_option
 from .rules.base import HAS_TRITON
-
-HAS_NUMBA = find_spec("numba") is not None
 
 
 @cache
@@ -27,8 +24,19 @@ def get_backend(name: str) -> Backend:
     return TritonBackend()
 
 
+@cache
+def has_numba() -> bool:
+    """Tell whether Numba is installed, and works with the NumPy that is."""
+    try:
+        get_backend("numba")
+    except ImportError:
+        return False
+    return True
+
+
 def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Backend:
-    """Return the backend that `backend` means on `device`. "auto" is triton on a GPU where it is installed, else torch.
+    """Return the backend that `backend` means on `device`. "auto" is triton on a GPU where it is installed, numba
+    on a CPU where it is, else torch.
 
     Raises:
         ValueError: `backend` is not known, or does not have the regime.
@@ -37,6 +45,8 @@ def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Bac
     check_option("backend", backend, BACKENDS)
     if backend == "auto":
         backend = "triton" if device.type == "cuda" and HAS_TRITON else "torch"
+        if device.type == "cpu" and has_numba():
+            backend = "numba"
     on_gpu = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     if backend == "triton" and not (HAS_TRITON and on_gpu):
         why = f"the tensors are on {device}" if HAS_TRITON else "triton is not installed"
@@ -44,9 +54,9 @@ def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Bac
             f"backend='triton': {why}; use backend='auto', or a GPU and a torch that comes with triton, or Triton's "
             "interpreter on a CPU: set TRITON_INTERPRET=1 before the first import"
         )
-    if backend == "numba" and not (HAS_NUMBA and device.type == "cpu"):
-        why = f"the tensors are on {device}" if HAS_NUMBA else "numba is not installed"
-        raise RuntimeError(f"backend='numba': {why}; use backend='auto', or put the tensors on a CPU and install numba")
+    if backend == "numba" and not (device.type == "cpu" and has_numba()):
+        why = "numba cannot be imported" if device.type == "cpu" else f"the tensors are on {device}"
+        raise RuntimeError(f"backend='numba': {why}; use backend='auto', or tensors on a CPU and `pip install numba`")
     found = get_backend(backend)
     if regime not in found.regimes:
         raise ValueError(

@@ -17,13 +17,13 @@ from scan_cases import (
     relative_rms,
 )
 from vision_longhorn.kernels import Scan, ops
-from vision_longhorn.kernels.dispatch import HAS_NUMBA, get_backend
+from vision_longhorn.kernels.dispatch import get_backend, has_numba
 
 from vision_longhorn import kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
-needs_numba = pytest.mark.skipif(not HAS_NUMBA, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
 NEEDS = {"torch": (), "triton": needs_triton, "numba": needs_numba}
 BACKENDS = [pytest.param(name, marks=marks) for name, marks in NEEDS.items()]
 

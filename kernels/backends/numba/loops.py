@@ -133,6 +133,16 @@ def _sizes(form, u, norm, eps, e):
 
 
 @_jit
+def _row():
+    return np.zeros(WIDTH, np.float32)
+
+
+@_jit
+def _rows(count):
+    return np.zeros((count, WIDTH), np.float32)
+
+
+@_jit
 def _norm(k, takes_norm):
     norm = np.float32(0.0)
     if takes_norm:
@@ -241,9 +251,16 @@ def forward_of(step_form, form, takes_norm):
         """
         G, B, L, D, N, added, of_channels = sizes
         rows, blocks, chunks = (N + 3) // 4 * 4, (D + WIDTH - 1) // WIDTH, (L + CHUNK - 1) // CHUNK
-        state, decays, rates = np.zeros((3, rows, WIDTH), np.float32)
-        values, logits, eps, e, w, out, gate, weights, biases = np.zeros((9, WIDTH), np.float32)
-        key, query = np.zeros((2, rows), np.float32)
+        # (Where arrays are parts of one, LLVM makes no vector instructions.)
+        state, decays, rates = _rows(rows), _rows(rows), _rows(rows)
+        values, logits, eps, e, w, out = _row(), _row(), _row(), _row(), _row(), _row()
+        gate, weights, biases, key, query = (
+            _row(),
+            _row(),
+            _row(),
+            np.zeros(rows, np.float32),
+            np.zeros(rows, np.float32),
+        )
         for program in range(first, last):
             b, d0 = program // blocks, program % blocks * WIDTH
             width = min(WIDTH, D - d0)
@@ -415,14 +432,14 @@ def backward_of(step_form, form, takes_norm):
         """
         G, B, L, D, N, added, of_channels = sizes
         rows, blocks, chunks = (N + 3) // 4 * 4, (D + WIDTH - 1) // WIDTH, (L + CHUNK - 1) // CHUNK
-        state, adjoint, rates, dAs = np.zeros((4, rows, WIDTH), np.float32)
-        values, logits, out, gate, weights, biases, reads, dwrite, deps, dweights, dbiases = np.zeros(
-            (11, WIDTH), np.float32
-        )
-        key, query, dkey, dquery, drate = np.zeros((5, rows), np.float32)
+        state, adjoint, rates, dAs = _rows(rows), _rows(rows), _rows(rows), _rows(rows)
+        values, logits, out, gate, weights, biases = _row(), _row(), _row(), _row(), _row(), _row()
+        reads, dwrite, deps, dweights, dbiases = _row(), _row(), _row(), _row(), _row()
+        key, query, drate = np.zeros(rows, np.float32), np.zeros(rows, np.float32), np.zeros(rows, np.float32)
+        dkey, dquery = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         # The tokens that are walked through before the way back: all of an error rule, a chunk of the others.
         span = L if form == ERROR else CHUNK
-        writes, eps, e = np.empty((3, span, WIDTH), np.float32)
+        writes, eps, e = _rows(span), _rows(span), _rows(span)
         kept = (L + ANCHOR - 1) // ANCHOR if form == ERROR else (0 if saved.shape[0] else chunks)
         starts = np.empty((kept, rows, WIDTH), np.float32)
         states = np.zeros((CHUNK + 1 if form != ERROR else 0, rows, WIDTH), np.float32)
