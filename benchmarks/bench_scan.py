@@ -515,7 +515,7 @@ def peer_rows(quick: bool, rep: float) -> list[dict]:
 
 
 def cpu_rows(quick: bool) -> list[dict]:
-    """Time the CPU's implementation, the torch path and the plain loop under autograd, forward and backward together, in float32."""
+    """Time the default, the torch path and the plain loop under autograd, forward and backward, in float32."""
     # The demo's batch, 16 patches and the class token, twice its width of 64, its d_state of 8 and that of the rest.
     cases = [((32, 17, 128), 8), ((32, 17, 128), 16)] + ([] if quick else [((4, 197, 384), 16)])
     rows = []
