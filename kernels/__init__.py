@@ -136,8 +136,9 @@ def recurrent_scan(
         return_final_state: also return the state after the last token scanned.
         save_states: keep the states that the backward pass starts from, instead of computing them again. They take
             D N / 2 bytes a token and direction (with Triton, the exact rule takes D (4 + N / 16), or D (2 + N / 64) in
-            chunks). By default they are kept if an input requires a gradient.
-        backend: "auto" (triton on a GPU, else torch), "torch", "triton", or "reference", the plain loop.
+            chunks; with Numba, nothing). By default they are kept if an input requires a gradient.
+        backend: "auto" (triton on a GPU, numba on a CPU, else torch), "torch", "triton", "numba", or "reference", the
+            plain loop.
         regime: how Triton goes through time: "sequential"; "parallel", in segments side by side, for few long sequences
             (rules that decay); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,
             16 or 32, an NVIDIA GPU of compute capability 8.0); "auto" chooses. `scan_plan` tells what is chosen.

@@ -8,7 +8,7 @@ from torch import Tensor
 DIRECTIONS = ("forward", "backward", "both")
 COMBINES = ("none", "sum", "mean")
 REGIMES = ("auto", "sequential", "parallel", "chunked")
-BACKENDS = ("auto", "torch", "triton")
+BACKENDS = ("auto", "torch", "triton", "numba")
 Pair = tuple[Tensor, Tensor]
 
 

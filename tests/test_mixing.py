@@ -8,7 +8,7 @@ from plain_model import plain_mixer
 from scan_cases import relative_rms
 from vision_longhorn.kernels import mixing
 from vision_longhorn.kernels.backends.torch import projections as torch_projections
-from vision_longhorn.kernels.dispatch import get_backend
+from vision_longhorn.kernels.dispatch import get_backend, has_numba
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 from vision_longhorn import kernels
@@ -17,6 +17,7 @@ from vision_longhorn.models.mixers.state_space import WIRINGS
 
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
 BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
+SCANS = [*BACKENDS, pytest.param("numba", marks=pytest.mark.skipif(not has_numba(), reason="numba is not installed"))]
 UPDATES = [*(dict(rule=rule) for rule in NAMES), dict(rule="mamba", A_per_token=True)]
 # The block's index lets the "alternate" wiring go backward, which no other one does.
 LAYOUTS = [dict(wiring=wiring, beta=beta) for wiring, beta in itertools.product(WIRINGS, ("vector", "scalar"))]
@@ -52,7 +53,7 @@ def check(mixer, h, tolerance, rows=0):
     assert max(errors.values()) < tolerance, errors
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SCANS)
 @pytest.mark.parametrize(
     "update,layout",
     [
@@ -75,14 +76,14 @@ def test_mixer_is_its_plain_description(backend, layout, update):
     check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SCANS)
 @pytest.mark.parametrize("wiring,rule", [("vim", "exact"), ("shared", "diagonal"), ("alternate", "mamba")])
 def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, rule):
     mixer = build(backend, wiring=wiring, rule=rule, qk_norm=True)
     check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SCANS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,7 +105,7 @@ def test_mixer_over_the_grid_is_its_plain_description(backend, options):
     check(build(backend, **{"conv": "grid", **options}), torch.randn(2, 12, 6, requires_grad=True), 1e-5, rows=3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SCANS)
 def test_rates_beyond_float32_forget_everything_with_finite_gradients(backend):
     mixer = build(backend, rule="mamba", A_per_token=True)
     with torch.no_grad():
@@ -112,7 +113,7 @@ def test_rates_beyond_float32_forget_everything_with_finite_gradients(backend):
     check(mixer, torch.randn(2, 9, 6, requires_grad=True), 1e-3)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SCANS)
 @pytest.mark.parametrize(
     "options,shape",
     [(dict(d_conv=1), (1, 1, 6)), (dict(d_conv=2, expand=3), (3, 2, 6)), (dict(dt_rank=5), (1, 19, 6))],
@@ -226,7 +227,7 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
     check_dt_proj(backend, S, T, D, R, M, dtype, "cpu")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", SCANS)
 @pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
 @pytest.mark.parametrize(
     "dim,options", [(16, {}), (64, {}), (64, dict(rule="mamba", A_per_token=True))], ids=str

@@ -17,13 +17,15 @@ from scan_cases import (
     relative_rms,
 )
 from vision_longhorn.kernels import Scan, ops
-from vision_longhorn.kernels.dispatch import get_backend
+from vision_longhorn.kernels.dispatch import get_backend, has_numba
 
 from vision_longhorn import kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
-BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
+needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed")
+NEEDS = {"torch": (), "triton": needs_triton, "numba": needs_numba}
+BACKENDS = [pytest.param(name, marks=marks) for name, marks in NEEDS.items()]
 
 
 def check(rule, backend, *sizes, dtype=torch.float32, device="cpu", **options):
@@ -42,13 +44,11 @@ def cases(values, short, rules=RULES):
     """(backend, rule, value): in the interpreter, where a case takes seconds, all values for one rule of each kind of
     transition, and those in `short` for the others, which share all but their step with these."""
     return [
-        pytest.param(
-            backend, rule, value, id=f"{rule}-{value}-{backend}", marks=needs_triton if backend == "triton" else ()
-        )
+        pytest.param(backend, rule, value, id=f"{rule}-{value}-{backend}", marks=NEEDS[backend])
         for rule in rules
         for value in values
-        for backend in ("torch", "triton")
-        if backend == "torch" or rule in ("diagonal", "exact") or value in short
+        for backend in NEEDS
+        if backend != "triton" or rule in ("diagonal", "exact") or value in short
     ]
 
 
@@ -75,10 +75,15 @@ def test_awkward_sizes(backend, rule, sizes):
     check(rule, backend, 1, *sizes, direction="both", combine="mean")
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("L,D,N", [(197, 33, 16), (1000, 5, 1), (520, 3, 64)])
-def test_long_sequences_on_the_torch_path(rule, L, D, N):
-    check(rule, "torch", 1, L, D, N, direction="both", combine="mean")
+@pytest.mark.parametrize(
+    "backend,rule,L,D,N",
+    [
+        *(("torch", rule, *sizes) for sizes in [(197, 33, 16), (1000, 5, 1), (520, 3, 64)] for rule in RULES),
+        *(pytest.param("numba", rule, 197, 133, 16, marks=needs_numba) for rule in ("diagonal", "exact", "mamba")),
+    ],
+)
+def test_long_sequences_on_a_cpu(backend, rule, L, D, N):
+    check(rule, backend, 1, L, D, N, direction="both", combine="mean")
 
 
 KEY_SIZES = [(keys, N) for keys in KEYS if keys != "unit" for N in (1, 8)]

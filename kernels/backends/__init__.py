@@ -1,4 +1,5 @@
-"""The backends as objects. `Backend` is torch's; `triton.backend.TritonBackend` computes the same on a GPU."""
+"""The backends as objects. `Backend` is torch's; `triton.backend.TritonBackend` computes the same on a GPU, and
+`numba.backend.NumbaBackend` on a CPU."""
 
 from ..contract import Scan
 from .torch import conv, grid_conv, norm, projections, rope, scan, unit

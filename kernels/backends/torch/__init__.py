@@ -1,1 +1,1 @@
-"""The torch backend: for CPUs, and wherever Triton is absent. Its docstrings are the contract of both backends."""
+"""The torch backend: for float64, and wherever Triton and Numba are absent. Its docstrings are the contract of all."""

@@ -1,0 +1,1 @@
+"""The Numba backend: compiled loops for CPUs."""
