@@ -14,6 +14,8 @@ import torch
 from scan_cases import make_inputs, outputs_and_gradients
 from vision_longhorn.kernels import dispatch, longhorn_scan
 
+from vision_longhorn.models.mixers import BidirectionalMixer
+
 needs_numba = pytest.mark.skipif(not dispatch.has_numba(), reason="numba is not installed")
 LOOPS = Path(__file__).parents[1] / "kernels" / "backends" / "numba" / "loops.py"
 
@@ -105,3 +107,13 @@ def test_without_numba_the_torch_path_runs(monkeypatch):
             dispatch.backend_for("numba", torch.device("cpu"))
     forget()
     assert dispatch.backend_for("auto", torch.device("meta")).name == "torch"
+
+
+@needs_numba
+@pytest.mark.parametrize("rule", ("exact", "mamba"))
+def test_parameters_keep_memory_that_can_be_given_back(rule):
+    """FSDP frees the storage of a block's parameters after its use."""
+    mixer, h = BidirectionalMixer(8, rule=rule), torch.randn(1, 5, 8, requires_grad=True)
+    mixer.scan_backend = "numba"
+    mixer(h).sum().backward()
+    assert all(value.untyped_storage().resizable() for value in mixer.parameters())

@@ -58,7 +58,8 @@ def _whole(scan: Scan, value: Optional[Tensor], ndim: int) -> Any:
     """Return the numbers of `value`, with a direction axis, side by side."""
     if value is None:
         return _NOTHING
-    return stack(scan, value.detach().float(), ndim).contiguous().view(-1).numpy()
+    # A copy: memory that NumPy has seen cannot be given back, as FSDP does with the parameters that it has gathered.
+    return stack(scan, value.detach().float(), ndim).clone(memory_format=torch.contiguous_format).view(-1).numpy()
 
 
 def _flat(value: Optional[Tensor]) -> Any:
