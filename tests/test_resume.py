@@ -774,7 +774,11 @@ def test_the_best_epoch_is_known_after_a_stop():
 
 
 def test_a_loader_outlives_a_schedulers_signals_but_not_its_parent(arguments):
-    """Workers of training and evaluation; one that a signal kills would stop the run before it has saved."""
+    """Workers of training and evaluation; one that a signal kills would stop the run before it has saved. If torch has
+    several threads, a worker has some, too."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).exp()  # they exist from now on
     shards = open_shards(arguments[arguments.index("--data") + 1], "train", 150, 10)
     loader = train_loader(shards, torchvision.transforms.ToTensor(), batch_size=8, num_workers=2)
     batches = iter(loader)
@@ -787,6 +791,7 @@ def test_a_loader_outlives_a_schedulers_signals_but_not_its_parent(arguments):
     for worker in workers:
         worker.send_signal(signal.SIGTERM)
     gone, alive = psutil.wait_procs(workers, 20)
+    torch.set_num_threads(before)
     assert not alive
 
 

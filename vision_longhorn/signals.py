@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,6 +83,20 @@ class StopSignals:
             if os.environ.get("RANK", "0") == "0":
                 print("\nCtrl-C: saving after this update; once more ends it at once", file=sys.stderr, flush=True)
         self._received = number
+
+
+@contextlib.contextmanager
+def signals_blocked() -> Iterator[None]:
+    """Blocks the signals to stop while workers are started. All their threads then have them blocked, also those that
+    torch starts before `outlive_signals` runs: one that had not would let a signal end its process."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def outlive_signals(_: Any = None) -> None:

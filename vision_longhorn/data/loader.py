@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import webdataset as wds
+from torch.utils.data import DataLoader
 
-from vision_longhorn.signals import outlive_signals
+from vision_longhorn.signals import outlive_signals, signals_blocked
 
 from .images import DataError
 from .places import ShardSet
@@ -102,6 +103,12 @@ def eval_loader(
     return Loader(stream, min(num_workers, batches), pin_memory)
 
 
+class _Workers(DataLoader):
+    def __iter__(self) -> Any:
+        with signals_blocked():
+            return super().__iter__()
+
+
 class Loader(wds.WebLoader):
     """Iterates over the batches of one rank. accelerate leaves a WebLoader as it is.
 
@@ -123,7 +130,7 @@ class Loader(wds.WebLoader):
         self.stream = stream
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
-        super().__init__(stream, **self.options)
+        wds.DataPipeline.__init__(self, _Workers(stream, **self.options))
 
     @property
     def num_skipped(self) -> int:
@@ -174,7 +181,7 @@ class Loader(wds.WebLoader):
             # All workers start again after the last batch that came; the batches that follow are the same.
             note(text)
             last_death = taken
-            super().__init__(self.stream, **self.options)
+            wds.DataPipeline.__init__(self, _Workers(self.stream, **self.options))
             self.stream.start.fill_(start + taken)
         if last_death >= 0:
             self.stream.start.fill_(start)
