@@ -1,5 +1,5 @@
-"""What names of models mean: files state all arguments of their model, so that no change of a name changes what was
-saved under it. Files of version 0.1 state none of a name's own, and mean what the name meant then."""
+"""Tests that a file keeps its model whatever its name comes to mean. Files state all arguments of their model. Those of
+version 0.1 do not, and mean what the name meant then."""
 
 import json
 import shutil

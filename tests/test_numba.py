@@ -1,5 +1,5 @@
-"""What is Numba's own: threads, forks, the folder of compiled code, and its absence. (`test_scan_backends.py` holds its
-scans against float64, as those of every backend.)"""
+"""Tests of what only Numba has: threads, forks, the folder of compiled code, and its absence. `test_scan_backends.py`
+compares its scans with float64, as those of every backend."""
 
 import multiprocessing
 import os

@@ -1,4 +1,4 @@
-"""What the names of our models stand for. This needs no torch, so that tools can read names before they import it."""
+"""Defines our models by name. This file needs no torch, so that tools can read names before they import it."""
 
 from collections.abc import Mapping
 from typing import Any
