@@ -195,6 +195,7 @@ def test_a_study_ends_in_a_json_a_table_a_plot_and_runs_that_tensorboard_compare
     assert [(run["seed"], run["epochs"]) for run in content["runs"]] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     for run in content["runs"]:
         assert set(run["final"]) == {"raw", "ema"} and len(run["curve"]["train_loss"]) == 2
+        assert run["loss"].keys() == run["final"].keys() and all(loss > 0 for loss in run["loss"].values())
         assert run["seconds"] > 0 and run["side_by_side"] == 2 and run["skipped_updates"] == 0
         assert {"commit", "versions", "gpus", "cpus"} <= run["environment"].keys()
         for size in "16", "24":

@@ -89,6 +89,15 @@ def test_rows_come_from_the_json_and_fewer_than_three_seeds_have_no_interval():
     assert rows(markdown(content([])))["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
 
 
+def test_losses_have_a_column_where_runs_record_them():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0)])
+    for run, loss in zip(made["runs"], (2.0, 2.1004)):
+        run["loss"] = {"raw": 3.0, "ema": loss}
+    table = rows(markdown(made))
+    assert table["variant"][3] == "EMA loss"
+    assert table["longhorn"][3] == "2.050 (2.000 and 2.100)" and table["vim"][3] == "–"  # of an older run
+
+
 def test_raw_weights_are_compared_where_a_study_says_so():
     made = content([("longhorn", 44.0), ("vim", 43.0)], weights="raw")
     for run, raw in zip(made["runs"], (30.0, 20.0)):
