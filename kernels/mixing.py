@@ -3,7 +3,8 @@ the scan in one or both directions, gate and mean (or norms).
 
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
 keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
-With `save_states` the states are kept, and also the convolved x and the step sizes, which take much less memory.
+With `save_states` the states are kept, and also the convolved x and, for rules that decay, the step sizes, which take
+much less memory. (Other rules have few states, and the exact one makes its step sizes as it reads.)
 """
 
 from typing import Any, NamedTuple, Optional
@@ -53,15 +54,16 @@ class Mix(NamedTuple):
         return self.norm_weight is not None
 
     def kept_shape(self, save_states: bool) -> tuple[int, ...]:
-        """Return the shape in which the convolved x is kept, and behind it the step sizes if each channel has its own;
-        (0,) if they are not kept. With norms, their input is kept instead."""
-        if not save_states or get_rule(self.rule).kind != "decay" or self.shared:
+        """Return the shape in which the convolved x is kept, and behind it the step sizes of a rule that decays, if
+        each channel has its own; (0,) if nothing is kept. With norms, their input is kept instead."""
+        if not save_states or self.shared:
             return (0,)
         (S, steps, _), (B, L, _), D = self.dt_proj.shape, self.xz.shape, self.D.shape[-1]
-        return len(self.conv_weight) + (S if steps == D else 0), B, L, D
+        with_steps = steps == D and get_rule(self.rule).kind == "decay"
+        return len(self.conv_weight) + (S if with_steps else 0), B, L, D
 
     def parts(self, kept: Tensor) -> list[Tensor]:
-        """Return the parts of what `kept_shape` is the shape of."""
+        """Return the parts of what `kept_shape` is the shape of: none, the convolved x, or with it the step sizes."""
         if kept.ndim != 4 or self.shared:
             return []
         return [part for part in kept.tensor_split([len(self.conv_weight)]) if len(part)]

@@ -17,6 +17,7 @@ from vision_longhorn.plots import read_scalars
 from vision_longhorn.runs import Run
 
 Record = dict[str, Any]
+WEIGHTS = {"raw": "val", "ema": "val_ema"}  # what the trainer calls the results of each
 PATIENCE = 300  # seconds to wait until a process of an earlier, killed study has saved and ended
 
 
@@ -108,7 +109,8 @@ class TrialFolder(Run):
 
     def result(self) -> Record:
         """Makes the record of a finished trial, for JSON and without paths: "final" is the top-1 in per cent after the
-        last epoch, "seconds" counts training alone. Raises UserError if some of its files are lost."""
+        last epoch, "loss" the cross-entropy of the same images, "seconds" counts training alone. Raises UserError if
+        some of its files are lost."""
         history, environment = self.history(), read_json(self.environment_file) or {}
         try:
             _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
@@ -122,6 +124,7 @@ class TrialFolder(Run):
             "seed": self.trial.seed,
             "epochs": len(history),
             "final": {name: curve[name][-1] for name in ("raw", "ema") if name in curve},
+            "loss": {name: _round(history[-1][tag]["loss"]) for name, tag in WEIGHTS.items() if tag in history[-1]},
             "curve": curve,
             "seconds": _round(seconds),
             "skipped_updates": int(scalars["train/skipped"][1][-1]),
@@ -136,7 +139,7 @@ def curve_of(history: list[Record]) -> dict[str, list[Any]]:
         "epoch": [entry["epoch"] for entry in history],
         "train_loss": [_round(entry["train_loss"]) for entry in history],
     }
-    for name, tag in ("raw", "val"), ("ema", "val_ema"):
+    for name, tag in WEIGHTS.items():
         if any(tag in entry for entry in history):
             curve[name] = [_round(entry[tag]["top1"]) if tag in entry else None for entry in history]
     return curve

@@ -181,14 +181,14 @@ class Session:
         return [Job(f"images-{folder.path.name}", lambda: (words, log), done)]
 
     def report(self, study: Study) -> None:
-        """Writes a study's JSON, table and plot, and prints the table between the marks that documents use."""
+        """Writes a study's JSON, table and plot, and prints the table."""
         path = self.out / f"{study.name}.json"
         content = collect(study, self.known)
         text = markdown(content)
         write_results(path, content)
         write_text(path.with_suffix(".md"), text)
         plot(content, path.with_suffix(".png"))
-        print(f"<!-- study: {study.name} -->\n{text}<!-- end -->")
+        print(f"{study.name}\n\n{text}")
         print(f"wrote {path}, {path.with_suffix('.md')}, {path.with_suffix('.png')}", file=sys.stderr)
 
 

@@ -41,6 +41,11 @@ class Reading:
         finals = [run["final"] for run in self.runs[arm["key"]]]
         return [final.get(kind or self.weights, final["raw"]) for final in finals]
 
+    def losses(self, arm: Record) -> list[float]:
+        """Lists the losses on the same images, as far as they are recorded."""
+        found = [run.get("loss", {}) for run in self.runs[arm["key"]]]
+        return [loss.get(self.weights, loss["raw"]) for loss in found if loss]
+
     def curve(self, run: Record) -> dict[int, float]:
         """Returns the top-1 of a run in per cent, by the epochs after which it was evaluated."""
         values = run["curve"].get(self.weights, run["curve"]["raw"])
@@ -78,6 +83,9 @@ def _main_table(reading: Reading) -> str:
     kind = " (raw)" if reading.weights == "raw" else ""
     head = ["variant", "parameters", "n", "EMA top-1, %", "raw top-1, %", f"difference to {baseline}{kind}"]
     rows = [[*head, f"images/s alone{f', {hardware}' if hardware else ''}", "peak GiB"]]
+    with_loss = any(reading.losses(arm) for arm in reading.arms)
+    if with_loss:
+        rows[0].insert(4, f"{'raw' if kind else 'EMA'} loss")
     for arm in reading.arms:
         ema, own, speed = reading.accuracies(arm, "ema"), reading.accuracies(arm), reading.speed(arm)
         other = reading.accuracies(reading.arm(arm["setting"], baseline))
@@ -88,6 +96,8 @@ def _main_table(reading: Reading) -> str:
             f"{speed['images_per_s']:,.0f}" if "images_per_s" in speed else "–",
             f"{speed['peak_gib']:.1f}" if speed.get("peak_gib") else "–",
         ]
+        if with_loss:
+            figures.insert(1, format_mean(reading.losses(arm), 3))
         rows.append([reading.label(arm), format_count(arm["parameters"]), str(len(ema)), *figures])
     return format_table(rows)
 
@@ -216,14 +226,14 @@ def format_count(number: int | None) -> str:
     return "–" if number is None else f"{number:,}"
 
 
-def format_mean(values: Sequence[float]) -> str:
+def format_mean(values: Sequence[float], digits: int = 2) -> str:
     """Writes the mean with its interval, or with both values if there are two, which have no interval."""
     if not values:
         return "–"
     found = mean(values)
     if len(values) == 2:
-        return f"{found.value:.2f} ({values[0]:.2f} and {values[1]:.2f})"
-    return f"{found.value:.2f}" + ("" if found.high is None else f" ± {found.high - found.value:.2f}")
+        return f"{found.value:.{digits}f} ({values[0]:.{digits}f} and {values[1]:.{digits}f})"
+    return f"{found.value:.{digits}f}" + ("" if found.high is None else f" ± {found.high - found.value:.{digits}f}")
 
 
 def _signed(found: Interval) -> str:

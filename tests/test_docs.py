@@ -12,7 +12,14 @@ import vision_longhorn
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [
     path
-    for pattern in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/README.md")
+    for pattern in (
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        "docs/*.md",
+        "docs/studies/*.md",
+        "benchmarks/README.md",
+    )
     for path in sorted(ROOT.glob(pattern))
 ]
 

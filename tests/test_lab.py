@@ -195,6 +195,7 @@ def test_a_study_ends_in_a_json_a_table_a_plot_and_runs_that_tensorboard_compare
     assert [(run["seed"], run["epochs"]) for run in content["runs"]] == [(0, 2), (0, 2), (1, 2), (1, 2)]
     for run in content["runs"]:
         assert set(run["final"]) == {"raw", "ema"} and len(run["curve"]["train_loss"]) == 2
+        assert run["loss"].keys() == run["final"].keys() and all(loss > 0 for loss in run["loss"].values())
         assert run["seconds"] > 0 and run["side_by_side"] == 2 and run["skipped_updates"] == 0
         assert {"commit", "versions", "gpus", "cpus"} <= run["environment"].keys()
         for size in "16", "24":
@@ -203,7 +204,7 @@ def test_a_study_ends_in_a_json_a_table_a_plot_and_runs_that_tensorboard_compare
     assert str(whole) not in (out / "pairs.json").read_text()
     assert content["arms"][0]["config"]["epochs"] == 2 and content["arms"][0]["parameters"] > 1000
     table = (out / "pairs.md").read_text()
-    assert f"<!-- study: pairs -->\n{table}<!-- end -->" in said and markdown(content) == table
+    assert f"pairs\n\n{table}" in said and markdown(content) == table
     assert (out / "pairs.png").read_bytes().startswith(b"\x89PNG")
     board = EventMultiplexer().AddRunsFromDirectory(str(out / "runs")).Reload()
     assert {name.rpartition("-")[0] for name in board.Runs()} == {"longhorn-s0", "longhorn-s1", "vim-s0", "vim-s1"}
@@ -296,7 +297,7 @@ def test_a_study_that_is_killed_and_stopped_goes_on_to_the_figures_of_an_undistu
     time.sleep(0.5)
     second.process.terminate()
     assert second.wait() == 128 + signal.SIGTERM, second.text
-    assert "stopping 2" in second.text and "<!-- study: pairs -->" in second.text
+    assert "stopping 2" in second.text and "wrote" in second.text
     # One whose process is killed in the middle of it, and what that leaves.
     third = Studying(tmp_path, "pairs", "--per-gpu", 2, SLOW="0.3")  # each run's loader has as many processes
     until(lambda: "start" in third.text)

@@ -11,6 +11,7 @@ from scipy import stats
 from test_train import REPOSITORY
 
 from lab import tables
+from lab.pages import PAGES, pages
 from lab.results import Known
 from lab.statistics import combination, difference, mean, over_images
 from lab.tables import markdown, plot
@@ -87,6 +88,15 @@ def test_rows_come_from_the_json_and_fewer_than_three_seeds_have_no_interval():
     table = rows(markdown(content([("longhorn", 44.0), ("longhorn", 46.0), ("longhorn", 45.0)])))
     assert table["longhorn"][2] == "45.00 ± 2.48"  # 4.303 / sqrt(3)
     assert rows(markdown(content([])))["longhorn"] == ["1,000", "0", "–", "–", "–", "–", "–"]
+
+
+def test_losses_have_a_column_where_runs_record_them():
+    made = content([("longhorn", 44.0), ("longhorn", 46.0), ("vim", 43.0)])
+    for run, loss in zip(made["runs"], (2.0, 2.1004)):
+        run["loss"] = {"raw": 3.0, "ema": loss}
+    table = rows(markdown(made))
+    assert table["variant"][3] == "EMA loss"
+    assert table["longhorn"][3] == "2.050 (2.000 and 2.100)" and table["vim"][3] == "–"  # of an older run
 
 
 def test_raw_weights_are_compared_where_a_study_says_so():
@@ -195,11 +205,12 @@ def test_what_went_wrong_stands_below_the_table():
     assert "vim seed 4 after 3 epochs at raw 9.75 % in epoch 2: unfinished" in text
 
 
-def test_the_documents_tables_are_those_of_the_committed_results():
-    for document in sorted(REPOSITORY.glob("docs/*.md")):
-        text = document.read_text(encoding="utf-8")
-        for name, table in re.findall(r"<!-- study: (\S+) -->\n(.*?)<!-- end -->", text, flags=re.S):
-            assert table == markdown(json.loads((COMMITTED[0].parent / f"{name}.json").read_text())), (document, name)
+def test_each_committed_result_has_its_page(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    made = pages()
+    assert len(made) == len(COMMITTED) and set(made) == set(PAGES.glob("*.md"))
+    for path, text in made.items():
+        assert path.read_text(encoding="utf-8") == text, f"python -m lab.pages writes {path} anew"
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)

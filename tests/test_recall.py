@@ -257,7 +257,7 @@ def test_a_study_is_run_killed_and_gone_on_with(folder):
     for run in content["runs"]:
         assert run["epochs"] == 2 and run["seconds"] > 0 and set(run["final"]) == {"raw"}
     table = (folder / "studies/recall.md").read_text()
-    assert f"<!-- study: recall -->\n{table}<!-- end -->" in said and markdown(content) == table
+    assert f"recall\n\n{table}" in said and markdown(content) == table
     assert (folder / "studies/recall.png").read_bytes().startswith(b"\x89PNG")
     # An undisturbed one gives the same figures.
     before = figures(folder)

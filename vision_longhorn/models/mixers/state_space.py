@@ -79,8 +79,9 @@ class BidirectionalMixer(nn.Module):
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
         save_states: in training, keep the states that the scan's backward pass starts from, instead of computing them
-            again. This is faster, and takes d_inner N / 2 bytes a token and direction for each block (for the exact
-            rule on a GPU d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)).
+            again, and the convolved x. This is faster, and takes d_inner N / 2 bytes a token and direction for each
+            block (for the exact rule on a GPU d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)), and for x as much
+            as x itself.
         index: number of the block, from 0; in the "alternate" wiring it decides the direction.
         qk_norm: divide keys and queries (Mamba's B and C) by their lengths, as `kernels.recurrent_scan` does.
         beta_min, beta_max: draw each channel's initial beta log-uniformly from this range, so that their memories
