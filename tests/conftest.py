@@ -1,8 +1,10 @@
 """Settings of the test run."""
 
+import gc
 import os
 
 import pytest
+from quick_interpreter import quicken
 
 
 def pytest_addoption(parser):
@@ -18,38 +20,26 @@ def pytest_configure(config):
     # interprets them on the CPU, on any machine.
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    # Python keeps frames in pieces of 16 KiB, and a loop of calls over the edge of one maps and unmaps memory at each
+    # call, a quarter of all time. A frame that asks for a large stack gets a piece with room for all below it.
+    run = pytest.Function.runtest
+
+    def runtest(self):
+        return run(self)
+
+    runtest.__code__ = runtest.__code__.replace(co_stacksize=2**16 + 2**10)
+    pytest.Function.runtest = runtest
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what the modules hold is there to the end, and need not be looked through again and again
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_made_interpreted_once_a_launch():
-    """Triton's interpreter puts its own functions into `triton.language` anew for every call of a function within a
-    kernel, and that is half of what an interpreted kernel takes. Once in each launch, for each module whose functions
-    it runs, leaves the same. Half of the rest are checks that no sum of integers overflows; sizes here are small, and a
-    GPU makes none."""
-    interpreter = None
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        try:
-            from triton.runtime import interpreter
-        except ImportError:
-            pass
-    if not hasattr(interpreter, "_patch_lang") or not hasattr(interpreter, "GridExecutor"):
-        yield  # no Triton, or one that does it in another way
+def triton_interprets_quickly():
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        yield
         return
-    put, launch, modules = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
-
-    def put_once(function):
-        if id(function.__globals__) not in modules:
-            modules.add(id(function.__globals__))
-            return put(function)  # what undoes it after the launch, of which only the first in a launch is asked for
-
-    def launch_anew(self, *args, **kwargs):
-        modules.clear()
-        return launch(self, *args, **kwargs)
-
-    options = getattr(getattr(interpreter, "interpreter_builder", None), "options", None)
-    if hasattr(options, "sanitize_overflow"):
-        object.__setattr__(options, "sanitize_overflow", False)  # they are frozen
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", put_once)
-        patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)
+        quicken(patch)
         yield

@@ -12,6 +12,7 @@ import pytest
 import timm
 import torch
 from accelerate.state import AcceleratorState, GradientState
+from matplotlib.axes import Axes
 from PIL import Image
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -61,12 +62,25 @@ def test_every_model_is_measured_and_a_failure_recorded(tmp_path):
     assert "no_such_model" in run.stdout and "models_mamba" in run.stdout
 
 
-def test_sweep_leaves_a_plot(tmp_path, monkeypatch):
+def test_the_plot_shows_each_model_beside_the_deit_of_its_size(tmp_path, monkeypatch):
+    rates = {"vlonghorn_small": 60.0, "vim_small": 20.0, "deit_small_patch16_224": 100.0, "vlonghorn_tiny": 90.0}
+    rows = [
+        dict(model=name, batch=1, resolution=resolution, mode="graphs", images_per_s=rate, GiB=1.0) | {"pass": "train"}
+        for name, rate in rates.items()
+        for resolution in (224, 448)
+    ]
+    drawn = []
+    monkeypatch.setattr(Axes, "annotate", lambda self, text, *place, **how: drawn.append((text.strip(), *place)))
+    bench_model.plot(bench_model.best_of_modes(rows), tmp_path / "plot.png", "a GPU")
+    assert drawn[:2] == [("vlonghorn_small", (448, 0.6)), ("vim_small", (448, 0.2))] and len(drawn) == 3
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sweep_keeps_earlier_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     bench_model.main(["--sweep", "--models", "vlonghorn_test", "--sizes", "2x32", "1x64", *CPU, "--out", str(tmp_path)])
     found = json.loads((tmp_path / "model_sweep.json").read_text())
     assert [row["resolution"] for row in found["best"]] == [32, 64]
-    assert (tmp_path / "model_over_resolution.png").stat().st_size > 1000
 
     # Earlier rows stay, those measured again are replaced, and the file says what each part ran on.
     first = tmp_path / "first.json"
