@@ -67,7 +67,8 @@ def _plain(value: Any) -> Any:
 
 def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
     """Return what counts multiply-adds in `fvcore.nn.FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles())`:
-    functions that are called with an operator's inputs, tensors or values of a traced graph, and its outputs."""
+    functions that are called with an operator's inputs, tensors or values of a traced graph, and its outputs. ptflops
+    takes that of "vision_longhorn::mix", with `backend="aten"`, as its hook of `torch.ops.vision_longhorn.mix`."""
     return {
         "vision_longhorn::scan": lambda inputs, outputs: _macs("scan", map(_plain, inputs)),
         "vision_longhorn::mix": lambda inputs, outputs: _macs("mix", map(_plain, inputs)),

@@ -327,10 +327,8 @@ def faults_of_options(text: str) -> list[str]:
 
 # Python blocks that are not run, by a part of each: why not.
 NOT_RUN = {
-    "from vision_longhorn.data import eval_loader": "data, DIR",
-    "keep_in_memory(": "data, DIR",
+    "open_shards(": "data, DIR, and a GPU",
     "loader.set_epoch(3": "data, DIR",
-    "split_transform(": "data, and a GPU",
     "load_model(": "a run, or the network",
     "model.cuda()": "a GPU",
     "custom_translation_table=": "a module of the reader's",

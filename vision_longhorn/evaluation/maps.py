@@ -8,7 +8,11 @@ Every block and direction has a state S of N numbers for each channel d. A token
 
 **Forgetting** is 1 less the factor before the old state, averaged over the N numbers and all channels; for the exact
 rule, whose factor is a matrix, over its eigenvalues. **Write strength** multiplies x and the key (Mamba's B), averaged
-over the channels. docs/timm.md ("Looking inside") tells how to read both.
+over the channels. Longhorn's N numbers forget less than 1 together, so its mean stays below 1 / N; Mamba's need not.
+
+docs/maps_digits.png shows 0000000_digit_0705 of data/digits/val-000000.tar. Its model is that of
+
+    vision-longhorn train --model-kwargs img_size=32 patch_size=4 d_state=8
 """
 
 import contextlib

@@ -1,5 +1,17 @@
-"""The backward kernels of a walk through time: `scan` launches them, docs/scan.md explains them and has the equations
-whose numbers stand beside the code."""
+"""The backward kernels of a walk through time: `scan` launches them, docs/scan.md has the equations whose numbers stand
+beside the code.
+
+Rules that decay need the states from the last to the first, and registers hold two of them beside the adjoint. So a
+chunk of 8 tokens is taken in four parts:
+
+    saved state      t0 t1 | t2 t3 | t4 t5 | t6 t7
+    once a chunk     ---------------------->             leaves the states before t2 and t4 in scratch, which L2 holds
+    parts, last first                        <----       each: one step forward, two back; the state before a part
+                                     <----               is the one after the next part
+
+These were slower on an H200: loading the next part's states and inputs during a part, or the next chunk's states into
+L2; four tokens a part; all of a part's loads at its start; for the diagonal rule 168 registers, which spill.
+"""
 
 from collections import namedtuple
 

@@ -1,5 +1,5 @@
-"""The forward kernels of a walk through time: `scan` launches them, docs/scan.md explains them and has the equations
-whose numbers stand beside the code."""
+"""The forward kernels of a walk through time: `scan` launches them, docs/scan.md has the equations whose numbers stand
+beside the code."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,9 @@
 """How the kernels of a walk through time (`scan_forward`, `scan_backward`) find and load what they read.
 
-A program is one warp, channels along its lanes, as docs/scan.md draws it. The states of its channels are a tuple of NI
-tensors (NS, BC), where NS groups of lanes share a channel; what belongs to a channel is (1, BC). Tokens beyond the end
-have a step size of zero, and nothing of them is stored. Channels beyond D repeat the last one, and no gradient enters
-them. RULE is a `rules.base.Functions`, `form` a `Form` and `at` a `Place`.
+A program is one warp, channels along its lanes. Its states are a tuple of NI tensors (NS, BC), where NS groups of lanes
+share a channel; what belongs to a channel is (1, BC). States stay in registers: there is no shared memory and no
+barrier. Tokens beyond the end have a step size of zero, and nothing of them is stored. Channels beyond D repeat the
+last one, and no gradient enters them. RULE is a `rules.base.Functions`, `form` a `Form` and `at` a `Place`.
 """
 
 from collections import namedtuple
