@@ -87,8 +87,8 @@ class Queue:
 
     def _start(self, job: Job, place: str) -> None:
         words, log = job.start()
-        # If each process had as many threads as there are cores, they would wait for one another.
-        threads = {"OMP_NUM_THREADS": str(max(1, cores() // len(self.places)))}
+        # If each process had as many threads as there are cores, or idle ones spun, they would wait for one another.
+        threads = {"OMP_NUM_THREADS": str(max(1, cores() // len(self.places))), "OMP_WAIT_POLICY": "passive"}
         own = {"PYTHONPATH": os.pathsep.join(filter(None, [FOLDER, os.environ.get("PYTHONPATH")]))}
         own |= {"CUDA_VISIBLE_DEVICES": place} if place else {}
         with open(log, "ab") as output:

@@ -1,6 +1,7 @@
 """The package as it is installed, and as a checkout has it."""
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -129,3 +130,12 @@ def test_the_version_is_said_without_importing_torch(built):
     assert "argparse" in imported and not imported & {"torch", "timm"}
     about = next(name for name in wheel_of(built[0]) if name.endswith("METADATA"))
     assert about.startswith(f"vision_longhorn-{vision_longhorn.__version__}.")
+
+
+def test_a_command_lets_idle_threads_of_openmp_sleep():
+    """Those that spin make training on a busy CPU many times slower."""
+    code = "OWN_COMMAND = True\nimport os, sys, vision_longhorn\nassert 'torch' not in sys.modules\n"
+    for given, found in ({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active"):
+        env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | given
+        said = subprocess.check_output([sys.executable, "-c", code + "print(os.environ['OMP_WAIT_POLICY'])"], env=env)
+        assert said.decode().strip() == found

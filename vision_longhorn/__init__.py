@@ -1,5 +1,6 @@
 """Vision Longhorn: the Longhorn state-space model as a vision backbone. Importing it registers its models with timm."""
 
+import os
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
@@ -33,8 +34,12 @@ def _is_own_command() -> bool:
     return name in ("vision-longhorn", "vision-longhorn.exe") or hasattr(sys.modules["__main__"], "OWN_COMMAND")
 
 
-# The models take seconds to import. A command imports them once it has read its command line.
-if not _is_own_command():
+if _is_own_command():
+    # OpenMP's idle threads would spin, which takes the cores from all other threads: those of the scans on a CPU, and
+    # other programs. OpenMP reads this when torch is imported. The models take seconds to import: a command imports
+    # them once it has read its command line.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+else:
     from vision_longhorn.models.vlonghorn import VisionLonghorn
 
 
