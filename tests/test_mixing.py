@@ -228,10 +228,16 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
 
 
 @pytest.mark.parametrize("backend", SCANS)
-@pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
 @pytest.mark.parametrize(
-    "dim,options", [(16, {}), (64, {}), (64, dict(rule="mamba", A_per_token=True))], ids=str
-)  # 64 has 128 channels inside: a whole block, for the projections' kernels
+    "dim,wiring,options",
+    [
+        (16, "shared", {}),
+        (64, "vim", {}),  # 128 channels inside: a whole block, for the projections' kernels
+        (64, "alternate", {}),
+        (64, "shared", dict(rule="mamba", A_per_token=True)),
+    ],
+    ids=str,
+)
 def test_mixer_in_bfloat16(backend, wiring, dim, options, monkeypatch):
     """All of it in bfloat16, the parameters too: nothing but the rounding of inputs, results and what lies between,
     which the interpreter cuts off instead."""
