@@ -77,7 +77,7 @@ TINY["studies"]["faulty"] = {
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """Forks the studies' processes: it has imported everything, so that they start at once."""
-    PROCESSES.set_forkserver_preload(["test_lab", "vision_longhorn.training.trainer", "lab.speed"])
+    PROCESSES.set_forkserver_preload(["test_lab", "vision_longhorn.training.trainer", "lab.speed", "loaded"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
         forkserver.ensure_running()

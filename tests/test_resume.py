@@ -58,7 +58,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 @pytest.fixture(scope="module", autouse=True)
 def server():
     """Forks the processes of all runs: it has imported everything, so that they start at once."""
-    PROCESSES.set_forkserver_preload(["train_imagenet", "eval", "test_resume"])
+    PROCESSES.set_forkserver_preload(["train_imagenet", "eval", "test_resume", "loaded"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
         forkserver.ensure_running()
