@@ -1,8 +1,10 @@
 """The programs in examples/, in small: that they run, and that what they train has learned."""
 
+import json
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
@@ -26,6 +28,18 @@ def checkpoint(tmp_path_factory):
         run = train_imagenet.main(["--epochs", "1", "--warmup-epochs", "0", "--workers", "0", "--device", "cpu",
                                    "--ema-decay", "0", "--run-dir", "run"])  # fmt: skip
         return str((run / "best.pt").resolve())
+
+
+def test_the_notebook_learns_and_shows_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plt.switch_backend("Agg")
+    cells = json.loads((REPOSITORY / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
+    names = {}
+    for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
+        exec(source.replace("epochs, batch = 6", "epochs, batch = 3"), names)  # enough to see that it learns
+    plt.close("all")
+    assert names["top1"] > 90 and [tuple(each.shape) for each in names["maps"]] == [(4, 64, 4, 4)] * 2
+    assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_segmentation_finds_more_than_background(capsys):

@@ -11,7 +11,7 @@ _MAMBA: dict[str, Any] = dict(mixer="mamba")
 # The best that is known to stand around a mixer, and the best Longhorn in it. A change of these is one of what names
 # mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
 _TRUNK: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg", conv="grid", rope=True)
-_BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=1e-1, **_TRUNK)
+_BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, **_TRUNK)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
 # What names may say of a mixer: of Longhorn, and of what Mamba has, too
 OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope")
