@@ -466,7 +466,7 @@ def test_mistakes_on_the_command_line_are_named(tmp_path, monkeypatch, capsys):
         (["mixers", "--merge", "old.json"], ["no file old.json"]),
         (["mixers", "--report", "--speed"], ["--report", "--speed"]),
         (["mixers", "--data", "nowhere"], ["nowhere"]),
-        (["mixers", "--merge", str(REPOSITORY / "docs/cifar10.json")], ["not a study's result"]),
+        (["mixers", "--merge", str(REPOSITORY / "benchmarks/results/soak.json")], ["not a study's result"]),
         (["mixers", "--file", "nowhere.yaml"], ["nowhere.yaml"]),
         (
             ["mixers", "--dry-run", "--data", "nowhere"],
