@@ -42,13 +42,11 @@ FOREIGN_ROOTS = {"timm", "torch", "onnx", "argparse"}
 # fmt: off
 FOREIGN_NAMES = {
     "deit_tiny_patch16_224",                # timm's, beside ours in a table
-    "test_model_load_pretrained",           # a test of timm's
-    "AutoModelForImageClassification", "from_pretrained", "pipeline",  # transformers'
+    "AutoModelForImageClassification", "from_pretrained",  # transformers'
     "target_parameters", "GradCAM", "reshape_transform", "to_map",  # peft's, pytorch-grad-cam's, the reader's
     "MyMixer",                              # the reader's
-    "to_empty", "GradScaler",               # torch's
+    "to_empty",                             # torch's
     "parse_device_str",                     # torch's, in C++
-    "TritonGPUCoalesce",                    # a pass of Triton's compiler
     "output_1",                             # `output_` and a number
     "dd0358a",                              # a commit
 }
