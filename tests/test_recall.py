@@ -277,8 +277,8 @@ def test_variants_are_the_studies_own_mixers_and_a_grid_makes_settings():
     )
     for name, mixer in recalled.items():
         assert type(mixer) is type(mixers[name]) and getattr(mixer, "rule", 0) == getattr(mixers[name], "rule", 0)
-    assert {arm.variant for arm in studies["recall"].arms} == mixers.keys()
-    assert len(studies["recall"].arms) == 7 * 2 * 3 and len(studies["recall-full"].arms) == 7 * 5 * 4 * 4
+    assert {arm.variant for arm in studies["recall"].arms} == {*mixers, "exact-unit"}
+    assert len(studies["recall"].arms) == 8 * 2 * 3 and len(studies["recall-full"].arms) == 8 * 5 * 4 * 4
     full = {run.identity for run in studies["recall-full"].trials()}
     assert {run.identity for run in studies["recall"].trials()} <= full
     known = Known(Path("nowhere"))
