@@ -4,7 +4,7 @@ the scan in one or both directions, gate and mean (or norms).
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
 keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
 With `save_states` the states are kept, and also the convolved x and, for rules that decay, the step sizes, which take
-much less memory. (Other rules have few states, and the exact one makes its step sizes as it reads.)
+much less memory than their states.
 """
 
 from typing import Any, NamedTuple, Optional

@@ -9,6 +9,7 @@ from typing import Any
 
 from lab.tables import markdown
 
+REPOSITORY = Path(__file__).parents[1]
 RESULTS, PAGES = Path("benchmarks/results/study"), Path("docs/studies")
 
 
@@ -23,16 +24,15 @@ def page(name: str, content: dict[str, Any], with_plot: bool) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Makes the page of each result of this repository, the folder that this process is in."""
+    """Makes the page of each result of this repository, by its path there."""
     made = {}
-    for path in sorted(RESULTS.glob("*.json")):
+    for path in sorted((REPOSITORY / RESULTS).glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         made[PAGES / f"{path.stem}.md"] = page(path.stem, content, path.with_suffix(".png").exists())
     return made
 
 
 if __name__ == "__main__":
-    PAGES.mkdir(exist_ok=True)
     for path, text in pages().items():
-        path.write_text(text, encoding="utf-8")
+        (REPOSITORY / path).write_text(text, encoding="utf-8")
         print(f"wrote {path}")

@@ -1,5 +1,5 @@
-"""What a server of processes imports beside its tests: with Numba and its loops loaded, each run that it forks starts
-a second sooner."""
+"""Loads Numba and its loops. A server of processes imports this file, so that each run that it forks starts a second
+sooner."""
 
 import torch
 

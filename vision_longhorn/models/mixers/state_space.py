@@ -163,8 +163,8 @@ class BidirectionalMixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as Mamba's code does, but dt_bias by the rule (0 for Longhorn, so that beta is about 1/2), and
-        out_proj as ViM's, divided by the root of the depth."""
+        """Initialise as Mamba's code does, but out_proj as ViM's, divided by the root of the depth. What `dt_bias`
+        gives lies between `beta_min` and `beta_max`, or else is the rule's: for Longhorn 0, a beta of about 1/2."""
         self.in_proj.reset_parameters()
         bound = self.conv_weight[0, 0].numel() ** -0.5
         nn.init.uniform_(self.conv_weight, -bound, bound)
