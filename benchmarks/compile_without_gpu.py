@@ -226,7 +226,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
 # Constants that make another kernel of one: a row of the table names those that are set.
-NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX", "MEET", "IN_TURN", "OTHER", "SCALAR", "GRAD")
+NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX", "MEET", "IN_TURN", "OTHER", "SCALAR", "GRAD", "BACK")
 
 
 class _Driver:

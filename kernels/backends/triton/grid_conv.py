@@ -1,9 +1,13 @@
 """The Triton kernels of the convolution over a grid; `backends.torch.grid_conv` says what they compute.
 
-A program walks down the rows of a strip of columns, a block of channels at a time. The K x K neighbours of each token
-move through registers, so that a step loads K of them, one step before their use. A neighbour's load by another lane
-finds it in the cache. Backward, one kernel writes the gradients of the pre-activations, and a second one walks over
-these for dx and the weight. Numbers outside the grid are read as zeros.
+A program is one warp that walks over the columns of bands of R rows, channels along its lanes. A column of R + K - 1
+numbers is loaded one step before its use, and adds its part to the sums of the K columns around it, of which one then
+is complete. So registers hold K columns of R sums, and a number is loaded (R + K - 1) / R times. Numbers outside the
+grid are read as zeros.
+
+Backward, one walk writes the gradients of the pre-activations and sums those of the weight and the bias; a second one
+is the transposed convolution of what the first wrote. Channels beyond D repeat the last one, and nothing of them is
+stored.
 """
 
 from typing import Any, Optional
@@ -13,195 +17,209 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import ceil_div, power_of_2
+from ...contract import ceil_div
 from .finish import sum_taps
-from .lanes import LOG2E, all_lanes, fill, gate, kernel, reciprocal, takes_ptx, work_of
+from .lanes import LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of
 from .launch import aligned, refuse_float64, run
 from .tuning import multiprocessors
 
-_WARPS = 4
-_CHANNELS = 64  # of a block at least, if there are as many: 128 bytes of 16-bit numbers, a line of the cache
-_SHORTEST = 4  # rows of a segment: each repeats K - 1 rows of its neighbours
-_PROGRAMS = 16  # for each multiprocessor: with fewer, the rows are cut into segments
+# For each walk and K, the rows of a band at most, 1 where K is not named. More rows load a number less often and take
+# more registers: plain walks, and those that also sum the weight's gradient.
+_ROWS = {"plain": {1: 8, 3: 8, 5: 4, 7: 4}, "grad": {1: 8, 3: 5, 5: 4, 7: 2}}
+_CHANNELS = {1: 2, 3: 2}  # of a lane, for each K; 1 where it is not named
+_PROGRAMS = {"plain": 16, "grad": 12}  # for each multiprocessor: about as many as run at once
+_SHORTEST = 8  # columns of a segment at least: each repeats K - 1 columns of its neighbours
 
 _kernel = kernel(["weight_ptr", "bias_ptr"])
 
 
 @triton.jit
-def _weights(weight_ptr, d, ok, TAPS: tl.constexpr):
-    """Loads the taps of channels d, each (1, BC), as float32."""
-    weights = ()
+def _load_column(at, row, rows, column, columns, step, COUNT: tl.constexpr, BC: tl.constexpr):
+    """Loads COUNT numbers of a column from `row` on, each (1, BC), as float32. A negative index is a huge unsigned one,
+    so that one comparison tells what is outside."""
+    there = all_lanes(column, 1, BC).to(tl.uint32) < columns.to(tl.uint32)
+    ptrs = at + (row * columns + column).to(tl.int64) * step
+    line = columns.to(tl.int64) * step
+    numbers = ()
+    for i in tl.static_range(COUNT):
+        ok = there & (all_lanes(row + i, 1, BC).to(tl.uint32) < rows.to(tl.uint32))
+        numbers = numbers + (tl.load(ptrs, mask=ok, other=0).to(tl.float32),)
+        ptrs += line
+    return numbers
+
+
+@triton.jit
+def _store_column(at, row, rows, column, columns, step, values, ok, BC: tl.constexpr):
+    """Stores a column's numbers from `row` on, except for those beyond the last row."""
+    ptrs = at + (row * columns + column).to(tl.int64) * step
+    line = columns.to(tl.int64) * step
+    for i in tl.static_range(len(values)):
+        there = ok & (all_lanes(row + i, 1, BC) < rows)
+        tl.store(ptrs, values[i].to(at.dtype.element_ty), mask=there)
+        ptrs += line
+
+
+@triton.jit
+def _load_taps(weight_ptr, d, TAPS: tl.constexpr):
+    taps = ()
     for n in tl.static_range(TAPS):
-        weights = weights + (tl.load(weight_ptr + d * TAPS + n, mask=ok, other=0).to(tl.float32),)
-    return weights
+        taps = taps + (tl.load(weight_ptr + d * TAPS + n).to(tl.float32),)
+    return taps
 
 
 @triton.jit
-def _load(ptrs, row, rows, line, ok):
-    """Loads the numbers (BT, BC) of a row, as float32. Rows are `line` apart; a negative one is a huge unsigned one."""
-    inside = all_lanes(row, 1, 1).to(tl.uint32) < rows.to(tl.uint32)
-    return tl.load(ptrs + row.to(tl.int64) * line, mask=ok & inside, other=0).to(tl.float32)
+def _copies(value, COUNT: tl.constexpr):
+    copies = ()
+    for _n in tl.static_range(COUNT):
+        copies = copies + (value,)
+    return copies
 
 
 @triton.jit
-def _load_near(ptrs, row, rows, column, columns, step, ok, K: tl.constexpr):
-    """Loads a row's K numbers around each column, each (BT, BC)."""
-    near = ()
-    for j in tl.static_range(K):
-        inside = (column + (j - K // 2)).to(tl.uint32) < columns.to(tl.uint32)
-        near = near + (_load(ptrs + (j - K // 2) * step, row, rows, columns * step, ok & inside),)
-    return near
-
-
-@triton.jit
-def _below(window, K: tl.constexpr):
-    """Drops the first row of the window."""
+def _from(values, first: tl.constexpr):
+    """Drops what comes before number `first`."""
     rest = ()
-    for n in tl.static_range(K, len(window)):
-        rest = rest + (window[n],)
+    for n in tl.static_range(first, len(values)):
+        rest = rest + (values[n],)
     return rest
+
+
+@triton.jit
+def _spread(sums, column, weights, start, R: tl.constexpr, K: tl.constexpr, BACK: tl.constexpr):
+    """Adds what a column of R + K - 1 numbers gives to the K columns of R sums around it, of which `sums` lacks the
+    last: that begins with `start`. The first one is complete then. BACK: by the transposed convolution."""
+    found = ()
+    for j in tl.static_range(K):
+        for r in tl.static_range(R):
+            total = start
+            if j < K - 1:
+                total = sums[j * R + r]
+            for i in tl.static_range(K):
+                total += weights[(K - 1 - i) * K + j if BACK else i * K + K - 1 - j] * column[r + i]
+            found = found + (total,)
+    return found
+
+
+@triton.jit
+def _sum_taps(found, grad, window, first: tl.constexpr, HIGH: tl.constexpr, K: tl.constexpr):
+    """Adds to the gradients of the taps and the bias what the gradient of a pre-activation gives. The K x K numbers
+    under it are in `window`, K columns of HIGH rows, from row `first` on."""
+    new = ()
+    for n in tl.static_range(K * K):
+        new = new + (found[n] + grad * window[n % K * HIGH + first + n // K],)
+    return new + (found[K * K] + grad,)
 
 
 @_kernel
 def _grid_conv_kernel(
-    x_ptr, weight_ptr, bias_ptr, dy_ptr, y_ptr, sums_ptr, rows, columns, blocks, strips, segments, span, x_b, x_l,
-    D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, GRAD: tl.constexpr, UNIT: tl.constexpr,
-    PTX: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, dy_ptr, y_ptr, sums_ptr, rows, columns, blocks, programs, items, bands, segments,
+    span, x_b, x_l, y_b, y_l,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
+    PTX: tl.constexpr, GRAD: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Writes silu(pre) to y, or (GRAD) the gradient of pre, and its sum over the program's tokens to the last row of
-    its `sums`, (B strips segments, K K + 1, D)."""
-    block, part, b, _ = work_of(blocks, strips * segments)
-    d = block * BC + tl.arange(0, BC)[None, :]
-    column = part % strips * BT + tl.arange(0, BT)[:, None]
-    first = part // strips * span
-    ok = d < D
-    there = ok & (column < columns)
-    step = x_l.to(tl.int64) * UNIT
-    x_at = x_ptr + b * x_b * UNIT + column * step + d
-    at = (b * rows * columns + column) * D + d
-    weights = _weights(weight_ptr, d, ok, K * K)
-    bias = tl.load(bias_ptr + d, mask=ok, other=0).to(tl.float32)
-    total = tl.zeros([BT, BC], tl.float32)
-    window = ()
-    for i in tl.static_range(K - 1):
-        window = window + _load_near(x_at, first + (i - K // 2), rows, column, columns, step, there, K)
-    near = _load_near(x_at, first + K // 2, rows, column, columns, step, there, K)
-    dy = tl.zeros([BT, BC], tl.float32)
-    if GRAD:
-        dy = _load(dy_ptr + at, first, rows, columns * D, there)
-    for i in tl.range(0, tl.minimum(span, rows - first), num_stages=1):
-        row = first + i
-        next_near = _load_near(x_at, row + (1 + K // 2), rows, column, columns, step, there, K)
-        next_dy = dy
-        if GRAD:
-            next_dy = _load(dy_ptr + at, row + 1, rows, columns * D, there)
-        window = window + near
-        pre = tl.zeros([BT, BC], tl.float32) + bias
-        for n in tl.static_range(K * K):
-            pre += weights[n] * window[n]
-        if GRAD:
-            silu, out = gate(dy, pre, PTX)
-            total += out  # 0 beyond the last column, as dy is
-        else:
-            out = pre * reciprocal(1.0 + tl.exp2(pre * -LOG2E), PTX)
-        tl.store(y_ptr + at + row.to(tl.int64) * (columns * D), out.to(y_ptr.dtype.element_ty), mask=there)
-        window = _below(window, K)
-        near = next_near
-        dy = next_dy
-    if GRAD:
-        sums = sums_ptr + ((b * strips * segments + part) * (K * K + 1) + K * K) * D + d
-        tl.store(sums, tl.sum(total, 0)[None, :], mask=ok)
+    """Writes silu(pre) to y; or (GRAD) the gradient of pre, and the program's part of those of the weight and the bias
+    to `sums`, (programs, K K + 1, D); or (BACK) the transposed convolution of x without bias."""
+    block, program, _b, _g = work_of(blocks, programs)
+    d, d_ok, _n = channels_of(block, D, 1, 1, BC, WHOLE)
+    NEAR: tl.constexpr = K // 2
+    HIGH: tl.constexpr = R + K - 1
+    DYS: tl.constexpr = R if GRAD else 0
+    x_step = x_l.to(tl.int64) * UNIT
+    y_step = y_l.to(tl.int64) * UNIT
+    weights = _load_taps(weight_ptr, d, K * K)
+    start = tl.zeros([1, BC], tl.float32)
+    if not BACK:
+        start += tl.load(bias_ptr + d).to(tl.float32)
+    found = fill(0.0, K * K + 1 if GRAD else 0, 1, BC)
+    for item in tl.range(program, items, programs, num_stages=1):
+        first = item % bands * R
+        begin = item // bands % segments * span
+        b = (item // bands // segments).to(tl.int64)
+        x_at = x_ptr + b * x_b * UNIT + d
+        dy_at = dy_ptr + b * rows * columns * D + d
+        y_at = y_ptr + b * y_b * UNIT + d
+        sums = _copies(start, (K - 1) * R)
+        window = fill(0.0, (K - 1) * HIGH if GRAD else 0, 1, BC)
+        for column in tl.range(tl.maximum(begin - NEAR, 0), begin + NEAR, num_stages=1):
+            x = _load_column(x_at, first - NEAR, rows, column, columns, x_step, HIGH, BC)
+            sums = _from(_spread(sums, x, weights, start, R, K, BACK), R)
+            if GRAD:
+                window = _from(window + x, HIGH)
+        x = _load_column(x_at, first - NEAR, rows, begin + NEAR, columns, x_step, HIGH, BC)
+        dy = _load_column(dy_at, first, rows, begin, columns, D, DYS, BC)
+        for column in tl.range(begin, tl.minimum(begin + span, columns), num_stages=1):
+            next_x = _load_column(x_at, first - NEAR, rows, column + (1 + NEAR), columns, x_step, HIGH, BC)
+            next_dy = _load_column(dy_at, first, rows, column + 1, columns, D, DYS, BC)
+            sums = _spread(sums, x, weights, start, R, K, BACK)
+            if GRAD:
+                window = window + x
+            outs = ()
+            for r in tl.static_range(R):
+                out = sums[r]
+                if GRAD:
+                    silu, out = gate(dy[r], out, PTX)  # 0 beyond the last row, as dy is
+                    found = _sum_taps(found, out, window, r, HIGH, K)
+                elif not BACK:
+                    out = out * reciprocal(1.0 + tl.exp2(out * -LOG2E), PTX)
+                outs = outs + (out,)
+            _store_column(y_at, first, rows, column, columns, y_step, outs, d_ok, BC)
+            sums = _from(sums, R)
+            if GRAD:
+                window = _from(window, HIGH)
+            x = next_x
+            dy = next_dy
+    for n in tl.static_range(len(found)):
+        tl.store(sums_ptr + (program * len(found) + n) * D + d, found[n], mask=d_ok)
 
 
-@_kernel
-def _grid_conv_backward_kernel(
-    dpre_ptr, x_ptr, weight_ptr, dx_ptr, sums_ptr, rows, columns, blocks, strips, segments, span, x_b, x_l, dx_b, dx_l,
-    D: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Writes dx, and the program's part of the weight's gradient to the first K K rows of its `sums`."""
-    block, part, b, _ = work_of(blocks, strips * segments)
-    d = block * BC + tl.arange(0, BC)[None, :]
-    column = part % strips * BT + tl.arange(0, BT)[:, None]
-    first = part // strips * span
-    ok = d < D
-    there = ok & (column < columns)
-    step = x_l.to(tl.int64) * UNIT
-    x_at = x_ptr + b * x_b * UNIT + column * step + d
-    dx_step = dx_l.to(tl.int64) * UNIT
-    dx_at = dx_ptr + b * dx_b * UNIT + column * dx_step + d
-    dpre_at = dpre_ptr + (b * rows * columns + column) * D + d
-    weights = _weights(weight_ptr, d, ok, K * K)
-    found = fill(0.0, K * K, BT, BC)
-    window = ()
-    for i in tl.static_range(K - 1):
-        window = window + _load_near(dpre_at, first + (i - K // 2), rows, column, columns, D, there, K)
-    near = _load_near(dpre_at, first + K // 2, rows, column, columns, D, there, K)
-    x = _load(x_at, first, rows, columns * step, there)
-    for i in tl.range(0, tl.minimum(span, rows - first), num_stages=1):
-        row = first + i
-        next_near = _load_near(dpre_at, row + (1 + K // 2), rows, column, columns, D, there, K)
-        next_x = _load(x_at, row + 1, rows, columns * step, there)
-        window = window + near
-        dx = tl.zeros([BT, BC], tl.float32)
-        new = ()
-        for n in tl.static_range(K * K):
-            grad = window[K * K - 1 - n]  # of the token that tap n connects with this one
-            dx += weights[n] * grad
-            new = new + (found[n] + x * grad,)
-        found = new
-        tl.store(dx_at + row.to(tl.int64) * (columns * dx_step), dx.to(dx_ptr.dtype.element_ty), mask=there)
-        window = _below(window, K)
-        near = next_near
-        x = next_x
-    for n in tl.static_range(K * K):
-        sums = sums_ptr + ((b * strips * segments + part) * (K * K + 1) + n) * D + d
-        tl.store(sums, tl.sum(found[n], 0)[None, :], mask=ok)
-
-
-def _prepare(x: Tensor, weight: Tensor, rows: int, **others: Tensor) -> tuple[int, dict[str, Any]]:
-    """Return (programs, arguments). `others` are y, dy and dx."""
+def _prepare(walk: str, x: Tensor, weight: Tensor, rows: int, y: Tensor) -> tuple[int, dict[str, Any]]:
+    """Return (programs, arguments) of a walk over x that writes y."""
     refuse_float64(x)
     B, L, D = x.shape
     columns, K = L // rows, weight.shape[-1]
     # Strides in units of 16, if they can be: then the compiler sees that neighbouring numbers may be loaded together.
-    unit = 16 if D % 16 == 0 and all(map(aligned, (x, *others.values()))) else 1
-    # For each number of its part of a tile, a lane keeps K K weights, neighbours and sums.
-    numbers = 32 * _WARPS * (4 if K <= 3 else 2 if K <= 5 else 1)
-    tile = min(numbers // min(_CHANNELS, power_of_2(D)), power_of_2(columns))
-    channels = min(numbers // tile, power_of_2(D))
-    blocks, strips = ceil_div(D, channels), ceil_div(columns, tile)
-    wanted = _PROGRAMS * multiprocessors(x.device) // max(1, blocks * strips * B)
-    span = ceil_div(rows, max(1, min(ceil_div(rows, _SHORTEST), wanted)))
-    segments = ceil_div(rows, span)
-    args = dict(
-        weight_ptr=weight, rows=rows, columns=columns, blocks=blocks, strips=strips, segments=segments, span=span, D=D,
-        K=K, BT=tile, BC=channels, UNIT=unit, PTX=takes_ptx(x.device), num_warps=_WARPS, num_stages=1,
+    unit = 16 if D % 16 == 0 and aligned(x) and aligned(y) else 1
+    lanes = warp_lanes(x.device)
+    wide = _CHANNELS.get(K, 1) * lanes
+    width = wide if unit > 1 and D % wide == 0 else lanes
+    # The fewest rows that are loaded, then the fewest bands
+    R = min(range(_ROWS[walk].get(K, 1), 0, -1), key=lambda R: ceil_div(rows, R) * (R + K // 2))
+    blocks, bands = ceil_div(D, width), ceil_div(rows, R)
+    wanted = max(1, _PROGRAMS[walk] * multiprocessors(x.device) // blocks)
+    # With few bands the columns are cut into segments.
+    span = ceil_div(columns, max(1, min(columns // _SHORTEST, wanted // max(1, B * bands))))
+    segments = ceil_div(columns, span)
+    items = B * bands * segments
+    programs = min(items, wanted)
+    return blocks * programs, dict(
+        x_ptr=x, weight_ptr=weight, y_ptr=y, rows=rows, columns=columns, blocks=blocks, programs=programs, items=items,
+        bands=bands, segments=segments, span=span, x_b=x.stride(0) // unit, x_l=x.stride(1) // unit,
+        y_b=y.stride(-3) // unit, y_l=y.stride(-2) // unit, D=D, K=K, R=R, BC=width, WHOLE=D % width == 0, UNIT=unit,
+        PTX=takes_ptx(x.device), GRAD=walk == "grad", BACK=False, num_warps=1, num_stages=1,
         enable_fp_fusion=True)  # fmt: skip
-    for name, value in dict(x=x, **others).items():
-        args |= {f"{name}_ptr": value, f"{name}_b": value.stride(-3) // unit, f"{name}_l": value.stride(-2) // unit}
-    return blocks * strips * segments * B, args
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, out: Optional[Tensor] = None) -> Tensor:
     """See `backends.torch.grid_conv.forward`."""
     y = x.new_empty(1, *x.shape) if out is None else out
-    programs, args = _prepare(x, weight, rows, y=y)
+    programs, args = _prepare("plain", x, weight, rows, y)
     if programs:
         with torch.cuda.device_of(x):
-            run(_grid_conv_kernel, (programs,), args | dict(bias_ptr=bias, dy_ptr=x, sums_ptr=y, GRAD=False))
+            run(_grid_conv_kernel, (programs,), args | dict(bias_ptr=bias, dy_ptr=x, sums_ptr=y))
     return y
 
 
 def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """See `backends.torch.grid_conv.backward`."""
-    (B, _, D), K = x.shape, weight.shape[-1]
+    D, K = weight.shape[1], weight.shape[-1]
     dpre = torch.empty_like(dy)
-    programs, args = _prepare(x, weight, rows, dy=dy, dx=dx, y=dpre)
-    sums = x.new_empty(B * args["strips"] * args["segments"], 1, K * K + 1, D, dtype=torch.float32)
-    args |= dict(bias_ptr=bias, dpre_ptr=dpre, sums_ptr=sums, GRAD=True)
+    programs, args = _prepare("grad", x, weight, rows, dpre)
+    sums = x.new_empty(args["programs"], 1, K * K + 1, D, dtype=torch.float32)
+    args |= dict(bias_ptr=bias, dy_ptr=dy, sums_ptr=sums)
     if programs:
         with torch.cuda.device_of(x):
             run(_grid_conv_kernel, (programs,), args)
-            run(_grid_conv_backward_kernel, (programs,), args)
+            programs, more = _prepare("plain", dpre[0], weight, rows, dx)
+            run(_grid_conv_kernel, (programs,), args | more | dict(BACK=True))
     dweight, dbias = sum_taps(sums)  # no atomics, but a fixed order: the same bits in every run
     return dweight.view_as(weight), dbias
