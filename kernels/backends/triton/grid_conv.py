@@ -6,8 +6,8 @@ is complete. So registers hold K columns of R sums, and a number is loaded (R + 
 grid are read as zeros.
 
 Backward, one walk writes the gradients of the pre-activations and sums those of the weight and the bias; a second one
-is the transposed convolution of what the first wrote. Channels beyond D repeat the last one, and nothing of them is
-stored.
+is the transposed convolution of what the first wrote. Where registers hold enough, and bands alone fill the GPU, one
+kernel makes both walks. Channels beyond D repeat the last one, and nothing of them is stored.
 """
 
 from typing import Any, Optional
@@ -24,10 +24,10 @@ from .launch import aligned, refuse_float64, run
 from .tuning import multiprocessors
 
 # For each walk and K, the rows of a band at most, 1 where K is not named. More rows load a number less often and take
-# more registers: plain walks, and those that also sum the weight's gradient.
-_ROWS = {"plain": {1: 8, 3: 8, 5: 4, 7: 4}, "grad": {1: 8, 3: 5, 5: 4, 7: 2}}
+# more registers: plain walks, those that also sum the weight's gradient, and those of the whole backward pass.
+_ROWS = {"plain": {1: 8, 3: 8, 5: 4, 7: 4}, "grad": {1: 8, 3: 5, 5: 4, 7: 2}, "whole": {1: 8, 3: 7}}
 _CHANNELS = {1: 2, 3: 2}  # of a lane, for each K; 1 where it is not named
-_PROGRAMS = {"plain": 16, "grad": 12}  # for each multiprocessor: about as many as run at once
+_PROGRAMS = {"plain": 16, "grad": 12, "whole": 8}  # for each multiprocessor: about as many as run at once
 _SHORTEST = 8  # columns of a segment at least: each repeats K - 1 columns of its neighbours
 
 _kernel = kernel(["weight_ptr", "bias_ptr"])
@@ -82,6 +82,14 @@ def _from(values, first: tl.constexpr):
     for n in tl.static_range(first, len(values)):
         rest = rest + (values[n],)
     return rest
+
+
+@triton.jit
+def _first(values, COUNT: tl.constexpr):
+    few = ()
+    for n in tl.static_range(COUNT):
+        few = few + (values[n],)
+    return few
 
 
 @triton.jit
@@ -172,6 +180,68 @@ def _grid_conv_kernel(
         tl.store(sums_ptr + (program * len(found) + n) * D + d, found[n], mask=d_ok)
 
 
+@_kernel
+def _grid_conv_backward_kernel(
+    x_ptr, weight_ptr, bias_ptr, dy_ptr, y_ptr, sums_ptr, rows, columns, blocks, programs, items, bands, x_b, x_l, y_b,
+    y_l,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, BC: tl.constexpr, WHOLE: tl.constexpr, UNIT: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Makes both walks of the backward pass in one, and writes the gradient of x to y. The gradients of the
+    pre-activations stay in registers; those of the K - 1 rows around the band are computed for this band alone."""
+    block, program, _b, _g = work_of(blocks, programs)
+    d, d_ok, _n = channels_of(block, D, 1, 1, BC, WHOLE)
+    NEAR: tl.constexpr = K // 2
+    HIGH: tl.constexpr = R + K - 1  # gradients of a column
+    TALL: tl.constexpr = HIGH + K - 1  # numbers of x in a column
+    x_step = x_l.to(tl.int64) * UNIT
+    y_step = y_l.to(tl.int64) * UNIT
+    weights = _load_taps(weight_ptr, d, K * K)
+    bias = tl.load(bias_ptr + d).to(tl.float32)
+    zero = tl.zeros([1, BC], tl.float32)
+    found = fill(0.0, K * K + 1, 1, BC)
+    for item in tl.range(program, items, programs, num_stages=1):
+        first = item % bands * R
+        b = (item // bands).to(tl.int64)
+        x_at = x_ptr + b * x_b * UNIT + d
+        dy_at = dy_ptr + b * rows * columns * D + d
+        y_at = y_ptr + b * y_b * UNIT + d
+        pres = _copies(bias, (K - 1) * HIGH)
+        dxs = fill(0.0, (K - 1) * R, 1, BC)
+        window = fill(0.0, (K - 1) * HIGH, 1, BC)
+        for column in tl.range(0, NEAR, num_stages=1):
+            x = _load_column(x_at, first - 2 * NEAR, rows, column, columns, x_step, TALL, BC)
+            pres = _from(_spread(pres, x, weights, bias, HIGH, K, False), HIGH)
+            window = _from(window + _first(_from(x, NEAR), HIGH), HIGH)
+        x = _load_column(x_at, first - 2 * NEAR, rows, NEAR, columns, x_step, TALL, BC)
+        dy = _load_column(dy_at, first - NEAR, rows, 0, columns, D, HIGH, BC)
+        for column in tl.range(0, columns, num_stages=1):
+            next_x = _load_column(x_at, first - 2 * NEAR, rows, column + (1 + NEAR), columns, x_step, TALL, BC)
+            next_dy = _load_column(dy_at, first - NEAR, rows, column + 1, columns, D, HIGH, BC)
+            window = window + _first(_from(x, NEAR), HIGH)
+            pres = _spread(pres, x, weights, bias, HIGH, K, False)
+            grads = ()
+            for r in tl.static_range(HIGH):
+                silu, grad = gate(dy[r], pres[r], PTX)  # 0 outside the grid, as dy is
+                grads = grads + (grad,)
+            dxs = _spread(dxs, grads, weights, zero, R, K, True)
+            there = d_ok & (all_lanes(column, 1, BC) >= NEAR)
+            _store_column(y_at, first, rows, column - NEAR, columns, y_step, _first(dxs, R), there, BC)
+            for r in tl.static_range(R):
+                found = _sum_taps(found, grads[NEAR + r], window, r, HIGH, K)
+            pres = _from(pres, HIGH)
+            dxs = _from(dxs, R)
+            window = _from(window, HIGH)
+            x = next_x
+            dy = next_dy
+        for j in tl.static_range(NEAR):  # complete, since columns beyond the last would add zeros
+            there = d_ok & (all_lanes(columns + j, 1, BC) >= NEAR)
+            _store_column(y_at, first, rows, columns - NEAR + j, columns, y_step, _first(dxs, R), there, BC)
+            dxs = _from(dxs, R)
+    for n in tl.static_range(len(found)):
+        tl.store(sums_ptr + (program * len(found) + n) * D + d, found[n], mask=d_ok)
+
+
 def _prepare(walk: str, x: Tensor, weight: Tensor, rows: int, y: Tensor) -> tuple[int, dict[str, Any]]:
     """Return (programs, arguments) of a walk over x that writes y."""
     refuse_float64(x)
@@ -212,14 +282,18 @@ def forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, out: Optional[Te
 def backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, dx: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """See `backends.torch.grid_conv.backward`."""
     D, K = weight.shape[1], weight.shape[-1]
-    dpre = torch.empty_like(dy)
-    programs, args = _prepare("grad", x, weight, rows, dpre)
+    programs, args = _prepare("whole", x, weight, rows, dx)
+    whole = K in _ROWS["whole"] and args["segments"] == 1
+    if not whole:
+        dpre = torch.empty_like(dy)
+        programs, args = _prepare("grad", x, weight, rows, dpre)
     sums = x.new_empty(args["programs"], 1, K * K + 1, D, dtype=torch.float32)
     args |= dict(bias_ptr=bias, dy_ptr=dy, sums_ptr=sums)
     if programs:
         with torch.cuda.device_of(x):
-            run(_grid_conv_kernel, (programs,), args)
-            programs, more = _prepare("plain", dpre[0], weight, rows, dx)
-            run(_grid_conv_kernel, (programs,), args | more | dict(BACK=True))
+            run(_grid_conv_backward_kernel if whole else _grid_conv_kernel, (programs,), args)
+            if not whole:
+                programs, more = _prepare("plain", dpre[0], weight, rows, dx)
+                run(_grid_conv_kernel, (programs,), args | more | dict(BACK=True))
     dweight, dbias = sum_taps(sums)  # no atomics, but a fixed order: the same bits in every run
     return dweight.view_as(weight), dbias
