@@ -25,9 +25,10 @@ from .tuning import multiprocessors
 
 # For each walk and K, the rows of a band at most, 1 where K is not named. More rows load a number less often and take
 # more registers: plain walks, those that also sum the weight's gradient, and those of the whole backward pass.
-_ROWS = {"plain": {1: 8, 3: 8, 5: 4, 7: 4}, "grad": {1: 8, 3: 5, 5: 4, 7: 2}, "whole": {1: 8, 3: 7}}
+_ROWS = {"plain": {1: 8, 3: 5, 5: 4, 7: 4}, "grad": {1: 8, 3: 5, 5: 4, 7: 2}, "whole": {1: 8, 3: 7}}
 _CHANNELS = {1: 2, 3: 2}  # of a lane, for each K; 1 where it is not named
-_PROGRAMS = {"plain": 16, "grad": 12, "whole": 8}  # for each multiprocessor: about as many as run at once
+_PROGRAMS = {"plain": 24, "grad": 12, "whole": 8}  # for each multiprocessor: about as many as run at once
+_REGISTERS = {("plain", 3): 80}  # at most, so that 24 run at once
 _SHORTEST = 8  # columns of a segment at least: each repeats K - 1 columns of its neighbours
 
 _kernel = kernel(["weight_ptr", "bias_ptr"])
@@ -261,12 +262,15 @@ def _prepare(walk: str, x: Tensor, weight: Tensor, rows: int, y: Tensor) -> tupl
     segments = ceil_div(columns, span)
     items = B * bands * segments
     programs = min(items, wanted)
-    return blocks * programs, dict(
+    args = dict(
         x_ptr=x, weight_ptr=weight, y_ptr=y, rows=rows, columns=columns, blocks=blocks, programs=programs, items=items,
         bands=bands, segments=segments, span=span, x_b=x.stride(0) // unit, x_l=x.stride(1) // unit,
         y_b=y.stride(-3) // unit, y_l=y.stride(-2) // unit, D=D, K=K, R=R, BC=width, WHOLE=D % width == 0, UNIT=unit,
         PTX=takes_ptx(x.device), GRAD=walk == "grad", BACK=False, num_warps=1, num_stages=1,
         enable_fp_fusion=True)  # fmt: skip
+    if args["PTX"] and (walk, K) in _REGISTERS:
+        args["maxnreg"] = _REGISTERS[walk, K]
+    return blocks * programs, args
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, out: Optional[Tensor] = None) -> Tensor:
