@@ -288,15 +288,21 @@ def plot(best: list[dict], path: Path, title: str) -> None:
 
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
     axis.axhline(1, color="black", linewidth=1)
+    axis.annotate(" DeiT", (1, 1), xycoords=("axes fraction", "data"), va="center")
     shown = [row for row in best if "train ratio" in row and not row["model"].startswith("deit")]
-    for label in dict.fromkeys(row["model"] for row in shown):
+    labels = list(dict.fromkeys(row["model"] for row in shown))
+    names = [label.partition(",")[0] for label in labels]
+    for label, name in zip(labels, names):
         points = sorted((row["resolution"], row["train ratio"]) for row in shown if row["model"] == label)
         (line,) = axis.plot(*zip(*points), marker="o", markersize=4)
-        axis.annotate(f" {label}", points[-1], color=line.get_color(), va="center", fontsize=8)
+        axis.annotate(f"  {name if names.count(name) == 1 else label}", points[-1], color=line.get_color(), va="center")
     resolutions = sorted({row["resolution"] for row in shown})
-    axis.annotate("DeiT of the same size", (0, 1), xycoords=("axes fraction", "data"), xytext=(4, 3),
-                  textcoords="offset points")  # fmt: skip
-    axis.set(xscale="log", xlabel="side of the images, pixels", ylabel="images/s in training, over DeiT's", title=title)
+    axis.set(
+        xscale="log",
+        xlabel="side of the images, pixels",
+        ylabel="training images/s, DeiT of the same size = 1",
+        title=title,
+    )
     axis.set_xticks(resolutions, [str(resolution) for resolution in resolutions])
     axis.set_xticks([], minor=True)
     axis.set_ylim(bottom=0)
