@@ -142,6 +142,11 @@ def plain_model(p, images, model):
         h = plain_norm(x, p[f"blocks.{i}.norm.weight"])[:, order]
         seen = patches.shape[3] if block.reads_columns else rows
         x = x + plain_mixer(of(f"blocks.{i}.mixer."), h, block.mixer, seen)[:, torch.argsort(order)]
+        mlp = of(f"blocks.{i}.mlp.")
+        if mlp:
+            h = plain_norm(x, p[f"blocks.{i}.mlp_norm.weight"]) @ mlp["fc1.weight"].t() + mlp["fc1.bias"]
+            h = h * (1 + torch.erf(h / 2**0.5)) / 2  # GELU
+            x = x + h @ mlp["fc2.weight"].t() + mlp["fc2.bias"]
     tokens = list(plain_norm(x, p["norm.weight"]).unbind(1))
     if model.global_pool == "":
         x = torch.stack(tokens, 1)

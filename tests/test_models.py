@@ -380,6 +380,7 @@ def test_model_with_a_grid_conv_sees_the_grid_of_the_image_at_hand():
         (dict(in_chans=1), (1, 32, 32)),
         (dict(d_state=5, d_conv=3, expand=3, dt_rank=4), (3, 32, 32)),
         (dict(d_conv=1, d_state=1), (3, 32, 32)),
+        (dict(mlp_ratio=2.5, expand=1), (3, 32, 32)),
     ],
 )
 @pytest.mark.parametrize("wiring", ("vim", "shared"))
@@ -509,6 +510,7 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(scan_order="columns"), "scan_order='columns'"),
         (dict(grid_conv=2), "grid_conv=2"),
         (dict(grid_conv=True), "grid_conv=True"),
+        (dict(mlp_ratio=-1), "mlp_ratio=-1"),
         (dict(global_pool="mean"), "global_pool='mean'"),
         (dict(class_token="none"), "global_pool='avg'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact'"),
@@ -659,7 +661,7 @@ def test_model_made_without_memory_is_initialised_later(name, options):
         dict(mixer="mamba"),
         dict(wiring="shared"),
         dict(beta="scalar"),
-        GRID,
+        dict(GRID, mlp_ratio=2),
         dict(mixer="mamba", wiring="shared"),
     ],
 )
@@ -682,6 +684,8 @@ def test_only_matrices_are_decayed(options):
         "conv_weight",
         "x_proj",
         "dt_proj",
+        "fc1.weight",
+        "fc2.weight",
         "patch_embed.proj.weight",
         "head.weight",
     )

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Optional, cast
 
 import torch
-from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, lecun_normal_, trunc_normal_
+from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_device_dtype, lecun_normal_, trunc_normal_
 from timm.layers.trace_utils import _assert
 from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
@@ -34,7 +34,8 @@ SCAN_ORDERS = ("rows", "rows_columns")
 
 
 class Block(nn.Module):
-    """x + drop_path(mixer(norm(x))), with x kept in its own dtype whatever the mixer computes in.
+    """x + drop_path(mixer(norm(x))), and with `mlp_ratio` another such step with an MLP in the place of the mixer. x is
+    kept in its own dtype whatever these compute in.
 
     Args:
         dim: width of the tokens.
@@ -44,10 +45,11 @@ class Block(nn.Module):
         reads_columns: give the mixer the patches, which come in row by row, column by column.
         class_token: its place among the tokens, "middle", "first", "last" or "none".
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
+        mlp_ratio: inner width of the MLP over `dim`; 0 for no MLP.
         mixer_args: options of the mixer, and `index`, the number of this block in the model.
 
     Raises:
-        ValueError: the mixer uses the grid of patches, and there is a class token.
+        ValueError: the mixer uses the grid of patches, and there is a class token; or `mlp_ratio` is below 0.
     """
 
     needs_grid: Final[bool]
@@ -61,6 +63,7 @@ class Block(nn.Module):
         reads_columns: bool = False,
         class_token: str = "middle",
         grid_conv: int = 0,
+        mlp_ratio: float = 0.0,
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -77,6 +80,11 @@ class Block(nn.Module):
                 "use class_token='none', or a mixer without the grid (conv='causal', rope=False)"
             )
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        if mlp_ratio < 0:
+            raise ValueError(f"mlp_ratio={mlp_ratio}: give the MLP's inner width over embed_dim, or 0 for no MLP")
+        hidden = int(mlp_ratio * dim)
+        self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden else None
+        self.mlp = Mlp(dim, hidden, device=device, dtype=dtype) if hidden else None
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
         """Map tokens (B, L, dim) to (B, L, dim). A block that uses the grid of patches needs its number of `rows`."""
@@ -95,7 +103,10 @@ class Block(nn.Module):
             h = self.mixer(h)
         if self.reads_columns:
             h = turn_patches(h, rows_read, self.class_token)
-        return x + self.drop_path(h)
+        x = x + self.drop_path(h)
+        if self.mlp is not None and self.mlp_norm is not None:
+            x = x + self.drop_path(self.mlp(self.mlp_norm(x.to(self.mlp_norm.weight.dtype))))
+        return x
 
 
 class VisionLonghorn(nn.Module):
@@ -117,6 +128,7 @@ class VisionLonghorn(nn.Module):
         scan_order: "rows", or "rows_columns": the blocks read the patches row by row and column by column in turn (with
             wiring="alternate" two and two, so that four blocks have read them in all four directions).
         grid_conv: side, such as 3, of a depthwise convolution over the grid of patches before each mixer; 0 for none.
+        mlp_ratio: give each block an MLP after the mixer, `mlp_ratio` times as wide inside; 0 for none.
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
@@ -155,6 +167,7 @@ class VisionLonghorn(nn.Module):
         patch_stride: Optional[int | tuple[int, int]] = None,
         scan_order: str = "rows",
         grid_conv: int = 0,
+        mlp_ratio: float = 0.0,
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -183,7 +196,7 @@ class VisionLonghorn(nn.Module):
         turned = [scan_order == "rows_columns" and i // period % 2 == 1 for i in range(depth)]
         rates = cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth))
         options = dict(eps=norm_eps, mixer=mixer, class_token=class_token, grid_conv=grid_conv, **mixer_args, **dd)
-        options["residual_layers"] = depth
+        options |= dict(mlp_ratio=mlp_ratio, residual_layers=2 * depth if mlp_ratio else depth)
         blocks = [Block(embed_dim, rates[i], reads_columns=turned[i], index=i, **options) for i in range(depth)]
         self.blocks = nn.Sequential(*blocks)
         reduction = self.patch_embed.feat_ratio()
