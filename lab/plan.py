@@ -5,7 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +154,7 @@ def read_studies(path: str | Path = STUDIES) -> dict[str, Study]:
     if not Path(path).is_file():
         raise UserError(f"there is no file of studies at {path}: give a YAML file like lab/studies.yaml")
     content, studies, name = read_yaml(Path(path)), {}, ""
+    _base.cache_clear()
     try:
         content = _known(content, FILE)
         facts = {key: _known(own, FACTS) for key, own in content.get("data", {}).items()}
@@ -280,10 +281,14 @@ def _arm(study: str, task: str, setting: str, parts: tuple[Mapping, ...], facts:
     return Arm(study, setting, whole["name"], whole.get("data", ""), config, seeds)
 
 
+@cache  # while a file of studies is read, whose arms have few configs
+def _base(name: str) -> Mapping:
+    beside = STUDIES.with_name(f"{name}.yaml")  # other names are those of configs/
+    return read_config_file(beside if beside.is_file() else name)
+
+
 def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) -> Config:
-    beside = STUDIES.with_name(f"{whole['config']}.yaml")  # other names are those of configs/
-    base = read_config_file(beside if beside.is_file() else whole["config"])
-    values = _merge(Config, {"model": Config.model, **base, **facts.get(whole["data"], {})}, parts)
+    values = _merge(Config, {"model": Config.model, **_base(whole["config"]), **facts.get(whole["data"], {})}, parts)
     values["model"] = whole.get("model", values["model"])
     config = Config(**{key: value for key, value in values.items() if key not in Config.named("host", "start")})
     config.check_new(own_warmup=any("warmup_epochs" in part.get("overrides", {}) for part in parts))
