@@ -63,7 +63,7 @@ def test_every_model_is_measured_and_a_failure_recorded(tmp_path):
 
 
 def test_the_plot_shows_each_model_beside_the_deit_of_its_size(tmp_path, monkeypatch):
-    """Its label leaves out arguments that tell no two of them apart."""
+    """A label shows a model's arguments only where two lines share a name."""
     rates = {
         "vlonghorn_small,save_states=True": 60.0,
         "vim_small": 20.0,

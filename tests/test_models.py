@@ -511,6 +511,7 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(grid_conv=2), "grid_conv=2"),
         (dict(grid_conv=True), "grid_conv=True"),
         (dict(mlp_ratio=-1), "mlp_ratio=-1"),
+        (dict(mlp_ratio=0.001), "mlp_ratio=0.001"),
         (dict(global_pool="mean"), "global_pool='mean'"),
         (dict(class_token="none"), "global_pool='avg'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact'"),

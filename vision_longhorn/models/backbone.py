@@ -49,7 +49,7 @@ class Block(nn.Module):
         mixer_args: options of the mixer, and `index`, the number of this block in the model.
 
     Raises:
-        ValueError: the mixer uses the grid of patches, and there is a class token; or `mlp_ratio` is below 0.
+        ValueError: the mixer uses the grid of patches, and there is a class token; or an MLP has no width.
     """
 
     needs_grid: Final[bool]
@@ -80,9 +80,9 @@ class Block(nn.Module):
                 "use class_token='none', or a mixer without the grid (conv='causal', rope=False)"
             )
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        if mlp_ratio < 0:
-            raise ValueError(f"mlp_ratio={mlp_ratio}: give the MLP's inner width over embed_dim, or 0 for no MLP")
         hidden = int(mlp_ratio * dim)
+        if mlp_ratio and hidden < 1:
+            raise ValueError(f"mlp_ratio={mlp_ratio}: give the MLP's inner width over embed_dim, or 0 for no MLP")
         self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden else None
         self.mlp = Mlp(dim, hidden, device=device, dtype=dtype) if hidden else None
 
