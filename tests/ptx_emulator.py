@@ -115,25 +115,36 @@ def load_shared(address):
     return [SHARED[address // 4 + i] for i in range(2)]
 
 
-def load_word(address):
-    return SHARED[address // 4]
+def load_words(count):
+    return lambda address: [SHARED[address // 4 + i] for i in range(count)]
 
 
 def copy_words(words):
     """cp.async, with a copy that arrives at once."""
 
-    kind = {1: np.int32, 2: np.int64}[words]
-
     def copy(address, source, _, size):
         from triton._C.libtriton import interpreter
 
         address, source, size = np.broadcast_arrays(address, source, size)
-        found = interpreter.load(np.ascontiguousarray(source), size > 0, np.zeros(len(source), kind), np.dtype(kind))
-        for i, word in enumerate(found.view(np.uint32).reshape(-1, words).T):
-            SHARED[address // 4 + i] = word
+        if (source[size > 0] % (4 * words)).any() or (address % (4 * words)).any():
+            raise ValueError(f"cp.async of {words} words to or from an address that is no multiple of their size")
+        none = np.zeros(len(source), np.int32)
+        for i in range(words):
+            SHARED[address // 4 + i] = interpreter.load(source + 4 * i, size > 0, none, np.dtype(np.int32)).view(
+                np.uint32
+            )
         return []
 
     return copy
+
+
+def store_four(address, *words, guard):
+    from triton._C.libtriton import interpreter
+
+    if (address[guard] % 16).any():
+        raise ValueError("st.global.v4 to an address that is no multiple of 16")
+    for i, word in enumerate(words):
+        interpreter.store(address + np.uint64(4 * i), np.ascontiguousarray(word).view(np.int32), guard)
 
 
 def transpose_matrices(a):
@@ -317,11 +328,16 @@ class Program:
                 ["f32"] * 4,
                 ["u32"] * (3 * width // 4) + ["f32"] * 4,
             )
-        if opcode in ("ld.shared.b32", "ld.shared.v2.b32"):
-            several = "v2" in opcode
-            return (load_shared, ["b32"] * 2, ["u32"]) if several else (load_word, ["b32"], ["u32"])
-        if opcode == "cp.async.ca.shared.global":
+        load = re.fullmatch(r"ld\.shared(?:\.v([24]))?\.b32", opcode)
+        if load:
+            count = int(load[1] or 1)
+            return load_words(count), ["b32"] * count, ["u32"]
+        if opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global"):
+            if "cg" in opcode and words[2] != "16":
+                self.refuse("only copies of 16 bytes pass by the first cache")
             return copy_words(int(words[2]) // 4), [], ["u32", "u64", "u32", "u32"]
+        if opcode.startswith("st.global.") and opcode.endswith("v4.b32"):
+            return store_four, [], ["u64"] + ["b32"] * 4
         if opcode in ("st.shared.v2.f32", "ld.shared.v2.f32"):
             stores = opcode[0] == "s"
             return (store_shared, [], ["u32", "f32", "f32"]) if stores else (load_shared, ["f32"] * 2, ["u32"])
@@ -417,7 +433,12 @@ class Program:
             registers[register] = value.view(f"u{wanted}")
         with np.errstate(all="ignore"):  # a GPU says nothing of an overflow either
             for function, sources, written, guard, sign in self.steps:
-                results = function(*(registers[i] if view is None else registers[i].view(view) for i, view in sources))
+                arguments = [registers[i] if view is None else registers[i].view(view) for i, view in sources]
+                if function is store_four:
+                    stored = np.ones(size, bool) if guard is None else registers[guard] == sign
+                    store_four(*np.broadcast_arrays(*arguments), guard=stored)
+                    continue
+                results = function(*arguments)
                 for register, result in zip(written, results if isinstance(results, list) else [results]):
                     if result.dtype != bool:
                         result = result.view(f"u{result.itemsize}")

@@ -44,11 +44,10 @@ def _within(words, first, L, form):
 @triton.jit
 def _gate_back(dy, z, unscale):
     """Computes dy silu(z) / unscale, and dy silu'(z) / unscale."""
-    sigmoid = reciprocal(1.0 + exp2(z * -LOG2E), True)
-    dy = dy * (1.0 / unscale)
-    h = dy * sigmoid
+    part = reciprocal(unscale + unscale * exp2(z * -LOG2E), True)  # sigmoid / unscale
+    h = dy * part
     into = z * h
-    return into, h + into * (1.0 - sigmoid)
+    return into, h + into * (1.0 - unscale * part)
 
 
 @triton.jit
@@ -108,7 +107,7 @@ def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
     x = tiles.numbers(chunk.x, cp, form)
     dy = tiles.numbers(dys, cp, form)
     dO, dz = _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp, form)
-    dskip = (dskip[2 * cp] + (dO[0] * x[0] + dO[1] * x[1]), dskip[2 * cp + 1] + (dO[2] * x[2] + dO[3] * x[3]))
+    dskip = (dskip[2 * cp] + dO[0] * x[0] + dO[1] * x[1], dskip[2 * cp + 1] + dO[2] * x[2] + dO[3] * x[3])
     o0 = packed(dO[0], dO[1])
     o1 = packed(dO[2], dO[3])
     p = part_of(P, cp, form.CP)
@@ -123,7 +122,7 @@ def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
           U[2] + skip[2 * cp + 1] * dO[2], U[3] + skip[2 * cp + 1] * dO[3])  # fmt: skip
     # (28), since d log eps / d logit is eps e
     du = ((U[0] * low(w0)) * e[0], (U[1] * high(w0)) * e[1], (U[2] * low(w1)) * e[2], (U[3] * high(w1)) * e[3])
-    dbias = (dbias[2 * cp] + (du[0] + du[1]), dbias[2 * cp + 1] + (du[2] + du[3]))
+    dbias = (dbias[2 * cp] + du[0] + du[1], dbias[2 * cp + 1] + du[2] + du[3])
     u0 = packed(-U[0], -U[1])
     u1 = packed(-U[2], -U[3])
     # Sums over channels: transposed, they are the columns of the left and the rows of the right operand.
@@ -228,7 +227,8 @@ def _backward_kernel(
     D: tl.constexpr = form.D
     r = tl.arange(0, 32 * form.NW)
     warp = r // 32
-    zero = probe(r)
+    probed = probe(r)
+    zero = loads.zero_of(r)
     i = tl.program_id(0)
     b = (i // blocks).to(tl.int64)
     directions = tl.num_programs(1) + form.IN_TURN
@@ -244,33 +244,33 @@ def _backward_kernel(
     z = loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form)
     dy = loads.channels_at(dy_ptr, lane, dy_g, dy_b, dy_l, form)
     dz = loads.channels_at(dz_ptr, lane, dz_g, dz_b, dz_l, form)
-    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l)
-    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
+    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l, form.NP)
+    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l, form.NP)
     written = loads.written_at(written_ptr, lane, sequence, chunks, form)
     rows = loads.Chunk(k, q, x, step, z, dz, written, dy)
     anchor_row = anchor_ptr + sequence * anchors * (D * form.N)
     of_block = (i % blocks * directions + G) * B + b
     sums_row = sums_ptr + of_block * L * (2 * form.N) + lane.state
-    bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
-    skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
+    bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, probed, form), -LOG2E)
+    skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, probed, form)
     room = shared_room(form.ROOM, r)
     place = room + r * 8
     exchange = room + form.STAGES * form.STAGE + r % 32 * 8
     kept = place + (form.STAGES * form.STAGE + form.EXCHANGE)
     if form.RP > 0:
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
-    S = tiles.zeros(zero, 4 * form.CP * form.NP)
+    S = tiles.zeros(probed, 4 * form.CP * form.NP)
     P = S
     if form.HAS_ADJOINT:
-        P = loads.load_state(adjoint_ptr + G * adjoint_g + b * adjoint_b, lane, adjoint_d, adjoint_n, form)
-    dskip = tiles.zeros(zero, 2 * form.CP)
-    dbias = tiles.zeros(zero, 2 * form.CP)
+        P = loads.load_state(adjoint_ptr + G * adjoint_g + b * adjoint_b, lane, adjoint_d, adjoint_n, probed, form)
+    dskip = tiles.zeros(probed, 2 * form.CP)
+    dbias = tiles.zeros(probed, 2 * form.CP)
     for early in tl.static_range(form.STAGES - 1):
         loads.start_chunk(place, rows, lane, 0, early, chunks - 1 - early, form)
     for n in tl.range(0, chunks, num_stages=1):
         c = chunks - 1 - n
         if (c + 1) % form.ANCHOR == 0 or n == 0:
-            S = loads.load_state(anchor_row + c // form.ANCHOR * (D * form.N), lane, form.N, 1, form)
+            S = loads.load_state(anchor_row + c // form.ANCHOR * (D * form.N), lane, form.N, 1, probed, form)
         chunk = loads.next_chunk(place, rows, lane, 0, n, c, form)
         first = 8 * c + 2 * t
         dys = _within(chunk.dy, first, L, form)

@@ -64,18 +64,21 @@ def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
     """Computes the states after a chunk (23) and y before its gate (22), both tile by tile, laid out as C. Keeps w."""
     ys = ()
     new = ()
+    words = ()
     for cp in tl.static_range(form.CP):
         w = part_of(W, cp, form.CP)
         w0 = packed(w[0], w[1])
         w1 = packed(w[2], w[3])
         if form.SAVE:
-            tl.store(written + (c * (2 * form.D) + 4 * cp), loads.joined(w0, w1), mask=2 * cp < left)
+            words = words + (w0, w1)
         if form.OUTPUT:
             o = tiles.times_skip(tiles.numbers(chunk.x, cp, form), skip, cp)
             o = tiles.over_states(o, part_of(A, cp, form.CP), chunk.q, form.NP)
             ys = ys + product_8(o, w0, w1, reads)
         for j in tl.static_range(form.NP):
             new = new + product_8(part_of(S, form.NP * cp + j, form.CP * form.NP), w0, w1, kT[j])
+    if form.SAVE:
+        loads.put_written(written + c * ((form.D + 3) // 4 * 8), words, left, form)
     return new, ys
 
 
@@ -138,7 +141,8 @@ def _forward_kernel(
     """
     D: tl.constexpr = form.D
     r = tl.arange(0, 32 * form.NW)
-    zero = probe(r)
+    probed = probe(r)
+    zero = loads.zero_of(r)
     i = tl.program_id(0)
     b = (i // blocks).to(tl.int64)
     if form.MEET:
@@ -156,17 +160,17 @@ def _forward_kernel(
     step = loads.steps_at(step_ptr, lane, step_g, step_b, step_l, step_d, form)
     z = loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form)
     y_row = y_ptr + offset_of(b if form.MEET else G * B + b, L * D, False) + lane.d
-    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l)
-    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l)
+    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l, form.NP)
+    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l, form.NP)
     rows = loads.Chunk(k, q, x, step, z, (), (), ())
     written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
     anchor_row = anchor_ptr + (G * B + b) * anchors * (D * form.N)
-    bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, zero, form), -LOG2E)
-    skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, zero, form)
+    bias = scale_row(loads.load_weights(bias_ptr + G * bias_g, lane, bias_d, form.HAS_BIAS, probed, form), -LOG2E)
+    skip = loads.load_weights(D_ptr + G * D_g, lane, 1, form.HAS_D, probed, form)
     if form.HAS_START:
-        S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, form)
+        S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, probed, form)
     else:
-        S = tiles.zeros(zero, 4 * form.CP * form.NP)
+        S = tiles.zeros(probed, 4 * form.CP * form.NP)
     place = r * 8 + shared_room(form.ROOM, r)
     kept = place + form.STAGES * form.STAGE
     if form.RP > 0:

@@ -12,14 +12,14 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from .fragments import START, TAKE, end_group, get_shared, packed, put_shared, read, wait_group
-from .lanes import offset_of
+from .fragments import DIRECT, START, TAKE, end_group, get_shared, packed, put_shared, read, store_four, wait_group
+from .lanes import offset_of, part_of
 
 UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 
 # What a kernel is compiled for, each field a `tl.constexpr`.
 #   D channels with N states; CP tiles for a warp, NW warps for a program; logits of rank 8 RP, or 0 if they are whole
-#   WORD: how many channels one load takes, 2 or 4
+#   WORD: how many channels one load takes, 2, 4 or 8
 #   SCALAR: one logit for all channels. ALIGNED: strides are multiples of 16
 #   ANCHOR: chunks from one kept state to the next
 #   STAGES: chunks that shared memory holds, STAGE bytes each. EXCHANGE: bytes for sums over warps. ROOM and WAIT: the
@@ -42,6 +42,12 @@ Chunk = namedtuple("Chunk", "k q x step z other w dy")
 
 
 @triton.jit
+def zero_of(r):
+    """Returns a zero for each lane that the compiler knows, and keeps in no register."""
+    return (r * 0).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def lane_of(r, G, b, block, L, form):
     g = r % 32 // 4
     t = r % 4
@@ -59,15 +65,15 @@ def channels_at(ptr, lane, stride_g, stride_b, stride, form):
 
 
 @triton.jit
-def states_at(ptr, lane, stride_g, stride_b, stride):
-    return Tokens(ptr + lane.G * stride_g + lane.b * stride_b + lane.state, stride)
+def states_at(ptr, lane, stride_g, stride_b, stride, COUNT: tl.constexpr):
+    return Tokens(ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (COUNT // 2 * 4), stride)
 
 
 @triton.jit
 def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
     """Locates the logits, which are laid out as keys are (at low rank) or as x is."""
     if form.RP > 0:
-        row = ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (2 * form.RP)
+        row = ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (form.RP // 2 * 4)
     else:
         row = ptr + offset_of(lane.G, stride_g, form.ALIGNED) + offset_of(lane.b, stride_b, form.ALIGNED)
         row = row + lane.d * stride_d
@@ -76,18 +82,23 @@ def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
 
 @triton.jit
 def written_at(ptr, lane, sequence, chunks, form):
-    """Locates the lane's w of a sequence, (chunks, pairs of channels, 4) of two words: two tokens of each channel."""
+    """Locates the lane's w of a sequence. It lies as (chunks, channels / 4, 4 lanes of a quad), each two pairs of two
+    words: two tokens of each channel."""
     words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
-    return words + sequence * chunks * (2 * form.D) + (lane.d * 2 + lane.t)
+    OF_CHUNK: tl.constexpr = (form.D + 3) // 4 * 8
+    return words + sequence * chunks * OF_CHUNK + (lane.d // 4 * 8 + lane.t * 2 + lane.d // 2 % 2)
 
 
 @triton.jit
 def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr, form):
     """Loads COUNT words of two numbers from `ptr` on, WORD numbers at once, with zeros from the `left`-th number on
-    unless ALL exist (with WORD 4 all do, or none). HOW and `place` are those of `read`."""
+    unless ALL exist (with WORD 4 or 8 all do, or none). HOW and `place` are those of `read`."""
     SLOT: tl.constexpr = 256 * form.NW
     words = ()
-    if WORD == 4:
+    if WORD == 8 and HOW != DIRECT:
+        for i in tl.static_range(COUNT // 4):
+            words = words + read(place + 2 * SLOT * i, ptr + 8 * i, left > 0, 4, ALL, HOW)
+    elif WORD >= 4:
         wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(COUNT // 2):
             words = words + read(place + SLOT * i, wide + i, left > 0, 2, ALL, HOW)
@@ -99,18 +110,32 @@ def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: t
 
 
 @triton.jit
-def load_states(place, tokens, token, COUNT: tl.constexpr, HOW: tl.constexpr, form):
-    """Loads a lane's share of a row of keys, queries or low-rank logits."""
-    WORD: tl.constexpr = 4 if COUNT % 2 == 0 else 2
-    return load_words(place, tokens.row + token * tokens.stride, 0, COUNT, WORD, True, HOW, form)
+def load_states(place, tokens, token, t, COUNT: tl.constexpr, HOW: tl.constexpr, form):
+    """Loads a lane's share of a row of keys, queries or low-rank logits: pairs of words, and then a single one."""
+    PAIRED: tl.constexpr = COUNT // 2 * 2
+    row = tokens.row + token * tokens.stride
+    words = load_words(place, row, 0, PAIRED, 4, True, HOW, form)
+    if COUNT > PAIRED:
+        row = row + (8 * PAIRED + (2 - 2 * PAIRED) * t)
+        last = load_words(place + 128 * form.NW * PAIRED, row, 0, 1, 2, True, HOW, form)
+        words = words + last
+    return words
+
+
+@triton.jit
+def _lanes(place, lane, form):
+    """Turns the place of a lane's 8 bytes into that of its 16, if loads of channels take so many."""
+    if form.WORD == 8:
+        place = place + lane.r * 8
+    return place
 
 
 @triton.jit
 def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.constexpr, form):
     """Loads the lane's channels of the tokens `first` and `second`."""
-    WHOLE: tl.constexpr = ALL and form.WORD == 4
+    WHOLE: tl.constexpr = ALL and form.WORD >= 4
     words = load_words(place, tokens.row + first * tokens.stride, left, form.CP, form.WORD, WHOLE, HOW, form)
-    place = place + 256 * form.NW * (form.CP // 2 if form.WORD == 4 else form.CP)
+    place = place + 256 * form.NW * (form.CP // 2 if form.WORD >= 4 else form.CP)
     return words + load_words(place, tokens.row + second * tokens.stride, left, form.CP, form.WORD, WHOLE, HOW, form)
 
 
@@ -130,16 +155,21 @@ def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
     """Loads w and dy of chunk c, which only the backward pass reads."""
     first = 8 * c + 2 * lane.t
     SLOT: tl.constexpr = 256 * form.NW
-    OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD == 4 else form.CP)
+    OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD >= 4 else form.CP)
     w = ()
-    for i in tl.static_range(form.CP):
-        w = w + read(place + SLOT * i, rows.w + (c * (2 * form.D) + 4 * i), 2 * i < lane.left, 2, form.WORD == 4, HOW)
+    at = rows.w + c * ((form.D + 3) // 4 * 8)
+    if form.WORD >= 4:  # two tiles at once
+        for i in tl.static_range(form.CP // 2):
+            w = w + read(place + lane.r * 8 + 2 * SLOT * i, at + 8 * i, place > 0, 4, True, HOW)
+    else:
+        for i in tl.static_range(form.CP):
+            w = w + read(place + SLOT * i, at + (i // 2 * 8 + i % 2), 2 * i < lane.left, 2, False, HOW)
     place = place + SLOT * form.CP
     dy = ()
     for j in tl.static_range(2):
         token = lane.origin + lane.sign * tl.minimum(first + j, lane.L - 1)
-        dy = dy + load_words(place + j * OF_TOKEN, rows.dy.row + token * rows.dy.stride, lane.left, form.CP, form.WORD,
-                             form.WORD == 4, HOW, form)  # fmt: skip
+        dy = dy + load_words(_lanes(place, lane, form) + j * OF_TOKEN, rows.dy.row + token * rows.dy.stride, lane.left, form.CP, form.WORD,
+                             form.WORD >= 4, HOW, form)  # fmt: skip
     return place + 2 * OF_TOKEN, w, dy
 
 
@@ -160,31 +190,31 @@ def _load_chunk(place, rows, lane, c, meeting, HOW: tl.constexpr, form):
     row = lane.origin + lane.sign * tl.maximum(tl.minimum(i + lane.g, last), 0)
     first = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t, last), 0)
     second = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t + 1, last), 0)
-    OF_STATES: tl.constexpr = 256 * form.NW * (form.NP // 2 if form.NP % 2 == 0 else form.NP)
-    OF_TOKENS: tl.constexpr = 2 * 256 * form.NW * (form.CP // 2 if form.WORD == 4 else form.CP)
+    OF_STATES: tl.constexpr = 256 * form.NW * ((form.NP + 1) // 2)
+    OF_TOKENS: tl.constexpr = 2 * 256 * form.NW * (form.CP // 2 if form.WORD >= 4 else form.CP)
     left = lane.left
-    k = load_states(place, rows.k, row, form.NP, HOW, form)
-    q = load_states(place + OF_STATES, rows.q, row, form.NP, HOW, form)
+    k = load_states(place, rows.k, row, lane.t, form.NP, HOW, form)
+    q = load_states(place + OF_STATES, rows.q, row, lane.t, form.NP, HOW, form)
     place = place + 2 * OF_STATES
-    x = load_pair(place, rows.x, first, second, left, True, HOW, form)
+    x = load_pair(_lanes(place, lane, form), rows.x, first, second, left, True, HOW, form)
     place = place + OF_TOKENS
     if form.RP > 0:
-        step = load_states(place, rows.step, row, form.RP, HOW, form)
-        place = place + 256 * form.NW * (form.RP // 2 if form.RP % 2 == 0 else form.RP)
+        step = load_states(place, rows.step, row, lane.t, form.RP, HOW, form)
+        place = place + 256 * form.NW * ((form.RP + 1) // 2)
     else:
         if form.SCALAR:
             step = load_scalar(place, rows.step, first, HOW)
             step = step + load_scalar(place + OF_TOKENS // 2, rows.step, second, HOW)
         else:
-            step = load_pair(place, rows.step, first, second, left, True, HOW, form)
+            step = load_pair(_lanes(place, lane, form), rows.step, first, second, left, True, HOW, form)
         place = place + OF_TOKENS
     z = ()
     other = ()
     if form.HAS_Z:
-        z = load_pair(place, rows.z, first, second, left_of_z, not form.MEET, HOW, form)
+        z = load_pair(_lanes(place, lane, form), rows.z, first, second, left_of_z, not form.MEET, HOW, form)
         place = place + OF_TOKENS
     if form.OTHER:
-        other = load_pair(place, rows.other, first, second, left, True, HOW, form)
+        other = load_pair(_lanes(place, lane, form), rows.other, first, second, left, True, HOW, form)
     return Chunk(k, q, x, step, z, other, w, dy)
 
 
@@ -212,7 +242,10 @@ def joined(first, second):
 
 @triton.jit
 def store_channels(ptr, words, left, ok, form):
-    if form.WORD == 4:
+    if form.WORD == 8:
+        for i in tl.static_range(form.CP // 4):
+            store_four(ptr + 8 * i, part_of(words, i, form.CP // 4), ok)
+    elif form.WORD == 4:
         wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(form.CP // 2):
             tl.store(wide + i, joined(words[2 * i], words[2 * i + 1]), mask=ok)
@@ -220,6 +253,16 @@ def store_channels(ptr, words, left, ok, form):
         pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(form.CP):
             tl.store(pairs + i, words[i], mask=ok & (2 * i < left))
+
+
+@triton.jit
+def put_written(at, words, left, form):
+    """Stores a chunk's w, two words for each tile."""
+    for i in tl.static_range(form.CP):
+        if form.WORD < 4:
+            tl.store(at + (i // 2 * 8 + i % 2), joined(words[2 * i], words[2 * i + 1]), mask=2 * i < left)
+        elif i % 2 == 0:
+            store_four(at + 4 * i, part_of(words, i // 2, form.CP // 2), left > 0)
 
 
 @triton.jit
@@ -238,11 +281,13 @@ def put_tokens(row, at, next_at, values, left, ok, next_ok, form):
 def keep_projection(place, ptr, lane, form):
     """Keeps in shared memory a lane's share of the projection (D, 8 RP) that makes logits: for each tile the words of
     both channels, as the left operand of a product."""
-    pairs = (ptr + lane.d * (8 * form.RP) + lane.t * (2 * form.RP)).to(tl.pointer_type(tl.int32), bitcast=True)
+    pairs = (ptr + lane.d * (8 * form.RP)).to(tl.pointer_type(tl.int32), bitcast=True)
+    PAIRED: tl.constexpr = form.RP // 2 * 2  # `load_states` has the same order
     for cp in tl.static_range(form.CP):
         for j in tl.static_range(form.RP):
-            one = tl.load(pairs + (8 * form.RP * cp + j), mask=2 * cp < lane.left, other=0)
-            two = tl.load(pairs + (8 * form.RP * cp + 4 * form.RP + j), mask=2 * cp + 1 < lane.left, other=0)
+            own = lane.t * PAIRED + j if j < PAIRED else 4 * PAIRED + lane.t
+            one = tl.load(pairs + (8 * form.RP * cp) + own, mask=2 * cp < lane.left, other=0)
+            two = tl.load(pairs + (8 * form.RP * cp + 4 * form.RP) + own, mask=2 * cp + 1 < lane.left, other=0)
             put_shared(place + 256 * form.NW * (cp * form.RP + j), one.to(tl.float32, bitcast=True),
                        two.to(tl.float32, bitcast=True))  # fmt: skip
 
@@ -257,8 +302,8 @@ def kept_projection(place, cp: tl.constexpr, form):
 
 
 @triton.jit
-def load_state(row, lane, stride_d, stride_n, form):
-    """Loads the states of a lane's tiles, laid out as C, from row[d, state]."""
+def load_state(row, lane, stride_d, stride_n, probed, form):
+    """Loads the states of a lane's tiles, laid out as C, from row[d, state], and adds the result of `probe`."""
     S = ()
     for i in tl.static_range(form.CP * form.NP):
         pair = 2 * (i // form.NP)
@@ -266,7 +311,8 @@ def load_state(row, lane, stride_d, stride_n, form):
         for h in tl.static_range(2):
             for j in tl.static_range(2):
                 ok = pair + h < lane.left
-                S = S + (tl.load(at + h * stride_d + j * stride_n, mask=ok, other=0.0).to(tl.float32),)
+                value = tl.load(at + h * stride_d + j * stride_n, mask=ok, other=0.0).to(tl.float32)
+                S = S + (value + probed,)
     return S
 
 
@@ -282,13 +328,13 @@ def store_state(row, lane, S, form):
 
 
 @triton.jit
-def load_weights(ptr, lane, stride_d, HAS: tl.constexpr, zero, form):
-    """Loads a number for each channel of the lane, or zeros if there are none."""
+def load_weights(ptr, lane, stride_d, HAS: tl.constexpr, probed, form):
+    """Loads a number for each channel of the lane, or zeros if there are none, and adds the result of `probe`."""
     values = ()
     for i in tl.static_range(2 * form.CP):
         if HAS:
             value = tl.load(ptr + (lane.d + i) * stride_d, mask=i < lane.left, other=0.0).to(tl.float32)
-            values = values + (value,)
+            values = values + (value + probed,)
         else:
-            values = values + (zero,)
+            values = values + (probed,)
     return values

@@ -9,7 +9,7 @@ from .fragments import exp2, from_lane, high, low, packed, product_8, product_16
 from .lanes import LOG2E, reciprocal
 
 SIGNS = tl.constexpr(-2147450880)  # the sign bits of both halves of a word
-# Keeps e = exp(-logit) below 2^125, so that eps e is not 0 times infinity. Beyond, float32 could not show eps.
+# Keeps e = exp(-logit) of (28) below 2^125, so that eps e is not 0 times infinity. Beyond, float32 could not show eps.
 MAX_EXPONENT = tl.constexpr(125.0)
 
 
@@ -97,12 +97,17 @@ def own_products(G0, G1, t, tokens):
 
 
 @triton.jit
+def _bounded(exponent, form):
+    return tl.minimum(exponent, MAX_EXPONENT) if form.BACKWARD else exponent
+
+
+@triton.jit
 def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, form):
     """Computes eps and e = exp(-logit) of a tile (1), each laid out as C. With RP, `words` are at low rank, and `kept`
     has the projection."""
     if form.SCALAR:
-        e0 = exp2(tl.minimum(low(words[0]) * -LOG2E + bias[0], MAX_EXPONENT))
-        e1 = exp2(tl.minimum(low(words[1]) * -LOG2E + bias[0], MAX_EXPONENT))
+        e0 = exp2(_bounded(low(words[0]) * -LOG2E + bias[0], form))
+        e1 = exp2(_bounded(low(words[1]) * -LOG2E + bias[0], form))
         e = (e0, e1, e0, e1)
     else:
         us = ()
@@ -115,7 +120,7 @@ def step_sizes(words, kept, zero, bias, n0, n1, cp: tl.constexpr, form):
             else:
                 word = words[form.CP * (i % 2) + cp]
                 u = low(word) if i < 2 else high(word)
-            e = e + (exp2(tl.minimum(u * -LOG2E + bias[2 * cp + i // 2], MAX_EXPONENT)),)
+            e = e + (exp2(_bounded(u * -LOG2E + bias[2 * cp + i // 2], form)),)
     eps = ()
     for i in tl.static_range(4):
         eps = eps + (reciprocal((n1 if i % 2 else n0) + e[i], True),)

@@ -104,7 +104,7 @@ def saved_shape(scan: Scan) -> tuple[int, ...]:
     """Return the float32 shape of what the backward pass starts from: each token's w, in bfloat16, and some states."""
     G, B, L, D, N = scan.sizes
     chunks = ceil_div(L, CHUNK)
-    return (G * B * D * (chunks * 4 + ceil_div(chunks, ANCHOR) * N),)
+    return (G * B * (chunks * 16 * ceil_div(D, 4) + ceil_div(chunks, ANCHOR) * D * N),)
 
 
 def _fits(value: Tensor, size: int) -> bool:
@@ -125,8 +125,9 @@ def _combined(scan: Scan) -> bool:
 
 
 def _word(shape: Shape, D: int, channels: int) -> int:
-    """Return the number of channels that one load takes: 4 if each lane has as many, and all of them exist; else 2."""
-    return 4 if shape.pairs % 2 == 0 and D % channels == 0 else 2
+    """Return the number of channels that one load takes: 8 or 4 if each lane has as many, and all of them exist; else
+    2."""
+    return 2 if D % channels else {0: 8, 2: 4}.get(shape.pairs % 4, 2)
 
 
 def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dict[str, Any]:
@@ -138,7 +139,7 @@ def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dic
     scalar = not rank and scan.tensors()["step"].shape[-1] == 1
     # How many channels, states and low-rank numbers one load takes.
     word = _word(shape, D, channels)
-    states, ranks = (4 if numbers % 16 == 0 else 2 for numbers in (N, rank))
+    states, ranks = (4 if numbers >= 16 else 2 for numbers in (N, rank))
     sizes = {"x": word, "k": states, "q": states}
     sizes |= {} if scan.z is None else {"z": word}
     sizes |= {} if scalar else {"step": ranks if rank else word}
@@ -151,7 +152,7 @@ def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dic
     aligned = launch.aligned and all(s % 16 == 0 for v in others for s in v.stride()[:-1])
     exchange = shape.warps * (N // 4 + 1) * 512 if others else 0  # bytes for sums over warps
     reads = 2 * (1 + (not rank) + (scan.z is not None) + (2 if others else 0))  # of two tokens
-    slots = reads * ceil_div(2 * shape.pairs, word) + 2 * (N // 4 // states) + rank // 4 // ranks
+    slots = reads * ceil_div(2 * shape.pairs, min(word, 4)) + 2 * ceil_div(N, 16) + ceil_div(rank, 16)
     slots += shape.pairs if others else 0  # what the forward pass kept
     stage = slots * 8 * 32 * shape.warps
     kept = rank // 8 * shape.pairs * 8 * 32 * shape.warps
@@ -169,7 +170,7 @@ def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dic
 
 def _parts(launch: Launch, saved: Tensor) -> dict[str, Tensor]:
     G, B, L, D, N = launch.sizes
-    return dict(written_ptr=saved, anchor_ptr=saved[G * B * ceil_div(L, CHUNK) * 4 * D :])
+    return dict(written_ptr=saved, anchor_ptr=saved[G * B * ceil_div(L, CHUNK) * 16 * ceil_div(D, 4) :])
 
 
 def forward(launch: Launch, save: bool, output: bool) -> tuple[Tensor, Tensor, Tensor]:

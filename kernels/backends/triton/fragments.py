@@ -160,21 +160,26 @@ DIRECT, START, TAKE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 _COPY_ONE = tl.constexpr("cp.async.ca.shared.global [$1], [$2], 4, $3; mov.u32 $0, $1;")
 _COPY_TWO = tl.constexpr("cp.async.ca.shared.global [$1], [$2], 8, $3; mov.u32 $0, $1;")
+_COPY_FOUR = tl.constexpr("cp.async.cg.shared.global [$1], [$2], 16, $3; mov.u32 $0, $1;")
 
 
 @triton.jit
 def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr):
-    """Reads one word at `ptr`, or two as a 64-bit number; zeros where not `ok` (ALL promises that all are `ok`).
-    `place` is the lane's own four or eight bytes of shared memory."""
+    """Reads one, two or four words at `ptr`; zeros where not `ok` (ALL promises that all are `ok`). The pointer is to
+    words or pairs of them, and `place` the lane's own bytes of shared memory. Four words are not read directly."""
     words = ()
     if HOW == START:
         size = place * 0 + 4 * COUNT if ALL else tl.where(ok, 4 * COUNT, 0)
-        COPY: tl.constexpr = _COPY_TWO if COUNT == 2 else _COPY_ONE
+        COPY: tl.constexpr = _COPY_FOUR if COUNT == 4 else _COPY_TWO if COUNT == 2 else _COPY_ONE
         tl.inline_asm_elementwise(
             COPY, "=r,r,l,r", [place, ptr.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
         )
     elif HOW == TAKE:
-        if COUNT == 2:
+        if COUNT == 4:
+            words = tl.inline_asm_elementwise(
+                "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "=r,=r,=r,=r,r", [place],
+                (tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1)  # fmt: skip
+        elif COUNT == 2:
             words = tl.inline_asm_elementwise(
                 "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place], (tl.int32, tl.int32), is_pure=False, pack=1
             )
@@ -187,6 +192,15 @@ def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constex
         else:
             words = (v,)
     return words
+
+
+@triton.jit
+def store_four(ptr, words, ok):
+    """Stores four words at once at `ptr`, where `ok`."""
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, $2; }",
+        "=&r,l,r,r,r,r,r", [ptr.to(tl.int64), words[0], words[1], words[2], words[3], ok.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
 @triton.jit
