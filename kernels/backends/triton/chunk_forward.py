@@ -60,7 +60,7 @@ def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
 
 
 @triton.jit
-def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
+def _advance(S, W, A, chunk, kT, reads, skip, written, left, form):
     """Computes the states after a chunk (23) and y before its gate (22), both tile by tile, laid out as C. Keeps w."""
     ys = ()
     new = ()
@@ -78,7 +78,7 @@ def _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form):
         for j in tl.static_range(form.NP):
             new = new + product_8(part_of(S, form.NP * cp + j, form.CP * form.NP), w0, w1, kT[j])
     if form.SAVE:
-        loads.put_written(written + c * ((form.D + 3) // 4 * 8), words, left, form)
+        loads.put_written(written, words, left, form)
     return new, ys
 
 
@@ -109,14 +109,23 @@ def _load_others(y_row, at, next_at, left, ok, next_ok, place, form):
 
 
 @triton.jit
+def _comes_first(token, c, lane):
+    """Tells whether the other direction comes to a token of chunk c later, or in its own chunk c as the second."""
+    theirs = (lane.L - 1 - token) // 8
+    return (token < lane.L) & ((theirs > c) | ((theirs == c) & (lane.G == 0)))
+
+
+@triton.jit
 def _put_where_they_meet(place, y_row, at, next_at, ys, z, others, first, early, next_early, c, meeting, lane, unscale,
                          form):  # fmt: skip
-    """Stores y as it is for tokens that this direction comes to first, and the gated sum for the others."""
+    """Stores y as it is for tokens that this direction comes to first, and the gated sum for the others. `early` and
+    `next_early` are those of chunk `meeting`; all tokens before come first."""
     left = lane.left
-    loads.put_tokens(y_row, at, next_at, ys, left, early, next_early, form)
+    if c <= meeting:
+        loads.put_tokens(y_row, at, next_at, ys, left, early | (c < meeting), next_early | (c < meeting), form)
     if c >= meeting:
-        late = (first < lane.L) & (early == 0)
-        next_late = (first + 1 < lane.L) & (next_early == 0)
+        late = (first < lane.L) & ((early == 0) | (c > meeting))
+        next_late = (first + 1 < lane.L) & ((next_early == 0) | (c > meeting))
         if c == meeting:
             tl.debug_barrier()
             others = _load_others(y_row, at, next_at, left, late, next_late, place, form)
@@ -177,31 +186,30 @@ def _forward_kernel(
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
     for n in tl.static_range(form.STAGES - 1):
         loads.start_chunk(place, rows, lane, meeting, n, n, form)
+    # Whether this direction comes to the lane's first token of chunk `meeting` before the other; and to its second.
+    early = _comes_first(8 * meeting + 2 * lane.t, meeting, lane)
+    next_early = _comes_first(8 * meeting + 2 * lane.t + 1, meeting, lane)
     for c in tl.range(0, chunks, num_stages=1):
         chunk = loads.next_chunk(place, rows, lane, meeting, c, c, form)
         first = 8 * c + 2 * lane.t
         at = (lane.origin + lane.sign * first) * D
         next_at = (lane.origin + lane.sign * (first + 1)) * D
-        early = first < L  # whether the lane's first token is stored as it is; next_early: whether the second is
-        next_early = first + 1 < L
         others = ()
         if form.MEET:
-            theirs = (L - 1 - first) // 8
-            next_theirs = (L - 2 - first) // 8
-            early = early & ((theirs > c) | ((theirs == c) & (G == 0)))
-            next_early = next_early & ((next_theirs > c) | ((next_theirs == c) & (G == 0)))
             others_left = tl.where(c > meeting, left, 0)
             others = _load_others(y_row, at, next_at, others_left, first < L, first + 1 < L, place, form)
         A, W, kT, reads = _solve_chunk(S, chunk, c, kept, zero, bias, lane, form)
-        S, ys = _advance(S, W, A, chunk, kT, reads, skip, written, c, left, form)
+        S, ys = _advance(S, W, A, chunk, kT, reads, skip, written, left, form)
+        written += (D + 3) // 4 * 8
         if form.OUTPUT:
             if form.MEET:
                 _put_where_they_meet(place, y_row, at, next_at, ys, chunk.z, others, first, early, next_early, c,
                                      meeting, lane, unscale, form)  # fmt: skip
             else:
                 ys = _gate(ys, chunk.z, others, unscale, False, form)
-                loads.put_tokens(y_row, at, next_at, ys, left, early, next_early, form)
+                loads.put_tokens(y_row, at, next_at, ys, left, first < L, first + 1 < L, form)
         if form.SAVE:
             if (c + 1) % form.ANCHOR == 0 or c == chunks - 1:
-                loads.store_state(anchor_row + (c // form.ANCHOR) * (D * form.N), lane, S, form)
+                loads.store_state(anchor_row, lane, S, form)
+                anchor_row += D * form.N
     loads.store_state(final_ptr + (G * B + b) * (D * form.N), lane, S, form)
