@@ -33,15 +33,6 @@ Shared = namedtuple("Shared", "kT qT minus_kT G0 G1 reads reads_back between n0 
 
 
 @triton.jit
-def _within(words, first, L, form):
-    """Replaces the words of tokens beyond the last one by zeros."""
-    kept = ()
-    for i in tl.static_range(2 * form.CP):
-        kept = kept + (tl.where(first + i // form.CP < L, words[i], 0),)
-    return kept
-
-
-@triton.jit
 def _gate_back(dy, z, unscale):
     """Computes dy silu(z) / unscale, and dy silu'(z) / unscale."""
     part = reciprocal(unscale + unscale * exp2(z * -LOG2E), True)  # sigmoid / unscale
@@ -59,13 +50,13 @@ def _solve_pair(R, eps, between):
 
 
 @triton.jit
-def _shared(k, q, c, zero, lane, form):
+def _shared(k, q, zero, lane, form):
     kT = tiles.each_transposed(k)
     qT = tiles.each_transposed(q)
     minus_kT = tiles.each_negated(kT)
     G0, G1, reads = tiles.products_of_tokens(k, q, zero, lane, form.NP)
     reads_back = transposed(reads)
-    between, n0, n1 = tiles.own_products(G0, G1, lane.t, lane.L - 8 * c)
+    between, n0, n1 = tiles.own_products(G0, G1, lane.t)
     G0 = tl.where(lane.g // 2 < lane.t, -G0, 0.0)
     G1 = tl.where(lane.g // 2 < lane.t, -G1, 0.0)
     return Shared(kT, qT, minus_kT, G0, G1, reads, reads_back, between, n0, n1, lane.r * 0, zero)
@@ -95,7 +86,7 @@ def _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp: tl.conste
 
 
 @triton.jit
-def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp: tl.constexpr, form):
+def _tile_back(found, chunk, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp: tl.constexpr, form):
     """Adds the results of one tile of a chunk to those `found` for the others."""
     zero = shared.zero
     w0 = chunk.w[2 * cp]
@@ -105,7 +96,7 @@ def _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, 
         s = s + product_8(part_of(S, form.NP * cp + j, form.CP * form.NP), w0, w1, shared.minus_kT[j])
     A = tiles.words_of(s, form.NP)
     x = tiles.numbers(chunk.x, cp, form)
-    dy = tiles.numbers(dys, cp, form)
+    dy = tiles.numbers(chunk.dy, cp, form)
     dO, dz = _read_out_back(dy, chunk, x, A, w0, w1, shared, skip, unscale, cp, form)
     dskip = (dskip[2 * cp] + dO[0] * x[0] + dO[1] * x[1], dskip[2 * cp + 1] + dO[2] * x[2] + dO[3] * x[3])
     o0 = packed(dO[0], dO[1])
@@ -273,11 +264,10 @@ def _backward_kernel(
             S = loads.load_state(anchor_row + c // form.ANCHOR * (D * form.N), lane, form.N, 1, probed, form)
         chunk = loads.next_chunk(place, rows, lane, 0, n, c, form)
         first = 8 * c + 2 * t
-        dys = _within(chunk.dy, first, L, form)
-        shared = _shared(chunk.k, chunk.q, c, zero, lane, form)
+        shared = _shared(chunk.k, chunk.q, zero, lane, form)
         found = Found((), (), (), (), (), (), (), tiles.zeros(zero, 4 * form.NP), (zero, zero, zero, zero))
         for cp in tl.static_range(form.CP):
-            found = _tile_back(found, chunk, dys, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp, form)
+            found = _tile_back(found, chunk, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp, form)
         S = found.S
         P = found.P
         dskip = found.dskip

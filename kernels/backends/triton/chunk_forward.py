@@ -36,13 +36,13 @@ def _solve(base, eps, linked, G0, G1, form):
 
 
 @triton.jit
-def _solve_chunk(S, chunk, c, kept, zero, bias, lane, form):
-    """Computes for chunk c: the words of the states before it, W, the transposed keys, and queries times keys."""
+def _solve_chunk(S, chunk, kept, zero, bias, lane, form):
+    """Computes for a chunk: the words of the states before it, W, the transposed keys, and queries times keys."""
     g, t = lane.g, lane.t
     kT = tiles.each_transposed(chunk.k)
     minus_k = tiles.each_negated(chunk.k)
     G0, G1, reads = tiles.products_of_tokens(chunk.k, chunk.q, zero, lane, form.NP)
-    between, n0, n1 = tiles.own_products(G0, G1, t, lane.L - 8 * c)
+    between, n0, n1 = tiles.own_products(G0, G1, t)
     G0 = tl.where(g // 2 > t, -G0, 0.0)
     G1 = tl.where(g // 2 > t, -G1, 0.0)
     A = ()
@@ -102,10 +102,8 @@ def _gate(values, zs, others, unscale, ADD: tl.constexpr, form):
 @triton.jit
 def _load_others(y_row, at, next_at, left, ok, next_ok, place, form):
     """Loads what the other direction left for the lane's tokens, where `ok` and `next_ok`."""
-    first_left = tl.where(ok, left, 0)
-    words = loads.load_words(place, y_row + at, first_left, form.CP, form.WORD, False, DIRECT, form)
-    second_left = tl.where(next_ok, left, 0)
-    return words + loads.load_words(place, y_row + next_at, second_left, form.CP, form.WORD, False, DIRECT, form)
+    words = loads.load_words(place, y_row + at, ok, left, form.CP, form.WORD, DIRECT, form)
+    return words + loads.load_words(place, y_row + next_at, next_ok, left, form.CP, form.WORD, DIRECT, form)
 
 
 @triton.jit
@@ -196,9 +194,9 @@ def _forward_kernel(
         next_at = (lane.origin + lane.sign * (first + 1)) * D
         others = ()
         if form.MEET:
-            others_left = tl.where(c > meeting, left, 0)
-            others = _load_others(y_row, at, next_at, others_left, first < L, first + 1 < L, place, form)
-        A, W, kT, reads = _solve_chunk(S, chunk, c, kept, zero, bias, lane, form)
+            late = c > meeting
+            others = _load_others(y_row, at, next_at, left, late & (first < L), late & (first + 1 < L), place, form)
+        A, W, kT, reads = _solve_chunk(S, chunk, kept, zero, bias, lane, form)
         S, ys = _advance(S, W, A, chunk, kT, reads, skip, written, left, form)
         written += (D + 3) // 4 * 8
         if form.OUTPUT:

@@ -90,72 +90,64 @@ def written_at(ptr, lane, sequence, chunks, form):
 
 
 @triton.jit
-def load_words(place, ptr, left, COUNT: tl.constexpr, WORD: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr, form):
+def load_words(place, ptr, ok, left, COUNT: tl.constexpr, WORD: tl.constexpr, HOW: tl.constexpr, form):
     """Loads COUNT words of two numbers from `ptr` on, WORD numbers at once, with zeros from the `left`-th number on
-    unless ALL exist (with WORD 4 or 8 all do, or none). HOW and `place` are those of `read`."""
+    (with WORD 4 or 8 all exist), or everywhere if not `ok`. HOW and `place` are those of `read`."""
     SLOT: tl.constexpr = 256 * form.NW
     words = ()
     if WORD == 8 and HOW != DIRECT:
         for i in tl.static_range(COUNT // 4):
-            words = words + read(place + 2 * SLOT * i, ptr + 8 * i, left > 0, 4, ALL, HOW)
+            words = words + read(place + 2 * SLOT * i, ptr + 8 * i, ok, 4, False, HOW)
     elif WORD >= 4:
         wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(COUNT // 2):
-            words = words + read(place + SLOT * i, wide + i, left > 0, 2, ALL, HOW)
+            words = words + read(place + SLOT * i, wide + i, ok, 2, False, HOW)
     else:
         pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(COUNT):
-            words = words + read(place + SLOT * i, pairs + i, 2 * i < left, 1, ALL, HOW)
+            words = words + read(place + SLOT * i, pairs + i, ok & (2 * i < left), 1, False, HOW)
     return words
 
 
 @triton.jit
-def load_states(place, tokens, token, t, COUNT: tl.constexpr, HOW: tl.constexpr, form):
+def load_states(place, tokens, token, ok, t, COUNT: tl.constexpr, HOW: tl.constexpr, form):
     """Loads a lane's share of a row of keys, queries or low-rank logits: pairs of words, and then a single one."""
     PAIRED: tl.constexpr = COUNT // 2 * 2
     row = tokens.row + token * tokens.stride
-    words = load_words(place, row, 0, PAIRED, 4, True, HOW, form)
+    words = load_words(place, row, ok, 0, PAIRED, 4, HOW, form)
     if COUNT > PAIRED:
         row = row + (8 * PAIRED + (2 - 2 * PAIRED) * t)
-        last = load_words(place + 128 * form.NW * PAIRED, row, 0, 1, 2, True, HOW, form)
+        last = load_words(place + 128 * form.NW * PAIRED, row, ok, 2, 1, 2, HOW, form)
         words = words + last
     return words
 
 
 @triton.jit
-def _lanes(place, lane, form):
-    """Turns the place of a lane's 8 bytes into that of its 16, if loads of channels take so many."""
+def load_pair(place, tokens, first, second, ok, next_ok, lane, HOW: tl.constexpr, form):
+    """Loads the lane's channels of the tokens `first` and `second`, where `ok` and `next_ok`."""
     if form.WORD == 8:
-        place = place + lane.r * 8
-    return place
-
-
-@triton.jit
-def load_pair(place, tokens, first, second, left, ALL: tl.constexpr, HOW: tl.constexpr, form):
-    """Loads the lane's channels of the tokens `first` and `second`."""
-    WHOLE: tl.constexpr = ALL and form.WORD >= 4
-    words = load_words(place, tokens.row + first * tokens.stride, left, form.CP, form.WORD, WHOLE, HOW, form)
+        place = place + lane.r * 8  # the place of 16 bytes of a lane
+    words = load_words(place, tokens.row + first * tokens.stride, ok, lane.left, form.CP, form.WORD, HOW, form)
     place = place + 256 * form.NW * (form.CP // 2 if form.WORD >= 4 else form.CP)
-    return words + load_words(place, tokens.row + second * tokens.stride, left, form.CP, form.WORD, WHOLE, HOW, form)
+    ptr = tokens.row + second * tokens.stride
+    return words + load_words(place, ptr, next_ok, lane.left, form.CP, form.WORD, HOW, form)
 
 
 @triton.jit
-def load_scalar(place, tokens, token, HOW: tl.constexpr):
-    """Loads the logit that all channels share into the low half of a word."""
+def load_scalar(place, tokens, token, ok, HOW: tl.constexpr):
+    """Loads the logit that all channels share into the low half of a word, where `ok`."""
     # Copies take whole words: here the one in which the number lies.
     at = (tokens.row + token * tokens.stride).to(tl.int64)
-    words = read(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), place > 0, 1, True, HOW)
+    words = read(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), ok, 1, False, HOW)
     if HOW == TAKE:
         words = ((words[0] >> ((at & 2).to(tl.int32) * 8)) & 65535,)
     return words
 
 
 @triton.jit
-def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
-    """Loads w and dy of chunk c, which only the backward pass reads."""
-    first = 8 * c + 2 * lane.t
+def _load_written(place, rows, lane, c, HOW: tl.constexpr, form):
+    """Loads w of chunk c."""
     SLOT: tl.constexpr = 256 * form.NW
-    OF_TOKEN: tl.constexpr = SLOT * (form.CP // 2 if form.WORD >= 4 else form.CP)
     w = ()
     at = rows.w + c * ((form.D + 3) // 4 * 8)
     if form.WORD >= 4:  # two tiles at once
@@ -164,57 +156,56 @@ def _load_back(place, rows, lane, c, HOW: tl.constexpr, form):
     else:
         for i in tl.static_range(form.CP):
             w = w + read(place + SLOT * i, at + (i // 2 * 8 + i % 2), 2 * i < lane.left, 2, False, HOW)
-    place = place + SLOT * form.CP
-    dy = ()
-    for j in tl.static_range(2):
-        token = lane.origin + lane.sign * tl.minimum(first + j, lane.L - 1)
-        dy = dy + load_words(_lanes(place, lane, form) + j * OF_TOKEN, rows.dy.row + token * rows.dy.stride, lane.left, form.CP, form.WORD,
-                             form.WORD >= 4, HOW, form)  # fmt: skip
-    return place + 2 * OF_TOKEN, w, dy
+    return w
 
 
 @triton.jit
 def _load_chunk(place, rows, lane, c, meeting, HOW: tl.constexpr, form):
-    """Loads chunk c; the last token is repeated beyond the end, and the first chunk before the start. z is not needed
-    before the directions meet."""
+    """Loads chunk c. All numbers of tokens beyond the end are zero, so nothing comes of them; the first chunk is repeated
+    before the start. z is not needed before the directions meet."""
     w = ()
     dy = ()
-    left_of_z = lane.left
     if form.BACKWARD:
         c = tl.maximum(c, 0)
-        place, w, dy = _load_back(place, rows, lane, c, HOW, form)
     i = 8 * c
-    if not form.BACKWARD and HOW != TAKE:
-        left_of_z = tl.where(c < meeting, 0, lane.left)
-    last = lane.L - 1
-    row = lane.origin + lane.sign * tl.maximum(tl.minimum(i + lane.g, last), 0)
-    first = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t, last), 0)
-    second = lane.origin + lane.sign * tl.maximum(tl.minimum(i + 2 * lane.t + 1, last), 0)
+    row = lane.origin + lane.sign * (i + lane.g)
+    first = lane.origin + lane.sign * (i + 2 * lane.t)
+    second = first + lane.sign
+    row_ok = i + lane.g < lane.L
+    ok = i + 2 * lane.t < lane.L
+    next_ok = i + 2 * lane.t + 1 < lane.L
     OF_STATES: tl.constexpr = 256 * form.NW * ((form.NP + 1) // 2)
     OF_TOKENS: tl.constexpr = 2 * 256 * form.NW * (form.CP // 2 if form.WORD >= 4 else form.CP)
-    left = lane.left
-    k = load_states(place, rows.k, row, lane.t, form.NP, HOW, form)
-    q = load_states(place + OF_STATES, rows.q, row, lane.t, form.NP, HOW, form)
+    if form.BACKWARD:
+        w = _load_written(place, rows, lane, c, HOW, form)
+        place = place + 256 * form.NW * form.CP
+        dy = load_pair(place, rows.dy, first, second, ok, next_ok, lane, HOW, form)
+        place = place + OF_TOKENS
+    k = load_states(place, rows.k, row, row_ok, lane.t, form.NP, HOW, form)
+    q = load_states(place + OF_STATES, rows.q, row, row_ok, lane.t, form.NP, HOW, form)
     place = place + 2 * OF_STATES
-    x = load_pair(_lanes(place, lane, form), rows.x, first, second, left, True, HOW, form)
+    x = load_pair(place, rows.x, first, second, ok, next_ok, lane, HOW, form)
     place = place + OF_TOKENS
     if form.RP > 0:
-        step = load_states(place, rows.step, row, lane.t, form.RP, HOW, form)
+        step = load_states(place, rows.step, row, row_ok, lane.t, form.RP, HOW, form)
         place = place + 256 * form.NW * ((form.RP + 1) // 2)
     else:
         if form.SCALAR:
-            step = load_scalar(place, rows.step, first, HOW)
-            step = step + load_scalar(place + OF_TOKENS // 2, rows.step, second, HOW)
+            step = load_scalar(place, rows.step, first, ok, HOW)
+            step = step + load_scalar(place + OF_TOKENS // 2, rows.step, second, next_ok, HOW)
         else:
-            step = load_pair(_lanes(place, lane, form), rows.step, first, second, left, True, HOW, form)
+            step = load_pair(place, rows.step, first, second, ok, next_ok, lane, HOW, form)
         place = place + OF_TOKENS
     z = ()
     other = ()
-    if form.HAS_Z:
-        z = load_pair(_lanes(place, lane, form), rows.z, first, second, left_of_z, not form.MEET, HOW, form)
-        place = place + OF_TOKENS
     if form.OTHER:
-        other = load_pair(_lanes(place, lane, form), rows.other, first, second, left, True, HOW, form)
+        other = load_pair(place, rows.other, first, second, ok, next_ok, lane, HOW, form)
+        place = place + OF_TOKENS
+    if form.HAS_Z:
+        if form.MEET and not form.BACKWARD:
+            ok = ok & (c >= meeting)
+            next_ok = next_ok & (c >= meeting)
+        z = load_pair(place, rows.z, first, second, ok, next_ok, lane, HOW, form)
     return Chunk(k, q, x, step, z, other, w, dy)
 
 

@@ -85,15 +85,9 @@ def products_of_tokens(k, q, zero, lane, NP: tl.constexpr):
 
 
 @triton.jit
-def own_products(G0, G1, t, tokens):
-    """Returns the product of the keys of tokens 2t and 2t + 1, and 1 + ||k||^2 of each. From token `tokens` of the
-    chunk on the latter is infinite, so that eps is zero."""
-    n0 = from_lane(G0, 9 * t)
-    between = from_lane(G0, 9 * t + 4)
-    n1 = from_lane(G1, 9 * t + 4)
-    n0 = tl.where(2 * t < tokens, 1.0 + n0, float("inf"))
-    n1 = tl.where(2 * t + 1 < tokens, 1.0 + n1, float("inf"))
-    return between, n0, n1
+def own_products(G0, G1, t):
+    """Returns the product of the keys of tokens 2t and 2t + 1, and 1 + ||k||^2 of each."""
+    return from_lane(G0, 9 * t + 4), 1.0 + from_lane(G0, 9 * t), 1.0 + from_lane(G1, 9 * t + 4)
 
 
 @triton.jit
