@@ -138,11 +138,11 @@ def copy_words(words):
     return copy
 
 
-def store_four(address, *words, guard):
+def store_words(address, *words, guard):
     from triton._C.libtriton import interpreter
 
-    if (address[guard] % 16).any():
-        raise ValueError("st.global.v4 to an address that is no multiple of 16")
+    if (address[guard] % (4 * len(words))).any():
+        raise ValueError(f"a store of {len(words)} words to an address that is no multiple of their size")
     for i, word in enumerate(words):
         interpreter.store(address + np.uint64(4 * i), np.ascontiguousarray(word).view(np.int32), guard)
 
@@ -336,8 +336,9 @@ class Program:
             if "cg" in opcode and words[2] != "16":
                 self.refuse("only copies of 16 bytes pass by the first cache")
             return copy_words(int(words[2]) // 4), [], ["u32", "u64", "u32", "u32"]
-        if opcode.startswith("st.global.") and opcode.endswith("v4.b32"):
-            return store_four, [], ["u64"] + ["b32"] * 4
+        store = re.fullmatch(r"st\.global(?:\.cs)?\.v([24])\.b32", opcode)
+        if store:
+            return store_words, [], ["u64"] + ["b32"] * int(store[1])
         if opcode in ("st.shared.v2.f32", "ld.shared.v2.f32"):
             stores = opcode[0] == "s"
             return (store_shared, [], ["u32", "f32", "f32"]) if stores else (load_shared, ["f32"] * 2, ["u32"])
@@ -434,9 +435,9 @@ class Program:
         with np.errstate(all="ignore"):  # a GPU says nothing of an overflow either
             for function, sources, written, guard, sign in self.steps:
                 arguments = [registers[i] if view is None else registers[i].view(view) for i, view in sources]
-                if function is store_four:
+                if function is store_words:
                     stored = np.ones(size, bool) if guard is None else registers[guard] == sign
-                    store_four(*np.broadcast_arrays(*arguments), guard=stored)
+                    store_words(*np.broadcast_arrays(*arguments), guard=stored)
                     continue
                 results = function(*arguments)
                 for register, result in zip(written, results if isinstance(results, list) else [results]):

@@ -9,6 +9,7 @@ import triton.language as tl
 from . import chunk_loads as loads
 from . import chunk_tiles as tiles
 from .fragments import (
+    bits,
     exp2,
     get_shared,
     high,
@@ -20,6 +21,7 @@ from .fragments import (
     product_tf32,
     put_shared,
     shared_room,
+    store_words,
     sum_lanes,
     transposed,
 )
@@ -190,9 +192,8 @@ def _put_sums(found, shared, sums_row, dstep_row, at, next_at, exchange, n, c, l
     for j in tl.static_range((2 * form.NP + form.NW - 1) // form.NW):
         pair = j * form.NW + warp  # dk's pairs of states first, then dq's
         to = sums_row + row.to(tl.int64) * (2 * form.N) + (pair // form.NP * form.N + pair % form.NP * 2)
-        to = to.to(tl.pointer_type(tl.int64), bitcast=True)
-        word = loads.joined(total[2 * j].to(tl.int32, bitcast=True), total[2 * j + 1].to(tl.int32, bitcast=True))
-        tl.store(to, word, mask=(pair < 2 * form.NP) & (8 * c + g < L))
+        words = (bits(total[2 * j]), bits(total[2 * j + 1]))
+        store_words(to, words, (pair < 2 * form.NP) & (8 * c + g < L))
     if form.SCALAR:
         last: tl.constexpr = 2 * (2 * form.NP // form.NW)
         first = 8 * c + 2 * lane.t

@@ -11,15 +11,15 @@ from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
 
 
 @triton.jit
-def _solve_pair(R, eps, linked):
+def _solve_pair(R, eps, between):
     """Solves for w of the lane's two tokens, given what the chunk's others leave of x; the second reads the first."""
     w0 = eps[0] * R[0]
     w2 = eps[2] * R[2]
-    return w0, eps[1] * R[1] - linked[0] * w0, w2, eps[3] * R[3] - linked[1] * w2
+    return w0, eps[1] * (R[1] - between * w0), w2, eps[3] * (R[3] - between * w2)
 
 
 @triton.jit
-def _solve(base, eps, linked, G0, G1, form):
+def _solve(base, eps, between, G0, G1, form):
     """Solves (21) for W of all tiles, laid out as C, from what the state leaves of x. The tokens of lane t read those
     of the lanes before, so each of four rounds completes one more lane of the quad."""
     R = base
@@ -27,7 +27,7 @@ def _solve(base, eps, linked, G0, G1, form):
     for turn in tl.static_range(4):
         W = ()
         for cp in tl.static_range(form.CP):
-            W = W + _solve_pair(part_of(R, cp, form.CP), part_of(eps, cp, form.CP), part_of(linked, cp, form.CP))
+            W = W + _solve_pair(part_of(R, cp, form.CP), part_of(eps, cp, form.CP), between)
         if turn < 3:
             R = ()
             for cp in tl.static_range(form.CP):
@@ -47,16 +47,14 @@ def _solve_chunk(S, chunk, kept, zero, bias, lane, form):
     G1 = tl.where(g // 2 > t, -G1, 0.0)
     A = ()
     eps = ()
-    linked = ()
     base = ()  # x - S K^T of (21)
     for cp in tl.static_range(form.CP):
         a = tiles.words_of(part_of(S, cp, form.CP), form.NP)
         A = A + a
         own, e = tiles.step_sizes(chunk.step, kept, zero, bias, n0, n1, cp, form)
         eps = eps + own
-        linked = linked + (own[1] * between, own[3] * between)
         base = base + tiles.over_states(tiles.numbers(chunk.x, cp, form), a, minus_k, form.NP)
-    return A, _solve(base, eps, linked, G0, G1, form), kT, reads
+    return A, _solve(base, eps, between, G0, G1, form), kT, reads
 
 
 @triton.jit

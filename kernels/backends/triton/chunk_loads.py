@@ -12,7 +12,7 @@ from collections import namedtuple
 import triton
 import triton.language as tl
 
-from .fragments import DIRECT, START, TAKE, end_group, get_shared, packed, put_shared, read, store_four, wait_group
+from .fragments import DIRECT, START, TAKE, end_group, get_shared, packed, put_shared, read, store_words, wait_group
 from .lanes import offset_of, part_of
 
 UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
@@ -227,19 +227,13 @@ def next_chunk(place, rows, lane, meeting, n, c, form):
 
 
 @triton.jit
-def joined(first, second):
-    return (first.to(tl.int64) & 4294967295) | (second.to(tl.int64) << 32)
-
-
-@triton.jit
 def store_channels(ptr, words, left, ok, form):
     if form.WORD == 8:
         for i in tl.static_range(form.CP // 4):
-            store_four(ptr + 8 * i, part_of(words, i, form.CP // 4), ok)
+            store_words(ptr + 8 * i, part_of(words, i, form.CP // 4), ok)
     elif form.WORD == 4:
-        wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(form.CP // 2):
-            tl.store(wide + i, joined(words[2 * i], words[2 * i + 1]), mask=ok)
+            store_words(ptr + 4 * i, part_of(words, i, form.CP // 2), ok)
     else:
         pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(form.CP):
@@ -251,9 +245,9 @@ def put_written(at, words, left, form):
     """Stores a chunk's w, two words for each tile."""
     for i in tl.static_range(form.CP):
         if form.WORD < 4:
-            tl.store(at + (i // 2 * 8 + i % 2), joined(words[2 * i], words[2 * i + 1]), mask=2 * i < left)
+            store_words(at + (i // 2 * 8 + i % 2), part_of(words, i, form.CP), 2 * i < left)
         elif i % 2 == 0:
-            store_four(at + 4 * i, part_of(words, i // 2, form.CP // 2), left > 0)
+            store_words(at + 4 * i, part_of(words, i // 2, form.CP // 2), left > 0)
 
 
 @triton.jit

@@ -194,13 +194,24 @@ def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constex
     return words
 
 
+_STORE_TWO = tl.constexpr("{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.global.v2.b32 [$1], {$3, $4}; mov.u32 $0, $2; }")
+_STORE_FOUR = tl.constexpr(
+    "{ .reg .pred p; setp.ne.u32 p, $2, 0; @p st.global.v4.b32 [$1], {$3, $4, $5, $6}; mov.u32 $0, $2; }"
+)
+
+
 @triton.jit
-def store_four(ptr, words, ok):
-    """Stores four words at once at `ptr`, where `ok`."""
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $6, 0; @p st.global.v4.b32 [$1], {$2, $3, $4, $5}; mov.u32 $0, $2; }",
-        "=&r,l,r,r,r,r,r", [ptr.to(tl.int64), words[0], words[1], words[2], words[3], ok.to(tl.int32)],
-        dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+def store_words(ptr, words, ok):
+    """Stores two or four words at once at `ptr`, where `ok`."""
+    # Triton would join words by moves to other registers.
+    if len(words) == 4:
+        tl.inline_asm_elementwise(
+            _STORE_FOUR, "=r,l,r,r,r,r,r", [ptr.to(tl.int64), ok.to(tl.int32), words[0], words[1], words[2], words[3]],
+            dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
+    else:
+        tl.inline_asm_elementwise(
+            _STORE_TWO, "=r,l,r,r,r", [ptr.to(tl.int64), ok.to(tl.int32), words[0], words[1]], dtype=tl.int32,
+            is_pure=False, pack=1)  # fmt: skip
 
 
 @triton.jit
