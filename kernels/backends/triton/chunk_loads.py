@@ -43,7 +43,7 @@ Chunk = namedtuple("Chunk", "k q x step z other w dy")
 
 @triton.jit
 def zero_of(r):
-    """Returns a zero for each lane that the compiler knows, and keeps in no register."""
+    """Returns zero for each lane. The compiler knows it, so it takes no register."""
     return (r * 0).to(tl.float32, bitcast=True)
 
 
@@ -161,8 +161,8 @@ def _load_written(place, rows, lane, c, HOW: tl.constexpr, form):
 
 @triton.jit
 def _load_chunk(place, rows, lane, c, meeting, HOW: tl.constexpr, form):
-    """Loads chunk c. All numbers of tokens beyond the end are zero, so nothing comes of them; the first chunk is repeated
-    before the start. z is not needed before the directions meet."""
+    """Loads chunk c, or the first one if c < 0. Beyond the last token all numbers are zero, so that nothing comes of
+    them. z is not needed before the directions meet."""
     w = ()
     dy = ()
     if form.BACKWARD:

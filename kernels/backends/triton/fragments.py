@@ -165,8 +165,8 @@ _COPY_FOUR = tl.constexpr("cp.async.cg.shared.global [$1], [$2], 16, $3; mov.u32
 
 @triton.jit
 def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr):
-    """Reads one, two or four words at `ptr`; zeros where not `ok` (ALL promises that all are `ok`). The pointer is to
-    words or pairs of them, and `place` the lane's own bytes of shared memory. Four words are not read directly."""
+    """Reads one, two or four words at `ptr`, which points to words or pairs of them; zeros where not `ok` (ALL promises
+    that all are `ok`). `place` is the lane's own bytes of shared memory. Four words are not read directly."""
     words = ()
     if HOW == START:
         size = place * 0 + 4 * COUNT if ALL else tl.where(ok, 4 * COUNT, 0)
@@ -186,7 +186,7 @@ def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constex
         else:
             words = (tl.inline_asm_elementwise("ld.shared.b32 $0, [$1];", "=r,r", [place], tl.int32, False, 1),)
     else:
-        v = tl.load(ptr) if ALL else tl.load(ptr, mask=ok, other=0)
+        v = tl.load(ptr, mask=ok, other=0)
         if COUNT == 2:
             words = (v.to(tl.int32), (v >> 32).to(tl.int32))
         else:
