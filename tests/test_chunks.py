@@ -129,6 +129,7 @@ def test_wherever_two_directions_meet(device, L, full, monkeypatch):
         (2, 1, 64, 16, True, False),
         (2, 2, 64, 32, False, False),
         (2, 4, 128, 8, False, True),
+        (4, 1, 64, 16, False, False),
     ],
 )
 def test_channels_dealt_out_in_any_way(device, pairs, warps, D, N, scalar, both, monkeypatch):
