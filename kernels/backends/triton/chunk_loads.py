@@ -55,7 +55,9 @@ def lane_of(r, G, b, block, L, form):
     backward = G + form.FIRST_REVERSED > 0
     sign = tl.where(backward, -1, 1)
     origin = tl.where(backward, L - 1, 0)
-    return Lane(r, g, t, G, b, d, form.D - d, t * (2 * form.NP), sign, origin, L)
+    # Where all channels exist, the compiler is to know it: masks take registers.
+    left = form.D - d if form.WORD < 4 else d * 0 + form.D
+    return Lane(r, g, t, G, b, d, left, t * (2 * form.NP), sign, origin, L)
 
 
 @triton.jit
