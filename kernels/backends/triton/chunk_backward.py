@@ -12,6 +12,7 @@ from .fragments import (
     bits,
     exp2,
     get_shared,
+    hidden,
     high,
     low,
     packed,
@@ -260,7 +261,7 @@ def _backward_kernel(
     for early in tl.static_range(form.STAGES - 1):
         loads.start_chunk(place, rows, lane, 0, early, chunks - 1 - early, form)
     for n in tl.range(0, chunks, num_stages=1):
-        c = chunks - 1 - n
+        c = chunks - 1 - hidden(n)
         if (c + 1) % form.ANCHOR == 0 or n == 0:
             S = loads.load_state(anchor_row + c // form.ANCHOR * (D * form.N), lane, form.N, 1, probed, form)
         chunk = loads.next_chunk(place, rows, lane, 0, n, c, form)

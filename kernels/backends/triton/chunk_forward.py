@@ -6,7 +6,7 @@ import triton.language as tl
 
 from . import chunk_loads as loads
 from . import chunk_tiles as tiles
-from .fragments import DIRECT, exp2, packed, probe, product_8, product_tf32, shared_room
+from .fragments import DIRECT, exp2, hidden, packed, probe, product_8, product_tf32, shared_room
 from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
 
 
@@ -185,7 +185,8 @@ def _forward_kernel(
     # Whether this direction comes to the lane's first token of chunk `meeting` before the other; and to its second.
     early = _comes_first(8 * meeting + 2 * lane.t, meeting, lane)
     next_early = _comes_first(8 * meeting + 2 * lane.t + 1, meeting, lane)
-    for c in tl.range(0, chunks, num_stages=1):
+    for n in tl.range(0, chunks, num_stages=1):
+        c = hidden(n)
         chunk = loads.next_chunk(place, rows, lane, meeting, c, c, form)
         first = 8 * c + 2 * lane.t
         at = (lane.origin + lane.sign * first) * D

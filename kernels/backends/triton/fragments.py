@@ -56,6 +56,12 @@ def product_16(c, a0, a1, a2, a3, b0, b1):
 
 
 @triton.jit
+def hidden(i):
+    """Returns the scalar `i`, a loop's index. The compiler does not see that, or it would count in 64 bits."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def bits(v):
     return v.to(tl.int32, bitcast=True)
 
