@@ -191,15 +191,18 @@ def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
 
 
 def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.torch.rope import Turned
     from vision_longhorn.kernels.backends.triton import projections
 
     D, R, M = (768, 24, 56) if variant.startswith("small") else (384, 16, 48)
     dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
     x_proj = _tensor(2, M, D, dtype=dtype)
-    x = dx[:1] if variant.endswith("shared") else dx
+    x = dx if variant in ("small", "tiny") else dx[:1]
+    turned = Turned(TOKENS, 1, R, 16) if variant.endswith("rope") else None
     if dtype != torch.float32:  # which torch multiplies
         projections.dt_proj_backward(dx, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
-        projections.x_proj_backward(dlow, x, x_proj, dx)
+        projections.x_proj_backward(dlow, x, x_proj, dx, turned)
+        projections.x_proj_forward(x, x_proj, turned)
 
 
 def scan_variants(rule: Rule) -> tuple[str, ...]:
@@ -220,7 +223,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
-    "projections": (compile_projections, ("small", "tiny", "small_shared", "tiny_shared")),
+    "projections": (compile_projections, ("small", "tiny", "small_shared", "tiny_shared", "small_rope", "tiny_rope")),
     "rope": (compile_rope, ("both_directions",)),
     "unit": (compile_unit, ("both_directions",)),
 }

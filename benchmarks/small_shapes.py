@@ -11,6 +11,7 @@ from unittest import mock
 
 import bench_scan  # first, since it lets a checkout do without installation
 import torch
+from vision_longhorn.kernels.backends.torch import rope
 from vision_longhorn.kernels.backends.triton import chunks, projections
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
@@ -62,8 +63,10 @@ def mixers(rules: list[str]) -> None:
     # As in a long batch, in which each program has several tiles.
     with mock.patch.object(projections, "multiprocessors", no_multiprocessors):
         low, dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 56, 256, 256))
-        for sets in (2, 1):
-            projections.x_proj_backward(dlow, x[:sets], torch.randn(2, 56, 256, device="cuda").bfloat16(), dx)
+        x_proj = torch.randn(2, 56, 256, device="cuda").bfloat16()
+        for sets, turned in ((2, None), (1, rope.Turned(100, 10, 24, 16))):
+            projections.x_proj_forward(x[:sets], x_proj, turned)
+            projections.x_proj_backward(dlow, x[:sets], x_proj, dx, turned)
         projections.dt_proj_backward(x, low, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
         torch.cuda.synchronize()
         assert dx.isfinite().all() and dlow.isfinite().all()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import Backend
-from .backends.torch.rope import rotate
+from .backends.torch.rope import Turned, rotate
 from .backends.torch.unit import unit
 from .checks import check
 from .contract import Scan, ceil_div, wide
@@ -77,9 +77,10 @@ class Mix(NamedTuple):
     def d_state(self) -> int:
         return (self.x_proj.shape[1] - self.dt_proj.shape[2]) // (3 if self.A_per_token else 2)
 
-    def keys_and_queries(self, low: Tensor) -> Tensor:
-        """Return the columns of k and q, (S, B, L, 2 N), of `low` or its gradient."""
-        return low[..., self.width : self.width + 2 * self.d_state]
+    @property
+    def turned(self) -> Optional[Turned]:
+        """Where `low` and its gradient have the keys and queries, if these are turned."""
+        return Turned(self.xz.shape[1], self.rows, self.width, self.d_state) if self.rope else None
 
     @property
     def A_per_token(self) -> bool:
@@ -220,10 +221,7 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     places = mix.parts(kept)
     x = _convolve(mix, x, backend, *places[:1])
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
-    S = len(x_proj)
-    low = torch.bmm(_rows(x).expand(S, -1, -1), x_proj.transpose(1, 2)).view(S, B, L, mix.low_width)
-    if mix.rope:
-        backend.rotate(mix.keys_and_queries(low), mix.rows)
+    low = backend.x_proj_forward(_rows(x), x_proj, mix.turned).view(len(x_proj), B, L, mix.low_width)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -258,12 +256,11 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         grads["A_log"] = da.sum((1, 2))
     elif mix.A_log is not None:
         grads["A_log"] = found["A"] * (-torch.exp(mix.A_log.to(wide(x))))
-    if mix.rope:
-        backend.rotate(mix.keys_and_queries(dlow), mix.rows, back=True)
-    # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
+    # First dt_proj_backward fills its columns of dlow. Then x_proj_backward reads all of them, turns dk and dq back,
+    # and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
     dconvolved = _rows(found["x"])
-    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
+    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved, mix.turned)
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
     given = dconvolved[: len(convolved)].view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx
     grads["conv_weight"], grads["conv_bias"] = (

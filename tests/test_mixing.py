@@ -4,10 +4,11 @@ import itertools
 
 import pytest
 import torch
-from plain_model import plain_mixer
+from plain_model import plain_mixer, plain_turn
 from scan_cases import relative_rms
 from vision_longhorn.kernels import mixing
 from vision_longhorn.kernels.backends.torch import projections as torch_projections
+from vision_longhorn.kernels.backends.torch.rope import Turned
 from vision_longhorn.kernels.dispatch import get_backend, has_numba
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
@@ -144,28 +145,37 @@ def has_projection_kernels(backend, device):
     return backend == "triton" and (device == "cpu" or torch.cuda.get_device_capability()[0] == 9)
 
 
-def check_x_proj(backend, S, T, D, M, dtype, device, shared=False):
+def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
     """Against float64, and the same bits again. `shared`: the sets have one x, whose gradient is the first dx."""
     torch.manual_seed(0)
     x, dx = (torch.randn(n, T, D, device=device).to(dtype) for n in (1 if shared else S, S))
     dlow = torch.randn(S, T, M, device=device).to(dtype)
     x_proj = (torch.randn(S, M, D, device=device) / D**0.5).to(dtype)
-    found = []
+    backend, found = get_backend(backend), []
     for _ in range(2):
         place = dx.clone()
-        grad = get_backend(backend).x_proj_backward(dlow, x, x_proj, place)
-        found.append((torch.bmm(x.expand_as(dx), x_proj.mT), grad, place[: len(x)]))
+        low = backend.x_proj_forward(x, x_proj, turned)
+        grad = backend.x_proj_backward(dlow.clone(), x, x_proj, place, turned)
+        found.append((low, grad, place[: len(x)]))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
-    if has_projection_kernels(backend, device) and dtype != torch.float32 and D % 128 == 0 and M <= 64:
+    fits = D % 128 == 0 and M <= 64 and (turned is None or turned.N & (turned.N - 1) == 0)
+    if has_projection_kernels(backend.name, device) and dtype != torch.float32 and fits:
         assert grad.dtype == torch.float32
-    x, dx, dlow, x_proj = (value.double() for value in (x, dx, dlow, x_proj))
+    x, dx, dlow, x_proj = (value.double().cpu() for value in (x, dx, dlow, x_proj))
+    right = x.requires_grad_() @ x_proj.requires_grad_().mT
+    if turned:
+        first, last = turned.first, turned.first + 2 * turned.N
+        kq = right[..., first:last].unflatten(1, (-1, turned.L)).unflatten(-1, (2, turned.N))
+        kq = plain_turn(kq.transpose(-2, -3), turned.rows).transpose(-2, -3).flatten(-2).flatten(1, 2)
+        right = torch.cat([right[..., :first], kq, right[..., last:]], -1)
+    right_dx, right_grad = torch.autograd.grad(right, (x, x_proj), dlow)
+    right_dx = right_dx + (dx.sum(0, keepdim=True) if shared else dx)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-    right_dx = dx + dlow @ x_proj
-    right_dx = right_dx.sum(0, keepdim=True) if shared else right_dx
-    for value, right in zip(found[0], (x @ x_proj.mT, dlow.mT @ x, right_dx)):
-        assert value.shape == right.shape
-        assert relative_rms(value, right) < (tolerance if value.dtype == dtype else 1e-4)
+    for value, expected in zip(found[0], (right, right_grad, right_dx)):
+        assert value.shape == expected.shape
+        # Turned gradients are rounded before the product.
+        assert relative_rms(value.cpu(), expected) < (tolerance if value.dtype == dtype or turned else 1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -183,6 +193,24 @@ def test_the_projection_to_what_the_scan_wants_and_its_gradients(backend, S, T, 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_the_projection_of_an_x_that_both_sets_share_and_its_gradients(backend, T, D, M, dtype):
     check_x_proj(backend, 2, T, D, M, dtype, "cpu", shared=True)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "S,B,L,D,M,turned",
+    [
+        (2, 3, 69, 128, 56, Turned(69, 3, 24, 16)),
+        (1, 2, 35, 256, 41, Turned(35, 5, 8, 16)),
+        (2, 5, 4, 128, 16, Turned(4, 4, 8, 4)),
+        (2, 1, 1, 128, 64, Turned(1, 1, 16, 16)),  # as with A behind them
+        (2, 2, 6, 128, 32, Turned(6, 2, 8, 12)),  # no power of 2
+        (1, 2, 9, 128, 72, Turned(9, 3, 8, 32)),
+        (2, 2, 6, 100, 56, Turned(6, 2, 24, 16)),
+    ],
+)
+@pytest.mark.parametrize("dtype,shared", [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)])
+def test_the_projection_to_keys_and_queries_that_turn_and_its_gradients(backend, S, B, L, D, M, turned, dtype, shared):
+    check_x_proj(backend, S, B * L, D, M, dtype, "cpu", shared, turned)
 
 
 def check_dt_proj(backend, S, T, D, R, M, dtype, device):
@@ -206,7 +234,7 @@ def check_dt_proj(backend, S, T, D, R, M, dtype, device):
         and D % 128 == 0
         and T
         and R % 2 == 0
-        and R <= 64
+        and 0 < R <= 64
     ):
         assert grad.dtype == torch.float32
     dstep, low, dt_proj = (value.double() for value in (dstep, low[..., :R], dt_proj))
@@ -219,7 +247,8 @@ def check_dt_proj(backend, S, T, D, R, M, dtype, device):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     "S,T,D,R,M",
-    [(2, 200, 256, 16, 48), (1, 37, 128, 24, 40), (2, 5, 384, 8, 24), (1, 33, 100, 8, 20), (2, 0, 128, 8, 24),
+    [(2, 200, 256, 16, 48), (1, 37, 128, 24, 40), (2, 5, 384, 8, 24),
+     (1, 33, 100, 8, 20), (2, 0, 128, 8, 24),
      (2, 9, 1, 8, 24), (1, 9, 128, 7, 20), (1, 9, 128, 64, 96), (1, 9, 128, 66, 96)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -235,6 +264,8 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
         (64, "vim", {}),  # 128 channels inside: a whole block, for the projections' kernels
         (64, "alternate", {}),
         (64, "shared", dict(rule="mamba", A_per_token=True)),
+        (64, "vim", dict(conv="grid", rope=True, qk_norm=True)),
+        (64, "vim", dict(rope=True)),
     ],
     ids=str,
 )
@@ -245,9 +276,9 @@ def test_mixer_in_bfloat16(backend, wiring, dim, options, monkeypatch):
     tolerance = 3e-2
     if backend == "triton":
         tolerance = 4e-2
-        for part in ("x_proj", "dt_proj") if dim == 64 else ():  # what the kernels leave to torch
-            monkeypatch.setattr(torch_projections, f"{part}_backward", None)
-    check(mixer, torch.randn(2, 19, dim, dtype=torch.bfloat16, requires_grad=True), tolerance)
+        for part in ("x_proj_forward", "x_proj_backward", "dt_proj_backward") if dim == 64 else ():
+            monkeypatch.setattr(torch_projections, part, None)  # what is left to torch
+    check(mixer, torch.randn(2, 21, dim, dtype=torch.bfloat16, requires_grad=True), tolerance, 3 * mixer.needs_grid)
 
 
 def operator_inputs(update, layout, save_states):
@@ -377,6 +408,22 @@ def test_two_directions_cannot_be_reversed(layout):
 def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
     check_x_proj("triton", 2, T, D, M, dtype, "cuda")
     check_x_proj("triton", 2, T, D, M, dtype, "cuda", shared=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,shared", [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize(
+    "B,D,M,turned",
+    [
+        (64, 768, 56, Turned(196, 14, 24, 16)),
+        (3, 384, 48, Turned(6084, 78, 16, 16)),
+        (5, 1536, 64, Turned(35, 7, 48, 8)),
+        (3, 128, 41, Turned(10, 2, 8, 4)),
+        (3, 128, 32, Turned(12, 4, 8, 12)),
+    ],
+)
+def test_gpu_projection_to_keys_and_queries_that_turn(B, D, M, turned, dtype, shared):
+    check_x_proj("triton", 2, B * turned.L, D, M, dtype, "cuda", shared, turned)
 
 
 @pytest.mark.gpu

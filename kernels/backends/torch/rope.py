@@ -8,6 +8,7 @@ turned or after.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,19 @@ from ...contract import wide
 
 FASTEST = math.pi / 2  # radians a patch
 OCTAVES = 3.0  # from the fastest point to the slowest
+
+
+class Turned(NamedTuple):
+    """Where keys and queries that turn stand among the columns of a product over sequences of patches."""
+
+    L: int  # tokens of a sequence
+    rows: int  # of the grid
+    first: int  # column of the key, which the query follows; even
+    N: int  # columns of each
+
+    def of(self, low: Tensor) -> Tensor:
+        """Return keys and queries (S, B, L, 2 N) of `low` (S, B L, M), as `rotate` takes them."""
+        return low.unflatten(1, (-1, self.L))[..., self.first : self.first + 2 * self.N]
 
 
 def octaves_per_point(N: int) -> float:

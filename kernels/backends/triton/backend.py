@@ -6,7 +6,7 @@ from . import chunks, conv, grid_conv, norm, projections, rope, scan, unit
 
 
 class TritonBackend(Backend):
-    """The backend for GPUs and for Triton's interpreter. The forward passes of the two projections are torch's."""
+    """The backend for GPUs and for Triton's interpreter. The forward pass of `dt_proj` is torch's."""
 
     name = "triton"
     regimes = REGIMES
@@ -27,5 +27,6 @@ class TritonBackend(Backend):
     rotate = staticmethod(rope.rotate)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
+    x_proj_forward = staticmethod(projections.x_proj_forward)
     x_proj_backward = staticmethod(projections.x_proj_backward)
     dt_proj_backward = staticmethod(projections.dt_proj_backward)

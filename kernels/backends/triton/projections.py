@@ -1,10 +1,13 @@
-"""`backends.torch.projections` on a GPU. Memory bounds the backward passes, so each makes both of its products in one
-pass over the tokens.
+"""`backends.torch.projections` on a GPU. Memory bounds all of it, so x is read once for the sets that share it, keys
+and queries turn on the way, and a backward pass makes both of its products in one pass over the tokens.
 
-A program goes through some tiles of tokens with a block of channels, and keeps their sums for the projection in
-registers until the end. All sums are in a fixed order. Both kernels run on Hopper only: elsewhere nobody has timed them
-against torch.
+Forward, a program has a tile of tokens and goes through all channels. Backward, it goes through some tiles of tokens
+with a block of channels, and keeps their sums for the projection in registers until the end. All sums are in a fixed
+order, and keys and queries turn in float32, so that they are rounded once. The kernels run on Hopper only: elsewhere
+nobody has timed them against torch.
 """
+
+from typing import Optional
 
 import torch
 import triton
@@ -13,11 +16,14 @@ from torch import Tensor
 
 from ...contract import ceil_div, power_of_2
 from ..torch import projections as plain
+from ..torch.rope import Turned
 from .finish import sum_blocks, sum_sequences
-from .lanes import kernel, on_hopper, operand
+from .lanes import kernel, on_hopper, operand, takes_ptx
+from .rope import rotate, turn, turn_arguments
 from .tuning import multiprocessors
 
 # Tokens and channels of a tile, and how many tiles are being loaded: a program fills most of the shared memory.
+_FORWARD_TILE, _FORWARD_STAGES, _FORWARD_WARPS = (128, 64), 3, 8
 _X_TILE, _STAGES = (64, 128), 3
 _DT_TILES = (64, 256), (128, 128)  # the first that fits
 _WIDEST = 64  # the most numbers of a token for which registers can hold sums
@@ -86,43 +92,70 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 
 
 @kernel()
-def _x_proj_backward_kernel(
-    dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
+def _x_proj_forward_kernel(
+    x_ptr, proj_ptr, low_ptr, tokens, L, columns, fastest, octaves,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
-    STAGES: tl.constexpr,
+    FIRST: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels; those of SHARED sets with
-    one x. MB is M or more; sums is (S, parts, M, D)."""
+    """Takes BT tokens of SHARED sets with one x, whose MB columns stand side by side; M exist. N > 0: `turn`s them."""
+    s = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    there = (token < tokens)[:, None]
+    column = tl.arange(0, SHARED * MB)
+    m = column % MB
+    exists = m < M
+    d = tl.arange(0, BD)[None, :]
+    x_at = x_ptr + (s * tokens + token)[:, None] * D + d
+    proj_at = proj_ptr + ((s + column // MB) * M + m)[:, None] * D + d
+    low = tl.zeros([BT, SHARED * MB], tl.float32)
+    for first in tl.range(0, D, BD, num_stages=STAGES):
+        x = operand(tl.load(x_at + first, mask=there, other=0))  # (BT, BD)
+        proj = operand(tl.load(proj_at + first, mask=exists[:, None], other=0))  # (SHARED MB, BD)
+        low = tl.dot(x, tl.trans(proj), low)
+    if N > 0:
+        low = turn(low, token % L, columns, fastest, octaves, FIRST, N, MB, PTX)
+    at = ((s + column // MB) * tokens)[None, :] + token[:, None]
+    tl.store(low_ptr + at * M + m[None, :], low.to(low_ptr.dtype.element_ty), mask=there & exists[None, :])
+
+
+@kernel()
+def _x_proj_backward_kernel(
+    dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts, L, columns, fastest, octaves,
+    D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
+    FIRST: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Takes tiles part, part + parts, .. of SHARED sets with one x, BT tokens each, and of these BD channels. The sets'
+    columns stand side by side, MB for each; M exist. N > 0: `turn`s what it reads of dlow. sums is (S, parts, M, D)."""
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
     s = tl.program_id(2).to(tl.int64)
-    m = tl.arange(0, MB)
-    projs = ()
-    sums = ()
-    for j in tl.static_range(SHARED):
-        at = proj_ptr + ((s + j) * M + m[:, None]) * D + d
-        projs = projs + (operand(tl.load(at, mask=m[:, None] < M, other=0)),)  # (MB, BD)
-        sums = sums + (tl.zeros([BD, MB], tl.float32),)
+    column = tl.arange(0, SHARED * MB)
+    m = column % MB
+    exists = m < M
+    of_set = s + column // MB
+    proj_at = proj_ptr + (of_set * M + m)[:, None] * D + d
+    proj = operand(tl.load(proj_at, mask=exists[:, None], other=0))  # (SHARED MB, BD)
+    dlow_at = dlow_ptr + (of_set * tokens * M + m)[None, :]
+    sums = tl.zeros([BD, SHARED * MB], tl.float32)
     for tile in tl.range(part, (tokens + BT - 1) // BT, parts, num_stages=STAGES):
-        token = tile * BT + tl.arange(0, BT)[:, None]
-        there = token < tokens
-        row = s * tokens + token  # (BT, 1), int64
+        token = tile * BT + tl.arange(0, BT)
+        there = (token < tokens)[:, None]
+        row = (s * tokens + token)[:, None]  # (BT, 1), int64
         x = operand(tl.load(x_ptr + row * D + d, mask=there, other=0))  # (BT, BD)
         dx = tl.load(dx_ptr + row * D + d, mask=there, other=0).to(tl.float32)
-        new = ()
-        for j in tl.static_range(SHARED):
-            of_set = row + j * tokens
-            dlow = tl.load(dlow_ptr + of_set * M + m[None, :], mask=there & (m[None, :] < M), other=0)  # (BT, MB)
-            dlow = operand(dlow)
-            new = new + (tl.dot(tl.trans(x), dlow, sums[j]),)
-            if j > 0:
-                dx += tl.load(dx_ptr + of_set * D + d, mask=there, other=0).to(tl.float32)
-            dx = tl.dot(dlow, projs[j], dx)
-        sums = new
+        for j in tl.static_range(1, SHARED):
+            dx += tl.load(dx_ptr + (row + j * tokens) * D + d, mask=there, other=0).to(tl.float32)
+        at = dlow_at + token[:, None].to(tl.int64) * M
+        dlow = tl.load(at, mask=there & exists[None, :], other=0)  # (BT, SHARED MB)
+        if N > 0:
+            turned = turn(dlow.to(tl.float32), token % L, columns, fastest, octaves, FIRST, N, MB, PTX)
+            dlow = turned.to(dlow.dtype)
+        dlow = operand(dlow)
+        sums = tl.dot(tl.trans(x), dlow, sums)
+        dx = tl.dot(dlow, proj, dx)
         tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=there)
-    for j in tl.static_range(SHARED):
-        at = sums_ptr + (((s + j) * parts + part) * M + m[:, None]) * D + d
-        tl.store(at, tl.trans(sums[j]), mask=m[:, None] < M)
+    at = sums_ptr + ((of_set * parts + part) * M + m)[:, None] * D + d
+    tl.store(at, tl.trans(sums), mask=exists[:, None])
 
 
 def _takes(tokens: Tensor, *others: Tensor) -> bool:
@@ -138,10 +171,35 @@ def _parts(tokens: Tensor, tile: int, blocks: int) -> int:
     return max(1, min(ceil_div(T, tile), multiprocessors(tokens.device) // (S * blocks)))
 
 
-def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
+def _takes_x(x: Tensor, M: int, turned: Optional[Turned], *others: Tensor) -> bool:
+    """Tell whether the kernels of x_proj can take these."""
+    return M <= _WIDEST and (turned is None or power_of_2(turned.N) == turned.N) and _takes(x, *others)
+
+
+def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
+    """See `backends.torch.projections.x_proj_forward`."""
+    (S, M, D), T = projection.shape, x.shape[1]
+    if not T or not _takes_x(x, M, turned):
+        low = plain.x_proj_forward(x, projection)
+        if turned:
+            rotate(turned.of(low), turned.rows)
+        return low
+    low = x.new_empty(S, T, M)
+    tokens, channels = _FORWARD_TILE
+    with torch.cuda.device_of(x):
+        _x_proj_forward_kernel[(ceil_div(T, tokens), len(x))](
+            x, projection.contiguous(), low, T, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels, BT=tokens,
+            SHARED=S // len(x), PTX=takes_ptx(x.device), STAGES=_FORWARD_STAGES, **turn_arguments(turned),
+            num_warps=_FORWARD_WARPS)  # fmt: skip
+    return low
+
+
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, turned: Optional[Turned] = None) -> Tensor:
     """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be float32."""
     (S, T, M), D = dlow.shape, x.shape[2]
-    if M > _WIDEST or not _takes(x, dlow, dx):
+    if not _takes_x(x, M, turned, dlow, dx):
+        if turned:
+            rotate(turned.of(dlow), turned.rows, back=True)
         return plain.x_proj_backward(dlow, x, projection, dx)
     tokens, channels = _X_TILE
     blocks = D // channels
@@ -150,7 +208,8 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> 
     with torch.cuda.device_of(x):
         _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
-            BT=tokens, SHARED=S // len(x), STAGES=_STAGES, num_warps=8)  # fmt: skip
+            BT=tokens, SHARED=S // len(x), PTX=takes_ptx(x.device), STAGES=_STAGES, **turn_arguments(turned, back=True),
+            num_warps=8)  # fmt: skip
     return sum_sequences(sums)[0].view(S, M, D)
 
 
