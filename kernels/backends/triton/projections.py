@@ -235,10 +235,11 @@ def _dt_proj_backward_kernel(
         row = s * tokens + token  # (BT, 1), int64
         low = operand(tl.load(low_ptr + row * STRIDE + r, mask=there & (r < R), other=0))  # (BT, RB)
         dstep = operand(tl.load(dstep_ptr + row * D + d[None, :], mask=there, other=0))  # (BT, BD)
+        # In the other order the tensor cores would wait: sums are still in the making when partial is cleared.
+        sums = tl.dot(tl.trans(dstep), low, sums)
         partial = tl.dot(dstep, proj)
         at = partial_ptr + (tl.program_id(1) * sets * tokens.to(tl.int64) + row) * R + r
         tl.store(at, partial, mask=there & (r < R))
-        sums = tl.dot(tl.trans(dstep), low, sums)
     tl.store(sums_ptr + ((s * parts + part) * D + d[:, None]) * R + r, sums, mask=r < R)
 
 
