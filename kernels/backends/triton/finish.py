@@ -27,7 +27,8 @@ def _finish_rows_kernel(
         total += tl.load(at + j * rows.to(tl.int64) * (GROUPS * N), mask=ok, other=0.0)
     at = row * STRIDE + column
     tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=ok & (column < N))
-    tl.store(dq_ptr + at - N, total.to(dq_ptr.dtype.element_ty), mask=ok & (column >= N) & (column < 2 * N))
+    if GROUPS > 1:
+        tl.store(dq_ptr + at - N, total.to(dq_ptr.dtype.element_ty), mask=ok & (column >= N) & (column < 2 * N))
     if GROUPS == 3:
         tl.store(dA_ptr + row * N + column - 2 * N, total.to(dA_ptr.dtype.element_ty), mask=ok & (column >= 2 * N))
 
@@ -35,21 +36,28 @@ def _finish_rows_kernel(
 def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pair] = None) -> list[Tensor]:
     """Return the gradients (G, B, L, N) of k, q and perhaps a token's A, from their float32 parts `sums`
     (blocks, G, B, L, 2 N or 3 N). Those of k and q are written to `dkq`, if given."""
-    (blocks, G, B, L, _), N = sums.shape, k.shape[-1]
-    rows = G * B * L
+    (_, G, B, L, _), N = sums.shape, k.shape[-1]
     # If directions are summed afterwards, all digits are kept.
     grads = [
         sums.new_empty(G, B, L, N, dtype=value.dtype if value.ndim == 4 or G == 1 else torch.float32)
         for value in ((k, q, *A) if dkq is None else A)
     ]
     grads = [*(dkq or ()), *grads]
-    block = power_of_2(len(grads) * N)
+    sum_rows(sums, *grads)
+    return grads
+
+
+def sum_rows(sums: Tensor, *out: Tensor) -> None:
+    """Write the sums over the first axis of contiguous float32 `sums` to one to three tensors, whose columns stand side
+    by side in it. The rows of the first two are evenly spaced, those of the third contiguous."""
+    N = out[0].shape[-1]
+    block = power_of_2(len(out) * N)
     height = max(1, 1024 // block)
+    rows = out[0].numel() // N
     with torch.cuda.device_of(sums):
         _finish_rows_kernel[(ceil_div(rows, height),)](
-            sums, grads[0], grads[1], grads[-1], rows, blocks, GROUPS=len(grads), N=N, STRIDE=grads[0].stride(2),
-            BLOCK=block, R=height, num_warps=4)  # fmt: skip
-    return grads
+            sums, out[0], out[min(1, len(out) - 1)], out[-1], rows, len(sums), GROUPS=len(out), N=N,
+            STRIDE=out[0].stride(-2), BLOCK=block, R=height, num_warps=4)  # fmt: skip
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...contract import ceil_div, power_of_2
 from ..torch import projections as plain
 from ..torch.rope import Turned
-from .finish import sum_blocks, sum_sequences
+from .finish import sum_rows, sum_sequences
 from .lanes import kernel, on_hopper, operand, takes_ptx
 from .rope import rotate, turn, turn_arguments
 from .tuning import multiprocessors
@@ -246,17 +246,16 @@ def _dt_proj_backward_kernel(
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
     """See `backends.torch.projections.dt_proj_backward`; here the gradient of the projection may be float32."""
     (S, T, D), R = dstep.shape, projection.shape[2]
-    if not T or not 0 < R <= _WIDEST or R % 2 or not _takes(dstep, low, dlow):
+    if not T or not 0 < R <= _WIDEST or not _takes(dstep, low, dlow):
         return plain.dt_proj_backward(dstep, low, projection, dlow)
     tokens, channels = next(tile for tile in _DT_TILES if D % tile[1] == 0)
     blocks = D // channels
     parts = _parts(dstep, tokens, blocks)
-    partial = dstep.new_empty(blocks, S, 1, T, R, dtype=torch.float32)
+    partial = dstep.new_empty(blocks, S, T, R, dtype=torch.float32)
     sums = dstep.new_empty(S, parts, D * R, dtype=torch.float32)
     with torch.cuda.device_of(dstep):
         _dt_proj_backward_kernel[(parts, blocks, S)](
             dstep, low, projection.contiguous(), partial, sums, T, parts, D=D, R=R, RB=max(16, power_of_2(R)),
             STRIDE=low.shape[2], BD=channels, BT=tokens, STAGES=_STAGES, num_warps=8)  # fmt: skip
-    left, right = dlow[:, None, :, :R].chunk(2, -1)  # sum_blocks writes two tensors: the halves of the columns
-    sum_blocks(partial, left, right, dkq=(left, right))
+    sum_rows(partial, dlow[..., :R])
     return sum_sequences(sums)[0].view(S, D, R)
