@@ -25,7 +25,7 @@ from .tuning import multiprocessors
 # Tokens and channels of a tile, and how many tiles are being loaded: a program fills most of the shared memory.
 _FORWARD_TILE, _FORWARD_STAGES, _FORWARD_WARPS = (128, 64), 3, 8
 _X_TILE, _STAGES = (64, 128), 3
-_DT_TILES = (64, 256), (128, 128)  # the first that fits
+_DT_TILE = 64, 128  # of up to three blocks of channels, if that is a divisor
 _WIDEST = 64  # the most numbers of a token for which registers can hold sums
 _PAD_BLOCK = 1024
 
@@ -216,31 +216,41 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, tur
 @kernel()
 def _dt_proj_backward_kernel(
     dstep_ptr, low_ptr, proj_ptr, partial_ptr, sums_ptr, tokens, parts,
-    D: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, STRIDE: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr,
-    STAGES: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, RB: tl.constexpr, STRIDE: tl.constexpr, OUT: tl.constexpr, BD: tl.constexpr,
+    COUNT: tl.constexpr, BT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes tiles part, part + parts, .. of a set, BT tokens each, and of these BD channels. What they add to dlow is
-    summed over the blocks of channels afterwards. RB is R or more, STRIDE how far the tokens of low are apart. partial
-    is (blocks, S, T, R), sums (S, parts, D, R)."""
+    """Takes tiles part, part + parts, .. of a set, BT tokens each, and of these COUNT times BD channels. What they add
+    to dlow goes to partial, (blocks, S, T, OUT), and is summed over the blocks afterwards; with one block that is dlow.
+    RB is R or more, STRIDE how far the tokens of low are apart. sums is (S, parts, D, R)."""
     part = tl.program_id(0)
-    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    d = tl.program_id(1) * (BD * COUNT) + tl.arange(0, BD)
     s = tl.program_id(2).to(tl.int64)
     sets = tl.num_programs(2)
     r = tl.arange(0, RB)[None, :]
-    proj = operand(tl.load(proj_ptr + (s * D + d[:, None]) * R + r, mask=r < R, other=0))  # (BD, RB)
-    sums = tl.zeros([BD, RB], tl.float32)
+    projs = ()
+    sums = ()
+    for i in tl.static_range(COUNT):
+        proj_at = proj_ptr + (s * D + i * BD + d[:, None]) * R + r
+        projs = projs + (operand(tl.load(proj_at, mask=r < R, other=0)),)  # (BD, RB)
+        sums = sums + (tl.zeros([BD, RB], tl.float32),)
     for tile in tl.range(part, (tokens + BT - 1) // BT, parts, num_stages=STAGES):
         token = tile * BT + tl.arange(0, BT)[:, None]
         there = token < tokens
         row = s * tokens + token  # (BT, 1), int64
         low = operand(tl.load(low_ptr + row * STRIDE + r, mask=there & (r < R), other=0))  # (BT, RB)
-        dstep = operand(tl.load(dstep_ptr + row * D + d[None, :], mask=there, other=0))  # (BT, BD)
-        # In the other order the tensor cores would wait: sums are still in the making when partial is cleared.
-        sums = tl.dot(tl.trans(dstep), low, sums)
-        partial = tl.dot(dstep, proj)
-        at = partial_ptr + (tl.program_id(1) * sets * tokens.to(tl.int64) + row) * R + r
-        tl.store(at, partial, mask=there & (r < R))
-    tl.store(sums_ptr + ((s * parts + part) * D + d[:, None]) * R + r, sums, mask=r < R)
+        partial = tl.zeros([BT, RB], tl.float32)
+        new = ()
+        for i in tl.static_range(COUNT):
+            dstep = operand(tl.load(dstep_ptr + row * D + i * BD + d[None, :], mask=there, other=0))  # (BT, BD)
+            # In the other order the tensor cores would wait: sums are still in the making when partial is cleared.
+            new = new + (tl.dot(tl.trans(dstep), low, sums[i]),)
+            partial = tl.dot(dstep, projs[i], partial)
+        sums = new
+        at = partial_ptr + (tl.program_id(1) * sets * tokens.to(tl.int64) + row) * OUT + r
+        tl.store(at, partial.to(partial_ptr.dtype.element_ty), mask=there & (r < R))
+    for i in tl.static_range(COUNT):
+        at = sums_ptr + ((s * parts + part) * D + i * BD + d[:, None]) * R + r
+        tl.store(at, sums[i], mask=r < R)
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
@@ -248,14 +258,17 @@ def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tenso
     (S, T, D), R = dstep.shape, projection.shape[2]
     if not T or not 0 < R <= _WIDEST or not _takes(dstep, low, dlow):
         return plain.dt_proj_backward(dstep, low, projection, dlow)
-    tokens, channels = next(tile for tile in _DT_TILES if D % tile[1] == 0)
-    blocks = D // channels
+    tokens, channels = _DT_TILE
+    count = next(count for count in (3, 2, 1) if D % (count * channels) == 0)
+    blocks = D // (count * channels)
     parts = _parts(dstep, tokens, blocks)
-    partial = dstep.new_empty(blocks, S, T, R, dtype=torch.float32)
+    partial = dlow if blocks == 1 else dstep.new_empty(blocks, S, T, R, dtype=torch.float32)
     sums = dstep.new_empty(S, parts, D * R, dtype=torch.float32)
     with torch.cuda.device_of(dstep):
         _dt_proj_backward_kernel[(parts, blocks, S)](
             dstep, low, projection.contiguous(), partial, sums, T, parts, D=D, R=R, RB=max(16, power_of_2(R)),
-            STRIDE=low.shape[2], BD=channels, BT=tokens, STAGES=_STAGES, num_warps=8)  # fmt: skip
-    sum_rows(partial, dlow[..., :R])
+            STRIDE=low.shape[2], OUT=partial.shape[-1], BD=channels, COUNT=count, BT=tokens, STAGES=_STAGES,
+            num_warps=8)  # fmt: skip
+    if blocks > 1:
+        sum_rows(partial, dlow[..., :R])
     return sum_sequences(sums)[0].view(S, D, R)
