@@ -111,10 +111,6 @@ def store_shared(address, a, b):
     return []
 
 
-def load_shared(address):
-    return [SHARED[address // 4 + i] for i in range(2)]
-
-
 def load_words(count):
     return lambda address: [SHARED[address // 4 + i] for i in range(count)]
 
@@ -336,12 +332,12 @@ class Program:
             if "cg" in opcode and words[2] != "16":
                 self.refuse("only copies of 16 bytes pass by the first cache")
             return copy_words(int(words[2]) // 4), [], ["u32", "u64", "u32", "u32"]
-        store = re.fullmatch(r"st\.global(?:\.cs)?\.v([24])\.b32", opcode)
+        store = re.fullmatch(r"st\.global\.v([24])\.b32", opcode)
         if store:
             return store_words, [], ["u64"] + ["b32"] * int(store[1])
         if opcode in ("st.shared.v2.f32", "ld.shared.v2.f32"):
             stores = opcode[0] == "s"
-            return (store_shared, [], ["u32", "f32", "f32"]) if stores else (load_shared, ["f32"] * 2, ["u32"])
+            return (store_shared, [], ["u32", "f32", "f32"]) if stores else (load_words(2), ["f32"] * 2, ["u32"])
         if opcode == "movmatrix.sync.aligned.m8n8.trans.b16":
             return transpose_matrices, ["b32"], ["b32"]
         if opcode == "prmt.b32":

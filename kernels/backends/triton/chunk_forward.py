@@ -141,8 +141,8 @@ def _forward_kernel(
     y is (G, B, L, D), or with MEET the sum of both directions, (B, L, D): every other warp goes from the last token to
     the first, on the channels of the warp before it. The one that comes to a token first leaves its part there, without
     gate and scale, and the other adds its own; the program waits once, where the two meet.
-    SAVE keeps w, (G, B, chunks, pairs of channels, 4) of two words (the lane's tokens of either channel), and the state
-    before every ANCHOR-th chunk but the first and after the last, (G, B, anchors, D, N). `unscale` is 1 / scale of y.
+    SAVE keeps w (`loads.written_at`), and the state before every ANCHOR-th chunk but the first and after the last,
+    (G, B, anchors, D, N). `unscale` is 1 / scale of y.
     """
     D: tl.constexpr = form.D
     r = tl.arange(0, 32 * form.NW)

@@ -84,8 +84,8 @@ def steps_at(ptr, lane, stride_g, stride_b, stride, stride_d, form):
 
 @triton.jit
 def written_at(ptr, lane, sequence, chunks, form):
-    """Locates the lane's w of a sequence. It lies as (chunks, channels / 4, 4 lanes of a quad), each two pairs of two
-    words: two tokens of each channel."""
+    """Locates the lane's w of a sequence. All w are (G, B, chunks, fours of channels, 4, 2) of two words: for each lane
+    of a quad and each pair of the four channels, two tokens of either channel."""
     words = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
     OF_CHUNK: tl.constexpr = (form.D + 3) // 4 * 8
     return words + sequence * chunks * OF_CHUNK + (lane.d // 4 * 8 + lane.t * 2 + lane.d // 2 % 2)
@@ -99,15 +99,15 @@ def load_words(place, ptr, ok, left, COUNT: tl.constexpr, WORD: tl.constexpr, HO
     words = ()
     if WORD == 8 and HOW != DIRECT:
         for i in tl.static_range(COUNT // 4):
-            words = words + read(place + 2 * SLOT * i, ptr + 8 * i, ok, 4, False, HOW)
+            words = words + read(place + 2 * SLOT * i, ptr + 8 * i, ok, 4, HOW)
     elif WORD >= 4:
         wide = ptr.to(tl.pointer_type(tl.int64), bitcast=True)
         for i in tl.static_range(COUNT // 2):
-            words = words + read(place + SLOT * i, wide + i, ok, 2, False, HOW)
+            words = words + read(place + SLOT * i, wide + i, ok, 2, HOW)
     else:
         pairs = ptr.to(tl.pointer_type(tl.int32), bitcast=True)
         for i in tl.static_range(COUNT):
-            words = words + read(place + SLOT * i, pairs + i, ok & (2 * i < left), 1, False, HOW)
+            words = words + read(place + SLOT * i, pairs + i, ok & (2 * i < left), 1, HOW)
     return words
 
 
@@ -119,8 +119,7 @@ def load_states(place, tokens, token, ok, t, COUNT: tl.constexpr, HOW: tl.conste
     words = load_words(place, row, ok, 0, PAIRED, 4, HOW, form)
     if COUNT > PAIRED:
         row = row + (8 * PAIRED + (2 - 2 * PAIRED) * t)
-        last = load_words(place + 128 * form.NW * PAIRED, row, ok, 2, 1, 2, HOW, form)
-        words = words + last
+        words = words + load_words(place + 128 * form.NW * PAIRED, row, ok, 2, 1, 2, HOW, form)
     return words
 
 
@@ -140,7 +139,7 @@ def load_scalar(place, tokens, token, ok, HOW: tl.constexpr):
     """Loads the logit that all channels share into the low half of a word, where `ok`."""
     # Copies take whole words: here the one in which the number lies.
     at = (tokens.row + token * tokens.stride).to(tl.int64)
-    words = read(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), ok, 1, False, HOW)
+    words = read(place, (at & -4).to(tl.pointer_type(tl.int32), bitcast=True), ok, 1, HOW)
     if HOW == TAKE:
         words = ((words[0] >> ((at & 2).to(tl.int32) * 8)) & 65535,)
     return words
@@ -154,10 +153,10 @@ def _load_written(place, rows, lane, c, HOW: tl.constexpr, form):
     at = rows.w + c * ((form.D + 3) // 4 * 8)
     if form.WORD >= 4:  # two tiles at once
         for i in tl.static_range(form.CP // 2):
-            w = w + read(place + lane.r * 8 + 2 * SLOT * i, at + 8 * i, place > 0, 4, True, HOW)
+            w = w + read(place + lane.r * 8 + 2 * SLOT * i, at + 8 * i, lane.left > 0, 4, HOW)
     else:
         for i in tl.static_range(form.CP):
-            w = w + read(place + SLOT * i, at + (i // 2 * 8 + i % 2), 2 * i < lane.left, 2, False, HOW)
+            w = w + read(place + SLOT * i, at + (i // 2 * 8 + i % 2), 2 * i < lane.left, 2, HOW)
     return w
 
 

@@ -9,7 +9,8 @@ from .fragments import exp2, from_lane, high, low, packed, product_8, product_16
 from .lanes import LOG2E, reciprocal
 
 SIGNS = tl.constexpr(-2147450880)  # the sign bits of both halves of a word
-# Keeps e = exp(-logit) of (28) below 2^125, so that eps e is not 0 times infinity. Beyond, float32 could not show eps.
+# Keeps e = exp(-logit) below 2^125 in the backward pass, so that eps e of (28) is not 0 times infinity. Beyond, float32
+# could not show eps.
 MAX_EXPONENT = tl.constexpr(125.0)
 
 

@@ -57,7 +57,7 @@ def product_16(c, a0, a1, a2, a3, b0, b1):
 
 @triton.jit
 def hidden(i):
-    """Returns the scalar `i`, a loop's index. The compiler does not see that, or it would count in 64 bits."""
+    """Returns `i`, the index of a loop, in a way that the compiler cannot follow: it would count in 64 bits."""
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [i], dtype=tl.int32, is_pure=True, pack=1)
 
 
@@ -170,12 +170,12 @@ _COPY_FOUR = tl.constexpr("cp.async.cg.shared.global [$1], [$2], 16, $3; mov.u32
 
 
 @triton.jit
-def read(place, ptr, ok, COUNT: tl.constexpr, ALL: tl.constexpr, HOW: tl.constexpr):
-    """Reads one, two or four words at `ptr`, which points to words or pairs of them; zeros where not `ok` (ALL promises
-    that all are `ok`). `place` is the lane's own bytes of shared memory. Four words are not read directly."""
+def read(place, ptr, ok, COUNT: tl.constexpr, HOW: tl.constexpr):
+    """Reads one, two or four words at `ptr`, which points to words or pairs of them; zeros where not `ok`. `place` is
+    the lane's own bytes of shared memory. Four words are not read directly."""
     words = ()
     if HOW == START:
-        size = place * 0 + 4 * COUNT if ALL else tl.where(ok, 4 * COUNT, 0)
+        size = tl.where(ok, 4 * COUNT, 0)
         COPY: tl.constexpr = _COPY_FOUR if COUNT == 4 else _COPY_TWO if COUNT == 2 else _COPY_ONE
         tl.inline_asm_elementwise(
             COPY, "=r,r,l,r", [place, ptr.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
