@@ -194,14 +194,16 @@ def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.torch.rope import Turned
     from vision_longhorn.kernels.backends.triton import projections
 
-    D, R, M = (768, 24, 56) if variant.startswith("small") else (384, 16, 48)
+    size, *one = variant.split("_")
+    D, R = {"base": (1536, 48), "small": (768, 24), "tiny": (384, 16)}[size]
+    M = R + 2 * 16
     dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
     x_proj = _tensor(2, M, D, dtype=dtype)
-    x = dx if variant in ("small", "tiny") else dx[:1]
-    turned = Turned(TOKENS, 1, R, 16) if variant.endswith("rope") else None
+    # What stands over the grid has one x for both sets, and may have keys that turn.
+    x, turned = (dx[:1], Turned(TOKENS, 1, R, 16)) if one else (dx, None)
     if dtype != torch.float32:  # which torch multiplies
         projections.dt_proj_backward(dx, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
-        projections.x_proj_backward(dlow, x, x_proj, dx, turned)
+        projections.x_proj_backward(dlow, x, x_proj, dx)
         projections.x_proj_forward(x, x_proj, turned)
 
 
@@ -223,7 +225,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
-    "projections": (compile_projections, ("small", "tiny", "small_shared", "tiny_shared", "small_rope", "tiny_rope")),
+    "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid")),
     "rope": (compile_rope, ("both_directions",)),
     "unit": (compile_unit, ("both_directions",)),
 }

@@ -66,7 +66,7 @@ def mixers(rules: list[str]) -> None:
         x_proj = torch.randn(2, 56, 256, device="cuda").bfloat16()
         for sets, turned in ((2, None), (1, rope.Turned(100, 10, 24, 16))):
             projections.x_proj_forward(x[:sets], x_proj, turned)
-            projections.x_proj_backward(dlow, x[:sets], x_proj, dx, turned)
+            projections.x_proj_backward(dlow, x[:sets], x_proj, dx)
         projections.dt_proj_backward(x, low, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
         torch.cuda.synchronize()
         assert dx.isfinite().all() and dlow.isfinite().all()

@@ -146,7 +146,8 @@ def has_projection_kernels(backend, device):
 
 
 def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
-    """Against float64, and the same bits again. `shared`: the sets have one x, whose gradient is the first dx."""
+    """Against float64, and the same bits again. `shared`: the sets have one x, whose gradient is the first dx.
+    `turned`: keys and queries turn in the forward pass."""
     torch.manual_seed(0)
     x, dx = (torch.randn(n, T, D, device=device).to(dtype) for n in (1 if shared else S, S))
     dlow = torch.randn(S, T, M, device=device).to(dtype)
@@ -155,27 +156,24 @@ def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
     for _ in range(2):
         place = dx.clone()
         low = backend.x_proj_forward(x, x_proj, turned)
-        grad = backend.x_proj_backward(dlow.clone(), x, x_proj, place, turned)
+        grad = backend.x_proj_backward(dlow, x, x_proj, place)
         found.append((low, grad, place[: len(x)]))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
-    fits = D % 128 == 0 and M <= 64 and (turned is None or turned.N & (turned.N - 1) == 0)
-    if has_projection_kernels(backend.name, device) and dtype != torch.float32 and fits:
+    if has_projection_kernels(backend.name, device) and dtype != torch.float32 and D % 128 == 0 and M <= 64:
         assert grad.dtype == torch.float32
     x, dx, dlow, x_proj = (value.double().cpu() for value in (x, dx, dlow, x_proj))
-    right = x.requires_grad_() @ x_proj.requires_grad_().mT
-    if turned:
-        first, last = turned.first, turned.first + 2 * turned.N
-        kq = right[..., first:last].unflatten(1, (-1, turned.L)).unflatten(-1, (2, turned.N))
-        kq = plain_turn(kq.transpose(-2, -3), turned.rows).transpose(-2, -3).flatten(-2).flatten(1, 2)
-        right = torch.cat([right[..., :first], kq, right[..., last:]], -1)
-    right_dx, right_grad = torch.autograd.grad(right, (x, x_proj), dlow)
-    right_dx = right_dx + (dx.sum(0, keepdim=True) if shared else dx)
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-    for value, expected in zip(found[0], (right, right_grad, right_dx)):
-        assert value.shape == expected.shape
-        # Turned gradients are rounded before the product.
-        assert relative_rms(value.cpu(), expected) < (tolerance if value.dtype == dtype or turned else 1e-4)
+    right_low, right_dx = x @ x_proj.mT, dx + dlow @ x_proj
+    right_dx = right_dx.sum(0, keepdim=True) if shared else right_dx
+    if turned:
+        k, q = turned.first, turned.first + turned.N
+        for columns in (slice(k, q), slice(q, q + turned.N)):
+            sequences = right_low[..., columns].unflatten(1, (-1, turned.L))
+            right_low[..., columns] = plain_turn(sequences, turned.rows).flatten(1, 2)
+    for value, right in zip(found[0], (right_low, dlow.mT @ x, right_dx)):
+        assert value.shape == right.shape
+        assert relative_rms(value.cpu(), right) < (tolerance if value.dtype == dtype else 1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -208,8 +206,8 @@ def test_the_projection_of_an_x_that_both_sets_share_and_its_gradients(backend, 
         (2, 2, 6, 100, 56, Turned(6, 2, 24, 16)),
     ],
 )
-@pytest.mark.parametrize("dtype,shared", [(torch.float32, True), (torch.bfloat16, True), (torch.float16, False)])
-def test_the_projection_to_keys_and_queries_that_turn_and_its_gradients(backend, S, B, L, D, M, turned, dtype, shared):
+@pytest.mark.parametrize("dtype,shared", [(torch.bfloat16, True), (torch.float16, False)])
+def test_the_projection_to_keys_and_queries_that_turn(backend, S, B, L, D, M, turned, dtype, shared):
     check_x_proj(backend, S, B * L, D, M, dtype, "cpu", shared, turned)
 
 
@@ -409,7 +407,7 @@ def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
     "B,D,M,turned",
     [
         (64, 768, 56, Turned(196, 14, 24, 16)),
-        (3, 384, 48, Turned(6084, 78, 16, 16)),
+        (8, 384, 48, Turned(780, 78, 16, 16)),
         (5, 1536, 64, Turned(35, 7, 48, 8)),
         (3, 128, 41, Turned(10, 2, 8, 4)),
         (3, 128, 32, Turned(12, 4, 8, 12)),

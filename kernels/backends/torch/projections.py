@@ -37,20 +37,18 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 
 
 def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
-    """Return the product, (S, T, M), of the contiguous x (S, T, D), or of one x (1, T, D) that all sets share, with the
-    projection (S, M, D). Keys and queries in it are turned if `turned` says where they are."""
+    """Return the product (S, T, M) of the contiguous x (S, T, D), or of one x (1, T, D) that all sets share, with the
+    projection (S, M, D). Its keys and queries are turned if `turned` says where they are."""
     low = torch.bmm(x.expand(len(projection), -1, -1), projection.transpose(1, 2))
     if turned:
         rotate(turned.of(low), turned.rows)
     return low
 
 
-def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, turned: Optional[Turned] = None) -> Tensor:
-    """Return the gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M), which may be
-    overwritten. The gradient of x (S, T, D) is added to dx (S, T, D). If all sets share one x (1, T, D), the sum of
-    their dx comes to stand in the first. All are contiguous."""
-    if turned:
-        rotate(turned.of(dlow), turned.rows, back=True)
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
+    """Return the gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M). The gradient of x
+    (S, T, D) is added to dx (S, T, D). If all sets share one x (1, T, D), the sum of their dx comes to stand in the
+    first. All are contiguous."""
     dx.baddbmm_(dlow, projection)
     for other in dx[len(x) :]:
         dx[0].add_(other)

@@ -1,10 +1,10 @@
-"""`backends.torch.projections` on a GPU. Memory bounds all of it, so x is read once for the sets that share it, keys
-and queries turn on the way, and a backward pass makes both of its products in one pass over the tokens.
+"""`backends.torch.projections` on a GPU. Memory bounds all of it. So sets that share an x read it once, and keys and
+queries turn, in float32, before they are stored. A backward pass makes both of its products in one pass over the
+tokens.
 
 Forward, a program has a tile of tokens and goes through all channels. Backward, it goes through some tiles of tokens
 with a block of channels, and keeps their sums for the projection in registers until the end. All sums are in a fixed
-order, and keys and queries turn in float32, so that they are rounded once. The kernels run on Hopper only: elsewhere
-nobody has timed them against torch.
+order. The kernels run on Hopper only: elsewhere nobody has timed them against torch.
 """
 
 from typing import Optional
@@ -18,14 +18,13 @@ from ...contract import ceil_div, power_of_2
 from ..torch import projections as plain
 from ..torch.rope import Turned
 from .finish import sum_rows, sum_sequences
-from .lanes import kernel, on_hopper, operand, takes_ptx
+from .lanes import kernel, on_hopper, operand
 from .rope import rotate, turn, turn_arguments
 from .tuning import multiprocessors
 
-# Tokens and channels of a tile, and how many tiles are being loaded: a program fills most of the shared memory.
-_FORWARD_TILE, _FORWARD_STAGES, _FORWARD_WARPS = (128, 64), 3, 8
-_X_TILE, _STAGES = (64, 128), 3
-_DT_TILE = 64, 128  # of up to three blocks of channels, if that is a divisor
+_STAGES = 3  # tiles that are being loaded: backward, a program fills most of the shared memory
+_FORWARD_TILE, _X_TILE = (64, 64), (64, 128)  # tokens and channels
+_DT_TILE = 64, 128  # of which a program takes up to three side by side, or two if ranks are wide
 _WIDEST = 64  # the most numbers of a token for which registers can hold sums
 _PAD_BLOCK = 1024
 
@@ -95,9 +94,10 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 def _x_proj_forward_kernel(
     x_ptr, proj_ptr, low_ptr, tokens, L, columns, fastest, octaves,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
-    FIRST: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    FIRST: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Takes BT tokens of SHARED sets with one x, whose MB columns stand side by side; M exist. N > 0: `turn`s them."""
+    """Takes BT tokens of SHARED sets with one x. The sets' columns stand side by side, MB for each, of which M exist.
+    With N > 0 keys and queries of N columns turn."""
     s = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     there = (token < tokens)[:, None]
@@ -113,19 +113,19 @@ def _x_proj_forward_kernel(
         proj = operand(tl.load(proj_at + first, mask=exists[:, None], other=0))  # (SHARED MB, BD)
         low = tl.dot(x, tl.trans(proj), low)
     if N > 0:
-        low = turn(low, token % L, columns, fastest, octaves, FIRST, N, MB, PTX)
+        low = turn(low, token % L, columns, fastest, octaves, FIRST, N, MB)
     at = ((s + column // MB) * tokens)[None, :] + token[:, None]
     tl.store(low_ptr + at * M + m[None, :], low.to(low_ptr.dtype.element_ty), mask=there & exists[None, :])
 
 
 @kernel()
 def _x_proj_backward_kernel(
-    dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts, L, columns, fastest, octaves,
+    dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
-    FIRST: tl.constexpr, N: tl.constexpr, PTX: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes tiles part, part + parts, .. of SHARED sets with one x, BT tokens each, and of these BD channels. The sets'
-    columns stand side by side, MB for each; M exist. N > 0: `turn`s what it reads of dlow. sums is (S, parts, M, D)."""
+    columns stand side by side, as in the forward pass. sums is (S, parts, M, D)."""
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
     s = tl.program_id(2).to(tl.int64)
@@ -146,11 +146,7 @@ def _x_proj_backward_kernel(
         for j in tl.static_range(1, SHARED):
             dx += tl.load(dx_ptr + (row + j * tokens) * D + d, mask=there, other=0).to(tl.float32)
         at = dlow_at + token[:, None].to(tl.int64) * M
-        dlow = tl.load(at, mask=there & exists[None, :], other=0)  # (BT, SHARED MB)
-        if N > 0:
-            turned = turn(dlow.to(tl.float32), token % L, columns, fastest, octaves, FIRST, N, MB, PTX)
-            dlow = turned.to(dlow.dtype)
-        dlow = operand(dlow)
+        dlow = operand(tl.load(at, mask=there & exists[None, :], other=0))  # (BT, SHARED MB)
         sums = tl.dot(tl.trans(x), dlow, sums)
         dx = tl.dot(dlow, proj, dx)
         tl.store(dx_ptr + row * D + d, dx.to(dx_ptr.dtype.element_ty), mask=there)
@@ -171,15 +167,11 @@ def _parts(tokens: Tensor, tile: int, blocks: int) -> int:
     return max(1, min(ceil_div(T, tile), multiprocessors(tokens.device) // (S * blocks)))
 
 
-def _takes_x(x: Tensor, M: int, turned: Optional[Turned], *others: Tensor) -> bool:
-    """Tell whether the kernels of x_proj can take these."""
-    return M <= _WIDEST and (turned is None or power_of_2(turned.N) == turned.N) and _takes(x, *others)
-
-
 def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
     """See `backends.torch.projections.x_proj_forward`."""
     (S, M, D), T = projection.shape, x.shape[1]
-    if not T or not _takes_x(x, M, turned):
+    can_turn = turned is None or power_of_2(turned.N) == turned.N
+    if not T or M > _WIDEST or not can_turn or not _takes(x):
         low = plain.x_proj_forward(x, projection)
         if turned:
             rotate(turned.of(low), turned.rows)
@@ -189,17 +181,14 @@ def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = Non
     with torch.cuda.device_of(x):
         _x_proj_forward_kernel[(ceil_div(T, tokens), len(x))](
             x, projection.contiguous(), low, T, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels, BT=tokens,
-            SHARED=S // len(x), PTX=takes_ptx(x.device), STAGES=_FORWARD_STAGES, **turn_arguments(turned),
-            num_warps=_FORWARD_WARPS)  # fmt: skip
+            SHARED=S // len(x), STAGES=_STAGES, **turn_arguments(turned), num_warps=4)  # fmt: skip
     return low
 
 
-def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, turned: Optional[Turned] = None) -> Tensor:
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
     """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be float32."""
     (S, T, M), D = dlow.shape, x.shape[2]
-    if not _takes_x(x, M, turned, dlow, dx):
-        if turned:
-            rotate(turned.of(dlow), turned.rows, back=True)
+    if M > _WIDEST or not _takes(x, dlow, dx):
         return plain.x_proj_backward(dlow, x, projection, dx)
     tokens, channels = _X_TILE
     blocks = D // channels
@@ -208,8 +197,7 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, tur
     with torch.cuda.device_of(x):
         _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
-            BT=tokens, SHARED=S // len(x), PTX=takes_ptx(x.device), STAGES=_STAGES, **turn_arguments(turned, back=True),
-            num_warps=8)  # fmt: skip
+            BT=tokens, SHARED=S // len(x), STAGES=_STAGES, num_warps=8)  # fmt: skip
     return sum_sequences(sums)[0].view(S, M, D)
 
 
@@ -259,7 +247,8 @@ def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tenso
     if not T or not 0 < R <= _WIDEST or not _takes(dstep, low, dlow):
         return plain.dt_proj_backward(dstep, low, projection, dlow)
     tokens, channels = _DT_TILE
-    count = next(count for count in (3, 2, 1) if D % (count * channels) == 0)
+    most = 3 if R <= 32 else 2  # shared memory also holds their projections
+    count = next(count for count in range(most, 0, -1) if D % (count * channels) == 0)
     blocks = D // (count * channels)
     parts = _parts(dstep, tokens, blocks)
     partial = dlow if blocks == 1 else dstep.new_empty(blocks, S, T, R, dtype=torch.float32)

@@ -24,33 +24,25 @@ def _angles(t, p, columns, fastest, octaves, N: tl.constexpr):
 
 
 @triton.jit
-def turn(v, t, columns, fastest, octaves, FIRST: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr, PTX: tl.constexpr):
-    """Returns v (tokens, C) with the key and query turned, which each WIDTH columns hold from column FIRST on; back if
-    `fastest` is negative. t (tokens) are places in the grid. N and WIDTH are powers of two."""
+def turn(v, t, columns, fastest, octaves, FIRST: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns v (tokens, C) with the key and query turned that begin at column FIRST of each WIDTH columns. t (tokens)
+    are places in the grid. N and WIDTH are powers of two, so that every N columns turn by the same angles."""
     POINTS: tl.constexpr = N // 2
-    GROUPS: tl.constexpr = v.shape[1] // N  # whose points have the same angles
+    GROUPS: tl.constexpr = v.shape[1] // N
     i = tl.arange(0, POINTS)[None, :]
-    angle = _angles(t[:, None], (i + FIRST // 2 * (POINTS - 1)) % POINTS, columns, fastest, octaves, N)
-    # The errors, 2^-20 within a turn and 2^-14 within fifty, are less than 16-bit numbers tell.
-    if PTX:
-        cos = tl.inline_asm_elementwise("cos.approx.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
-        sin = tl.inline_asm_elementwise("sin.approx.f32 $0, $1;", "=f,f", [angle], tl.float32, is_pure=True, pack=1)
-    else:
-        cos, sin = tl.cos(angle), tl.sin(angle)
-    cos, sin = cos[:, None, :], sin[:, None, :]  # (tokens, 1, POINTS)
-    pair = ((tl.arange(0, GROUPS) * POINTS)[:, None] + i) % (WIDTH // 2) - FIRST // 2
-    turns = ((pair >= 0) & (pair < N))[None, :, :]
+    angle = _angles(t[:, None], (i + POINTS - FIRST // 2 % POINTS) % POINTS, columns, fastest, octaves, N)
+    cos, sin = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]  # (tokens, 1, POINTS)
+    point = ((tl.arange(0, GROUPS) * POINTS)[:, None] + i) % (WIDTH // 2) - FIRST // 2  # of the key, then of the query
+    turns = ((point >= 0) & (point < N))[None, :, :]
     x, y = tl.split(tl.reshape(v, [v.shape[0], GROUPS, POINTS, 2]))
     turned = tl.join(tl.where(turns, x * cos - y * sin, x), tl.where(turns, x * sin + y * cos, y))
     return tl.reshape(turned, v.shape)
 
 
-def turn_arguments(turned: Optional[Turned], back: bool = False) -> dict[str, Any]:
+def turn_arguments(turned: Optional[Turned]) -> dict[str, Any]:
     """Return the arguments with which a kernel calls `turn`; where nothing turns, N is 0."""
     L, rows, first, N = turned or (1, 1, 0, 0)
-    return dict(
-        L=L, columns=L // rows, fastest=-FASTEST if back else FASTEST, octaves=octaves_per_point(N), FIRST=first, N=N
-    )
+    return dict(L=L, columns=L // rows, fastest=FASTEST, octaves=octaves_per_point(N), FIRST=first, N=N)
 
 
 @kernel()
