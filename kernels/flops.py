@@ -77,7 +77,8 @@ def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]
     """Return what counts multiply-adds in `fvcore.nn.FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles())`:
     functions that are called with an operator's inputs, tensors or values of a traced graph, and its outputs. ptflops
     takes that of "vision_longhorn::mix", with `backend="aten"`, as its hook of `torch.ops.vision_longhorn.mix`."""
-    return {
-        f"vision_longhorn::{name}": lambda inputs, outputs, name=name: _macs(name, map(_plain, inputs))
-        for name in _MACS
-    }
+
+    def counter(name: str) -> Callable[[Sequence[Any], Sequence[Any]], int]:
+        return lambda inputs, outputs: _macs(name, map(_plain, inputs))
+
+    return {f"vision_longhorn::{name}": counter(name) for name in _MACS}
