@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import mixing, ops  # noqa: F401  (register the operators)
+from . import convolving, mixing, ops  # noqa: F401  (register the operators)
 from .operators import schema
 
 __all__ = ["fvcore_handles"]
@@ -40,10 +40,17 @@ def _mix_macs(mix: Any) -> int:
     return prod(mix.xz[:-1]) * of_token
 
 
+def _conv_macs(conv: Any) -> int:
+    """Count the multiply-adds of a convolution over the grid."""
+    return prod(conv.x[:-1]) * prod(conv.weight)
+
+
+_MACS = {"scan": _scan_macs, "mix": _mix_macs, "grid_conv": _conv_macs}
+
+
 def _macs(operator: str, values: Iterable[Any]) -> int:
     names = [argument.name for argument in schema(operator).arguments]
-    macs = _scan_macs if operator.startswith("scan") else _mix_macs
-    return macs(SimpleNamespace(**dict(zip(names, values))))
+    return _MACS[operator.removesuffix("_backward")](SimpleNamespace(**dict(zip(names, values))))
 
 
 def _register(operator: str, operations: int) -> None:
@@ -52,8 +59,9 @@ def _register(operator: str, operations: int) -> None:
         return operations * _macs(operator, shapes)
 
 
-for _name, _operations in {"scan": 2, "scan_backward": 4, "mix": 2, "mix_backward": 4}.items():
-    _register(_name, _operations)
+for _name in _MACS:
+    _register(_name, 2)
+    _register(f"{_name}_backward", 4)
 
 
 def _plain(value: Any) -> Any:
@@ -69,7 +77,8 @@ def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]
     """Return what counts multiply-adds in `fvcore.nn.FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles())`:
     functions that are called with an operator's inputs, tensors or values of a traced graph, and its outputs. ptflops
     takes that of "vision_longhorn::mix", with `backend="aten"`, as its hook of `torch.ops.vision_longhorn.mix`."""
-    return {
-        "vision_longhorn::scan": lambda inputs, outputs: _macs("scan", map(_plain, inputs)),
-        "vision_longhorn::mix": lambda inputs, outputs: _macs("mix", map(_plain, inputs)),
-    }
+
+    def counter(name: str) -> Callable[[Sequence[Any], Sequence[Any]], int]:
+        return lambda inputs, outputs: _macs(name, map(_plain, inputs))
+
+    return {f"vision_longhorn::{name}": counter(name) for name in _MACS}

@@ -1,7 +1,6 @@
-"""Makes differentiable torch operators of `scan` and `mix`.
+"""Makes differentiable torch operators of `scan`, `mix` and `grid_conv`.
 
-An operator's arguments are the fields of a NamedTuple. Exported programs name them, so a new one comes last and has a
-default.
+Exported programs name an operator's arguments, so a new one comes last and has a default.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,8 +68,9 @@ def define_gradients(
     backward = define(f"{name}_backward", arguments, tensors, run, fake)
     taken = {argument.name for argument in schema(f"{name}_backward").arguments}
 
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.save_for_backward(*output[differentiable:], *inputs[:tensors])
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        kept = output[differentiable:] if outputs > 1 else ()  # torch gives a single result without its tuple
+        ctx.save_for_backward(*kept, *inputs[:tensors])
         ctx.options = [value for name, value in zip(names[tensors:], inputs[tensors:]) if name in taken]
         ctx.set_materialize_grads(False)
 

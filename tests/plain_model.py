@@ -145,7 +145,10 @@ def plain_model(p, images, model):
         mlp = of(f"blocks.{i}.mlp.")
         if mlp:
             h = plain_norm(x, p[f"blocks.{i}.mlp_norm.weight"]) @ mlp["fc1.weight"].t() + mlp["fc1.bias"]
-            h = h * (1 + torch.erf(h / 2**0.5)) / 2  # GELU
+            if "conv_weight" in mlp:
+                h = plain_grid_conv({name: mlp[name][None] for name in ("conv_weight", "conv_bias")}, h, rows)
+            else:
+                h = h * (1 + torch.erf(h / 2**0.5)) / 2  # GELU
             x = x + h @ mlp["fc2.weight"].t() + mlp["fc2.bias"]
     tokens = list(plain_norm(x, p["norm.weight"]).unbind(1))
     if model.global_pool == "":

@@ -37,7 +37,13 @@ VARIANTS = {
     "mamba": dict(model_name="vim_test", global_pool=""),
     "exact unit": dict(model_name="vlonghorn_test", rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.1),
     "grid": dict(
-        model_name="vlonghorn_test", conv="grid", rope=True, class_token="none", global_pool="avg", mlp_ratio=2
+        model_name="vlonghorn_test",
+        conv="grid",
+        rope=True,
+        class_token="none",
+        global_pool="avg",
+        mlp_ratio=2,
+        mlp_conv=3,
     ),
     "exact grid alternate": dict(
         model_name="vlonghorn_test",

@@ -8,6 +8,7 @@ import timm
 import torch
 from scan_cases import RULES, call, make_inputs
 from torch.utils.flop_counter import FlopCounterMode
+from vision_longhorn.kernels import grid_conv
 from vision_longhorn.kernels.flops import fvcore_handles
 from vision_longhorn.kernels.rules import NAMES
 
@@ -60,6 +61,12 @@ def test_every_rule_and_wiring_forward_and_backward(options):
     assert macs(lambda: mixer(h, 2).sum().backward()) == 3 * forward  # each factor of a product gets a gradient
     mixer, h = mixer.to("meta"), torch.empty(B, L, C, requires_grad=True, device="meta")
     assert macs(lambda: mixer(h, 2).sum().backward()) == 3 * forward
+
+
+def test_a_convolution_over_the_grid():
+    x, weight, bias = torch.randn(2, 6, 5, requires_grad=True), torch.randn(5, 3, 3), torch.randn(5)
+    assert macs(lambda: grid_conv(x, weight, bias, 2)) == 2 * 6 * 5 * 9
+    assert macs(lambda: grid_conv(x, weight, bias, 2).sum().backward()) == 3 * 2 * 6 * 5 * 9
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -10,6 +10,7 @@ from plain_model import plain_grid_conv
 from scan_cases import relative_rms
 from test_short_conv import BACKENDS, half, needs_triton
 from test_short_conv import TOLERANCE as ONE_ROUNDING
+from vision_longhorn.kernels import grid_conv
 from vision_longhorn.kernels.dispatch import get_backend
 
 # Two walks may follow each other, and the interpreter cuts bfloat16's digits off instead of rounding.
@@ -181,3 +182,47 @@ def test_gpu_same_bits(B, rows, D):
     for _ in range(20):
         again = run("triton", *inputs, rows, torch.bfloat16)
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+# The operator
+
+
+def operands(dtype=torch.float32, device="cpu"):
+    torch.manual_seed(1)
+    x, weight, bias = torch.randn(2, 12, 10), torch.randn(10, 3, 3), torch.randn(10)
+    return [value.to(device, dtype).requires_grad_() for value in (x, weight, bias)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_operator_is_the_convolution(backend):
+    x, weight, bias = operands()
+    dy = torch.randn(2, 12, 10)
+    y = grid_conv(x[..., ::2], weight[::2], bias[::2], 3, backend)
+    got = torch.autograd.grad(y, (x, weight, bias), dy[..., ::2])
+    plain = F.silu(
+        F.conv2d(x.view(2, 3, 4, 10).permute(0, 3, 1, 2)[:, ::2], weight[::2, None], bias[::2], padding=1, groups=5)
+    )
+    plain = plain.permute(0, 2, 3, 1).flatten(1, 2)
+    expected = torch.autograd.grad(plain, (x, weight, bias), dy[..., ::2])
+    for found, right in zip((y, *got), (plain, *expected), strict=True):
+        assert relative_rms(found, right.double()) <= ONE_ROUNDING[torch.float32]
+
+
+def test_operator_keeps_torchs_rules():
+    torch.library.opcheck(torch.ops.vision_longhorn.grid_conv.default, (*operands(), 4, "auto"))
+
+
+@pytest.mark.parametrize(
+    "shapes,rows,words",
+    [
+        (((2, 12, 10), (10, 3, 2), (10,)), 3, "odd K"),
+        (((2, 12, 10), (9, 3, 3), (10,)), 3, "(9, 3, 3)"),
+        (((12, 10), (10, 3, 3), (10,)), 3, "x (12, 10)"),
+        (((2, 12, 10), (10, 3, 3), (10,)), 5, "rows=5 with 12 tokens"),
+        (((2, 12, 10), (10, 3, 3), (10,)), 0, "rows=0"),
+    ],
+)
+def test_operator_names_what_is_wrong(shapes, rows, words):
+    with pytest.raises(ValueError) as error:
+        grid_conv(*map(torch.empty, shapes), rows)
+    assert words in str(error.value)

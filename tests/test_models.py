@@ -381,6 +381,7 @@ def test_model_with_a_grid_conv_sees_the_grid_of_the_image_at_hand():
         (dict(d_state=5, d_conv=3, expand=3, dt_rank=4), (3, 32, 32)),
         (dict(d_conv=1, d_state=1), (3, 32, 32)),
         (dict(mlp_ratio=2.5, expand=1), (3, 32, 32)),
+        (dict(GRID, img_size=(40, 24), mlp_ratio=2.5, mlp_conv=3, scan_order="rows_columns"), (3, 40, 24)),
     ],
 )
 @pytest.mark.parametrize("wiring", ("vim", "shared"))
@@ -512,6 +513,9 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(grid_conv=True), "grid_conv=True"),
         (dict(mlp_ratio=-1), "mlp_ratio=-1"),
         (dict(mlp_ratio=0.001), "mlp_ratio=0.001"),
+        (dict(GRID, mlp_ratio=2, mlp_conv=2), "mlp_conv=2"),
+        (dict(GRID, mlp_conv=3), "as mlp_ratio"),
+        (dict(mlp_ratio=2, mlp_conv=3), "class_token='none'"),
         (dict(global_pool="mean"), "global_pool='mean'"),
         (dict(class_token="none"), "global_pool='avg'"),
         (dict(mixer="mamba", rule="exact"), "rule='exact'"),
@@ -662,7 +666,7 @@ def test_model_made_without_memory_is_initialised_later(name, options):
         dict(mixer="mamba"),
         dict(wiring="shared"),
         dict(beta="scalar"),
-        dict(GRID, mlp_ratio=2),
+        dict(GRID, mlp_ratio=2, mlp_conv=3),
         dict(mixer="mamba", wiring="shared"),
     ],
 )

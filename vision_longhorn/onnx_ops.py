@@ -79,6 +79,14 @@ def _silu(value: Any) -> Any:
     return value * op.Sigmoid(value)
 
 
+def _over_grid(x: Any, weight: Any, bias: Any, rows: Any, D: int, K: int) -> Any:
+    """Convolve x (B, D, L) over its grid of `rows` with the weight (D, 1, K, K) and the bias (D,)."""
+    rest = op.Constant(value_ints=[-1])
+    grid = op.Reshape(x, op.Concat(op.Constant(value_ints=[0, 0]), op.Reshape(rows, [1]), rest, axis=0))
+    y = op.Conv(grid, weight, bias, group=D, kernel_shape=[K, K], pads=[K // 2] * 4)
+    return op.Reshape(y, [0, 0, -1])
+
+
 def _unit(value: Any) -> Any:
     """Scale to unit length, see `backends.torch.unit`."""
     return value / op.Sqrt(op.ReduceSumSquare(value, [-1], keepdims=1) + EPS)
@@ -193,10 +201,7 @@ def mix(*values: Any) -> Any:
         """Return x for the set of parameters s, (L, B, D)."""
         if len(m.conv_weight.shape) == 4:  # one for all, over the grid
             weight, bias = op.Transpose(m.conv_weight, perm=[1, 0, 2, 3]), _entry(m.conv_bias, 0)
-            same, rest = op.Constant(value_ints=[0, 0]), op.Constant(value_ints=[-1])
-            grid = op.Reshape(x, op.Concat(same, op.Reshape(m.rows, [1]), rest, axis=0))
-            u = op.Conv(grid, weight, bias, group=d_inner, kernel_shape=[taps, taps], pads=[taps // 2] * 4)
-            u = op.Reshape(u, [0, 0, -1])
+            u = _over_grid(x, weight, bias, m.rows, d_inner, taps)
         else:
             weight, pads = _entry(m.conv_weight, s), [taps - 1, 0]
             if s == 1 or m.reversed:  # against the order of the tokens
@@ -233,5 +238,11 @@ def mix(*values: Any) -> Any:
     return y, op.Identity(y), op.Identity(y), op.Identity(y)
 
 
+@_translates
+def grid_conv(x: Any, weight: Any, bias: Any, rows: Any, backend: Any) -> Any:
+    y = _over_grid(op.Transpose(x, perm=[0, 2, 1]), _axis(weight, 1), bias, rows, weight.shape[0], weight.shape[-1])
+    return op.Transpose(_silu(y), perm=[0, 2, 1])
+
+
 # For `torch.onnx.export(..., dynamo=True, custom_translation_table=TRANSLATIONS, opset_version=OPSET)`.
-TRANSLATIONS = {torch.ops.vision_longhorn.mix.default: mix, torch.ops.vision_longhorn.scan.default: scan}
+TRANSLATIONS = {getattr(torch.ops.vision_longhorn, f.__name__).default: f for f in (mix, scan, grid_conv)}

@@ -19,6 +19,7 @@ from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from vision_longhorn.kernels.contract import check_option
+from vision_longhorn.models.conv_mlp import ConvMlp
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import Mixer, check_options, create_mixer, reset_mixer
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
@@ -46,13 +47,15 @@ class Block(nn.Module):
         class_token: its place among the tokens, "middle", "first", "last" or "none".
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mlp_ratio: inner width of the MLP over `dim`; 0 for no MLP.
+        mlp_conv: side of the convolution over the grid of patches inside the MLP (`ConvMlp`), 0 for none.
         mixer_args: options of the mixer, and `index`, the number of this block in the model.
 
     Raises:
-        ValueError: the mixer uses the grid of patches, and there is a class token; or an MLP has no width.
+        ValueError: mixer or MLP use the grid of patches, and there is a class token; or the MLP has no width.
     """
 
     needs_grid: Final[bool]
+    mlp_needs_grid: Final[bool]
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class Block(nn.Module):
         class_token: str = "middle",
         grid_conv: int = 0,
         mlp_ratio: float = 0.0,
+        mlp_conv: int = 0,
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -74,22 +78,28 @@ class Block(nn.Module):
         self.grid_conv = GridConv(dim, grid_conv, class_token, device=device, dtype=dtype) if grid_conv else None
         self.mixer = create_mixer(mixer, dim, eps=eps, device=device, dtype=dtype, **mixer_args)
         self.needs_grid = bool(getattr(self.mixer, "needs_grid", False))
-        if self.needs_grid and class_token != "none":
+        self.mlp_needs_grid = mlp_conv != 0
+        if (self.needs_grid or self.mlp_needs_grid) and class_token != "none":
             raise ValueError(
-                f"class_token={class_token!r} with a mixer over the grid of patches, where a class token has no place: "
-                "use class_token='none', or a mixer without the grid (conv='causal', rope=False)"
+                f"class_token={class_token!r} with a block over the grid of patches, where a class token has no place: "
+                "use class_token='none', or a block without the grid (conv='causal', rope=False, mlp_conv=0)"
             )
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         hidden = int(mlp_ratio * dim)
         if mlp_ratio and hidden < 1:
             raise ValueError(f"mlp_ratio={mlp_ratio}: give the MLP's inner width over embed_dim, or 0 for no MLP")
+        if mlp_conv and not hidden:
+            raise ValueError(f"mlp_conv={mlp_conv} without an MLP: give its inner width over embed_dim as mlp_ratio")
         self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden else None
-        self.mlp = Mlp(dim, hidden, device=device, dtype=dtype) if hidden else None
+        self.mlp: Optional[nn.Module] = None
+        if hidden:
+            make = partial(ConvMlp, size=mlp_conv) if mlp_conv else Mlp
+            self.mlp = make(dim, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
         """Map tokens (B, L, dim) to (B, L, dim). A block that uses the grid of patches needs its number of `rows`."""
         h = self.norm(x.to(self.norm.weight.dtype))
-        if self.reads_columns or self.needs_grid or self.grid_conv is not None:
+        if self.reads_columns or self.needs_grid or self.mlp_needs_grid or self.grid_conv is not None:
             _assert(rows > 0, "this block needs the grid of patches: give rows=N, the number of its rows")
         if self.grid_conv is not None:
             h = self.grid_conv(h, rows)
@@ -105,7 +115,12 @@ class Block(nn.Module):
             h = turn_patches(h, rows_read, self.class_token)
         x = x + self.drop_path(h)
         if self.mlp is not None and self.mlp_norm is not None:
-            x = x + self.drop_path(self.mlp(self.mlp_norm(x.to(self.mlp_norm.weight.dtype))))
+            h = self.mlp_norm(x.to(self.mlp_norm.weight.dtype))
+            if self.mlp_needs_grid:
+                h = self.mlp(h, rows)
+            else:
+                h = self.mlp(h)
+            x = x + self.drop_path(h)
         return x
 
 
@@ -129,6 +144,7 @@ class VisionLonghorn(nn.Module):
             wiring="alternate" two and two, so that four blocks have read them in all four directions).
         grid_conv: side, such as 3, of a depthwise convolution over the grid of patches before each mixer; 0 for none.
         mlp_ratio: give each block an MLP after the mixer, `mlp_ratio` times as wide inside; 0 for none.
+        mlp_conv: side, such as 3, of a depthwise convolution over the grid of patches inside the MLPs; 0 for none.
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
@@ -168,6 +184,7 @@ class VisionLonghorn(nn.Module):
         scan_order: str = "rows",
         grid_conv: int = 0,
         mlp_ratio: float = 0.0,
+        mlp_conv: int = 0,
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -196,7 +213,7 @@ class VisionLonghorn(nn.Module):
         turned = [scan_order == "rows_columns" and i // period % 2 == 1 for i in range(depth)]
         rates = cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth))
         options = dict(eps=norm_eps, mixer=mixer, class_token=class_token, grid_conv=grid_conv, **mixer_args, **dd)
-        options |= dict(mlp_ratio=mlp_ratio, residual_layers=2 * depth if mlp_ratio else depth)
+        options |= dict(mlp_ratio=mlp_ratio, mlp_conv=mlp_conv, residual_layers=2 * depth if mlp_ratio else depth)
         blocks = [Block(embed_dim, rates[i], reads_columns=turned[i], index=i, **options) for i in range(depth)]
         self.blocks = nn.Sequential(*blocks)
         reduction = self.patch_embed.feat_ratio()
