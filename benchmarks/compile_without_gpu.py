@@ -195,7 +195,7 @@ def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import projections
 
     size, *one = variant.split("_")
-    D, R = {"base": (1536, 48), "small": (768, 24), "tiny": (384, 16)}[size]
+    D, R = {"base": (1536, 48), "small": (768, 24), "tiny": (384, 16), "narrow": (192, 16)}[size]
     M = R + 2 * 16
     dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
     x_proj = _tensor(2, M, D, dtype=dtype)
@@ -225,7 +225,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
-    "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid")),
+    "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
     "rope": (compile_rope, ("both_directions",)),
     "unit": (compile_unit, ("both_directions",)),
 }

@@ -160,7 +160,7 @@ def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
         found.append((low, grad, place[: len(x)]))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
-    if has_projection_kernels(backend.name, device) and dtype != torch.float32 and D % 128 == 0 and M <= 64:
+    if has_projection_kernels(backend.name, device) and dtype != torch.float32 and D % 64 == 0 and M <= 64:
         assert grad.dtype == torch.float32
     x, dx, dlow, x_proj = (value.double().cpu() for value in (x, dx, dlow, x_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
@@ -187,7 +187,9 @@ def test_the_projection_to_what_the_scan_wants_and_its_gradients(backend, S, T, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("T,D,M", [(200, 128, 48), (9, 256, 23), (9, 128, 72), (33, 100, 44), (0, 128, 8)])
+@pytest.mark.parametrize(
+    "T,D,M", [(200, 128, 48), (200, 192, 48), (9, 256, 23), (9, 128, 72), (33, 100, 44), (0, 128, 8)]
+)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_the_projection_of_an_x_that_both_sets_share_and_its_gradients(backend, T, D, M, dtype):
     check_x_proj(backend, 2, T, D, M, dtype, "cpu", shared=True)
@@ -198,7 +200,7 @@ def test_the_projection_of_an_x_that_both_sets_share_and_its_gradients(backend, 
     "S,B,L,D,M,turned",
     [
         (2, 3, 69, 128, 56, Turned(69, 3, 24, 16)),
-        (1, 2, 35, 256, 41, Turned(35, 5, 8, 16)),
+        (1, 2, 35, 192, 41, Turned(35, 5, 8, 16)),
         (2, 5, 4, 128, 16, Turned(4, 4, 8, 4)),
         (2, 1, 1, 128, 64, Turned(1, 1, 16, 16)),  # as with A behind them
         (2, 2, 6, 128, 32, Turned(6, 2, 8, 12)),  # no power of 2
@@ -226,7 +228,7 @@ def check_dt_proj(backend, S, T, D, R, M, dtype, device):
         found.append((torch.bmm(low[..., :R], dt_proj.mT), grad, dlow[..., :R]))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
-    if has_projection_kernels(backend, device) and dtype != torch.float32 and D % 128 == 0 and T and R <= 64:
+    if has_projection_kernels(backend, device) and dtype != torch.float32 and D % 64 == 0 and T and R <= 64:
         assert grad.dtype == torch.float32
     dstep, low, dt_proj = (value.double() for value in (dstep, low[..., :R], dt_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
@@ -239,7 +241,7 @@ def check_dt_proj(backend, S, T, D, R, M, dtype, device):
 @pytest.mark.parametrize(
     "S,T,D,R,M",
     [(2, 200, 256, 16, 48), (1, 37, 128, 24, 40), (2, 5, 384, 8, 24), (2, 70, 768, 24, 56), (1, 9, 512, 16, 48),
-     (1, 33, 100, 8, 20), (2, 0, 128, 8, 24),
+     (2, 70, 192, 12, 44), (1, 33, 100, 8, 20), (2, 0, 128, 8, 24),
      (2, 9, 1, 8, 24), (1, 9, 128, 7, 20), (1, 9, 128, 64, 96), (1, 9, 128, 66, 96)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -393,7 +395,16 @@ def test_two_directions_cannot_be_reversed(layout):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "T,D,M", [(50432, 768, 56), (48680, 384, 48), (197, 1536, 64), (1, 128, 20), (1001, 100, 44), (300, 128, 23)]
+    "T,D,M",
+    [
+        (50432, 768, 56),
+        (48680, 384, 48),
+        (25088, 192, 48),
+        (197, 1536, 64),
+        (1, 128, 20),
+        (1001, 100, 44),
+        (300, 128, 23),
+    ],
 )
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
 def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
@@ -409,6 +420,7 @@ def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
         (64, 768, 56, Turned(196, 14, 24, 16)),
         (8, 384, 48, Turned(780, 78, 16, 16)),
         (5, 1536, 64, Turned(35, 7, 48, 8)),
+        (40, 192, 48, Turned(196, 14, 16, 16)),
         (3, 128, 41, Turned(10, 2, 8, 4)),
         (3, 128, 32, Turned(12, 4, 8, 12)),
     ],
@@ -423,6 +435,7 @@ def test_gpu_projection_to_keys_and_queries_that_turn(B, D, M, turned, dtype, sh
     [
         (50432, 768, 24, 56),
         (48680, 384, 16, 48),
+        (25088, 192, 16, 48),
         (197, 1536, 48, 80),
         (1, 128, 8, 20),
         (1001, 100, 24, 44),

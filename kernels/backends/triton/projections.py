@@ -22,9 +22,9 @@ from .lanes import kernel, on_hopper, operand
 from .rope import rotate, turn, turn_arguments
 from .tuning import multiprocessors
 
-_STAGES = 3  # tiles that are being loaded: backward, a program fills most of the shared memory
-_FORWARD_TILE, _X_TILE = (64, 64), (64, 128)  # tokens and channels
-_DT_TILE = 64, 128  # of which a program takes up to three side by side, or two if ranks are wide
+_TOKENS = 64  # of a tile
+_BLOCK = 64  # channels that any width is a multiple of
+_STAGES = 3  # tiles that are being loaded: backward, a program of 128 channels or more fills the shared memory
 _WIDEST = 64  # the most numbers of a token for which registers can hold sums
 _PAD_BLOCK = 1024
 
@@ -156,15 +156,15 @@ def _x_proj_backward_kernel(
 
 def _takes(tokens: Tensor, *others: Tensor) -> bool:
     """Tell whether a kernel can take these: on Hopper, contiguous 16-bit numbers in whole blocks of channels."""
-    fits = tokens.dtype.itemsize == 2 and tokens.shape[2] % 128 == 0
+    fits = tokens.dtype.itemsize == 2 and tokens.shape[2] % _BLOCK == 0
     return on_hopper(tokens.device) and fits and all(value.is_contiguous() for value in (tokens, *others))
 
 
-def _parts(tokens: Tensor, tile: int, blocks: int) -> int:
-    """Return the number of parts of a set's tokens: as many as give each multiprocessor a program, and at least one,
-    which writes zeros where there is no token."""
+def _parts(tokens: Tensor, blocks: int, programs: int = 1) -> int:
+    """Return the number of parts of a set's tokens: as many as give each multiprocessor so many `programs`, and at
+    least one, which writes zeros where there is no token."""
     S, T, _ = tokens.shape
-    return max(1, min(ceil_div(T, tile), multiprocessors(tokens.device) // (S * blocks)))
+    return max(1, min(ceil_div(T, _TOKENS), programs * multiprocessors(tokens.device) // (S * blocks)))
 
 
 def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
@@ -177,10 +177,9 @@ def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = Non
             rotate(turned.of(low), turned.rows)
         return low
     low = x.new_empty(S, T, M)
-    tokens, channels = _FORWARD_TILE
     with torch.cuda.device_of(x):
-        _x_proj_forward_kernel[(ceil_div(T, tokens), len(x))](
-            x, projection.contiguous(), low, T, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels, BT=tokens,
+        _x_proj_forward_kernel[(ceil_div(T, _TOKENS), len(x))](
+            x, projection.contiguous(), low, T, D=D, M=M, MB=max(16, power_of_2(M)), BD=_BLOCK, BT=_TOKENS,
             SHARED=S // len(x), STAGES=_STAGES, **turn_arguments(turned), num_warps=4)  # fmt: skip
     return low
 
@@ -190,14 +189,15 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> 
     (S, T, M), D = dlow.shape, x.shape[2]
     if M > _WIDEST or not _takes(x, dlow, dx):
         return plain.x_proj_backward(dlow, x, projection, dx)
-    tokens, channels = _X_TILE
+    # Where blocks are narrow, two programs of a multiprocessor take turns.
+    channels, stages, warps, programs = (128, _STAGES, 8, 1) if D % 128 == 0 else (_BLOCK, 2, 4, 2)
     blocks = D // channels
-    parts = _parts(x, tokens, blocks)
+    parts = _parts(x, blocks, programs)
     sums = x.new_empty(S, parts, M * D, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
-            BT=tokens, SHARED=S // len(x), STAGES=_STAGES, num_warps=8)  # fmt: skip
+            BT=_TOKENS, SHARED=S // len(x), STAGES=stages, num_warps=warps)  # fmt: skip
     return sum_sequences(sums)[0].view(S, M, D)
 
 
@@ -246,17 +246,17 @@ def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tenso
     (S, T, D), R = dstep.shape, projection.shape[2]
     if not T or not 0 < R <= _WIDEST or not _takes(dstep, low, dlow):
         return plain.dt_proj_backward(dstep, low, projection, dlow)
-    tokens, channels = _DT_TILE
+    channels = 128 if D % 128 == 0 else _BLOCK
     most = 3 if R <= 32 else 2  # shared memory also holds their projections
     count = next(count for count in range(most, 0, -1) if D % (count * channels) == 0)
     blocks = D // (count * channels)
-    parts = _parts(dstep, tokens, blocks)
+    parts = _parts(dstep, blocks)
     partial = dlow if blocks == 1 else dstep.new_empty(blocks, S, T, R, dtype=torch.float32)
     sums = dstep.new_empty(S, parts, D * R, dtype=torch.float32)
     with torch.cuda.device_of(dstep):
         _dt_proj_backward_kernel[(parts, blocks, S)](
             dstep, low, projection.contiguous(), partial, sums, T, parts, D=D, R=R, RB=max(16, power_of_2(R)),
-            STRIDE=low.shape[2], OUT=partial.shape[-1], BD=channels, COUNT=count, BT=tokens, STAGES=_STAGES,
+            STRIDE=low.shape[2], OUT=partial.shape[-1], BD=channels, COUNT=count, BT=_TOKENS, STAGES=_STAGES,
             num_warps=8)  # fmt: skip
     if blocks > 1:
         sum_rows(partial, dlow[..., :R])
