@@ -53,7 +53,7 @@ PARTS = tuple(
         ("scan, other", r"^_(norm|carry|adjoint|add|finish_rows|finish_columns)_kernel"),
         ("short convolution", r"^_((grid_)?conv.*|finish_taps)_kernel|conv_depthwise|depthwise_conv"),
         ("gated norm", r"^_gated_norm"),
-        ("matrix products", r"^triton_tem_"),
+        ("matrix products", r"^triton_tem_|^_(x|dt)_proj_"),
         (FUSED, r"^triton_"),
         ("attention", r"flash|fmha|attention|sdpa"),
         ("matrix products", r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma"),

@@ -202,6 +202,7 @@ def test_size_in_a_name(name, size):
         ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<4, int>", "short convolution"),
         ("_gated_norm_kernel", "gated norm"),
         ("triton_red_fused__scaled_dot_product_flash_attention_backward_add_3", profile_model.FUSED),
+        ("_x_proj_forward_kernel", "matrix products"),
         ("triton_tem_fused_mm_12", "matrix products"),
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits>", "attention"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT", "matrix products"),
