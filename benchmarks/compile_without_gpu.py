@@ -100,13 +100,14 @@ SCANS = {
     "states_32": dict(states=32),
     "A_per_token": dict(A_per_token=True),
     "chunked": dict(regime="chunked", channels=768, batch=128),  # of many sequences
-    "chunked_few": dict(regime="chunked"),
+    "chunked_few": dict(regime="chunked", batch=1),
+    "chunked_fewest": dict(regime="chunked", batch=1, channels=96),
     "chunked_scalar": dict(regime="chunked", channels=768, batch=128, step=1),
     "chunked_32": dict(regime="chunked", channels=768, batch=128, states=32),
     # Logits at low rank, as in the tiny and small models, and where there is little to do.
     "chunked_rank_16": dict(regime="chunked", channels=384, batch=128, rank=16),
     "chunked_rank_24": dict(regime="chunked", channels=768, batch=128, rank=24),
-    "chunked_rank_few": dict(regime="chunked", rank=16),
+    "chunked_rank_few": dict(regime="chunked", batch=1, rank=16),
 }
 
 

@@ -110,8 +110,9 @@ def test_sizes_directions_and_absent_inputs(device, B, L, D, N, direction, combi
 
 
 def gpu_is_full(monkeypatch, full):
-    """Whether the kernels are launched as where there is enough to do, or too little."""
-    monkeypatch.setattr(chunks, "multiprocessors", lambda *_: 0 if full else 10**6)
+    """Whether the kernels are launched as where there is enough to do, or too little; None: as in between, where two
+    directions have 32 channels."""
+    monkeypatch.setattr(chunks, "multiprocessors", lambda *_: {True: 0, False: 10**6, None: 1}[full])
 
 
 @pytest.mark.parametrize("L,full", [(1, True), (7, False), (8, True), (9, False), (16, True), (23, False), (33, True)])
@@ -182,8 +183,9 @@ def test_the_gradient_of_z_in_a_place_that_is_given(device, offset, full, monkey
     "B,L,D,N,R,direction,combine,stacked,full",
     [
         (1, 9, 64, 16, 16, "both", "mean", True, True),
-        (2, 11, 32, 8, 24, "both", "mean", True, False),
+        (2, 11, 32, 8, 24, "both", "mean", True, None),
         (1, 18, 34, 8, 8, "both", "none", False, False),
+        (1, 9, 32, 16, 16, "both", "mean", True, False),
         (1, 17, 48, 16, 24, "backward", "none", False, True),
         (1, 7, 64, 16, 24, "forward", "none", False, True),
     ],
@@ -317,7 +319,7 @@ def test_beyond_a_kept_state_and_the_same_bits_if_found_again(device):
     assert equal(kept, outputs_and_gradients(inputs, save_states=False, **options))
 
 
-@pytest.mark.parametrize("full", (True, False))
+@pytest.mark.parametrize("full", (True, False, None))
 def test_the_same_bits_again_and_without_what_is_kept(device, full, monkeypatch):
     gpu_is_full(monkeypatch, full)
     inputs = {n: v.to(device) for n, v in inputs_of(1, 9, 32, 16, direction="both").items()}

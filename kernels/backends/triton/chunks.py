@@ -37,26 +37,27 @@ class Shape(NamedTuple):
         return 16 * self.pairs * self.warps
 
 
-# The fastest on an H200 with 16 states: for work that fills the GPU, and for less.
+# The fastest on an H200 with 16 states, each for work that gives a multiprocessor so many warps or more.
 _SHAPES = {
-    "forward": (Shape(4, 2, 168, 3), Shape(1, 1, None, 4)),
-    "backward": (Shape(2, 4, 168, 2), Shape(1, 2, None, 4)),
+    "forward": ((8, Shape(4, 2, 168, 3)), (0, Shape(1, 1, None, 4))),
+    "backward": ((8, Shape(2, 4, 168, 2)), (2, Shape(2, 2, None, 3)), (0, Shape(1, 2, None, 4))),
 }
 
 
 def choose(kernel: str, scan: Scan) -> Shape:
     G, B, _, D, N = scan.sizes
-    many, few = _SHAPES[kernel]
-    pairs = many.pairs if N <= 16 else many.pairs // 2
-    if D % (16 * pairs) or G * B * D // (16 * pairs) < 8 * multiprocessors(scan.x.device):
-        warps = min(few.warps, power_of_2(ceil_div(D, 16)))
-        return Shape(few.pairs, warps, few.registers if N <= 16 else None, few.stages)
-    warps = many.warps
-    # Where directions meet, half of the warps have the same channels as the other half.
-    meet = kernel == "forward" and _combined(scan)
-    while D % ((8 if meet else 16) * pairs * warps):
-        warps //= 2
-    return Shape(pairs, warps, many.registers, many.stages)
+    *many, (_, few) = _SHAPES[kernel]
+    for least, shape in many:
+        pairs = shape.pairs if N <= 16 else shape.pairs // 2
+        if D % (16 * pairs) or G * B * D // (16 * pairs) < least * multiprocessors(scan.x.device):
+            continue
+        warps = shape.warps
+        # Where directions meet, half of the warps have the same channels as the other half.
+        meet = kernel == "forward" and _combined(scan)
+        while D % ((8 if meet else 16) * pairs * warps):
+            warps //= 2
+        return shape._replace(pairs=pairs, warps=warps)
+    return few._replace(warps=min(few.warps, power_of_2(ceil_div(D, 16))))
 
 
 def obstacle(scan: Scan) -> Optional[str]:
