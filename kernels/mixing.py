@@ -35,7 +35,8 @@ class Mix(NamedTuple):
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token; over the grid (1, D, K, K)
     conv_bias: Tensor              # (S, D); over the grid (1, D)
-    x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
+    x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A. With heads,
+                                   # their keys and queries are sums over their own channels
     dt_proj: Tensor                # (S, H, R), with H = D, 1 or N logits of a token
     dt_bias: Tensor                # (S, H)
     A_log: Optional[Tensor]        # (S, D, N) for Mamba, A = -exp(A_log); or (S, N), added to the token's part
@@ -47,6 +48,7 @@ class Mix(NamedTuple):
     qk_norm: bool = False          # keys and queries have unit length (`backends.torch.unit`)
     rows: int = 0                  # of the grid of patches, where something uses it
     rope: bool = False             # keys and queries are turned by their place in the grid (`backends.torch.rope`)
+    num_heads: int = 1             # parts of the channels, each with keys and queries of its own
     # fmt: on
 
     @property
@@ -75,12 +77,15 @@ class Mix(NamedTuple):
 
     @property
     def d_state(self) -> int:
-        return (self.x_proj.shape[1] - self.dt_proj.shape[2]) // (3 if self.A_per_token else 2)
+        """States of a channel. (Once `prepare` has spread x_proj over the heads.)"""
+        return (self.x_proj.shape[1] - self.dt_proj.shape[2]) // (3 if self.A_per_token else 2) // self.num_heads
 
     @property
     def turned(self) -> Optional[Turned]:
         """Where `low` and its gradient have the keys and queries, if these are turned."""
-        return Turned(self.xz.shape[1], self.rows, self.width, self.d_state) if self.rope else None
+        if not self.rope:
+            return None
+        return Turned(self.xz.shape[1], self.rows, self.width, self.d_state, self.num_heads)
 
     @property
     def A_per_token(self) -> bool:
@@ -113,7 +118,7 @@ class Mix(NamedTuple):
                 direction, z = "both", None
         return Scan(
             x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token,
-            step_proj=step_proj, qk_norm=self.qk_norm)  # fmt: skip
+            step_proj=step_proj, qk_norm=self.qk_norm, num_heads=self.num_heads)  # fmt: skip
 
 
 TENSORS = Mix._fields[:9]
@@ -121,7 +126,8 @@ FIELDS = Mix._fields[:11]  # programs call the operator with arguments in this o
 
 
 def prepare(mix: Mix) -> Mix:
-    """Check the shapes of `mix`, and make its tensors contiguous. (`check` looks at the inputs of the scan.)"""
+    """Check the shapes of `mix`, make its tensors contiguous, and spread x_proj over the heads. (`check` looks at the
+    inputs of the scan.)"""
     S, D = (1 if mix.shared else min(2, len(mix.x_proj))), mix.D.shape[-1]
     _, steps, R = mix.dt_proj.shape
     uses_grid, L, K = mix.over_grid or mix.rope, mix.xz.shape[1], mix.conv_weight.shape[-1]
@@ -143,6 +149,13 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
+    if mix.num_heads > 1:
+        if D % mix.num_heads or mix.A_per_token:
+            raise ValueError(
+                f"num_heads={mix.num_heads} with {D} channels and A_per_token={mix.A_per_token}: heads divide the "
+                "channels evenly, and a token's A has no heads"
+            )
+        mix = mix._replace(x_proj=spread_heads(mix.x_proj, R, mix.num_heads))
     if mix.rope and mix.d_state % 4:
         raise ValueError(f"rope=True with d_state={mix.d_state}: give a multiple of 4, since points of two axes turn")
     if mix.reversed and (mix.shared or S == 2):
@@ -151,6 +164,21 @@ def prepare(mix: Mix) -> Mix:
     parameters: list[Any] = [None if value is None else value.contiguous() for value in given]
     xz = mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous()
     return Mix(xz, *parameters, *mix[len(TENSORS) :])
+
+
+def spread_heads(x_proj: Tensor, R: int, heads: int) -> Tensor:
+    """Return the matrix (S, R + 2 heads N, D) that gives step sizes from all channels, and each head's key and query
+    from its own ones, which are columns of x_proj (S, R + 2 N, D)."""
+    own = x_proj[:, R:].unflatten(1, (2, 1, -1)).unflatten(-1, (heads, -1))  # (S, 2, 1, N, heads, D / heads)
+    of_head = torch.eye(heads, dtype=x_proj.dtype, device=x_proj.device)[:, None, :, None]
+    return torch.cat([x_proj[:, :R], (own * of_head).flatten(4).flatten(1, 3)], 1)
+
+
+def gather_heads(spread: Tensor, R: int, heads: int) -> Tensor:
+    """Return the gradient of x_proj from that of what `spread_heads` returns."""
+    own = spread[:, R:].unflatten(1, (2, heads, -1)).unflatten(-1, (heads, -1))  # (S, 2, heads, N, heads, D / heads)
+    own = own.diagonal(dim1=2, dim2=4).transpose(-1, -2)  # (S, 2, N, heads, D / heads)
+    return torch.cat([spread[:, :R], own.flatten(3).flatten(1, 2)], 1)
 
 
 # At this rate a token forgets everything. From 89 on A would be infinite in float32, and its gradient not a number.
@@ -174,17 +202,21 @@ def token_facts(
     A_log: Optional[Tensor],
     qk_norm: bool = False,
     rope_rows: int = 0,
+    num_heads: int = 1,
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """Return the logits with their bias (S, B, L, H), the keys (S, B, L, N) and A, in the dtype of the convolved x
-    (S, B, L, D). Parameters are as in `Mix`, and `rope_rows` are its rows if it has rope."""
+    """Return the logits with their bias (S, B, L, H), the keys (S, B, L, num_heads N) and A, in the dtype of the
+    convolved x (S, B, L, D). Parameters are as in `Mix`, and `rope_rows` are its rows if it has rope."""
     R = dt_proj.shape[2]
+    x_proj = x_proj if num_heads == 1 else spread_heads(x_proj, R, num_heads)
     low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
     k, q, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
     if rope_rows:
-        rotate(kq := torch.cat([k, q], -1), rope_rows)
+        rotate(kq := torch.cat([k, q], -1), rope_rows, heads=num_heads)
         k = kq[..., : k.shape[-1]]
-    return step, unit(k) if qk_norm else k, _rates(A_log, *a)
+    if qk_norm:
+        k = unit(k.unflatten(-1, (num_heads, -1))).flatten(-2)
+    return step, k, _rates(A_log, *a)
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -257,12 +289,14 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     elif mix.A_log is not None:
         grads["A_log"] = found["A"] * (-torch.exp(mix.A_log.to(wide(x))))
     if mix.turned:
-        backend.rotate(mix.turned.of(_rows(dlow)), mix.rows, back=True)
+        backend.rotate(mix.turned.of(_rows(dlow)), mix.rows, back=True, heads=mix.num_heads)
     # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
     dconvolved = _rows(found["x"])
     dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
+    if mix.num_heads > 1:
+        grads["x_proj"] = gather_heads(grads["x_proj"], mix.dt_proj.shape[2], mix.num_heads)
     given = dconvolved[: len(convolved)].view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx
     grads["conv_weight"], grads["conv_bias"] = (
         backend.grid_conv_backward(*given, mix.rows) if mix.over_grid else backend.conv_backward(*given, mix.reversed)
@@ -285,7 +319,7 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low = empty(S, B, L, mix.low_width)
     scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
-    saved = backend_for(backend, mix.xz.device).saved_shape(scan) if save_states else (0,)
+    saved = ops.saved_shape(scan, backend_for(backend, mix.xz.device)) if save_states else (0,)
     kept = (2, B, L, D) if mix.shared else mix.kept_shape(save_states)
     return empty(B, L, D), low, empty(saved, dtype=scan.accumulator), empty(kept)
 
@@ -303,7 +337,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
 
 _ARGUMENTS = arguments(Mix, FIELDS)
 # Programs of older versions do not give these.
-_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False"
+_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False, SymInt num_heads=1"
 _operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, {_LATER}", 4, _mix, _mix_shapes)
 define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
                  f"{_ARGUMENTS}, str backend, {_LATER}", 1, len(TENSORS), _mix_backward)  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .backends.torch.unit import unit
-from .contract import Scan, stack
+from .contract import Scan, split_heads, stack
 from .rules import get_rule, rule_of
 from .rules.base import read_out
 
@@ -85,6 +85,13 @@ def scan(scan: Scan) -> tuple[Tensor, Tensor]:
         y in the dtype of x, of shape `scan.output_shape`, and the final state in float32 (float64 for float64 x), of
         shape `scan.state_shape`.
     """
+    if scan.num_heads > 1:
+        found = [_scan(part) for part in split_heads(scan)]
+        return torch.cat([y for y, _ in found], -1), torch.cat([state for _, state in found], -2)
+    return _scan(scan)
+
+
+def _scan(scan: Scan) -> tuple[Tensor, Tensor]:
     G, B, L, D, N = scan.sizes
     rule = rule_of(scan)
     axes = {"A": 3 if scan.A_per_token else 2, "D": 1, "bias": 1}  # without the direction axis; others have 3

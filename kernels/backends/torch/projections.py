@@ -41,7 +41,7 @@ def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = Non
     projection (S, M, D). Its keys and queries are turned if `turned` says where they are."""
     low = torch.bmm(x.expand(len(projection), -1, -1), projection.transpose(1, 2))
     if turned:
-        rotate(turned.of(low), turned.rows)
+        rotate(turned.of(low), turned.rows, heads=turned.heads)
     return low
 
 

@@ -170,11 +170,11 @@ def _parts(tokens: Tensor, blocks: int, programs: int = 1) -> int:
 def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
     """See `backends.torch.projections.x_proj_forward`."""
     (S, M, D), T = projection.shape, x.shape[1]
-    can_turn = turned is None or power_of_2(turned.N) == turned.N
+    can_turn = turned is None or (turned.heads == 1 and power_of_2(turned.N) == turned.N)
     if not T or M > _WIDEST or not can_turn or not _takes(x):
         low = plain.x_proj_forward(x, projection)
         if turned:
-            rotate(turned.of(low), turned.rows)
+            rotate(turned.of(low), turned.rows, heads=turned.heads)
         return low
     low = x.new_empty(S, T, M)
     with torch.cuda.device_of(x):
