@@ -108,6 +108,9 @@ SCANS = {
     "chunked_rank_16": dict(regime="chunked", channels=384, batch=128, rank=16),
     "chunked_rank_24": dict(regime="chunked", channels=768, batch=128, rank=24),
     "chunked_rank_few": dict(regime="chunked", batch=1, rank=16),
+    "chunked_heads": dict(regime="chunked", channels=384, batch=128, rank=16, states=8, heads=6),
+    "chunked_heads_128": dict(regime="chunked", channels=768, batch=128, rank=24, heads=6),
+    "chunked_heads_few": dict(regime="chunked", batch=1, rank=16, states=8, heads=6),
 }
 
 
@@ -117,8 +120,8 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
     given = dict(tokens=TOKENS, regime="sequential", batch=BATCH, channels=CHANNELS, states=16, gate=True,
-                 combine="mean", A_per_token=False) | SCANS[variant]  # fmt: skip
-    B, L, D, N = given["batch"], given["tokens"], given["channels"], given["states"]
+                 combine="mean", A_per_token=False, heads=1) | SCANS[variant]  # fmt: skip
+    B, L, D, N, H = (given[name] for name in ("batch", "tokens", "channels", "states", "heads"))
     steps, rank = given.get("step", D), given.get("rank")
 
     def both(*shape: int) -> torch.Tensor:
@@ -130,9 +133,9 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
         steps = N
     z = _tensor(B, L, D, dtype=dtype) if given["gate"] else None
     scan = law.prepare(Scan(
-        both(B, L, D), both(B, L, rank or steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps),
-        None, rule, "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"],
-        step_proj=both(D, rank) if rank else None))  # fmt: skip
+        both(B, L, D), both(B, L, rank or steps), both(B, L, H * N), both(B, L, H * N), A, z, _tensor(2, D),
+        _tensor(2, steps), None, rule, "both", given["combine"], A_per_token=given["A_per_token"],
+        regime=given["regime"], step_proj=both(D, rank) if rank else None, num_heads=H))  # fmt: skip
     if given["regime"] == "chunked" and triton_chunks.obstacle(scan):
         return  # another regime takes this dtype, or this GPU
     saved = triton_scan.forward(scan, True)[2]

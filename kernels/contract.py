@@ -107,8 +107,11 @@ def head_of(name: str, value: Tensor, h: int, heads: int) -> Tensor:
 
 def split_heads(scan: Scan) -> list[Scan]:
     """Return the scans of which a scan with heads consists, one for each head."""
+    tensors = scan.tensors()
+    if scan.step_proj is not None:
+        del tensors["step"]  # at low rank, where all heads share it
     return [
-        scan._replace(num_heads=1, **{n: head_of(n, v, h, scan.num_heads) for n, v in scan.tensors().items()})
+        scan._replace(num_heads=1, **{n: head_of(n, v, h, scan.num_heads) for n, v in tensors.items()})
         for h in range(scan.num_heads)
     ]
 
