@@ -375,7 +375,7 @@ def test_a_grid_that_does_not_fit_is_named():
     inputs = operator_inputs(UPDATES[0], dict(conv="grid", rope=True), False)
     for rows in (4, 0, -2):
         with pytest.raises(ValueError, match=rf"rows={rows} with 6 tokens, .* the grid's rows, which divides"):
-            torch.ops.vision_longhorn.mix(*inputs[:-2], rows, True)
+            torch.ops.vision_longhorn.mix(*inputs[:-3], rows, True)
     even = (inputs[0], torch.ones(1, 12, 2, 2), *inputs[2:])
     with pytest.raises(ValueError, match=r"conv_weight has shape \(1, 12, 2, 2\); .* must be \(1, 12, 3, 3\)"):
         torch.ops.vision_longhorn.mix(*even)
