@@ -51,7 +51,8 @@ def longhorn_scan(
         beta_bias: (D,), or (1,) with a scalar beta; added to `beta`.
         initial_state: (B, D, N), with `direction="both"` (2, B, D, N); zeros if None.
         rule: "diagonal" or "exact".
-        options: direction, combine, return_final_state, save_states, backend, regime, qk_norm, see `recurrent_scan`.
+        options: direction, combine, return_final_state, save_states, backend, regime, qk_norm, num_heads, see
+            `recurrent_scan`.
 
     Returns:
         The same as `recurrent_scan`, which also lists the errors.
@@ -87,7 +88,7 @@ def selective_scan(
         dt_softplus: whether the step size is softplus(dt + dt_bias).
         x, z, D, initial_state: as in `longhorn_scan`.
         options: A_per_token, direction, combine, return_final_state, save_states, backend, regime, qk_norm (of B and
-            C), see `recurrent_scan`.
+            C), num_heads, see `recurrent_scan`.
 
     Returns:
         The same as `recurrent_scan`, which also lists the errors.

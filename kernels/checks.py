@@ -42,8 +42,8 @@ def _check_shapes(scan: Scan, rule: Rule) -> None:
     H, width = scan.num_heads, scan.k.shape[-1] if scan.k.ndim else 0
     if H < 1 or D % H or width % H or (H > 1 and scan.A_per_token):
         raise ValueError(
-            f"num_heads={H} with {D} channels, keys of {width} numbers and A_per_token={scan.A_per_token}: heads divide "
-            "channels and keys evenly, and a token's A has no heads"
+            f"num_heads={H} with {D} channels, keys of {width} numbers and A_per_token={scan.A_per_token}: heads "
+            "divide channels and keys evenly, and a token's A has no heads"
         )
     N = width // H
     if L < 1 or D < 1 or N < 1:

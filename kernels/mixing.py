@@ -337,7 +337,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
 
 _ARGUMENTS = arguments(Mix, FIELDS)
 # Programs of older versions do not give these.
-_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False, SymInt num_heads=1"
+_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False, int num_heads=1"
 _operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, {_LATER}", 4, _mix, _mix_shapes)
 define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
                  f"{_ARGUMENTS}, str backend, {_LATER}", 1, len(TENSORS), _mix_backward)  # fmt: skip

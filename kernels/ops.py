@@ -148,7 +148,7 @@ def _scan_backward(dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor
 
 
 _ARGUMENTS = arguments(Scan, FIELDS).replace("Tensor? step", "Tensor step")  # only the backends have None there
-_LATER = "bool qk_norm=False, SymInt num_heads=1"  # programs of older versions do not give these
+_LATER = "bool qk_norm=False, int num_heads=1"  # programs of older versions do not give these
 _operator = define("scan", f"{_ARGUMENTS}, bool return_final_state, bool save_states, str backend, str regime, "
                    f"{_LATER}", 3, _scan, _scan_shapes)  # fmt: skip
 define_gradients("scan", _operator, "Tensor? dy, Tensor? dfinal, Tensor saved, "

@@ -3,13 +3,14 @@
 The backends are tested against this loop. Each rule's formula is its `update` in `rules/`.
 """
 
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from .backends.torch.unit import unit
-from .contract import Scan, split_heads, stack
+from .contract import Scan, head_of, split_heads, stack
 from .rules import get_rule, rule_of
 from .rules.base import read_out
 
@@ -26,6 +27,7 @@ def longhorn_step(
     *,
     rule: str = "diagonal",
     qk_norm: bool = False,
+    num_heads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Run one token of Longhorn's recurrence (Algorithm 1 of arXiv 2407.14207): the update and the read-out.
 
@@ -37,15 +39,12 @@ def longhorn_step(
 
     Args:
         state: (B, D, N), the state after the tokens so far; zeros before the first.
-        x, beta, k, q, z, D, beta_bias, rule, qk_norm: as in `longhorn_scan`, without the axis of tokens.
+        x, beta, k, q, z, D, beta_bias, rule, qk_norm, num_heads: as in `longhorn_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).
     """
-    beta = beta if beta_bias is None else beta + beta_bias
-    k, q = (unit(k), unit(q)) if qk_norm else (k, q)
-    state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
-    return read_out(state, x, q, z, D), state
+    return _step(state, x, beta, k, q, None, z, D, beta_bias, rule, True, qk_norm, num_heads)
 
 
 def selective_step(
@@ -61,21 +60,35 @@ def selective_step(
     *,
     dt_softplus: bool = True,
     qk_norm: bool = False,
+    num_heads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Run one token of Mamba's selective scan (arXiv 2312.00752, Algorithm 2, with B discretised as dt * B).
 
     Args:
         state: (B, D, N), the state after the tokens so far.
         A: (D, N), or (B, 1, N) where A depends on the token.
-        x, dt, B, C, z, D, dt_bias, dt_softplus, qk_norm: as in `selective_scan`, without the axis of tokens.
+        x, dt, B, C, z, D, dt_bias, dt_softplus, qk_norm, num_heads: as in `selective_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).
     """
-    dt = dt if dt_bias is None else dt + dt_bias
-    B, C = (unit(B), unit(C)) if qk_norm else (B, C)
-    state = get_rule("mamba").update(state, x, dt, B, A, softplus=dt_softplus)
-    return read_out(state, x, C, z, D), state
+    return _step(state, x, dt, B, C, A, z, D, dt_bias, "mamba", dt_softplus, qk_norm, num_heads)
+
+
+def _step(
+    state: Tensor, x: Tensor, logit: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Optional[Tensor],
+    D: Optional[Tensor], bias: Optional[Tensor], rule: str, softplus: bool, qk_norm: bool, num_heads: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run one token of any rule: head by head, as each has its own channels, keys and queries."""
+    given = {"initial_state": state, "x": x, "step": logit, "k": k, "q": q, "A": A, "z": z, "D": D, "bias": bias}
+    ys, states = [], []
+    for h in range(num_heads):
+        s: Any = SimpleNamespace(**{n: v if v is None else head_of(n, v, h, num_heads) for n, v in given.items()})
+        key, query = (unit(s.k), unit(s.q)) if qk_norm else (s.k, s.q)
+        logit = s.step if s.bias is None else s.step + s.bias
+        states.append(get_rule(rule).update(s.initial_state, s.x, logit, key, s.A, softplus))
+        ys.append(read_out(states[-1], s.x, query, s.z, s.D))
+    return torch.cat(ys, -1), torch.cat(states, -2)
 
 
 def scan(scan: Scan) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,7 @@ VARIANTS = {
         global_pool="avg",
         mlp_ratio=2,
         mlp_conv=3,
+        num_heads=4,
     ),
     "exact grid alternate": dict(
         model_name="vlonghorn_test",

@@ -246,7 +246,8 @@ def test_initialising_again_changes_every_matrix(name):
         (dict(mixer="mamba2", rope=True), "'rope'; beside the model's own, mixer='mamba2' takes d_state, d_conv"),
         (dict(deepth=3), "unexpected keyword argument 'deepth', the nearest known one is 'depth'; beside"),
         (dict(d_stat=3), "'d_stat', the nearest known one is 'd_state'"),
-        (dict(heads=3), "unexpected keyword argument 'heads'; beside"),
+        (dict(heads=3), "'heads', the nearest known one is 'num_heads'"),
+        (dict(colour=3), "unexpected keyword argument 'colour'; beside"),
         (dict(mixer="mamba", rule="exact"), "rule='exact' belongs to Longhorn"),
         (dict(rule="gla", beta="scalar"), "beta='scalar' with rule='gla'"),
         (dict(A_per_token=True), "A_per_token=True with rule='diagonal'"),
@@ -303,7 +304,7 @@ def test_a_mixer_of_ones_own_over_the_grid_is_told_the_rows_it_sees():
     model.set_grad_checkpointing()
     model.forward_intermediates(images, intermediates_only=True)
     assert seen == [(4, 8), (8, 4)] * 2
-    with pytest.raises(ValueError, match="class_token='middle' with a mixer over the grid"):
+    with pytest.raises(ValueError, match="class_token='middle' with a block over the grid"):
         small_model(**options)
 
 

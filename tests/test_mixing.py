@@ -99,6 +99,9 @@ def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, ru
         dict(rule="exact", rope=True, save_states=True, wiring="alternate"),
         dict(rule="mamba", A_per_token=True, rope=True, conv="causal"),
         dict(rule="diagonal", rope=True, wiring="shared", conv="causal"),
+        dict(rule="exact", qk_norm=True, rope=True, num_heads=3),
+        dict(rule="mamba", num_heads=2, beta="scalar", wiring="shared", save_states=True),
+        dict(rule="diagonal", num_heads=4, conv="causal", wiring="alternate"),
     ],
     ids=str,
 )
@@ -167,8 +170,8 @@ def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
     right_low, right_dx = x @ x_proj.mT, dx + dlow @ x_proj
     right_dx = right_dx.sum(0, keepdim=True) if shared else right_dx
     if turned:
-        k, q = turned.first, turned.first + turned.N
-        for columns in (slice(k, q), slice(q, q + turned.N)):
+        for first in range(turned.first, turned.first + 2 * turned.heads * turned.N, turned.N):
+            columns = slice(first, first + turned.N)
             sequences = right_low[..., columns].unflatten(1, (-1, turned.L))
             right_low[..., columns] = plain_turn(sequences, turned.rows).flatten(1, 2)
     for value, right in zip(found[0], (right_low, dlow.mT @ x, right_dx)):
@@ -206,6 +209,7 @@ def test_the_projection_of_an_x_that_both_sets_share_and_its_gradients(backend, 
         (2, 2, 6, 128, 32, Turned(6, 2, 8, 12)),  # no power of 2
         (1, 2, 9, 128, 72, Turned(9, 3, 8, 32)),
         (2, 2, 6, 100, 56, Turned(6, 2, 24, 16)),
+        (2, 2, 6, 128, 64, Turned(6, 2, 16, 8, 3)),
     ],
 )
 @pytest.mark.parametrize("dtype,shared", [(torch.bfloat16, True), (torch.float16, False)])
@@ -258,6 +262,7 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
         (64, "alternate", {}),
         (64, "shared", dict(rule="mamba", A_per_token=True)),
         (64, "vim", dict(conv="grid", rope=True, qk_norm=True)),
+        (64, "vim", dict(conv="grid", rope=True, qk_norm=True, num_heads=2)),
     ],
     ids=str,
 )
@@ -278,7 +283,8 @@ def operator_inputs(update, layout, save_states):
     xz = torch.randn(2, 6, 2 * mixer.d_inner, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
             mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
-            *([mixer.reversed, False, 2, mixer.rope] if mixer.needs_grid else [True] * mixer.reversed))  # fmt: skip
+            *([mixer.reversed, mixer.qk_norm, 2, mixer.rope, mixer.num_heads] if mixer.needs_grid
+              else [True] * mixer.reversed))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -290,6 +296,7 @@ def operator_inputs(update, layout, save_states):
         (UPDATES[0], LAYOUTS[6], True),
         (UPDATES[0], dict(conv="grid", rope=True), True),
         (UPDATES[1], dict(conv="grid", wiring="shared"), False),
+        (UPDATES[0], dict(conv="grid", qk_norm=True, num_heads=3), True),
     ],
     ids=str,
 )
@@ -368,7 +375,7 @@ def test_a_grid_that_does_not_fit_is_named():
     inputs = operator_inputs(UPDATES[0], dict(conv="grid", rope=True), False)
     for rows in (4, 0, -2):
         with pytest.raises(ValueError, match=rf"rows={rows} with 6 tokens, .* the grid's rows, which divides"):
-            torch.ops.vision_longhorn.mix(*inputs[:-2], rows, True)
+            torch.ops.vision_longhorn.mix(*inputs[:-3], rows, True)
     even = (inputs[0], torch.ones(1, 12, 2, 2), *inputs[2:])
     with pytest.raises(ValueError, match=r"conv_weight has shape \(1, 12, 2, 2\); .* must be \(1, 12, 3, 3\)"):
         torch.ops.vision_longhorn.mix(*even)
@@ -462,8 +469,9 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
 @pytest.mark.parametrize("update", UPDATES, ids=str)
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 4e-2)])
 def test_gpu_mixer_over_the_grid_is_its_plain_description(wiring, update, dtype, tolerance):
+    heads = 1 if update["rule"] == "gla" or "A_per_token" in update else 2
     for dim, shape in ((96, (3, 70, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
-        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, **update).to("cuda", dtype)
+        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, num_heads=heads, **update).to("cuda", dtype)
         check(mixer, torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True), tolerance, rows=10)
 
 

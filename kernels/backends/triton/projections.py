@@ -94,7 +94,7 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 def _x_proj_forward_kernel(
     x_ptr, proj_ptr, low_ptr, tokens, L, columns, fastest, octaves,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
-    FIRST: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    FIRST: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes BT tokens of SHARED sets with one x. The sets' columns stand side by side, MB for each, of which M exist.
     With N > 0 keys and queries of N columns turn."""
@@ -113,7 +113,7 @@ def _x_proj_forward_kernel(
         proj = operand(tl.load(proj_at + first, mask=exists[:, None], other=0))  # (SHARED MB, BD)
         low = tl.dot(x, tl.trans(proj), low)
     if N > 0:
-        low = turn(low, token % L, columns, fastest, octaves, FIRST, N, MB)
+        low = turn(low, token % L, columns, fastest, octaves, FIRST, N, HEADS, MB)
     at = ((s + column // MB) * tokens)[None, :] + token[:, None]
     tl.store(low_ptr + at * M + m[None, :], low.to(low_ptr.dtype.element_ty), mask=there & exists[None, :])
 
@@ -170,7 +170,7 @@ def _parts(tokens: Tensor, blocks: int, programs: int = 1) -> int:
 def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
     """See `backends.torch.projections.x_proj_forward`."""
     (S, M, D), T = projection.shape, x.shape[1]
-    can_turn = turned is None or (turned.heads == 1 and power_of_2(turned.N) == turned.N)
+    can_turn = turned is None or power_of_2(turned.N) == turned.N
     if not T or M > _WIDEST or not can_turn or not _takes(x):
         low = plain.x_proj_forward(x, projection)
         if turned:

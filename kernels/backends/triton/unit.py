@@ -83,7 +83,8 @@ def _launch(jitted: triton.JITFunction, heads: int, k: Tensor, q: Tensor, *other
     if k.numel() + q.numel():
         with torch.cuda.device_of(k):
             jitted[(ceil_div(max(len(k), len(q)) * heads, rows),)](
-                *tensors, *strides, len(k) * heads, len(q) * heads, EPS, N=N, H=heads, ROWS=rows, BLOCK=block, num_warps=4)  # fmt: skip
+                *tensors, *strides, len(k) * heads, len(q) * heads, EPS, N=N, H=heads, ROWS=rows, BLOCK=block,
+                num_warps=4)  # fmt: skip
 
 
 def forward(k: Tensor, q: Tensor, heads: int = 1) -> Pair:
