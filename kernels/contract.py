@@ -1,7 +1,7 @@
 """The inputs of a scan, as every implementation takes them: `reference` and the backends differ only in speed."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -107,13 +107,11 @@ def head_of(name: str, value: Tensor, h: int, heads: int) -> Tensor:
 
 def split_heads(scan: Scan) -> list[Scan]:
     """Return the scans of which a scan with heads consists, one for each head."""
-    tensors = scan.tensors()
+    H, tensors = scan.num_heads, scan.tensors()
     if scan.step_proj is not None:
         del tensors["step"]  # at low rank, where all heads share it
-    return [
-        scan._replace(num_heads=1, **{n: head_of(n, v, h, scan.num_heads) for n, v in tensors.items()})
-        for h in range(scan.num_heads)
-    ]
+    parts: list[dict[str, Any]] = [{n: head_of(n, v, h, H) for n, v in tensors.items()} for h in range(H)]
+    return [scan._replace(num_heads=1, **part) for part in parts]
 
 
 def join_heads(name: str, parts: Sequence[Tensor], like: Tensor) -> Tensor:
