@@ -99,9 +99,9 @@ def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, ru
         dict(rule="exact", rope=True, save_states=True, wiring="alternate"),
         dict(rule="mamba", A_per_token=True, rope=True, conv="causal"),
         dict(rule="diagonal", rope=True, wiring="shared", conv="causal"),
-        dict(rule="exact", qk_norm=True, rope=True, num_heads=3),
-        dict(rule="mamba", num_heads=2, beta="scalar", wiring="shared", save_states=True),
-        dict(rule="diagonal", num_heads=4, conv="causal", wiring="alternate"),
+        dict(rule="exact", qk_norm=True, rope=True, head_dim=4),
+        dict(rule="mamba", head_dim=6, beta="scalar", wiring="shared", save_states=True),
+        dict(rule="diagonal", head_dim=3, conv="causal", wiring="alternate"),
     ],
     ids=str,
 )
@@ -279,7 +279,7 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
         (64, "alternate", {}),
         (64, "shared", dict(rule="mamba", A_per_token=True)),
         (64, "vim", dict(conv="grid", rope=True, qk_norm=True)),
-        (64, "vim", dict(conv="grid", rope=True, qk_norm=True, num_heads=2)),
+        (64, "vim", dict(conv="grid", rope=True, qk_norm=True, head_dim=64)),
     ],
     ids=str,
 )
@@ -313,7 +313,7 @@ def operator_inputs(update, layout, save_states):
         (UPDATES[0], LAYOUTS[6], True),
         (UPDATES[0], dict(conv="grid", rope=True), True),
         (UPDATES[1], dict(conv="grid", wiring="shared"), False),
-        (UPDATES[0], dict(conv="grid", qk_norm=True, num_heads=3), True),
+        (UPDATES[0], dict(conv="grid", qk_norm=True, head_dim=4), True),
     ],
     ids=str,
 )
@@ -489,9 +489,11 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
 @pytest.mark.parametrize("update", UPDATES, ids=str)
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 4e-2)])
 def test_gpu_mixer_over_the_grid_is_its_plain_description(wiring, update, dtype, tolerance):
-    heads = 1 if update["rule"] == "gla" or "A_per_token" in update else 2
+    headless = update["rule"] == "gla" or "A_per_token" in update
     for dim, shape in ((96, (3, 70, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
-        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, num_heads=heads, **update).to("cuda", dtype)
+        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, head_dim=None if headless else dim, **update).to(
+            "cuda", dtype
+        )
         check(mixer, torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True), tolerance, rows=10)
 
 
