@@ -200,15 +200,16 @@ def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
 
     size, *one = variant.split("_")
     D, R = {"base": (1536, 48), "small": (768, 24), "tiny": (384, 16), "narrow": (192, 16)}[size]
-    M = R + 2 * 16
-    dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
+    heads, N = (D // 64, 8) if "heads" in one else (1, 16)
+    M, width = R + 2 * N, R + 2 * heads * N
+    dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, width, dtype=dtype)
     x_proj = _tensor(2, M, D, dtype=dtype)
     # What stands over the grid has one x for both sets, and may have keys that turn.
-    x, turned = (dx[:1], Turned(TOKENS, 1, R, 16)) if one else (dx, None)
+    x, turned = (dx[:1], Turned(TOKENS, 1, R, N, heads)) if one else (dx, None)
     if dtype != torch.float32:  # which torch multiplies
         projections.dt_proj_backward(dx, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
-        projections.x_proj_backward(dlow, x, x_proj, dx)
-        projections.x_proj_forward(x, x_proj, turned)
+        projections.x_proj_backward(dlow, x, x_proj, dx, R, heads)
+        projections.x_proj_forward(x, x_proj, turned, R, heads)
 
 
 def scan_variants(rule: Rule) -> tuple[str, ...]:
@@ -229,7 +230,10 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
-    "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
+    "projections": (
+        compile_projections,
+        ("small", *(f"{size}_grid" for size in ("small", "tiny", "base", "narrow")), "small_heads", "base_heads"),
+    ),
     "rope": (compile_rope, ("both_directions",)),
     "unit": (compile_unit, ("both_directions",)),
 }

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import Backend
+from .backends.torch.projections import spread_heads
 from .backends.torch.rope import Turned, rotate
 from .backends.torch.unit import unit
 from .checks import check
@@ -77,8 +78,7 @@ class Mix(NamedTuple):
 
     @property
     def d_state(self) -> int:
-        """States of a channel. (Once `prepare` has spread x_proj over the heads.)"""
-        return (self.x_proj.shape[1] - self.dt_proj.shape[2]) // (3 if self.A_per_token else 2) // self.num_heads
+        return (self.x_proj.shape[1] - self.dt_proj.shape[2]) // (3 if self.A_per_token else 2)
 
     @property
     def turned(self) -> Optional[Turned]:
@@ -98,7 +98,7 @@ class Mix(NamedTuple):
 
     @property
     def low_width(self) -> int:
-        return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
+        return self.width + self.num_heads * (self.x_proj.shape[1] - self.dt_proj.shape[2])
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
         """Make the scan over the convolved x (S or 1, B, L, D), with step (S, B, L, H) and low (S, B, L, low_width).
@@ -126,8 +126,7 @@ FIELDS = Mix._fields[:11]  # programs call the operator with arguments in this o
 
 
 def prepare(mix: Mix) -> Mix:
-    """Check the shapes of `mix`, make its tensors contiguous, and spread x_proj over the heads. (`check` looks at the
-    inputs of the scan.)"""
+    """Check the shapes of `mix`, and make its tensors contiguous. (`check` looks at the inputs of the scan.)"""
     S, D = (1 if mix.shared else min(2, len(mix.x_proj))), mix.D.shape[-1]
     _, steps, R = mix.dt_proj.shape
     uses_grid, L, K = mix.over_grid or mix.rope, mix.xz.shape[1], mix.conv_weight.shape[-1]
@@ -155,7 +154,6 @@ def prepare(mix: Mix) -> Mix:
                 f"num_heads={mix.num_heads} with {D} channels and A_per_token={mix.A_per_token}: heads divide the "
                 "channels evenly, and a token's A has no heads"
             )
-        mix = mix._replace(x_proj=spread_heads(mix.x_proj, R, mix.num_heads))
     if mix.rope and mix.d_state % 4:
         raise ValueError(f"rope=True with d_state={mix.d_state}: give a multiple of 4, since points of two axes turn")
     if mix.reversed and (mix.shared or S == 2):
@@ -164,21 +162,6 @@ def prepare(mix: Mix) -> Mix:
     parameters: list[Any] = [None if value is None else value.contiguous() for value in given]
     xz = mix.xz if mix.xz.stride(-1) == 1 else mix.xz.contiguous()
     return Mix(xz, *parameters, *mix[len(TENSORS) :])
-
-
-def spread_heads(x_proj: Tensor, R: int, heads: int) -> Tensor:
-    """Return the matrix (S, R + 2 heads N, D) that gives step sizes from all channels, and each head's key and query
-    from its own ones, which are columns of x_proj (S, R + 2 N, D)."""
-    own = x_proj[:, R:].unflatten(1, (2, 1, -1)).unflatten(-1, (heads, -1))  # (S, 2, 1, N, heads, D / heads)
-    of_head = torch.eye(heads, dtype=x_proj.dtype, device=x_proj.device)[:, None, :, None]
-    return torch.cat([x_proj[:, :R], (own * of_head).flatten(4).flatten(1, 3)], 1)
-
-
-def gather_heads(spread: Tensor, R: int, heads: int) -> Tensor:
-    """Return the gradient of x_proj from that of what `spread_heads` returns."""
-    own = spread[:, R:].unflatten(1, (2, heads, -1)).unflatten(-1, (heads, -1))  # (S, 2, heads, N, heads, D / heads)
-    own = own.diagonal(dim1=2, dim2=4).transpose(-1, -2)  # (S, 2, N, heads, D / heads)
-    return torch.cat([spread[:, :R], own.flatten(3).flatten(1, 2)], 1)
 
 
 # At this rate a token forgets everything. From 89 on A would be infinite in float32, and its gradient not a number.
@@ -207,7 +190,7 @@ def token_facts(
     """Return the logits with their bias (S, B, L, H), the keys (S, B, L, num_heads N) and A, in the dtype of the
     convolved x (S, B, L, D). Parameters are as in `Mix`, and `rope_rows` are its rows if it has rope."""
     R = dt_proj.shape[2]
-    x_proj = x_proj if num_heads == 1 else spread_heads(x_proj, R, num_heads)
+    x_proj = spread_heads(x_proj, R, num_heads)
     low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
     k, q, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
@@ -253,7 +236,9 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     places = mix.parts(kept)
     x = _convolve(mix, x, backend, *places[:1])
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
-    low = backend.x_proj_forward(_rows(x), x_proj, mix.turned).view(len(x_proj), B, L, mix.low_width)
+    low = backend.x_proj_forward(_rows(x), x_proj, mix.turned, mix.width, mix.num_heads).view(
+        len(x_proj), B, L, mix.low_width
+    )
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -293,10 +278,8 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
     dconvolved = _rows(found["x"])
-    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
+    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved, mix.width, mix.num_heads)
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
-    if mix.num_heads > 1:
-        grads["x_proj"] = gather_heads(grads["x_proj"], mix.dt_proj.shape[2], mix.num_heads)
     given = dconvolved[: len(convolved)].view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx
     grads["conv_weight"], grads["conv_bias"] = (
         backend.grid_conv_backward(*given, mix.rows) if mix.over_grid else backend.conv_backward(*given, mix.reversed)

@@ -44,7 +44,7 @@ VARIANTS = {
         global_pool="avg",
         mlp_ratio=2,
         mlp_conv=3,
-        num_heads=4,
+        head_dim=32,
     ),
     "exact grid alternate": dict(
         model_name="vlonghorn_test",

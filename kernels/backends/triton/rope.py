@@ -24,20 +24,16 @@ def _angles(t, p, columns, fastest, octaves, N: tl.constexpr):
 
 
 @triton.jit
-def turn(
-    v, t, columns, fastest, octaves, FIRST: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr
-):
-    """Returns v (tokens, C) with the HEADS keys and queries turned that begin at column FIRST of each WIDTH columns. t
-    (tokens) are places in the grid. N and WIDTH are powers of two, so that every N columns turn by the same angles."""
+def turn(v, t, columns, fastest, octaves, FIRST: tl.constexpr, N: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns v (tokens, C) with the key and query turned that begin at column FIRST of each WIDTH columns. t (tokens)
+    are places in the grid. N and WIDTH are powers of two, so that every N columns turn by the same angles."""
     POINTS: tl.constexpr = N // 2
     GROUPS: tl.constexpr = v.shape[1] // N
     i = tl.arange(0, POINTS)[None, :]
     angle = _angles(t[:, None], (i + POINTS - FIRST // 2 % POINTS) % POINTS, columns, fastest, octaves, N)
     cos, sin = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]  # (tokens, 1, POINTS)
-    point = ((tl.arange(0, GROUPS) * POINTS)[:, None] + i) % (
-        WIDTH // 2
-    ) - FIRST // 2  # of the keys, then of the queries
-    turns = ((point >= 0) & (point < HEADS * N))[None, :, :]
+    point = ((tl.arange(0, GROUPS) * POINTS)[:, None] + i) % (WIDTH // 2) - FIRST // 2  # of the key, then of the query
+    turns = ((point >= 0) & (point < N))[None, :, :]
     x, y = tl.split(tl.reshape(v, [v.shape[0], GROUPS, POINTS, 2]))
     turned = tl.join(tl.where(turns, x * cos - y * sin, x), tl.where(turns, x * sin + y * cos, y))
     return tl.reshape(turned, v.shape)
@@ -45,8 +41,8 @@ def turn(
 
 def turn_arguments(turned: Optional[Turned]) -> dict[str, Any]:
     """Return the arguments with which a kernel calls `turn`; where nothing turns, N is 0."""
-    L, rows, first, N, heads = turned or (1, 1, 0, 0, 1)
-    return dict(L=L, columns=L // rows, fastest=FASTEST, octaves=octaves_per_point(N), FIRST=first, N=N, HEADS=heads)
+    L, rows, first, N, _ = turned or (1, 1, 0, 0, 1)
+    return dict(L=L, columns=L // rows, fastest=FASTEST, octaves=octaves_per_point(N), FIRST=first, N=N)
 
 
 @kernel()

@@ -90,8 +90,8 @@ class BidirectionalMixer(nn.Module):
         rope: turn keys and queries (B and C) by the row and column of their patch, so that their products depend on the
             distance of the patches (2-D rotary position embedding, `kernels/backends/torch/rope.py`). The tokens are
             patches, row by row, and `d_state` is a multiple of 4.
-        num_heads: parts of the channels, each with keys and queries of its own, `d_state` numbers long, made of its own
-            channels.
+        head_dim: channels of a head. Each head has keys and queries of its own, `d_state` numbers long, which it makes
+            of its own channels. None: all channels are one head.
 
     Raises:
         ValueError: an option's value is not known, or the rule cannot have it.
@@ -119,7 +119,7 @@ class BidirectionalMixer(nn.Module):
         beta_max: Optional[float] = None,
         conv: str = "causal",
         rope: bool = False,
-        num_heads: int = 1,
+        head_dim: Optional[int] = None,
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
@@ -137,11 +137,11 @@ class BidirectionalMixer(nn.Module):
         self.beta_range = _beta_range(rule, beta_min, beta_max)
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
-        if num_heads < 1 or d_inner % num_heads:
-            raise ValueError(f"num_heads={num_heads} with {d_inner} channels inside: give a divisor of their number")
-        if num_heads > 1 and (A_per_token or law.step_per == "state"):
-            raise ValueError(f"num_heads={num_heads} with rule={rule!r}, A_per_token={A_per_token}, which has no heads")
-        self.num_heads = num_heads
+        if head_dim is not None and (head_dim < 1 or d_inner % head_dim):
+            raise ValueError(f"head_dim={head_dim} does not divide the inner width of {d_inner}")
+        if head_dim is not None and (A_per_token or law.step_per == "state"):
+            raise ValueError(f"head_dim={head_dim} with rule={rule!r}, A_per_token={A_per_token}, which has no heads")
+        self.num_heads = 1 if head_dim is None else d_inner // head_dim
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
         self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
