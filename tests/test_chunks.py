@@ -258,8 +258,10 @@ def test_logits_made_from_their_low_rank(device, B, L, D, N, R, direction, combi
 
 
 @pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
-@pytest.mark.parametrize("dt_rank,stored,heads", [(5, False, 1), (30, True, 1), (5, False, 2)])
-def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, wiring, dt_rank, stored, heads, monkeypatch):
+@pytest.mark.parametrize("dt_rank,stored,head_dim", [(5, False, None), (30, True, None), (5, False, 16)])
+def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(
+    device, wiring, dt_rank, stored, head_dim, monkeypatch
+):
     found = []
     make = mixing.Mix.scan
 
@@ -270,7 +272,7 @@ def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, wiring
 
     monkeypatch.setattr(mixing.Mix, "scan", scan)
     torch.manual_seed(0)
-    options = dict(wiring=wiring, dt_rank=dt_rank, num_heads=heads, index=1)
+    options = dict(wiring=wiring, dt_rank=dt_rank, head_dim=head_dim, index=1)
     mixer = BidirectionalMixer(16, d_state=8, rule="exact", **options).to(device).bfloat16()
     mixer.scan_backend = "triton"
     h = torch.randn(2, 11, 16).bfloat16()
