@@ -116,7 +116,7 @@ def read_scan(values: tuple[Any, ...], count: int) -> tuple[Scan, tuple[Any, ...
     do not give `qk_norm` and `num_heads`."""
     fields, others = values[: len(FIELDS)], values[len(FIELDS) :]
     regime, *later = others[count:]
-    return Scan(*fields, regime, None, *later), others[:count]
+    return Scan._make((*fields, regime, None, *later, *(False, 1)[len(later) :])), others[:count]
 
 
 def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -203,7 +203,7 @@ def scan(*values: Any) -> Any:
         tokens = {name: turned(getattr(s, name), 3, 1, 0, 2) for name in ("x", "step", "k", "q")}
         A = turned(s.A, 3, 1, 0, 2) if s.A_per_token else turned(s.A, 2, 1, 0)
         state, D, bias = turned(s.initial_state, 3, 0, 2, 1), turned(s.D, 1), turned(s.bias, 1)
-        sizes = (getattr(s, name).shape[-1] for name in ("x", "k", "step"))
+        sizes = s.x.shape[-1], s.k.shape[-1], s.step.shape[-1]
         y, state = _each_head(s._replace(**tokens, A=A, initial_state=state, D=D, bias=bias), *sizes, backward)
         y = op.Transpose(y, perm=[1, 0, 2])
         ys.append(y if s.z is None else y * _silu(turned(s.z, 3)))

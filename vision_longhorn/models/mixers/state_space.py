@@ -225,14 +225,9 @@ class BidirectionalMixer(nn.Module):
             parameters = (self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
             H = self.num_heads
             step, k, A = token_facts(x, *parameters, self.qk_norm, rows if self.rope else 0, H)
-            maps = [
-                get_rule(self.rule).maps(
-                    *(head_of(name, v, h, H) for name, v in (("step", step), ("k", k))),
-                    None if A is None else head_of("A", A, h, H),
-                )
-                for h in range(H)
-            ]
-            found = torch.stack(maps).mean(0)
+            facts: dict[str, Any] = {"step": step, "k": k} | ({} if A is None else {"A": A})
+            heads = [{name: head_of(name, value, h, H) for name, value in facts.items()} for h in range(H)]
+            found = torch.stack([get_rule(self.rule).maps(**head) for head in heads]).mean(0)
         return found.expand(2, 2, -1, -1).transpose(1, 2)
 
     def describe(self) -> str:
