@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import Backend
-from .backends.torch.projections import spread_heads
+from .backends.torch.projections import x_proj_forward
 from .backends.torch.rope import Turned, rotate
 from .backends.torch.unit import unit
 from .checks import check
@@ -190,8 +190,8 @@ def token_facts(
     """Return the logits with their bias (S, B, L, H), the keys (S, B, L, num_heads N) and A, in the dtype of the
     convolved x (S, B, L, D). Parameters are as in `Mix`, and `rope_rows` are its rows if it has rope."""
     R = dt_proj.shape[2]
-    x_proj = spread_heads(x_proj, R, num_heads)
-    low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
+    of_heads = R, num_heads  # (S, B, L, R + 2 num_heads N), or R + 3 N
+    low = x_proj_forward(_rows(x), x_proj.to(x.dtype), None, *of_heads).unflatten(1, x.shape[1:3])
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
     k, q, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
     if rope_rows:
