@@ -316,7 +316,8 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word():
     """As `| head` does; here it is gone from the start."""
     reader, writer = os.pipe()
     os.close(reader)
-    words = [sys.executable, "-m", "lab", "--list"]
+    script = "from vision_longhorn.command_line.parser import run_cli; run_cli(lambda: print('a line'))"
+    words = [sys.executable, "-c", script]
     done = subprocess.run(words, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
