@@ -115,7 +115,7 @@ def split_heads(scan: Scan) -> list[Scan]:
 
 
 def join_heads(name: str, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Undo `head_of` for the gradients of a tensor `like` that."""
+    """Put the heads' gradients of a tensor shaped like `like` side by side, or add them where the heads share it."""
     if like.shape[-_AXES[name]] == 1:
         return torch.stack([*parts]).sum(0)
     return torch.cat([*parts], -_AXES[name])

@@ -2,7 +2,7 @@
 
 An operation on 32 numbers takes numpy a microsecond and the interpreter fifty: it describes each type anew, asks what
 two equal types have in common, and puts its own functions into `triton.language` for every call within a kernel. What
-stands here gives the same bits, eight times sooner. A Triton that is built in another way stays as it is.
+stands here gives the same bits, several times sooner. A Triton that is built in another way stays as it is.
 """
 
 import inspect
