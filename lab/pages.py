@@ -16,11 +16,11 @@ RESULTS, PAGES = Path("benchmarks/results/study"), Path("docs/studies")
 
 
 def page(name: str, content: dict[str, Any], with_plot: bool, in_file: bool) -> str:
-    """Makes the page of the study `name` from its JSON, as `lab/studies.yaml` has it or no longer. Links are those of a file
-    in `PAGES`."""
-    links = f"[what the columns mean](../study.md#the-tables) · [record](../../{RESULTS}/{name}.json) of each run, with "
-    links += "its commit, machine and versions"
-    if in_file:  # what was tried and left the code is described by its record alone
+    """Makes the page of the study `name` from its JSON. `in_file` says that lab/studies.yaml still has the study: one
+    whose variants left the code has its settings in the record alone. Links are those of a file in `PAGES`."""
+    links = "[what the columns mean](../study.md#the-tables) · [record]"
+    links += f"(../../{RESULTS}/{name}.json) of each run, with its commit, machine and versions"
+    if in_file:
         links = f"[Names and settings](../../lab/studies.yaml) · {links}"
     parts = [f"# Study `{name}`", content["asks"], links, markdown(content).rstrip("\n")]
     if with_plot:
@@ -33,7 +33,8 @@ def pages() -> dict[Path, str]:
     made, studies = {}, read_yaml(STUDIES)["studies"]
     for path in sorted((REPOSITORY / RESULTS).glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        made[PAGES / f"{path.stem}.md"] = page(path.stem, content, path.with_suffix(".png").exists(), path.stem in studies)
+        with_plot, in_file = path.with_suffix(".png").exists(), path.stem in studies
+        made[PAGES / f"{path.stem}.md"] = page(path.stem, content, with_plot, in_file)
     return made
 
 
