@@ -13,7 +13,7 @@ from functools import cache
 import numba
 import numpy as np
 
-WIDTH = 128  # channels of a program
+WIDTH = 64  # channels of a program
 CHUNK = 8  # tokens from one saved state to the next
 ANCHOR = 64  # tokens after which the error rules, which are undone on the way back, start from a saved state
 
