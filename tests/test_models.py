@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import re
 from itertools import product
 
 import pytest
@@ -19,7 +20,7 @@ from vision_longhorn import VisionLonghorn
 from vision_longhorn.errors import UserError
 from vision_longhorn.models.create import create_model
 from vision_longhorn.models.grid_conv import GridConv
-from vision_longhorn.models.names import OLD_NAMES
+from vision_longhorn.models.names import OF_SCANS, OLD_NAMES
 from vision_longhorn.models.pos_embed import resample_pos_embed
 from vision_longhorn.models.tokens import join_class
 
@@ -27,20 +28,20 @@ COUNTS = {
     "vim_tiny": 7_148_008,
     "vim_small": 25_796_584,
     "vim_base": 97_598_440,
-    "vim_tiny_best": 7_147_624,
-    "vim_small_best": 25_795_816,
-    "vim_base_best": 97_596_904,
+    "vim_tiny_best": 5_716_840,
+    "vim_small_best": 21_385_960,
+    "vim_base_best": 82_584_040,
     "vim_tiny_cross": 7_147_624,
     "vim_small_cross": 25_795_816,
     "vim_base_cross": 97_596_904,
     "vim_tiny_stride8": 7_250_344,
     "vim_small_stride8": 26_001_256,
-    "vlonghorn_tiny": 6_852_712,
-    "vlonghorn_small": 25_205_992,
-    "vlonghorn_base": 96_417_256,
-    "vlonghorn_tiny_fast": 6_318_184,
-    "vlonghorn_small_fast": 23_694_568,
-    "vlonghorn_base_fast": 91_624_936,
+    "vlonghorn_tiny": 5_643_112,
+    "vlonghorn_small": 21_238_504,
+    "vlonghorn_base": 82_289_128,
+    "vlonghorn_tiny_fast": 5_509_480,
+    "vlonghorn_small_fast": 20_860_648,
+    "vlonghorn_base_fast": 81_091_048,
     "vlonghorn_tiny_paper": 6_853_096,
     "vlonghorn_small_paper": 25_206_760,
     "vlonghorn_base_paper": 96_418_792,
@@ -101,7 +102,9 @@ def test_every_name_makes_a_model_of_its_own_kind():
         assert mixer.rule == ("mamba" if name.startswith("vim") else "diagonal" if diagonal else "exact")
         assert mixer.wiring == {"shared": "shared", "fast": "alternate"}.get(name.split("_")[-1], "vim")
         assert size == ((3, 96, 96) if name.endswith("_test") else (3, 224, 224))
-        assert len(model.blocks) == (4 if name.endswith("_test") else 24)
+        best = not diagonal and re.fullmatch("vlonghorn_[a-z]+(_fast)?|vim_[a-z]+_best", name)
+        assert len(model.blocks) == (4 if name.endswith("_test") else 12 if best else 24)
+        assert (model.blocks[0].mlp is None) == (not best)
 
 
 def test_an_old_name_makes_the_model_that_its_arguments_make_and_stays_its_name(tmp_path):
@@ -261,7 +264,8 @@ def test_a_convolution_over_the_grid_changes_the_number_of_parameters_by_its_own
 
 
 TRUNK = dict(class_token="none", global_pool="avg", scan_order="rows_columns")
-BEST = dict(conv="grid", rope=True, **TRUNK)
+MLPS = dict(expand=1, mlp_ratio=4, mlp_conv=3)
+BEST = dict(conv="grid", rope=True, **MLPS, **TRUNK)
 UNIT = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9)
 
 
@@ -281,7 +285,8 @@ def test_a_name_stands_for_what_the_documents_say(name, plain, own):
     plain = timm.create_model(plain, **given, **own)
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(named(images), plain(images))  # from the same start, too
-    token = timm.create_model(name, **given, class_token="middle", global_pool="token", conv="causal", rope=False)
+    without_grid = dict(conv="causal", rope=False, mlp_conv=0)
+    token = timm.create_model(name, **given, class_token="middle", global_pool="token", **without_grid)
     assert token.cls_token is not None and token.blocks[-1].reads_columns == named.blocks[-1].reads_columns
 
 
@@ -292,7 +297,7 @@ def test_a_name_stands_for_what_the_documents_say(name, plain, own):
         (dict(rule="gla"), dict(rule="gla")),
         (dict(rule="exact"), UNIT),
         (dict(mixer="mamba"), dict(mixer="mamba")),
-        (dict(mixer="mamba2", d_state=8), dict(mixer="mamba2", d_state=8, conv="grid")),
+        (dict(mixer="mamba2", d_state=8), dict(mixer="mamba2", d_state=8, conv="grid", expand=1)),
         (dict(mixer="attention", num_heads=2), dict(mixer="attention", num_heads=2)),
         (dict(qk_norm=False), {**UNIT, "qk_norm": False}),
     ],
@@ -301,7 +306,9 @@ def test_a_name_stands_for_what_the_documents_say(name, plain, own):
 def test_what_a_name_says_of_its_mixer_is_not_for_another_mixer_or_rule(given, same):
     sizes = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
     models = []
-    trunk = TRUNK if same.get("mixer") in ("attention", "mamba2") else BEST
+    trunk = BEST
+    if same.get("mixer") in ("attention", "mamba2"):
+        trunk = {key: value for key, value in BEST.items() if key not in OF_SCANS}
     for name, arguments in ("vlonghorn_tiny", given), ("vlonghorn_tiny_paper", {**trunk, **same}):
         torch.manual_seed(0)
         models.append(timm.create_model(name, **sizes, **arguments))
@@ -598,8 +605,13 @@ def check_initialisation(model):
         check_uniform(mixer.dt_proj, mixer.dt_rank**-0.5)
         check_uniform(mixer.conv_weight, 1 / 3 if mixer.needs_grid else 0.5)
         assert 0 < mixer.conv_bias.abs().max() <= (1 / 3 if mixer.needs_grid else 0.5)
-        check_uniform(mixer.out_proj.weight, (mixer.d_inner * depth) ** -0.5)
+        check_uniform(mixer.out_proj.weight, (mixer.d_inner * depth * (1 if block.mlp is None else 2)) ** -0.5)
         assert torch.equal(mixer.D, torch.ones_like(mixer.D))
+        if block.mlp is not None:
+            assert torch.equal(block.mlp_norm.weight, torch.ones(dim))
+            for layer in block.mlp.fc1, block.mlp.fc2:
+                check_uniform(layer.weight, layer.in_features**-0.5)
+            check_uniform(block.mlp.conv_weight, 1 / 3)
         if mixer.rule == "mamba":
             dt = F.softplus(mixer.dt_bias)
             assert dt.min() >= 0.999e-3 and dt.max() <= 1.001e-1

@@ -10,11 +10,13 @@ _BASE: dict[str, Any] = dict(embed_dim=768, depth=24)
 _MAMBA: dict[str, Any] = dict(mixer="mamba")
 # The best that is known to stand around a mixer, and the best Longhorn in it. A change of these is one of what names
 # mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
-_TRUNK: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg", conv="grid", rope=True)
+_MLP: dict[str, Any] = dict(depth=12, expand=1, mlp_ratio=4, mlp_conv=3)
+_POOLED: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
+_TRUNK: dict[str, Any] = dict(conv="grid", rope=True, **_MLP, **_POOLED)
 _BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, **_TRUNK)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
 # What names may say of a mixer: of Longhorn, and of what Mamba has, too
-OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope")
+OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope", "expand")
 
 # Arguments of each model that timm lists
 MODELS: dict[str, dict[str, Any]] = {
@@ -40,20 +42,19 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # Names that version 0.1 listed or made, and timm does not list: for each, the listed name and the arguments that make
 # the same model. Old checkpoints, model folders and configs use them, and a model made by one keeps it.
-_CROSS: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
 OLD_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
-    "vlonghorn_tiny_cross": ("vlonghorn_tiny_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_tiny_cross": ("vlonghorn_tiny_paper", dict(rule="exact", **_POOLED)),
     "vlonghorn_tiny_exact": ("vlonghorn_tiny_paper", dict(rule="exact")),
     "vlonghorn_tiny_shared": ("vlonghorn_tiny_paper", dict(wiring="shared")),
-    "vlonghorn_small_cross": ("vlonghorn_small_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_small_cross": ("vlonghorn_small_paper", dict(rule="exact", **_POOLED)),
     "vlonghorn_small_exact": ("vlonghorn_small_paper", dict(rule="exact")),
     "vlonghorn_small_shared": ("vlonghorn_small_paper", dict(wiring="shared")),
-    "vlonghorn_base_cross": ("vlonghorn_base_paper", dict(rule="exact", **_CROSS)),
+    "vlonghorn_base_cross": ("vlonghorn_base_paper", dict(rule="exact", **_POOLED)),
     "vlonghorn_base_exact": ("vlonghorn_base_paper", dict(rule="exact")),
     "vlonghorn_base_shared": ("vlonghorn_base_paper", dict(wiring="shared")),
-    "vim_tiny_cross": ("vim_tiny", _CROSS),
-    "vim_small_cross": ("vim_small", _CROSS),
-    "vim_base_cross": ("vim_base", _CROSS),
+    "vim_tiny_cross": ("vim_tiny", _POOLED),
+    "vim_small_cross": ("vim_small", _POOLED),
+    "vim_base_cross": ("vim_base", _POOLED),
 }
 # Names that meant another model in version 0.1, whose files state no arguments of names: what that model is called now
 RENAMED = {
