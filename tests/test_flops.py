@@ -14,6 +14,7 @@ from vision_longhorn.kernels.rules import NAMES
 
 import vision_longhorn  # noqa: F401  (registers the models)
 from vision_longhorn.models.mixers import BidirectionalMixer
+from vision_longhorn.models.names import DEFINITIONS
 
 MODELS = Path(__file__).resolve().parent.parent / "docs" / "models.md"
 
@@ -116,7 +117,7 @@ def test_the_table_of_names_has_what_the_models_have():
         for size, parameters, gmacs in zip(("tiny", "small", "base"), cells[::2], cells[1::2], strict=True):
             if parameters.strip():
                 arch = name.split("`")[1].replace("*", size)
-                # Blocks are alike: one and two of them tell what 24 come to.
+                # Blocks are alike: one and two of them tell what all come to.
                 one, two = (model_macs(arch, depth=depth, **options) for depth in (1, 2))
-                macs, count = (a + 23 * (b - a) for a, b in zip(one, two, strict=True))
+                macs, count = (a + (DEFINITIONS[arch]["depth"] - 1) * (b - a) for a, b in zip(one, two, strict=True))
                 assert (parameters.strip(), gmacs.strip()) == (f"{count:,}", f"{macs / 1e9:.2f}"), (arch, options)
