@@ -108,9 +108,6 @@ SCANS = {
     "chunked_rank_16": dict(regime="chunked", channels=384, batch=128, rank=16),
     "chunked_rank_24": dict(regime="chunked", channels=768, batch=128, rank=24),
     "chunked_rank_few": dict(regime="chunked", batch=1, rank=16),
-    "chunked_heads": dict(regime="chunked", channels=384, batch=128, rank=16, states=8, heads=6),
-    "chunked_heads_128": dict(regime="chunked", channels=768, batch=128, rank=24, heads=6),
-    "chunked_heads_few": dict(regime="chunked", batch=1, rank=16, states=8, heads=6),
 }
 
 
@@ -120,8 +117,8 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
     given = dict(tokens=TOKENS, regime="sequential", batch=BATCH, channels=CHANNELS, states=16, gate=True,
-                 combine="mean", A_per_token=False, heads=1) | SCANS[variant]  # fmt: skip
-    B, L, D, N, H = (given[name] for name in ("batch", "tokens", "channels", "states", "heads"))
+                 combine="mean", A_per_token=False) | SCANS[variant]  # fmt: skip
+    B, L, D, N = given["batch"], given["tokens"], given["channels"], given["states"]
     steps, rank = given.get("step", D), given.get("rank")
 
     def both(*shape: int) -> torch.Tensor:
@@ -133,9 +130,9 @@ def compile_scan(rule: str, dtype: torch.dtype, variant: str) -> None:
         steps = N
     z = _tensor(B, L, D, dtype=dtype) if given["gate"] else None
     scan = law.prepare(Scan(
-        both(B, L, D), both(B, L, rank or steps), both(B, L, H * N), both(B, L, H * N), A, z, _tensor(2, D),
-        _tensor(2, steps), None, rule, "both", given["combine"], A_per_token=given["A_per_token"],
-        regime=given["regime"], step_proj=both(D, rank) if rank else None, num_heads=H))  # fmt: skip
+        both(B, L, D), both(B, L, rank or steps), both(B, L, N), both(B, L, N), A, z, _tensor(2, D), _tensor(2, steps),
+        None, rule, "both", given["combine"], A_per_token=given["A_per_token"], regime=given["regime"],
+        step_proj=both(D, rank) if rank else None))  # fmt: skip
     if given["regime"] == "chunked" and triton_chunks.obstacle(scan):
         return  # another regime takes this dtype, or this GPU
     saved = triton_scan.forward(scan, True)[2]
@@ -200,16 +197,15 @@ def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
 
     size, *one = variant.split("_")
     D, R = {"base": (1536, 48), "small": (768, 24), "tiny": (384, 16), "narrow": (192, 16)}[size]
-    heads, N = (D // 64, 8) if "heads" in one else (1, 16)
-    M, width = R + 2 * N, R + 2 * heads * N
-    dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, width, dtype=dtype)
+    M = R + 2 * 16
+    dx, dlow = _tensor(2, BATCH * TOKENS, D, dtype=dtype), _tensor(2, BATCH * TOKENS, M, dtype=dtype)
     x_proj = _tensor(2, M, D, dtype=dtype)
     # What stands over the grid has one x for both sets, and may have keys that turn.
-    x, turned = (dx[:1], Turned(TOKENS, 1, R, N, heads)) if one else (dx, None)
+    x, turned = (dx[:1], Turned(TOKENS, 1, R, 16)) if one else (dx, None)
     if dtype != torch.float32:  # which torch multiplies
         projections.dt_proj_backward(dx, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
-        projections.x_proj_backward(dlow, x, x_proj, dx, R, heads)
-        projections.x_proj_forward(x, x_proj, turned, R, heads)
+        projections.x_proj_backward(dlow, x, x_proj, dx)
+        projections.x_proj_forward(x, x_proj, turned)
 
 
 def scan_variants(rule: Rule) -> tuple[str, ...]:
@@ -230,10 +226,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
-    "projections": (
-        compile_projections,
-        ("small", *(f"{size}_grid" for size in ("small", "tiny", "base", "narrow")), "small_heads", "base_heads"),
-    ),
+    "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
     "rope": (compile_rope, ("both_directions",)),
     "unit": (compile_unit, ("both_directions",)),
 }

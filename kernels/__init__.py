@@ -51,8 +51,7 @@ def longhorn_scan(
         beta_bias: (D,), or (1,) with a scalar beta; added to `beta`.
         initial_state: (B, D, N), with `direction="both"` (2, B, D, N); zeros if None.
         rule: "diagonal" or "exact".
-        options: direction, combine, return_final_state, save_states, backend, regime, qk_norm, num_heads, see
-            `recurrent_scan`.
+        options: direction, combine, return_final_state, save_states, backend, regime, qk_norm, see `recurrent_scan`.
 
     Returns:
         The same as `recurrent_scan`, which also lists the errors.
@@ -88,7 +87,7 @@ def selective_scan(
         dt_softplus: whether the step size is softplus(dt + dt_bias).
         x, z, D, initial_state: as in `longhorn_scan`.
         options: A_per_token, direction, combine, return_final_state, save_states, backend, regime, qk_norm (of B and
-            C), num_heads, see `recurrent_scan`.
+            C), see `recurrent_scan`.
 
     Returns:
         The same as `recurrent_scan`, which also lists the errors.
@@ -117,7 +116,6 @@ def recurrent_scan(
     backend: str = "auto",
     regime: str = "auto",
     qk_norm: bool = False,
-    num_heads: int = 1,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the scan of any rule in `rules.NAMES`. Each rule's file has its formula.
 
@@ -146,9 +144,6 @@ def recurrent_scan(
             (rules that decay); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,
             16 or 32, an NVIDIA GPU of compute capability 8.0); "auto" chooses. `scan_plan` tells what is chosen.
         qk_norm: divide each k and q by its length first, k / sqrt(||k||^2 + 1e-6). A zero key still writes nothing.
-        num_heads: parts of the channels, side by side, each of which has keys and queries of its own: those of all
-            heads stand side by side in k and q, (B, L, num_heads N). (Where `step` has a number for each state, so has
-            it for each head.)
 
     Returns:
         y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with
@@ -161,13 +156,13 @@ def recurrent_scan(
     tensors = (x, step, k, q, A, z, D, bias, initial_state)
     options = (rule, direction, combine, softplus, A_per_token)
     if backend == "reference":
-        scan = Scan(*tensors, *options, regime, qk_norm=qk_norm, num_heads=num_heads)
+        scan = Scan(*tensors, *options, regime, qk_norm=qk_norm)
         check(scan)
         y, final_state = reference.scan(scan)
     else:
         if save_states is None:
             save_states = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
         y, final_state, _ = torch.ops.vision_longhorn.scan(
-            *tensors, *options, return_final_state, save_states, backend, regime, qk_norm, num_heads
+            *tensors, *options, return_final_state, save_states, backend, regime, qk_norm
         )
     return (y, final_state) if return_final_state else y

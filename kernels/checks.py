@@ -39,20 +39,14 @@ def _check_shapes(scan: Scan, rule: Rule) -> None:
             f"{' or (2, B, L, D)' if both else ''} with direction={scan.direction!r}"
         )
     B, L, D = scan.x.shape[-3:]
-    H, width = scan.num_heads, scan.k.shape[-1] if scan.k.ndim else 0
-    if H < 1 or D % H or width % H or (H > 1 and scan.A_per_token):
-        raise ValueError(
-            f"num_heads={H} with {D} channels, keys of {width} numbers and A_per_token={scan.A_per_token}: heads "
-            "divide channels and keys evenly, and a token's A has no heads"
-        )
-    N = width // H
+    N = scan.k.shape[-1] if scan.k.ndim else 0
     if L < 1 or D < 1 or N < 1:
         raise ValueError(f"the scan has {L} tokens, {D} channels and {N} states (d_state); give at least 1 of each")
     right: dict[str, list[tuple[int, ...]]] = {
         "x": [(B, L, D)],
-        "k": [(B, L, width)],
-        "q": [(B, L, width)],
-        "step": [(B, L, width)] if rule.step_per == "state" else [(B, L, D), (B, L, 1)],
+        "k": [(B, L, N)],
+        "q": [(B, L, N)],
+        "step": [(B, L, N)] if rule.step_per == "state" else [(B, L, D), (B, L, 1)],
         "A": [(B, L, N) if scan.A_per_token else (D, N)],
         "z": [(B, L, D)],
         "D": [(D,)],

@@ -1,7 +1,6 @@
 """The inputs of a scan, as every implementation takes them: `reference` and the backends differ only in speed."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ class Scan(NamedTuple):
     x: Tensor                      # ([2,] B, L, D)
     step: Optional[Tensor]         # ([2,] B, L, D or 1), or (.., N) where the rule has a logit for each state;
                                    # None where the rule's `prepare` has put it into A
-    k: Tensor                      # ([2,] B, L, num_heads N)
-    q: Tensor                      # ([2,] B, L, num_heads N)
+    k: Tensor                      # ([2,] B, L, N)
+    q: Tensor                      # ([2,] B, L, N)
     A: Optional[Tensor]            # ([2,] D, N), or per token ([2,] B, L, N); None where the rule takes none
     z: Optional[Tensor]            # ([2,] B, L, D)
     D: Optional[Tensor]            # ([2,] D)
@@ -37,7 +36,6 @@ class Scan(NamedTuple):
     regime: str = "auto"           # Triton only
     step_proj: Optional[Tensor] = None  # ([2,] D, R): the logits are step step_proj^T, and step is ([2,] B, L, R)
     qk_norm: bool = False          # k and q are divided by their lengths first (`backends.torch.unit`)
-    num_heads: int = 1             # parts of the channels, each with keys and queries of its own
     # fmt: on
 
     @property
@@ -49,7 +47,7 @@ class Scan(NamedTuple):
     def sizes(self) -> tuple[int, int, int, int, int]:
         """(directions, batch, tokens, channels, d_state)."""
         B, L, D = self.x.shape[-3:]
-        return len(self.reversed), B, L, D, self.k.shape[-1] // self.num_heads
+        return len(self.reversed), B, L, D, self.k.shape[-1]
 
     @property
     def output_shape(self) -> tuple[int, ...]:
@@ -93,32 +91,6 @@ def ceil_div(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """Return the smallest power of 2 that is at least n, n >= 1."""
     return 1 << (n - 1).bit_length()
-
-
-# The axis of channels or states, from the end, of each tensor that heads divide
-_AXES = {"x": 1, "step": 1, "k": 1, "q": 1, "A": 2, "z": 1, "D": 1, "bias": 1, "initial_state": 2, "step_proj": 2}
-
-
-def head_of(name: str, value: Tensor, h: int, heads: int) -> Tensor:
-    """Return a view of head h's part of a tensor of a scan, or all of a step size or bias that the heads share."""
-    size = value.shape[-_AXES[name]]
-    return value if size == 1 else value.narrow(-_AXES[name], h * (size // heads), size // heads)
-
-
-def split_heads(scan: Scan) -> list[Scan]:
-    """Return the scans of which a scan with heads consists, one for each head."""
-    H, tensors = scan.num_heads, scan.tensors()
-    if scan.step_proj is not None:
-        del tensors["step"]  # at low rank, where all heads share it
-    parts: list[dict[str, Any]] = [{n: head_of(n, v, h, H) for n, v in tensors.items()} for h in range(H)]
-    return [scan._replace(num_heads=1, **part) for part in parts]
-
-
-def join_heads(name: str, parts: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Put the heads' gradients of a tensor shaped like `like` side by side, or add them where the heads share it."""
-    if like.shape[-_AXES[name]] == 1:
-        return torch.stack([*parts]).sum(0)
-    return torch.cat([*parts], -_AXES[name])
 
 
 def stack(scan: Scan, value: Tensor, ndim: int) -> Tensor:

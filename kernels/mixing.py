@@ -14,7 +14,6 @@ from torch import Tensor
 
 from . import ops
 from .backends import Backend
-from .backends.torch.projections import x_proj_forward
 from .backends.torch.rope import Turned, rotate
 from .backends.torch.unit import unit
 from .checks import check
@@ -36,8 +35,7 @@ class Mix(NamedTuple):
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token; over the grid (1, D, K, K)
     conv_bias: Tensor              # (S, D); over the grid (1, D)
-    x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A. With heads,
-                                   # their keys and queries are sums over their own channels
+    x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
     dt_proj: Tensor                # (S, H, R), with H = D, 1 or N logits of a token
     dt_bias: Tensor                # (S, H)
     A_log: Optional[Tensor]        # (S, D, N) for Mamba, A = -exp(A_log); or (S, N), added to the token's part
@@ -49,7 +47,6 @@ class Mix(NamedTuple):
     qk_norm: bool = False          # keys and queries have unit length (`backends.torch.unit`)
     rows: int = 0                  # of the grid of patches, where something uses it
     rope: bool = False             # keys and queries are turned by their place in the grid (`backends.torch.rope`)
-    num_heads: int = 1             # parts of the channels, each with keys and queries of its own
     # fmt: on
 
     @property
@@ -83,9 +80,7 @@ class Mix(NamedTuple):
     @property
     def turned(self) -> Optional[Turned]:
         """Where `low` and its gradient have the keys and queries, if these are turned."""
-        if not self.rope:
-            return None
-        return Turned(self.xz.shape[1], self.rows, self.width, self.d_state, self.num_heads)
+        return Turned(self.xz.shape[1], self.rows, self.width, self.d_state) if self.rope else None
 
     @property
     def A_per_token(self) -> bool:
@@ -98,7 +93,7 @@ class Mix(NamedTuple):
 
     @property
     def low_width(self) -> int:
-        return self.width + self.num_heads * (self.x_proj.shape[1] - self.dt_proj.shape[2])
+        return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
         """Make the scan over the convolved x (S or 1, B, L, D), with step (S, B, L, H) and low (S, B, L, low_width).
@@ -118,7 +113,7 @@ class Mix(NamedTuple):
                 direction, z = "both", None
         return Scan(
             x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token,
-            step_proj=step_proj, qk_norm=self.qk_norm, num_heads=self.num_heads)  # fmt: skip
+            step_proj=step_proj, qk_norm=self.qk_norm)  # fmt: skip
 
 
 TENSORS = Mix._fields[:9]
@@ -147,12 +142,6 @@ def prepare(mix: Mix) -> Mix:
             raise ValueError(
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
-            )
-    if mix.num_heads > 1:
-        if D % mix.num_heads or mix.A_per_token:
-            raise ValueError(
-                f"num_heads={mix.num_heads} with {D} channels and A_per_token={mix.A_per_token}: heads divide the "
-                "channels evenly, and a token's A has no heads"
             )
     if mix.rope and mix.d_state % 4:
         raise ValueError(f"rope=True with d_state={mix.d_state}: give a multiple of 4, since points of two axes turn")
@@ -185,21 +174,17 @@ def token_facts(
     A_log: Optional[Tensor],
     qk_norm: bool = False,
     rope_rows: int = 0,
-    num_heads: int = 1,
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    """Return the logits with their bias (S, B, L, H), the keys (S, B, L, num_heads N) and A, in the dtype of the
-    convolved x (S, B, L, D). Parameters are as in `Mix`, and `rope_rows` are its rows if it has rope."""
+    """Return the logits with their bias (S, B, L, H), the keys (S, B, L, N) and A, in the dtype of the convolved x
+    (S, B, L, D). Parameters are as in `Mix`, and `rope_rows` are its rows if it has rope."""
     R = dt_proj.shape[2]
-    of_heads = R, num_heads  # (S, B, L, R + 2 num_heads N), or R + 3 N
-    low = x_proj_forward(_rows(x), x_proj.to(x.dtype), None, *of_heads).unflatten(1, x.shape[1:3])
+    low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
     k, q, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
     if rope_rows:
-        rotate(kq := torch.cat([k, q], -1), rope_rows, heads=num_heads)
+        rotate(kq := torch.cat([k, q], -1), rope_rows)
         k = kq[..., : k.shape[-1]]
-    if qk_norm:
-        k = unit(k.unflatten(-1, (num_heads, -1))).flatten(-2)
-    return step, k, _rates(A_log, *a)
+    return step, unit(k) if qk_norm else k, _rates(A_log, *a)
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -236,9 +221,7 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     places = mix.parts(kept)
     x = _convolve(mix, x, backend, *places[:1])
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
-    low = backend.x_proj_forward(_rows(x), x_proj, mix.turned, mix.width, mix.num_heads).view(
-        len(x_proj), B, L, mix.low_width
-    )
+    low = backend.x_proj_forward(_rows(x), x_proj, mix.turned).view(len(x_proj), B, L, mix.low_width)
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -274,11 +257,11 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     elif mix.A_log is not None:
         grads["A_log"] = found["A"] * (-torch.exp(mix.A_log.to(wide(x))))
     if mix.turned:
-        backend.rotate(mix.turned.of(_rows(dlow)), mix.rows, back=True, heads=mix.num_heads)
+        backend.rotate(mix.turned.of(_rows(dlow)), mix.rows, back=True)
     # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
     dconvolved = _rows(found["x"])
-    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved, mix.width, mix.num_heads)
+    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
     given = dconvolved[: len(convolved)].view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx
     grads["conv_weight"], grads["conv_bias"] = (
@@ -302,7 +285,7 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low = empty(S, B, L, mix.low_width)
     scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
-    saved = ops.saved_shape(scan, backend_for(backend, mix.xz.device)) if save_states else (0,)
+    saved = backend_for(backend, mix.xz.device).saved_shape(scan) if save_states else (0,)
     kept = (2, B, L, D) if mix.shared else mix.kept_shape(save_states)
     return empty(B, L, D), low, empty(saved, dtype=scan.accumulator), empty(kept)
 
@@ -320,7 +303,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
 
 _ARGUMENTS = arguments(Mix, FIELDS)
 # Programs of older versions do not give these.
-_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False, int num_heads=1"
+_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False"
 _operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, {_LATER}", 4, _mix, _mix_shapes)
 define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
                  f"{_ARGUMENTS}, str backend, {_LATER}", 1, len(TENSORS), _mix_backward)  # fmt: skip

@@ -3,15 +3,13 @@
 An operator is opaque to `torch.compile`, `torch.export` and FX, so each of them takes it on any device.
 """
 
-from math import prod
 from typing import Any, Optional
 
-import torch
 from torch import Tensor
 
 from .backends import Backend
 from .checks import check
-from .contract import Pair, Scan, head_of, join_heads, split_heads
+from .contract import Pair, Scan
 from .dispatch import backend_for
 from .operators import arguments, define, define_gradients
 from .rules import rule_of
@@ -26,10 +24,6 @@ def forward(scan: Scan, save_states: bool, backend: Backend) -> tuple[Tensor, Te
     Raises:
         ValueError: The logits are given at low rank, and this scan cannot take them so.
     """
-    if not _whole(scan, backend):
-        found = [forward(part, save_states, backend) for part in split_heads(scan)]
-        ys, finals, saved = zip(*found)
-        return torch.cat(ys, -1), torch.cat(finals, -2), torch.cat([part.flatten() for part in saved])
     if scan.step_proj is not None and not backend.takes_projection(scan):
         raise ValueError(
             f"logits at low rank (step_proj) are for the exact rule's chunks on a GPU, not for rule={scan.rule!r} with "
@@ -39,23 +33,11 @@ def forward(scan: Scan, save_states: bool, backend: Backend) -> tuple[Tensor, Te
     return backend.scan_forward(rule_of(scan).prepare(scan), save_states)
 
 
-def _whole(scan: Scan, backend: Backend) -> bool:
-    """Tell whether `backend` runs all heads of `scan` together."""
-    return scan.num_heads == 1 or backend.takes_heads(scan)
-
-
-def saved_shape(scan: Scan, backend: Backend) -> tuple[int, ...]:
-    """Return the shape of what `forward` keeps with `save_states`."""
-    if _whole(scan, backend):
-        return backend.saved_shape(scan)
-    return (scan.num_heads * prod(backend.saved_shape(split_heads(scan)[0])),)
-
-
 def normalised(scan: Scan, backend: Backend) -> Scan:
     """Scale the keys and queries of `scan` to unit length, if it asks for that."""
     if not scan.qk_norm:
         return scan
-    k, q = backend.unit_forward(scan.k, scan.q, scan.num_heads)
+    k, q = backend.unit_forward(scan.k, scan.q)
     return scan._replace(k=k, q=q, qk_norm=False)
 
 
@@ -65,8 +47,6 @@ def backward(
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradient of each tensor of `scan`, by field. If given, `dz` gets that of z instead, and `dkq` those of
     k and q, (G, B, L, N) each for G sets of parameters."""
-    if not _whole(scan, backend):
-        return _backward_by_head(scan, dy, dfinal, saved, backend, dz, dkq)
     rule = rule_of(scan)
     unit = normalised(scan, backend)
     prepared = rule.prepare(unit)
@@ -75,48 +55,26 @@ def backward(
     grads = rule.restore(unit, prepared, backend.scan_backward(prepared, dy, dfinal, saved, dz, in_place))
     if scan.qk_norm:
         written = dict(zip("kq", in_place or ())) | grads
-        backend.unit_backward(scan.k, scan.q, written["k"], written["q"], scan.num_heads)
+        backend.unit_backward(scan.k, scan.q, written["k"], written["q"])
     for name, out in zip(("z", "k", "q"), (dz, *(dkq or ()))):
         if out is not None and name in grads:
             out.copy_(grads.pop(name))
     return grads
 
 
-def _backward_by_head(
-    scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: Backend,
-    dz: Optional[Tensor], dkq: Optional[Pair],
-) -> dict[str, Tensor]:  # fmt: skip
-    H, found = scan.num_heads, []
-
-    def of_head(name: str, value: Optional[Tensor], h: int) -> Optional[Tensor]:
-        return None if value is None else head_of(name, value, h, H)
-
-    for h, part in enumerate(split_heads(scan)):
-        kept = saved.tensor_split(H)[h]
-        kept = kept.view(backend.saved_shape(part)) if len(kept) else kept
-        places = (dkq[0], dkq[1]) if dkq else (None, None)
-        dk, dq = (of_head("k", place, h) for place in places)
-        given = of_head("x", dy, h), of_head("initial_state", dfinal, h), kept, backend, of_head("z", dz, h)
-        found.append(backward(part, *given, None if dk is None or dq is None else (dk, dq)))
-    tensors = scan.tensors() | ({} if scan.step_proj is None else {"step": scan.x})
-    return {name: join_heads(name, [grads[name] for grads in found], tensors[name]) for name in found[0]}
-
-
 def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int, str]]:
     """Tell how the Triton kernels would run `scan`: for "forward" and "backward" a named tuple of the segments into
     which time is cut, their tokens, the channels of a program, and the regime. Empty if `scan` takes the torch path."""
     check(scan)
-    chosen = backend_for(backend, scan.x.device)
-    scan = scan if _whole(scan, chosen) else split_heads(scan)[0]
-    return chosen.plan(rule_of(scan).prepare(scan))
+    return backend_for(backend, scan.x.device).plan(rule_of(scan).prepare(scan))
 
 
 def read_scan(values: tuple[Any, ...], count: int) -> tuple[Scan, tuple[Any, ...]]:
     """Split an operator's arguments into the scan that they describe and the `count` others. Programs of older versions
-    do not give `qk_norm` and `num_heads`."""
+    do not give `qk_norm`."""
     fields, others = values[: len(FIELDS)], values[len(FIELDS) :]
-    regime, *later = others[count:]
-    return Scan._make((*fields, regime, None, *later, *(False, 1)[len(later) :])), others[:count]
+    regime, qk_norm = (*others[count:], False)[:2]
+    return Scan._make((*fields, regime, None, qk_norm)), others[:count]
 
 
 def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +89,7 @@ def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     scan, (return_final_state, save_states, backend) = read_scan(values, 3)
     check(scan)
-    saved = saved_shape(scan, backend_for(backend, scan.x.device, scan.regime)) if save_states else (0,)
+    saved = backend_for(backend, scan.x.device, scan.regime).saved_shape(scan) if save_states else (0,)
     return (
         scan.x.new_empty(scan.output_shape),
         scan.x.new_empty(scan.state_shape if return_final_state else (0,), dtype=scan.accumulator),
@@ -148,9 +106,8 @@ def _scan_backward(dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor
 
 
 _ARGUMENTS = arguments(Scan, FIELDS).replace("Tensor? step", "Tensor step")  # only the backends have None there
-_LATER = "bool qk_norm=False, int num_heads=1"  # programs of older versions do not give these
 _operator = define("scan", f"{_ARGUMENTS}, bool return_final_state, bool save_states, str backend, str regime, "
-                   f"{_LATER}", 3, _scan, _scan_shapes)  # fmt: skip
+                   "bool qk_norm=False", 3, _scan, _scan_shapes)  # fmt: skip
 define_gradients("scan", _operator, "Tensor? dy, Tensor? dfinal, Tensor saved, "
-                 f"{_ARGUMENTS}, str backend, str regime, {_LATER}",
+                 f"{_ARGUMENTS}, str backend, str regime, bool qk_norm=False",
                  2, len(TENSORS), _scan_backward)  # fmt: skip

@@ -3,14 +3,13 @@
 The backends are tested against this loop. Each rule's formula is its `update` in `rules/`.
 """
 
-from types import SimpleNamespace
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
 from .backends.torch.unit import unit
-from .contract import Scan, head_of, split_heads, stack
+from .contract import Scan, stack
 from .rules import get_rule, rule_of
 from .rules.base import read_out
 
@@ -27,7 +26,6 @@ def longhorn_step(
     *,
     rule: str = "diagonal",
     qk_norm: bool = False,
-    num_heads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Run one token of Longhorn's recurrence (Algorithm 1 of arXiv 2407.14207): the update and the read-out.
 
@@ -39,12 +37,15 @@ def longhorn_step(
 
     Args:
         state: (B, D, N), the state after the tokens so far; zeros before the first.
-        x, beta, k, q, z, D, beta_bias, rule, qk_norm, num_heads: as in `longhorn_scan`, without the axis of tokens.
+        x, beta, k, q, z, D, beta_bias, rule, qk_norm: as in `longhorn_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).
     """
-    return _step(state, x, beta, k, q, None, z, D, beta_bias, rule, True, qk_norm, num_heads)
+    beta = beta if beta_bias is None else beta + beta_bias
+    k, q = (unit(k), unit(q)) if qk_norm else (k, q)
+    state = get_rule(rule).update(state, x, beta, k, None, softplus=True)
+    return read_out(state, x, q, z, D), state
 
 
 def selective_step(
@@ -60,35 +61,21 @@ def selective_step(
     *,
     dt_softplus: bool = True,
     qk_norm: bool = False,
-    num_heads: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """Run one token of Mamba's selective scan (arXiv 2312.00752, Algorithm 2, with B discretised as dt * B).
 
     Args:
         state: (B, D, N), the state after the tokens so far.
         A: (D, N), or (B, 1, N) where A depends on the token.
-        x, dt, B, C, z, D, dt_bias, dt_softplus, qk_norm, num_heads: as in `selective_scan`, without the axis of tokens.
+        x, dt, B, C, z, D, dt_bias, dt_softplus, qk_norm: as in `selective_scan`, without the axis of tokens.
 
     Returns:
         y (B, D) and the new state (B, D, N).
     """
-    return _step(state, x, dt, B, C, A, z, D, dt_bias, "mamba", dt_softplus, qk_norm, num_heads)
-
-
-def _step(
-    state: Tensor, x: Tensor, logit: Tensor, k: Tensor, q: Tensor, A: Optional[Tensor], z: Optional[Tensor],
-    D: Optional[Tensor], bias: Optional[Tensor], rule: str, softplus: bool, qk_norm: bool, num_heads: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Run one token of any rule: head by head, as each has its own channels, keys and queries."""
-    given = {"initial_state": state, "x": x, "step": logit, "k": k, "q": q, "A": A, "z": z, "D": D, "bias": bias}
-    ys, states = [], []
-    for h in range(num_heads):
-        s: Any = SimpleNamespace(**{n: v if v is None else head_of(n, v, h, num_heads) for n, v in given.items()})
-        key, query = (unit(s.k), unit(s.q)) if qk_norm else (s.k, s.q)
-        logit = s.step if s.bias is None else s.step + s.bias
-        states.append(get_rule(rule).update(s.initial_state, s.x, logit, key, s.A, softplus))
-        ys.append(read_out(states[-1], s.x, query, s.z, s.D))
-    return torch.cat(ys, -1), torch.cat(states, -2)
+    dt = dt if dt_bias is None else dt + dt_bias
+    B, C = (unit(B), unit(C)) if qk_norm else (B, C)
+    state = get_rule("mamba").update(state, x, dt, B, A, softplus=dt_softplus)
+    return read_out(state, x, C, z, D), state
 
 
 def scan(scan: Scan) -> tuple[Tensor, Tensor]:
@@ -98,13 +85,6 @@ def scan(scan: Scan) -> tuple[Tensor, Tensor]:
         y in the dtype of x, of shape `scan.output_shape`, and the final state in float32 (float64 for float64 x), of
         shape `scan.state_shape`.
     """
-    if scan.num_heads > 1:
-        found = [_scan(part) for part in split_heads(scan)]
-        return torch.cat([y for y, _ in found], -1), torch.cat([state for _, state in found], -2)
-    return _scan(scan)
-
-
-def _scan(scan: Scan) -> tuple[Tensor, Tensor]:
     G, B, L, D, N = scan.sizes
     rule = rule_of(scan)
     axes = {"A": 3 if scan.A_per_token else 2, "D": 1, "bias": 1}  # without the direction axis; others have 3

@@ -60,33 +60,23 @@ def what_scans_read(p, x, mixer, rows=0):
 
 
 def plain_scan(p, i, x, mixer, rows=0, back=False):
-    rank, N, own = mixer.dt_rank, mixer.d_state, x.shape[-1] // mixer.num_heads
-    heads = [slice(start, start + own) for start in range(0, x.shape[-1], own)]
-
-    def of_channels(first):
-        """Each channel's key or query, (B, L, D, N), which its head makes of its own channels."""
-        found = []
-        for head in heads:
-            v = x[..., head] @ p["x_proj"][i][first : first + N, head].t()
-            if mixer.rope:
-                v = plain_turn(v.flip(1), rows).flip(1) if back else plain_turn(v, rows)
-            if mixer.qk_norm:
-                v = v / torch.sqrt((v * v).sum(-1, keepdim=True) + 1e-6)
-            found += [v] * own
-        return torch.stack(found, 2)
-
+    rank, N = mixer.dt_rank, mixer.d_state
     low = x @ p["x_proj"][i].t()
-    k, q, a = of_channels(rank), of_channels(rank + N), low[..., rank + 2 * N :]
+    k, q, a = low[..., rank : rank + N], low[..., rank + N : rank + 2 * N], low[..., rank + 2 * N :]
+    if mixer.rope:
+        k, q = (plain_turn(v.flip(1), rows).flip(1) if back else plain_turn(v, rows) for v in (k, q))
+    if mixer.qk_norm:
+        k, q = (v / torch.sqrt((v * v).sum(-1, keepdim=True) + 1e-6) for v in (k, q))
     logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
     state, ys = x.new_zeros(x.shape[0], x.shape[2], N), []
     for t in range(x.shape[1]):
-        key, value = k[:, t], x[:, t, :, None]
+        key, value = k[:, t, None, :], x[:, t, :, None]
         if mixer.rule == "mamba":
             dt = torch.log1p(torch.exp(logit[:, t]))[..., None]
             rate = torch.exp(p["A_log"][i] + a[:, t, None]) if a.shape[-1] else torch.exp(p["A_log"][i])
             state = torch.exp(-dt * rate) * state + dt * value * key
         elif mixer.rule not in ("diagonal", "exact"):
-            state = get_rule(mixer.rule).update(state, x[:, t], logit[:, t], key[:, 0], None, softplus=True)
+            state = get_rule(mixer.rule).update(state, x[:, t], logit[:, t], k[:, t], None, softplus=True)
         else:
             beta = torch.sigmoid(logit[:, t])[..., None]
             eps = beta / (1 + beta * (key * key).sum(-1, keepdim=True))
@@ -94,7 +84,7 @@ def plain_scan(p, i, x, mixer, rows=0, back=False):
                 state = state + eps * (value - (state * key).sum(-1, keepdim=True)) * key
             else:
                 state = (1 - eps * key * key) * state + eps * value * key
-        ys.append((state * q[:, t]).sum(-1) + p["D"][i] * x[:, t])
+        ys.append((state * q[:, t, None, :]).sum(-1) + p["D"][i] * x[:, t])
     return torch.stack(ys, 1)
 
 

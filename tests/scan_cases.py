@@ -14,7 +14,7 @@ KEYS = ("zero", "unit", "mixed", "large")
 
 
 def make_inputs(rule, B, L, D, N, *, direction="forward", stacked=True, scalar_step=False, keys="unit",
-                dtype=torch.float32, seed=0, device="cpu", gate=True, state=True, heads=1):  # fmt: skip
+                dtype=torch.float32, seed=0, device="cpu", gate=True, state=True):  # fmt: skip
     """Fresh inputs; low-precision dtypes apply to what a network computes per token, weights stay float32 as in the
     models. `keys`: "zero", "unit" (norms near 1), "mixed" (1e-3 to 1e3, log-uniform, some zero), "large" (1e3)."""
     generator = torch.Generator().manual_seed(seed)
@@ -26,19 +26,19 @@ def make_inputs(rule, B, L, D, N, *, direction="forward", stacked=True, scalar_s
     law = get_rule(rule.removesuffix("_per_token"))
     both = direction == "both"
     lead = (2,) if both and stacked else ()
-    k = draw(*lead, B, L, heads * N, dtype=torch.float64)
+    k = draw(*lead, B, L, N, dtype=torch.float64)
     if not law.takes_A:
         k = k / N**0.5
         if keys == "mixed":
             size = 10 ** (6 * torch.rand(*lead, B, L, 1, generator=generator, dtype=torch.float64) - 3)
             k = k * size * (torch.rand(*lead, B, L, 1, generator=generator) > 0.1)
         k = k * {"zero": 0.0, "unit": 1.0, "mixed": 1.0, "large": 1e3}[keys]
-    logits = heads * N if law.step_per == "state" else 1 if scalar_step else D
+    logits = N if law.step_per == "state" else 1 if scalar_step else D
     inputs = dict(
         x=draw(*lead, B, L, D),
         step=draw(*lead, B, L, logits) * 2,
         k=k.to(dtype),
-        q=draw(*lead, B, L, heads * N),
+        q=draw(*lead, B, L, N),
         D=draw(*lead, D, dtype=wide),
         bias=draw(*lead, logits, dtype=wide),
     )

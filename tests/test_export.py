@@ -50,7 +50,6 @@ VARIANTS = {
         global_pool="avg",
         mlp_ratio=2,
         mlp_conv=3,
-        head_dim=32,
     ),
     "exact grid alternate": dict(
         model_name="vlonghorn_test",

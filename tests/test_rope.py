@@ -9,16 +9,16 @@ from test_short_conv import BACKENDS, TOLERANCE
 from vision_longhorn.kernels.dispatch import get_backend
 
 
-def check(backend, rows, columns, N, dtype, *, device="cpu", before=3, after=2, heads=1):
+def check(backend, rows, columns, N, dtype, *, device="cpu", before=3, after=2):
     torch.manual_seed(0)
-    low = torch.randn(2, 3, rows * columns, before + 2 * heads * N + after, device=device).to(dtype)
-    kq = low[..., before : before + 2 * heads * N]  # a view, as the mixing gives it
+    low = torch.randn(2, 3, rows * columns, before + 2 * N + after, device=device).to(dtype)
+    kq = low[..., before : before + 2 * N]  # a view, as the mixing gives it
     old = low.clone()
-    right = torch.cat([plain_turn(v.double().cpu(), rows) for v in kq.chunk(2 * heads, -1)], -1)
-    get_backend(backend).rotate(kq, rows, heads=heads)
+    right = torch.cat([plain_turn(v.double().cpu(), rows) for v in kq.chunk(2, -1)], -1)
+    get_backend(backend).rotate(kq, rows)
     assert relative_rms(kq.cpu(), right) <= TOLERANCE[dtype]
-    get_backend(backend).rotate(kq, rows, back=True, heads=heads)
-    assert relative_rms(kq, old[..., before : before + 2 * heads * N].double()) <= 2 * TOLERANCE[dtype]
+    get_backend(backend).rotate(kq, rows, back=True)
+    assert relative_rms(kq, old[..., before : before + 2 * N].double()) <= 2 * TOLERANCE[dtype]
     assert torch.equal(low[..., :before], old[..., :before]) and torch.equal(low[..., -after:], old[..., -after:])
 
 
@@ -27,7 +27,6 @@ def check(backend, rows, columns, N, dtype, *, device="cpu", before=3, after=2, 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_turned_keys_and_queries_are_those_of_the_plain_loop(backend, rows, columns, N, dtype):
     check(backend, rows, columns, N, dtype)
-    check(backend, rows, columns, N, dtype, heads=3)
 
 
 def test_float64_keeps_its_digits():
@@ -38,7 +37,6 @@ def test_float64_keeps_its_digits():
 @pytest.mark.parametrize("rows,columns,N,dtype", [(14, 14, 16, torch.bfloat16), (78, 77, 20, torch.float32)])
 def test_turned_keys_and_queries_on_a_gpu(rows, columns, N, dtype):
     check("triton", rows, columns, N, dtype, device="cuda")
-    check("triton", rows, columns, N, dtype, device="cuda", heads=6)
 
 
 def test_products_depend_on_the_distance_of_patches_alone():

@@ -145,46 +145,6 @@ def test_keys_and_queries_of_unit_length(backend, rule, case):
     )
 
 
-HEADS_CASES = [
-    ("both", "mean", True, True, 3, 2, torch.float32),
-    ("both", "none", False, False, 3, 2, torch.float32),
-    ("backward", "none", True, False, 1, 4, torch.float32),  # a head has one channel
-]
-
-
-@pytest.mark.parametrize(
-    "backend,rule,case", cases(HEADS_CASES, HEADS_CASES[:1], [r for r in NAMES if r not in ("exact", "diagonal")])
-)
-def test_heads(backend, rule, case):
-    direction, combine, stacked, scalar, own, heads, dtype = case
-    options = dict(direction=direction, stacked=stacked, scalar_step=scalar, dtype=dtype, heads=heads)
-    inputs = make_inputs(rule, 2, 11, own * heads, 4, **options)
-    found = errors(rule, inputs, backend, direction=direction, combine=combine, qk_norm=True, num_heads=heads)
-    assert max(found.values()) <= TOLERANCE[dtype], found
-
-
-@pytest.mark.parametrize("rule", ("exact", "mamba", "gla"))
-def test_each_head_is_a_scan_of_its_own(rule):
-    inputs = make_inputs(rule, 2, 5, 6, 4, dtype=torch.float64, heads=3)
-    y, state = call(rule, inputs, backend="reference", num_heads=3, return_final_state=True)
-    steps = inputs["step"].shape[-1] // 3
-    for h in range(3):
-        own, keys, logits = (slice(h * size, (h + 1) * size) for size in (2, 4, steps))
-        parts = dict(x=own, z=own, D=own, k=keys, q=keys, step=logits, bias=logits)
-        alone = {name: inputs[name][..., part] for name, part in parts.items()}
-        alone |= {name: inputs[name][..., own, :] for name in ("A", "initial_state") if name in inputs}
-        expected, last = call(rule, alone, backend="reference", return_final_state=True)
-        assert torch.equal(y[..., own], expected) and torch.equal(state[:, own], last)
-
-
-def test_heads_that_do_not_divide_are_named():
-    inputs = make_inputs("exact", 1, 3, 6, 4)
-    with pytest.raises(ValueError, match="num_heads=4 with 6 channels"):
-        call("exact", inputs, num_heads=4)
-    with pytest.raises(ValueError, match="A_per_token=True"):
-        call("mamba_per_token", make_inputs("mamba_per_token", 1, 3, 6, 4), num_heads=2)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 def test_a_zero_key_of_unit_length_writes_nothing_and_gradients_stay_finite(backend, dtype):
@@ -199,12 +159,10 @@ def test_a_zero_key_of_unit_length_writes_nothing_and_gradients_stay_finite(back
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("heads", (1, 3))
 @pytest.mark.parametrize("rule", ("diagonal", "exact", "mamba"))
-def test_steps_with_keys_of_unit_length_are_the_scan(rule, heads):
-    inputs = make_inputs(rule, 2, 5, 3, 4, dtype=torch.float64, heads=heads)
-    norm = dict(qk_norm=True, num_heads=heads)
-    expected, last = call(rule, inputs, backend="reference", **norm, return_final_state=True)
+def test_steps_with_keys_of_unit_length_are_the_scan(rule):
+    inputs = make_inputs(rule, 2, 5, 3, 4, dtype=torch.float64)
+    expected, last = call(rule, inputs, backend="reference", qk_norm=True, return_final_state=True)
     step, state = (kernels.selective_step if rule == "mamba" else kernels.longhorn_step), inputs["initial_state"]
     options = dict(D=inputs["D"]) | (
         dict(A=inputs["A"], dt_bias=inputs["bias"]) if rule == "mamba" else dict(beta_bias=inputs["bias"], rule=rule)
@@ -212,7 +170,7 @@ def test_steps_with_keys_of_unit_length_are_the_scan(rule, heads):
     letters = ("dt", "B", "C") if rule == "mamba" else ("beta", "k", "q")
     for t in range(5):
         token = dict(zip(letters, (inputs[name][:, t] for name in ("step", "k", "q"))))
-        y, state = step(state, inputs["x"][:, t], **token, z=inputs["z"][:, t], **options, **norm)
+        y, state = step(state, inputs["x"][:, t], **token, z=inputs["z"][:, t], **options, qk_norm=True)
         assert relative_rms(y, expected[:, t]) < 1e-12
     assert relative_rms(state, last) < 1e-12
 

@@ -146,42 +146,14 @@ def _recurrence(s: Any, backward: bool) -> tuple[Any, Any]:
     return y if s.D is None else y + s.D * s.x, state
 
 
-def _each_head(s: Any, channels: int, keys: int, steps: int, backward: bool) -> tuple[Any, Any]:
-    """Do as `_recurrence` with heads, which stand beside the sequences of the batch. The numbers of channels, of a
-    token's keys and of its step sizes are those of all heads."""
-    H = s.num_heads
-    if H == 1:
-        return _recurrence(s, backward)
-    own, N = channels // H, keys // H
-    step = s.step if s.bias is None else s.step + s.bias
-    step = op.Tile(step, op.Constant(value_ints=[1, 1, H])) if steps == 1 else step
-
-    def shaped(value: Any, *sizes: int) -> Any:
-        return op.Reshape(value, op.Constant(value_ints=sizes))
-
-    A, state = s.A, s.initial_state
-    if A is not None:  # (N, D)
-        A = op.Transpose(shaped(A, N, H, own), perm=[1, 0, 2])
-        A = op.Tile(A, op.Concat(op.Shape(s.x, start=1, end=2), op.Constant(value_ints=[1, 1]), axis=0))
-    if state is not None:  # (B, N, D)
-        state = shaped(op.Transpose(shaped(state, 0, N, H, own), perm=[0, 2, 1, 3]), -1, N, own)
-    tokens = dict(x=shaped(s.x, 0, -1, own), step=shaped(step, 0, -1, max(steps // H, 1)))
-    tokens |= dict(k=shaped(s.k, 0, -1, N), q=shaped(s.q, 0, -1, N))  # (L, B H, ..)
-    y, state = _recurrence(s._replace(**tokens, A=A, D=None, bias=None, initial_state=state), backward)
-    y = shaped(y, 0, -1, channels)
-    state = shaped(op.Transpose(shaped(state, -1, H, N, own), perm=[0, 2, 1, 3]), 0, N, channels)
-    return y if s.D is None else y + s.D * s.x, state
-
-
-_HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float, "int": int}
+_HINTS = {"Tensor": FLOAT, "Optional[Tensor]": FLOAT | None, "str": str, "bool": bool, "float": float, "int": INT64}
 
 
 def _translates(function: Any) -> Any:
     """Give a function the signature of the operator of its name. torch's exporter tells tensors from options by it."""
     function.__annotations__, parameters = {"return": Any}, []
     for argument in schema(function.__name__).arguments:
-        # The rows of a grid may depend on the size of the images.
-        function.__annotations__[argument.name] = INT64 if argument.name == "rows" else _HINTS[str(argument.type)]
+        function.__annotations__[argument.name] = _HINTS[str(argument.type)]
         default = argument.default_value if argument.has_default_value() else inspect.Parameter.empty
         parameters.append(inspect.Parameter(argument.name, inspect.Parameter.POSITIONAL_ONLY, default=default))
     function.__signature__ = inspect.Signature(parameters)
@@ -203,8 +175,7 @@ def scan(*values: Any) -> Any:
         tokens = {name: turned(getattr(s, name), 3, 1, 0, 2) for name in ("x", "step", "k", "q")}
         A = turned(s.A, 3, 1, 0, 2) if s.A_per_token else turned(s.A, 2, 1, 0)
         state, D, bias = turned(s.initial_state, 3, 0, 2, 1), turned(s.D, 1), turned(s.bias, 1)
-        sizes = s.x.shape[-1], s.k.shape[-1], s.step.shape[-1]
-        y, state = _each_head(s._replace(**tokens, A=A, initial_state=state, D=D, bias=bias), *sizes, backward)
+        y, state = _recurrence(s._replace(**tokens, A=A, initial_state=state, D=D, bias=bias), backward)
         y = op.Transpose(y, perm=[1, 0, 2])
         ys.append(y if s.z is None else y * _silu(turned(s.z, 3)))
         states.append(op.Transpose(state, perm=[0, 2, 1]))
@@ -240,38 +211,24 @@ def mix(*values: Any) -> Any:
 
     over_grid = convolved(0) if len(m.conv_weight.shape) == 4 else None
 
-    def turned(v: Any) -> Any:
-        return _turned(v, op.Reshape(m.rows, [1]), d_state) if m.rope else v
-
-    def own_of_heads(u: Any, columns: Any) -> Any:
-        """Return the keys or queries (L, B, H N) of heads, each made of its own channels."""
-        own = d_inner // m.num_heads
-        parts = ((_slice(u, c, c + own, 2), _slice(columns, c, c + own, 0)) for c in range(0, d_inner, own))
-        return op.Concat(*(turned(op.MatMul(*part)) for part in parts), axis=2)
-
     def prepared(s: int) -> Scan:
         """Make the scan over the convolved x, with the set of parameters s."""
         u = convolved(s) if over_grid is None else over_grid
-        projection = op.Transpose(_entry(m.x_proj, s), perm=[1, 0])  # (D, R + 2 N, or with A R + 3 N)
-        low = op.MatMul(u, projection)
+        low = op.MatMul(u, op.Transpose(_entry(m.x_proj, s), perm=[1, 0]))
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
         k, q, a = (_slice(low, start, start + d_state, 2) for start in range(rank, rank + 3 * d_state, d_state))
-        if m.num_heads > 1:
-            k, q = (own_of_heads(u, _slice(projection, c, c + d_state, 1)) for c in (rank, rank + d_state))
-        else:
-            k, q = turned(k), turned(q)
+        if m.rope:
+            k, q = (_turned(v, op.Reshape(m.rows, [1]), d_state) for v in (k, q))
         A = None
         if m.A_log is not None:
             log = _entry(m.A_log, s)
             A = -op.Exp(a + log if per_token else op.Transpose(log, perm=[1, 0]))
         bias, D = _entry(m.dt_bias, s), _entry(m.D, s)
-        heads = dict(qk_norm=m.qk_norm, num_heads=m.num_heads)
-        return Scan(u, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token, **heads)
+        return Scan(u, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token, qk_norm=m.qk_norm)
 
     ys, parameters = [], [prepared(s) for s in range(sets)]
     for g in range(2 if m.shared else sets):
-        sizes = d_inner, m.num_heads * d_state, m.dt_proj.shape[1]
-        y, _ = _each_head(parameters[min(g, sets - 1)], *sizes, g == 1 or m.reversed)
+        y, _ = _recurrence(parameters[min(g, sets - 1)], g == 1 or m.reversed)
         if m.shared:
             mean = op.ReduceMean(y * y, [-1], keepdims=1)
             y = y / op.Sqrt(mean + m.eps) * _entry(m.norm_weight, g)

@@ -31,11 +31,6 @@ class Backend:
     dt_proj_backward = staticmethod(projections.dt_proj_backward)
 
     @staticmethod
-    def takes_heads(scan: Scan) -> bool:
-        """Tell whether `scan_forward` and `scan_backward` take `scan` with several heads. Else each is a scan alone."""
-        return False
-
-    @staticmethod
     def takes_projection(scan: Scan) -> bool:
         """Tell whether `scan` can run with logits at low rank (`Scan.step_proj`). If so, `scan_backward` returns the
         gradient of the full logits, (.., B, L, D), in the place of that of `step`."""

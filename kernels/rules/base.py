@@ -132,7 +132,7 @@ class Rule:
         """Initialise the bias of the logits in place."""
         bias.zero_()
 
-    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor] = None) -> Tensor:
+    def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> Tensor:
         """Compute forgetting and write strength of each token, (2, S, B, L), as `vision_longhorn.maps` defines them,
         from the logits with their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
         found = []

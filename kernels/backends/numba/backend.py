@@ -12,4 +12,3 @@ class NumbaBackend(Backend):
     scan_forward = staticmethod(scan.forward)
     scan_backward = staticmethod(scan.backward)
     saved_shape = staticmethod(scan.saved_shape)
-    takes_heads = staticmethod(scan.takes_heads)

@@ -241,7 +241,7 @@ def forward_of(step_form, form, takes_norm):
         """Scan with programs `first` to `last`. For a rule of kind "decay", `saved` gets the state before each chunk.
 
         Args:
-            sizes: (G, B, L, D, N, heads, whether the directions are added in y, whether each channel has a logit).
+            sizes: (G, B, L, D, N, whether the directions are added in y, whether each channel has a logit).
             turned: for each direction, whether it runs from the last token to the first.
             scale: what y is multiplied by.
             at: (fields, 3) strides of x, step, k, q, A (of a token) and z: of direction, sequence and token.
@@ -249,11 +249,8 @@ def forward_of(step_form, form, takes_norm):
             (G, D or 1), A (G, D, N) otherwise, initial and final (G, B, D, N), y ([G,] B, L, D), saved
             (G, chunks, B, N, D).
         """
-        G, B, L, D, N, heads, added, of_channels = sizes
-        rows, chunks = (N + 3) // 4 * 4, (L + CHUNK - 1) // CHUNK
-        own = D // heads
-        parts = (own + WIDTH - 1) // WIDTH
-        blocks = heads * parts
+        G, B, L, D, N, added, of_channels = sizes
+        rows, blocks, chunks = (N + 3) // 4 * 4, (D + WIDTH - 1) // WIDTH, (L + CHUNK - 1) // CHUNK
         # (Where arrays are parts of one, LLVM makes no vector instructions.)
         state, decays, rates = _rows(rows), _rows(rows), _rows(rows)
         values, logits, eps, e, w, out = _row(), _row(), _row(), _row(), _row(), _row()
@@ -265,9 +262,8 @@ def forward_of(step_form, form, takes_norm):
             np.zeros(rows, np.float32),
         )
         for program in range(first, last):
-            b, block = program // blocks, program % blocks
-            d0 = block // parts * own + block % parts * WIDTH
-            k0, width = block // parts * N, min(WIDTH, own - block % parts * WIDTH)
+            b, d0 = program // blocks, program % blocks * WIDTH
+            width = min(WIDTH, D - d0)
             for g in range(G):
                 _load_state(initial, ((g * B + b) * D + d0) * N, width, N, state)
                 if skip.shape[0]:
@@ -285,8 +281,8 @@ def forward_of(step_form, form, takes_norm):
                         for n in range(N):
                             to = (((g * chunks + i // CHUNK) * B + b) * N + n) * D + d0
                             _store(state[n], saved, to, width, False)
-                    _load(k, base[2] + at[2, 2] * t + k0, N, key)
-                    _load(q, base[3] + at[3, 2] * t + k0, N, query)
+                    _load(k, base[2] + at[2, 2] * t, N, key)
+                    _load(q, base[3] + at[3, 2] * t, N, query)
                     _load(x, base[0] + at[0, 2] * t + d0, width, values)
                     if step_form != NO_STEP:
                         _load_logits(
@@ -434,11 +430,8 @@ def backward_of(step_form, form, takes_norm):
             sums: (blocks, G, B, L, 3 N + 1), a program's part of the gradients of k, q, A (of a token) and one logit.
             dA: (G, B, N, D). dskip, dbias: (G, B, D). dinitial: (G, B, D, N).
         """
-        G, B, L, D, N, heads, added, of_channels = sizes
-        rows, chunks = (N + 3) // 4 * 4, (L + CHUNK - 1) // CHUNK
-        own = D // heads
-        parts = (own + WIDTH - 1) // WIDTH
-        blocks = heads * parts
+        G, B, L, D, N, added, of_channels = sizes
+        rows, blocks, chunks = (N + 3) // 4 * 4, (D + WIDTH - 1) // WIDTH, (L + CHUNK - 1) // CHUNK
         state, adjoint, rates, dAs = _rows(rows), _rows(rows), _rows(rows), _rows(rows)
         values, logits, out, gate, weights, biases = _row(), _row(), _row(), _row(), _row(), _row()
         reads, dwrite, deps, dweights, dbiases = _row(), _row(), _row(), _row(), _row()
@@ -453,8 +446,8 @@ def backward_of(step_form, form, takes_norm):
         decays = np.zeros((CHUNK if form != ERROR else 1, rows, WIDTH), np.float32)
         for program in range(first, last):
             b, block = program // blocks, program % blocks
-            d0 = block // parts * own + block % parts * WIDTH
-            k0, width = block // parts * N, min(WIDTH, own - block % parts * WIDTH)
+            d0 = block * WIDTH
+            width = min(WIDTH, D - d0)
             for g in range(G):
                 base, out_base = at[:, 0] * g + at[:, 1] * b, out_at[:, 0] * g + out_at[:, 1] * b
                 _load_state(initial, ((g * B + b) * D + d0) * N, width, N, state)
@@ -487,7 +480,7 @@ def backward_of(step_form, form, takes_norm):
                             j = i % span
                             if piece == 0 and form != ERROR and i % CHUNK == 0:
                                 starts[i // CHUNK] = state
-                            _load(k, base[2] + at[2, 2] * t + k0, N, key)
+                            _load(k, base[2] + at[2, 2] * t, N, key)
                             _load(x, base[0] + at[0, 2] * t + d0, width, values)
                             if step_form != NO_STEP:
                                 place = base[1] + at[1, 2] * t + (d0 if of_channels else 0)
@@ -521,8 +514,8 @@ def backward_of(step_form, form, takes_norm):
                         if form == ERROR and i % ANCHOR == ANCHOR - 1:
                             state[:] = starts[i // ANCHOR]
                         now = state if form == ERROR else states[j + 1]
-                        _load(k, base[2] + at[2, 2] * t + k0, N, key)
-                        _load(q, base[3] + at[3, 2] * t + k0, N, query)
+                        _load(k, base[2] + at[2, 2] * t, N, key)
+                        _load(q, base[3] + at[3, 2] * t, N, query)
                         _load(x, base[0] + at[0, 2] * t + d0, width, values)
                         if dy.shape[0]:
                             _load(dy, base[6] + at[6, 2] * t + d0, width, out)

@@ -27,12 +27,6 @@ def takes(scan: Scan) -> bool:
     return scan.accumulator == torch.float32 and scan.sizes[1] > 0 and rule_of(scan).name in _FORMS
 
 
-def takes_heads(scan: Scan) -> bool:
-    """Tell whether the loops run the heads of `scan` together: if its rule changes no keys before, and no token has
-    an A."""
-    return takes(scan) and scan.rule in ("exact", "diagonal", "mamba")
-
-
 def _forms(scan: Scan) -> tuple[int, int, bool]:
     step, decay, norm = _FORMS[rule_of(scan).name]
     if decay == loops.DIAGONAL and scan.sizes[4] == 1:
@@ -77,14 +71,13 @@ class _Inputs:
 
     def __init__(self, scan: Scan):
         G, B, L, D, N = self.sizes = scan.sizes
-        H = scan.num_heads
-        self.programs = B * H * ceil_div(D // H, loops.WIDTH)
+        self.programs = B * ceil_div(D, loops.WIDTH)
         self.at = at = np.zeros((7, 3), np.int64)
         rows = [_rows(scan, value, at[i]) for i, value in enumerate((scan.x, scan.step, scan.k, scan.q))]
         A = _rows(scan, scan.A, at[4]) if scan.A_per_token else _whole(scan, scan.A, 2)
         self.forms = _forms(scan)
         of_channels = scan.step is not None and scan.step.shape[-1] == D
-        self.shape = (*scan.sizes, H, scan.combine != "none", of_channels)
+        self.shape = (*scan.sizes, scan.combine != "none", of_channels)
         turned = np.array(scan.reversed)
         initial = _whole(scan, scan.initial_state, 3)
         self.args = (
@@ -135,12 +128,12 @@ def backward(
         loops.backward_of(*inputs.forms), inputs.programs, *inputs.args, _rows(scan, dy, inputs.at[6]),
         _flat(None if dfinal is None else dfinal.detach().float().contiguous()), _flat(saved), out_at, *places,
         *map(_flat, (sums, *parts)))  # fmt: skip
-    first, *parts_of_heads = sums.unflatten(0, (scan.num_heads, -1)).unbind(1)
-    for part in parts_of_heads:  # in this order, on any number of threads
-        first += part
-    # Of (heads, G, B, L, 3 N + 1): the heads' gradients stand side by side.
-    grads["k"], grads["q"], of_A = (part.permute(1, 2, 3, 0, 4).flatten(-2) for part in first.split(N, -1)[:3])
-    of_step = first[..., -1:].sum(0)
+    total = sums[0]
+    for part in sums[1:]:  # in this order, on any number of threads
+        total += part
+    grads["k"], grads["q"], of_A, of_step = (
+        part.clone(memory_format=torch.contiguous_format) for part in total.split([N, N, N, 1], -1)
+    )
     grads["initial_state"] = parts[3]
     if scan.step is not None and "step" not in grads:
         grads["step"] = of_step

@@ -36,52 +36,23 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
     return wide_x.to(x_proj.dtype), wide_dt[..., :R].to(dt_proj.dtype)
 
 
-def x_proj_forward(
-    x: Tensor, projection: Tensor, turned: Optional[Turned] = None, first: int = 0, heads: int = 1
-) -> Tensor:
+def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
     """Return the product (S, T, M) of the contiguous x (S, T, D), or of one x (1, T, D) that all sets share, with the
-    projection (S, M, D). Its keys and queries are turned if `turned` says where they are. With heads the result is
-    (S, T, first + heads (M - first)): after the `first` columns the keys of all heads, made of their own channels, and
-    then their queries."""
-    shared, own = _split(projection, first, heads)
-    low = torch.bmm(x.expand(len(projection), -1, -1), shared.transpose(1, 2))
-    if heads > 1:
-        kq = _heads(x, heads) @ own  # (S, heads, T, 2 N)
-        low = torch.cat([low, kq.unflatten(-1, (2, -1)).permute(0, 2, 3, 1, 4).flatten(2)], -1)
+    projection (S, M, D). Its keys and queries are turned if `turned` says where they are."""
+    low = torch.bmm(x.expand(len(projection), -1, -1), projection.transpose(1, 2))
     if turned:
-        rotate(turned.of(low), turned.rows, heads=turned.heads)
+        rotate(turned.of(low), turned.rows)
     return low
 
 
-def _split(projection: Tensor, first: int, heads: int) -> tuple[Tensor, Tensor]:
-    """Return the part of the projection for all channels, and for each head the one for its own, (S, heads, D / heads,
-    2 N)."""
-    if heads == 1:
-        return projection, projection[:0]
-    return projection[:, :first], projection[:, first:].unflatten(-1, (heads, -1)).permute(0, 2, 3, 1)
-
-
-def _heads(x: Tensor, heads: int) -> Tensor:
-    """View x (S, T, D) as (S, heads, T, D / heads)."""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-
-def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, first: int = 0, heads: int = 1) -> Tensor:
-    """Return the gradient of the projection, (S, M, D), from dlow, that of what `x_proj_forward` returns. The gradient
-    of x (S, T, D) is added to dx (S, T, D). If all sets share one x (1, T, D), the sum of their dx comes to stand in
-    the first. All are contiguous."""
-    shared, own = _split(projection, first, heads)
-    dshared = dlow if heads == 1 else dlow[..., :first]
-    dx.baddbmm_(dshared, shared)
-    grad = _weight_grad(dshared, x.expand_as(dx))
-    if heads > 1:
-        dkq = dlow[..., first:].unflatten(-1, (2, heads, -1)).permute(0, 3, 1, 2, 4).flatten(3)  # (S, heads, T, 2 N)
-        _heads(dx, heads).add_(dkq @ own.mT)
-        of_heads = dkq.mT @ _heads(x, heads)  # (S, heads, 2 N, D / heads)
-        grad = torch.cat([grad, of_heads.transpose(1, 2).flatten(2)], 1)
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
+    """Return the gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M). The gradient of x
+    (S, T, D) is added to dx (S, T, D). If all sets share one x (1, T, D), the sum of their dx comes to stand in the
+    first. All are contiguous."""
+    dx.baddbmm_(dlow, projection)
     for other in dx[len(x) :]:
         dx[0].add_(other)
-    return grad
+    return _weight_grad(dlow, x.expand_as(dx))
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:

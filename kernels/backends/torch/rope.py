@@ -24,13 +24,12 @@ class Turned(NamedTuple):
 
     L: int  # tokens of a sequence
     rows: int  # of the grid
-    first: int  # column of the first key; even. All keys stand side by side, and then all queries
+    first: int  # column of the key, which the query follows; even
     N: int  # columns of each
-    heads: int = 1  # each has a key and a query
 
     def of(self, low: Tensor) -> Tensor:
-        """Return keys and queries (S, B, L, 2 heads N) of `low` (S, B L, M), as `rotate` takes them."""
-        return low.unflatten(1, (-1, self.L))[..., self.first : self.first + 2 * self.heads * self.N]
+        """Return keys and queries (S, B, L, 2 N) of `low` (S, B L, M), as `rotate` takes them."""
+        return low.unflatten(1, (-1, self.L))[..., self.first : self.first + 2 * self.N]
 
 
 def octaves_per_point(N: int) -> float:
@@ -46,18 +45,17 @@ def angles(rows: int, columns: int, N: int, like: Tensor) -> Tensor:
     return torch.cat([(place // columns)[:, None] * speed, (place % columns)[:, None] * speed], 1)
 
 
-def rotate(kq: Tensor, rows: int, back: bool = False, heads: int = 1) -> None:
+def rotate(kq: Tensor, rows: int, back: bool = False) -> None:
     """Turn keys and queries in place.
 
     Args:
-        kq: (.., B, L, 2 heads N), keys and queries of each token side by side, of any float dtype and strides; N is a
-            multiple of 4, and the tokens are patches, row by row.
+        kq: (.., B, L, 2 N), key and query of each token side by side, of any float dtype and strides; N is a multiple
+            of 4, and the tokens are patches, row by row.
         rows: rows of the grid.
         back: turn the other way, as the gradients of turned keys and queries must be.
-        heads: how many keys, and queries, a token has.
     """
-    L, N = kq.shape[-2], kq.shape[-1] // (2 * heads)
+    L, N = kq.shape[-2], kq.shape[-1] // 2
     angle = angles(rows, L // rows, N, kq)[:, None]  # (L, 1, N / 2)
     cos, sin = angle.cos(), -angle.sin() if back else angle.sin()
-    x, y = kq.to(wide(kq)).unflatten(-1, (2 * heads, N // 2, 2)).unbind(-1)  # (.., L, 2 heads, N / 2)
+    x, y = kq.to(wide(kq)).unflatten(-1, (2, N // 2, 2)).unbind(-1)  # (.., L, 2, N / 2)
     kq.copy_(torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(-3))

@@ -18,24 +18,21 @@ def unit(v: Tensor) -> Tensor:
     return v * torch.rsqrt(v.square().sum(-1, keepdim=True) + EPS)
 
 
-def forward(k: Tensor, q: Tensor, heads: int = 1) -> Pair:
+def forward(k: Tensor, q: Tensor) -> Pair:
     """Scale keys and queries to unit length.
 
     Args:
-        k, q: (.., heads N), of any float dtypes and strides; their other axes may differ.
-        heads: how many vectors stand side by side.
+        k, q: (.., N), of any float dtypes and strides; their other axes may differ.
 
     Returns:
         k^ and q^, contiguous, each of the shape and dtype of its argument; computed in float32 (float64).
     """
-    unit_k, unit_q = (unit(v.unflatten(-1, (heads, -1))).flatten(-2).to(v.dtype) for v in (k, q))
-    return unit_k, unit_q
+    return unit(k).to(k.dtype), unit(q).to(q.dtype)
 
 
-def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor, heads: int = 1) -> None:
+def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor) -> None:
     """Turn the gradients `dk` and `dq` of k^ and q^ into those of k and q, in place. Shapes are those of `forward`."""
     for v, dv in ((k, dk), (q, dq)):
-        v, dv = (value.unflatten(-1, (heads, -1)) for value in (v, dv))
         v, along = v.to(wide(v)), dv.to(wide(v))
         scale = torch.rsqrt(v.square().sum(-1, keepdim=True) + EPS)
         n = v * scale

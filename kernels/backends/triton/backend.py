@@ -14,7 +14,6 @@ class TritonBackend(Backend):
     scan_forward = staticmethod(scan.forward)
     scan_backward = staticmethod(scan.backward)
     saved_shape = staticmethod(scan.saved_shape)
-    takes_heads = staticmethod(chunks.takes_heads)
     takes_projection = staticmethod(chunks.takes_projection)
     plan = staticmethod(scan.plan)
     conv_forward = staticmethod(conv.forward)

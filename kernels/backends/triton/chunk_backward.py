@@ -214,9 +214,8 @@ def _backward_kernel(
     """Takes the chunks from the last to the first, for NW blocks of 16 CP channels of one sequence and direction.
 
     The state goes back by S - W K, from the states that were kept. dk and dq are this program's sums over its channels,
-    which are all of one head, (blocks, G, B, L, 2 N); dD and dbias are sums over the tokens of each sequence,
-    (G, B, D). IN_TURN, each `direction` has its own launch: the second (OTHER) makes dz of its own read-out and of the
-    one that the first left there.
+    (blocks, G, B, L, 2 N); dD and dbias are sums over the tokens of each sequence, (G, B, D). IN_TURN, each `direction`
+    has its own launch: the second (OTHER) makes dz of its own read-out and of the one that the first left there.
     """
     D: tl.constexpr = form.D
     r = tl.arange(0, 32 * form.NW)
@@ -238,8 +237,8 @@ def _backward_kernel(
     z = loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form)
     dy = loads.channels_at(dy_ptr, lane, dy_g, dy_b, dy_l, form)
     dz = loads.channels_at(dz_ptr, lane, dz_g, dz_b, dz_l, form)
-    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l, form)
-    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l, form)
+    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l, form.NP)
+    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l, form.NP)
     written = loads.written_at(written_ptr, lane, sequence, chunks, form)
     rows = loads.Chunk(k, q, x, step, z, dz, written, dy)
     anchor_row = anchor_ptr + sequence * anchors * (D * form.N)

@@ -165,8 +165,8 @@ def _forward_kernel(
     step = loads.steps_at(step_ptr, lane, step_g, step_b, step_l, step_d, form)
     z = loads.channels_at(z_ptr, lane, z_g, z_b, z_l, form)
     y_row = y_ptr + offset_of(b if form.MEET else G * B + b, L * D, False) + lane.d
-    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l, form)
-    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l, form)
+    k = loads.states_at(k_ptr, lane, k_g, k_b, k_l, form.NP)
+    q = loads.states_at(q_ptr, lane, q_g, q_b, q_l, form.NP)
     rows = loads.Chunk(k, q, x, step, z, (), (), ())
     written = loads.written_at(written_ptr, lane, G * B + b, chunks, form)
     anchor_row = anchor_ptr + (G * B + b) * anchors * (D * form.N)

@@ -18,8 +18,7 @@ from .lanes import offset_of, part_of
 UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 
 # What a kernel is compiled for, each field a `tl.constexpr`.
-#   D channels with N states, HEAD of them with the same keys and queries; CP tiles for a warp, NW warps for a program
-#   RP: logits are of rank 8 RP, or 0 if they are whole
+#   D channels with N states; CP tiles for a warp, NW warps for a program; logits of rank 8 RP, or 0 if they are whole
 #   WORD: how many channels one load takes, 2, 4 or 8
 #   SCALAR: one logit for all channels. ALIGNED: strides are multiples of 16
 #   ANCHOR: chunks from one kept state to the next
@@ -29,7 +28,7 @@ UNALIGNED = ["proj_ptr", "D_ptr", "bias_ptr", "start_ptr", "adjoint_ptr"]
 # BACKWARD: the backward pass. IN_TURN: there, the directions take turns. OTHER: this is the second of them
 Form = namedtuple(
     "Form",
-    "D HEAD N RP NP CP NW WORD SCALAR ALIGNED ANCHOR STAGES STAGE EXCHANGE ROOM WAIT FIRST_REVERSED HAS_Z "
+    "D N RP NP CP NW WORD SCALAR ALIGNED ANCHOR STAGES STAGE EXCHANGE ROOM WAIT FIRST_REVERSED HAS_Z "
     "HAS_D HAS_BIAS HAS_START HAS_ADJOINT HAS_INITIAL MEET OUTPUT SAVE BACKWARD IN_TURN OTHER",
 )
 # Where a lane is: its number r in the program, g and t in its warp; direction and sequence; the first of its channels,
@@ -68,12 +67,8 @@ def channels_at(ptr, lane, stride_g, stride_b, stride, form):
 
 
 @triton.jit
-def states_at(ptr, lane, stride_g, stride_b, stride, form):
-    """Locates the keys or queries of the head that the lane's channels belong to, the same in all lanes of a warp."""
-    row = ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (form.NP // 2 * 4)
-    if form.HEAD < form.D:
-        row = row + lane.d // form.HEAD * form.N
-    return Tokens(row, stride)
+def states_at(ptr, lane, stride_g, stride_b, stride, COUNT: tl.constexpr):
+    return Tokens(ptr + lane.G * stride_g + lane.b * stride_b + lane.t * (COUNT // 2 * 4), stride)
 
 
 @triton.jit

@@ -46,44 +46,35 @@ _SHAPES = {
 
 def choose(kernel: str, scan: Scan) -> Shape:
     G, B, _, D, N = scan.sizes
-    several, head = scan.num_heads > 1, D // scan.num_heads
-    # A warp has channels of one head. So has a program of the backward pass, which sums over its channels.
-    together = D if kernel == "forward" else head
     *many, (_, few) = _SHAPES[kernel]
     for least, shape in many:
         pairs = shape.pairs if N <= 16 else shape.pairs // 2
-        while several and head % (16 * pairs):
-            pairs //= 2
         if D % (16 * pairs) or G * B * D // (16 * pairs) < least * multiprocessors(scan.x.device):
             continue
         warps = shape.warps
         # Where directions meet, half of the warps have the same channels as the other half.
         meet = kernel == "forward" and _combined(scan)
-        while together % ((8 if meet else 16) * pairs * warps):
+        while D % ((8 if meet else 16) * pairs * warps):
             warps //= 2
         return shape._replace(pairs=pairs, warps=warps)
-    warps = min(few.warps, power_of_2(ceil_div(D, 16)))
-    while several and together % (16 * warps):
-        warps //= 2
-    return few._replace(warps=warps)
+    return few._replace(warps=min(few.warps, power_of_2(ceil_div(D, 16))))
 
 
 def obstacle(scan: Scan) -> Optional[str]:
-    """Say why `scan` cannot run in chunks, or each of its heads alone; None if it can."""
+    """Say why `scan` cannot run in chunks; None if it can."""
     _, _, L, D, N = scan.sizes
     if scan.rule != "exact":
         return f"rule={scan.rule!r} has no chunked form here"
     if N not in STATES:
         return f"d_state is {N}; it must be one of {', '.join(map(str, STATES))}"
-    if D // scan.num_heads % 2:
-        where = " in each head" if scan.num_heads > 1 else ""
-        return f"x has {D // scan.num_heads} channels{where}; their number must be even"
+    if D % 2:
+        return f"x has {D} channels; their number must be even"
     names = rule_of(scan).names
     for name in ("x", "step", "step_proj", "k", "q", "z"):
         value = getattr(scan, name)
         if value is not None and value.dtype != torch.bfloat16:
             return f"{names.get(name, name)} is {value.dtype}; it must be torch.bfloat16"
-    if L * max(D, scan.k.shape[-1], scan.tensors()["step"].stride(-2)) >= _FAR:
+    if L * max(D, N, scan.tensors()["step"].stride(-2)) >= _FAR:
         return f"the {L} tokens of a sequence span 2**31 numbers or more"
     if not takes_ptx(scan.x.device, TENSOR_CORES):
         return f"{scan.x.device} is no NVIDIA GPU of compute capability 8.0 or more"
@@ -102,11 +93,6 @@ def chosen(scan: Scan) -> bool:
     if scan.regime == "chunked" and why is not None:
         raise ValueError(f"regime='chunked': {why}; use regime='auto'")
     return why is None
-
-
-def takes_heads(scan: Scan) -> bool:
-    """Tell whether `scan` runs in chunks that take all its heads in one launch. A warp has 16 channels or more."""
-    return scan.sizes[3] // scan.num_heads % 16 == 0 and chosen(scan)
 
 
 def takes_projection(scan: Scan) -> bool:
@@ -173,10 +159,10 @@ def _common(launch: Launch, shape: Shape, channels: int, *others: Tensor) -> dic
     kept = rank // 8 * shape.pairs * 8 * 32 * shape.warps
     stages = min(shape.stages, (_SHARED - exchange - kept) // stage)
     args |= dict(
-        HEAD=D // scan.num_heads, SCALAR=scalar, proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8,
-        blocks=ceil_div(D, channels), unscale=1 / scan.output_scale, ALIGNED=aligned, BACKWARD=bool(others), NP=N // 8,
-        CP=shape.pairs, NW=shape.warps, ANCHOR=ANCHOR, num_warps=shape.warps, num_stages=1, WORD=word,
-        enable_fp_fusion=True, STAGES=stages, STAGE=stage, EXCHANGE=exchange, WAIT=fragments.wait(stages - 2),
+        SCALAR=scalar, proj_ptr=proj, proj_g=proj.stride(0) if rank else 0, RP=rank // 8, blocks=ceil_div(D, channels),
+        unscale=1 / scan.output_scale, ALIGNED=aligned, BACKWARD=bool(others), NP=N // 8, CP=shape.pairs,
+        NW=shape.warps, ANCHOR=ANCHOR, num_warps=shape.warps, num_stages=1, WORD=word, enable_fp_fusion=True,
+        STAGES=stages, STAGE=stage, EXCHANGE=exchange, WAIT=fragments.wait(stages - 2),
         ROOM=fragments.room(stages * stage + exchange + kept))  # fmt: skip
     if shape.registers is not None:
         args["maxnreg"] = shape.registers

@@ -15,20 +15,17 @@ from .lanes import kernel, offset_of
 @kernel()
 def _finish_rows_kernel(
     sums_ptr, dk_ptr, dq_ptr, dA_ptr, rows, blocks,
-    GROUPS: tl.constexpr, N: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr,
-    R: tl.constexpr,
+    GROUPS: tl.constexpr, N: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """Sums the rows of each head's blocks. STRIDE, between rows of dk and dq, is a constant; else numbers are stored
-    one by one."""
-    head = tl.program_id(0) % HEADS
-    row = (tl.program_id(0) // HEADS).to(tl.int64) * R + tl.arange(0, R)[:, None]
+    """Sums the blocks' rows. STRIDE, between rows of dk and dq, is a constant; else numbers are stored one by one."""
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)[:, None]
     column = tl.arange(0, BLOCK)[None, :]  # the groups stand side by side
     ok = (row < rows) & (column < GROUPS * N)
     at = sums_ptr + row * (GROUPS * N) + column
     total = tl.zeros([R, BLOCK], tl.float32)
-    for j in range(head * blocks, (head + 1) * blocks):
+    for j in range(blocks):
         total += tl.load(at + j * rows.to(tl.int64) * (GROUPS * N), mask=ok, other=0.0)
-    at = row * STRIDE + head * N + column
+    at = row * STRIDE + column
     tl.store(dk_ptr + at, total.to(dk_ptr.dtype.element_ty), mask=ok & (column < N))
     if GROUPS > 1:
         tl.store(dq_ptr + at - N, total.to(dq_ptr.dtype.element_ty), mask=ok & (column >= N) & (column < 2 * N))
@@ -37,9 +34,8 @@ def _finish_rows_kernel(
 
 
 def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pair] = None) -> list[Tensor]:
-    """Return the gradients (G, B, L, H N) of k, q and perhaps a token's A, from their float32 parts `sums`
-    (blocks, G, B, L, 2 N or 3 N), the blocks of each of the H heads together. Those of k and q are written to `dkq`, if
-    given."""
+    """Return the gradients (G, B, L, N) of k, q and perhaps a token's A, from their float32 parts `sums`
+    (blocks, G, B, L, 2 N or 3 N). Those of k and q are written to `dkq`, if given."""
     (_, G, B, L, _), N = sums.shape, k.shape[-1]
     # If directions are summed afterwards, all digits are kept.
     grads = [
@@ -53,16 +49,15 @@ def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pai
 
 def sum_rows(sums: Tensor, *out: Tensor) -> None:
     """Write the sums over the first axis of contiguous float32 `sums` to one to three tensors, whose columns stand side
-    by side in it. The rows of the first two are evenly spaced, those of the third contiguous. Where these rows hold
-    several heads side by side, each head is the sum of its own part of the first axis."""
-    N, width = sums.shape[-1] // len(out), out[0].shape[-1]
-    block, heads = power_of_2(len(out) * N), width // N
+    by side in it. The rows of the first two are evenly spaced, those of the third contiguous."""
+    N = out[0].shape[-1]
+    block = power_of_2(len(out) * N)
     height = max(1, 1024 // block)
-    rows = out[0].numel() // width
+    rows = out[0].numel() // N
     with torch.cuda.device_of(sums):
-        _finish_rows_kernel[(ceil_div(rows, height) * heads,)](
-            sums, out[0], out[min(1, len(out) - 1)], out[-1], rows, len(sums) // heads, GROUPS=len(out), N=N,
-            HEADS=heads, STRIDE=out[0].stride(-2), BLOCK=block, R=height, num_warps=4)  # fmt: skip
+        _finish_rows_kernel[(ceil_div(rows, height),)](
+            sums, out[0], out[min(1, len(out) - 1)], out[-1], rows, len(sums), GROUPS=len(out), N=N,
+            STRIDE=out[0].stride(-2), BLOCK=block, R=height, num_warps=4)  # fmt: skip
 
 
 @triton.jit

@@ -118,64 +118,14 @@ def _x_proj_forward_kernel(
     tl.store(low_ptr + at * M + m[None, :], low.to(low_ptr.dtype.element_ty), mask=there & exists[None, :])
 
 
-@triton.jit
-def _column_of_low(m, head, START: tl.constexpr, STATES: tl.constexpr, HEADS: tl.constexpr):
-    """Returns the columns in low of columns m of the projection, for one of HEADS heads: after the first START ones all
-    heads' keys, STATES columns each, and then their queries."""
-    own = m - START
-    return tl.where(own < 0, m, START + (own // STATES * HEADS + head) * STATES + own % STATES)
-
-
-@kernel()
-def _x_proj_heads_kernel(
-    x_ptr, proj_ptr, low_ptr, tokens, L, columns, fastest, octaves,
-    D: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr, START: tl.constexpr,
-    SB: tl.constexpr, STATES: tl.constexpr, KB: tl.constexpr, HEADS: tl.constexpr, FIRST: tl.constexpr,
-    N: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Does as `_x_proj_forward_kernel` with HEADS heads. The sets have SB columns each for step sizes, of which
-    START exist, and KB for the key and query of the present head."""
-    s = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    there = (token < tokens)[:, None]
-    OWN: tl.constexpr = D // HEADS
-    WIDTH: tl.constexpr = START + HEADS * 2 * STATES
-    d = tl.arange(0, BD)[None, :]
-    x_at = x_ptr + (s * tokens + token)[:, None] * D + d
-    column = tl.arange(0, SHARED * SB)
-    exists = column % SB < START
-    step_at = proj_ptr + ((s + column // SB) * M + column % SB)[:, None] * D + d
-    key = tl.arange(0, SHARED * KB)
-    there_is = key % KB < 2 * STATES
-    key_at = proj_ptr + ((s + key // KB) * M + START + key % KB)[:, None] * D + d
-    low_row = low_ptr + ((s + key // KB) * tokens)[None, :] * WIDTH + token[:, None].to(tl.int64) * WIDTH
-    step = tl.zeros([BT, SHARED * SB], tl.float32)
-    for head in tl.range(0, HEADS, num_stages=STAGES):
-        kq = tl.zeros([BT, SHARED * KB], tl.float32)
-        for i in tl.static_range(OWN // BD):
-            first = head * OWN + i * BD
-            x = operand(tl.load(x_at + first, mask=there, other=0))  # (BT, BD)
-            proj = operand(tl.load(step_at + first, mask=exists[:, None], other=0))  # (SHARED SB, BD)
-            step = tl.dot(x, tl.trans(proj), step)
-            proj = operand(tl.load(key_at + first, mask=there_is[:, None], other=0))  # (SHARED KB, BD)
-            kq = tl.dot(x, tl.trans(proj), kq)
-        if N > 0:
-            kq = turn(kq, token % L, columns, fastest, octaves, 0, N, KB)
-        at = low_row + _column_of_low(START + key % KB, head, START, STATES, HEADS)[None, :]
-        tl.store(at, kq.to(low_ptr.dtype.element_ty), mask=there & there_is[None, :])
-    at = low_ptr + (((s + column // SB) * tokens)[None, :] + token[:, None]) * WIDTH + (column % SB)[None, :]
-    tl.store(at, step.to(low_ptr.dtype.element_ty), mask=there & exists[None, :])
-
-
 @kernel()
 def _x_proj_backward_kernel(
     dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
-    START: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes tiles part, part + parts, .. of SHARED sets with one x, BT tokens each, and of these BD channels. The sets'
     columns stand side by side, as in the forward pass. sums is (S, parts, M, D)."""
-    WIDTH: tl.constexpr = START + HEADS * (M - START)  # of dlow
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
     s = tl.program_id(2).to(tl.int64)
@@ -185,10 +135,7 @@ def _x_proj_backward_kernel(
     of_set = s + column // MB
     proj_at = proj_ptr + (of_set * M + m)[:, None] * D + d
     proj = operand(tl.load(proj_at, mask=exists[:, None], other=0))  # (SHARED MB, BD)
-    of_low = m
-    if HEADS > 1:
-        of_low = _column_of_low(m, tl.program_id(1) * BD // (D // HEADS), START, (M - START) // 2, HEADS)
-    dlow_at = dlow_ptr + (of_set * tokens * WIDTH + of_low)[None, :]
+    dlow_at = dlow_ptr + (of_set * tokens * M + m)[None, :]
     sums = tl.zeros([BD, SHARED * MB], tl.float32)
     for tile in tl.range(part, (tokens + BT - 1) // BT, parts, num_stages=STAGES):
         token = tile * BT + tl.arange(0, BT)
@@ -198,7 +145,7 @@ def _x_proj_backward_kernel(
         dx = tl.load(dx_ptr + row * D + d, mask=there, other=0).to(tl.float32)
         for j in tl.static_range(1, SHARED):
             dx += tl.load(dx_ptr + (row + j * tokens) * D + d, mask=there, other=0).to(tl.float32)
-        at = dlow_at + token[:, None].to(tl.int64) * WIDTH
+        at = dlow_at + token[:, None].to(tl.int64) * M
         dlow = operand(tl.load(at, mask=there & exists[None, :], other=0))  # (BT, SHARED MB)
         sums = tl.dot(tl.trans(x), dlow, sums)
         dx = tl.dot(dlow, proj, dx)
@@ -220,46 +167,37 @@ def _parts(tokens: Tensor, blocks: int, programs: int = 1) -> int:
     return max(1, min(ceil_div(T, _TOKENS), programs * multiprocessors(tokens.device) // (S * blocks)))
 
 
-def x_proj_forward(
-    x: Tensor, projection: Tensor, turned: Optional[Turned] = None, first: int = 0, heads: int = 1
-) -> Tensor:
+def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
     """See `backends.torch.projections.x_proj_forward`."""
     (S, M, D), T = projection.shape, x.shape[1]
     can_turn = turned is None or power_of_2(turned.N) == turned.N
-    if not T or M > _WIDEST or not can_turn or D // heads % _BLOCK or not _takes(x):
-        low = plain.x_proj_forward(x, projection, None, first, heads)
+    if not T or M > _WIDEST or not can_turn or not _takes(x):
+        low = plain.x_proj_forward(x, projection)
         if turned:
-            rotate(turned.of(low), turned.rows, heads=heads)
+            rotate(turned.of(low), turned.rows)
         return low
-    low = x.new_empty(S, T, first + heads * (M - first))
+    low = x.new_empty(S, T, M)
     with torch.cuda.device_of(x):
-        if heads > 1:
-            states = (M - first) // 2
-            _x_proj_heads_kernel[(ceil_div(T, _TOKENS), len(x))](
-                x, projection.contiguous(), low, T, D=D, M=M, BD=_BLOCK, BT=_TOKENS, SHARED=S // len(x), START=first,
-                SB=max(16, power_of_2(first)), STATES=states, KB=max(16, power_of_2(2 * states)), HEADS=heads,
-                STAGES=_STAGES, **turn_arguments(turned), num_warps=4)  # fmt: skip
-            return low
         _x_proj_forward_kernel[(ceil_div(T, _TOKENS), len(x))](
             x, projection.contiguous(), low, T, D=D, M=M, MB=max(16, power_of_2(M)), BD=_BLOCK, BT=_TOKENS,
             SHARED=S // len(x), STAGES=_STAGES, **turn_arguments(turned), num_warps=4)  # fmt: skip
     return low
 
 
-def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, first: int = 0, heads: int = 1) -> Tensor:
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
     """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be float32."""
-    (S, M, D), T = projection.shape, dlow.shape[1]
-    if M > _WIDEST or D // heads % _BLOCK or not _takes(x, dlow, dx):
-        return plain.x_proj_backward(dlow, x, projection, dx, first, heads)
+    (S, T, M), D = dlow.shape, x.shape[2]
+    if M > _WIDEST or not _takes(x, dlow, dx):
+        return plain.x_proj_backward(dlow, x, projection, dx)
     # Where blocks are narrow, two programs of a multiprocessor take turns.
-    channels, stages, warps, programs = (128, _STAGES, 8, 1) if D // heads % 128 == 0 else (_BLOCK, 2, 4, 2)
+    channels, stages, warps, programs = (128, _STAGES, 8, 1) if D % 128 == 0 else (_BLOCK, 2, 4, 2)
     blocks = D // channels
     parts = _parts(x, blocks, programs)
     sums = x.new_empty(S, parts, M * D, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
-            BT=_TOKENS, SHARED=S // len(x), START=first, HEADS=heads, STAGES=stages, num_warps=warps)  # fmt: skip
+            BT=_TOKENS, SHARED=S // len(x), STAGES=stages, num_warps=warps)  # fmt: skip
     return sum_sequences(sums)[0].view(S, M, D)
 
 

@@ -41,42 +41,39 @@ def turn(v, t, columns, fastest, octaves, FIRST: tl.constexpr, N: tl.constexpr, 
 
 def turn_arguments(turned: Optional[Turned]) -> dict[str, Any]:
     """Return the arguments with which a kernel calls `turn`; where nothing turns, N is 0."""
-    L, rows, first, N, _ = turned or (1, 1, 0, 0, 1)
+    L, rows, first, N = turned or (1, 1, 0, 0)
     return dict(L=L, columns=L // rows, fastest=FASTEST, octaves=octaves_per_point(N), FIRST=first, N=N)
 
 
 @kernel()
 def _rotate_kernel(
     kq_ptr, stride, sequences, L, columns, fastest, octaves,
-    N: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr,
 ):  # fmt: skip
-    """Turns WIDTH numbers, keys and queries of N each, of TOKENS tokens in SEQUENCES sequences; back if `fastest` is
-    negative."""
+    """Turns the N points, of key and query, of TOKENS tokens in SEQUENCES sequences; back if `fastest` is negative."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     s = tl.program_id(1) * SEQUENCES + tl.arange(0, SEQUENCES)
     angle = _angles(t[:, None], tl.arange(0, BLOCK)[None, :], columns, fastest, octaves, N)
     cos, sin = tl.cos(angle)[None], tl.sin(angle)[None]  # (1, TOKENS, BLOCK)
     n = tl.arange(0, 2 * BLOCK)[None, None, :]
     rows = s[:, None, None].to(tl.int64) * L + t[None, :, None]
-    ok = (s < sequences)[:, None, None] & (t < L)[None, :, None] & (n < WIDTH)
+    ok = (s < sequences)[:, None, None] & (t < L)[None, :, None] & (n < 2 * N)
     kq = tl.load(kq_ptr + rows * stride + n, mask=ok, other=0).to(tl.float32)
     x, y = tl.split(tl.reshape(kq, [SEQUENCES, TOKENS, BLOCK, 2]))
     turned = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), [SEQUENCES, TOKENS, 2 * BLOCK])
     tl.store(kq_ptr + rows * stride + n, turned.to(kq_ptr.dtype.element_ty), mask=ok)
 
 
-def rotate(kq: Tensor, rows: int, back: bool = False, heads: int = 1) -> None:
+def rotate(kq: Tensor, rows: int, back: bool = False) -> None:
     """See `backends.torch.rope.rotate`. Tokens are evenly spaced, as those of a product's columns are."""
     refuse_float64(kq)
-    L, width = kq.shape[-2:]
-    N = width // (2 * heads)
-    tokens = kq.view(-1, width)
-    block = power_of_2(width // 2)
+    L, N = kq.shape[-2], kq.shape[-1] // 2
+    tokens = kq.view(-1, 2 * N)
+    block = power_of_2(N)
     per = max(1, _NUMBERS // (2 * block * _SEQUENCES))
     if kq.numel():
         sequences = len(tokens) // L
         with torch.cuda.device_of(kq):
             _rotate_kernel[(ceil_div(L, per), ceil_div(sequences, _SEQUENCES))](
                 tokens, tokens.stride(0), sequences, L, L // rows, -FASTEST if back else FASTEST,
-                octaves_per_point(N), N=N, WIDTH=width, BLOCK=block, TOKENS=per, SEQUENCES=_SEQUENCES,
-                num_warps=4)  # fmt: skip
+                octaves_per_point(N), N=N, BLOCK=block, TOKENS=per, SEQUENCES=_SEQUENCES, num_warps=4)  # fmt: skip

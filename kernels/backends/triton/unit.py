@@ -13,31 +13,30 @@ _NUMBERS = 2048  # in a tile
 
 
 @triton.jit
-def _load(ptr, stride, rows, n, count, N: tl.constexpr, H: tl.constexpr):
-    """Loads vectors `rows`, of which H stand side by side in each row of memory."""
-    at = (rows // H)[:, None].to(tl.int64) * stride + (rows % H * N)[:, None] + n[None, :]
+def _load(ptr, stride, rows, n, count, N: tl.constexpr):
+    at = rows[:, None].to(tl.int64) * stride + n[None, :]
     ok = (rows < count)[:, None] & (n < N)[None, :]
     return tl.load(ptr + at, mask=ok, other=0).to(tl.float32), at, ok
 
 
 @triton.jit
-def _normed(ptr, stride, rows, n, count, eps, N: tl.constexpr, H: tl.constexpr):
-    v, _, ok = _load(ptr, stride, rows, n, count, N, H)
+def _normed(ptr, stride, rows, n, count, eps, N: tl.constexpr):
+    v, _, ok = _load(ptr, stride, rows, n, count, N)
     scale = 1.0 / tl.sqrt(tl.sum(v * v, 1) + eps)
     return v * scale[:, None], scale, ok
 
 
 @triton.jit
-def _write(v_ptr, unit_ptr, stride, rows, n, count, eps, N: tl.constexpr, H: tl.constexpr):
-    unit, _, ok = _normed(v_ptr, stride, rows, n, count, eps, N, H)
+def _write(v_ptr, unit_ptr, stride, rows, n, count, eps, N: tl.constexpr):
+    unit, _, ok = _normed(v_ptr, stride, rows, n, count, eps, N)
     at = rows[:, None].to(tl.int64) * N + n[None, :]
     tl.store(unit_ptr + at, unit.to(unit_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def _turn(v_ptr, dv_ptr, stride, dv_stride, rows, n, count, eps, N: tl.constexpr, H: tl.constexpr):
-    unit, scale, ok = _normed(v_ptr, stride, rows, n, count, eps, N, H)
-    dv, at, _ = _load(dv_ptr, dv_stride, rows, n, count, N, H)
+def _turn(v_ptr, dv_ptr, stride, dv_stride, rows, n, count, eps, N: tl.constexpr):
+    unit, scale, ok = _normed(v_ptr, stride, rows, n, count, eps, N)
+    dv, at, _ = _load(dv_ptr, dv_stride, rows, n, count, N)
     if N == 1:
         across = dv * (eps * scale * scale)[:, None]
     else:
@@ -48,53 +47,51 @@ def _turn(v_ptr, dv_ptr, stride, dv_stride, rows, n, count, eps, N: tl.constexpr
 @kernel()
 def _unit_kernel(
     k_ptr, q_ptr, unit_k_ptr, unit_q_ptr, k_stride, q_stride, k_rows, q_rows, eps,
-    N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK)
-    _write(k_ptr, unit_k_ptr, k_stride, rows, n, k_rows, eps, N, H)
-    _write(q_ptr, unit_q_ptr, q_stride, rows, n, q_rows, eps, N, H)
+    _write(k_ptr, unit_k_ptr, k_stride, rows, n, k_rows, eps, N)
+    _write(q_ptr, unit_q_ptr, q_stride, rows, n, q_rows, eps, N)
 
 
 @kernel()
 def _unit_backward_kernel(
     k_ptr, q_ptr, dk_ptr, dq_ptr, k_stride, q_stride, dk_stride, dq_stride, k_rows, q_rows, eps,
-    N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK)
-    _turn(k_ptr, dk_ptr, k_stride, dk_stride, rows, n, k_rows, eps, N, H)
-    _turn(q_ptr, dq_ptr, q_stride, dq_stride, rows, n, q_rows, eps, N, H)
+    _turn(k_ptr, dk_ptr, k_stride, dk_stride, rows, n, k_rows, eps, N)
+    _turn(q_ptr, dq_ptr, q_stride, dq_stride, rows, n, q_rows, eps, N)
 
 
 def _rows(v: Tensor) -> Tensor:
-    """Flatten (.., H N) to (rows, H N): a view if rows are evenly spaced, as those of a product's columns are."""
+    """Flatten (.., N) to (rows, N): a view if rows are evenly spaced, as those of a product's columns are."""
     v = v.reshape(-1, v.shape[-1])
     return v if v.stride(1) == 1 else v.contiguous()
 
 
-def _launch(jitted: triton.JITFunction, heads: int, k: Tensor, q: Tensor, *others: Tensor) -> None:
-    """Launch `jitted` over the vectors of k and q. The backward kernel also takes the strides of `others`."""
-    N = k.shape[1] // heads
+def _launch(jitted: triton.JITFunction, k: Tensor, q: Tensor, *others: Tensor) -> None:
+    """Launch `jitted` over the rows of k and q. The backward kernel also takes the strides of `others`."""
+    N = k.shape[1]
     block = power_of_2(N)
     rows = max(1, _NUMBERS // block)
     tensors = (k, q, *others)
     strides = [v.stride(0) for v in (tensors if jitted is _unit_backward_kernel else (k, q))]
     if k.numel() + q.numel():
         with torch.cuda.device_of(k):
-            jitted[(ceil_div(max(len(k), len(q)) * heads, rows),)](
-                *tensors, *strides, len(k) * heads, len(q) * heads, EPS, N=N, H=heads, ROWS=rows, BLOCK=block,
-                num_warps=4)  # fmt: skip
+            jitted[(ceil_div(max(len(k), len(q)), rows),)](
+                *tensors, *strides, len(k), len(q), EPS, N=N, ROWS=rows, BLOCK=block, num_warps=4)  # fmt: skip
 
 
-def forward(k: Tensor, q: Tensor, heads: int = 1) -> Pair:
+def forward(k: Tensor, q: Tensor) -> Pair:
     """See `backends.torch.unit.forward`."""
     unit_k, unit_q = k.new_empty(k.shape), q.new_empty(q.shape)
-    _launch(_unit_kernel, heads, _rows(k), _rows(q), _rows(unit_k), _rows(unit_q))
+    _launch(_unit_kernel, _rows(k), _rows(q), _rows(unit_k), _rows(unit_q))
     return unit_k, unit_q
 
 
-def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor, heads: int = 1) -> None:
+def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor) -> None:
     """See `backends.torch.unit.backward`. The rows of `dk` and `dq` are evenly spaced."""
-    rows = _rows(k), _rows(q), dk.view(-1, dk.shape[-1]), dq.view(-1, dq.shape[-1])
-    _launch(_unit_backward_kernel, heads, *rows)
+    _launch(_unit_backward_kernel, _rows(k), _rows(q), dk.view(-1, dk.shape[-1]), dq.view(-1, dq.shape[-1]))

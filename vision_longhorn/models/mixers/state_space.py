@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
-from vision_longhorn.kernels.contract import check_option, head_of
+from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.kernels.dispatch import get_backend
 from vision_longhorn.kernels.mixing import token_facts
 from vision_longhorn.kernels.rules import NAMES, get_rule
@@ -90,8 +90,6 @@ class BidirectionalMixer(nn.Module):
         rope: turn keys and queries (B and C) by the row and column of their patch, so that their products depend on the
             distance of the patches (2-D rotary position embedding, `kernels/backends/torch/rope.py`). The tokens are
             patches, row by row, and `d_state` is a multiple of 4.
-        head_dim: channels of a head. Each head has keys and queries of its own, `d_state` numbers long, which it makes
-            of its own channels. None: all channels are one head.
 
     Raises:
         ValueError: an option's value is not known, or the rule cannot have it.
@@ -119,7 +117,6 @@ class BidirectionalMixer(nn.Module):
         beta_max: Optional[float] = None,
         conv: str = "causal",
         rope: bool = False,
-        head_dim: Optional[int] = None,
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
@@ -137,11 +134,6 @@ class BidirectionalMixer(nn.Module):
         self.beta_range = _beta_range(rule, beta_min, beta_max)
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
-        if head_dim is not None and (head_dim < 1 or d_inner % head_dim):
-            raise ValueError(f"head_dim={head_dim} does not divide the inner width of {d_inner}")
-        if head_dim is not None and (A_per_token or law.step_per == "state"):
-            raise ValueError(f"head_dim={head_dim} with rule={rule!r}, A_per_token={A_per_token}, which has no heads")
-        self.num_heads = 1 if head_dim is None else d_inner // head_dim
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
         self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
@@ -179,9 +171,6 @@ class BidirectionalMixer(nn.Module):
         nn.init.uniform_(self.conv_bias, -bound, bound)
         bound = self.d_inner**-0.5  # what kaiming_uniform_(a=sqrt(5)) gives each direction's own matrix
         nn.init.uniform_(self.x_proj, -bound, bound)
-        if self.num_heads > 1:
-            bound = (self.d_inner // self.num_heads) ** -0.5
-            nn.init.uniform_(self.x_proj[:, self.dt_rank :], -bound, bound)
         bound = self.dt_rank**-0.5
         nn.init.uniform_(self.dt_proj, -bound, bound)
         if self.beta_range:
@@ -205,7 +194,7 @@ class BidirectionalMixer(nn.Module):
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
-            self.reversed, self.qk_norm, rows if self.needs_grid else 0, self.rope, self.num_heads,
+            self.reversed, self.qk_norm, rows if self.needs_grid else 0, self.rope,
         )  # fmt: skip
         return self.out_proj(y)
 
@@ -223,11 +212,8 @@ class BidirectionalMixer(nn.Module):
             else:
                 x = backend.conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
             parameters = (self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
-            H = self.num_heads
-            step, k, A = token_facts(x, *parameters, self.qk_norm, rows if self.rope else 0, H)
-            facts: dict[str, Any] = {"step": step, "k": k} | ({} if A is None else {"A": A})
-            heads = [{name: head_of(name, value, h, H) for name, value in facts.items()} for h in range(H)]
-            found = torch.stack([get_rule(self.rule).maps(**head) for head in heads]).mean(0)
+            step, k, A = token_facts(x, *parameters, self.qk_norm, rows if self.rope else 0)
+            found = get_rule(self.rule).maps(step, k, A)
         return found.expand(2, 2, -1, -1).transpose(1, 2)
 
     def describe(self) -> str:
@@ -235,14 +221,12 @@ class BidirectionalMixer(nn.Module):
         name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
         conv = ", convolution over the grid" if self.over_grid else ""
         rope = ", rotary positions" if self.rope else ""
-        heads = f", {self.num_heads} heads of keys" if self.num_heads > 1 else ""
-        return f"{name}, state size {self.d_state}{heads}, {self.wiring} wiring{conv}{rope}"
+        return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}{rope}"
 
     def extra_repr(self) -> str:
         reversed = ", reversed" if self.reversed else ""
         conv, rope = ", conv=grid" if self.over_grid else "", ", rope" if self.rope else ""
-        heads = f", num_heads={self.num_heads}" if self.num_heads > 1 else ""
-        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{heads}{conv}{rope}"
+        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{conv}{rope}"
 
 
 @wraps(BidirectionalMixer, assigned=(), updated=())  # the signature, by which a model knows the options
