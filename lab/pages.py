@@ -7,16 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lab.plan import STUDIES
 from lab.tables import markdown
+from vision_longhorn.settings import read_yaml
 
 REPOSITORY = Path(__file__).parents[1]
 RESULTS, PAGES = Path("benchmarks/results/study"), Path("docs/studies")
 
 
-def page(name: str, content: dict[str, Any], with_plot: bool) -> str:
-    """Makes the page of the study `name` from its JSON. Links are those of a file in `PAGES`."""
-    links = "[Names and settings](../../lab/studies.yaml) · [what the columns mean](../study.md#the-tables) · [record]"
+def page(name: str, content: dict[str, Any], with_plot: bool, in_file: bool) -> str:
+    """Makes the page of the study `name` from its JSON. `in_file` says that lab/studies.yaml still has the study: one
+    whose variants left the code has its settings in the record alone. Links are those of a file in `PAGES`."""
+    links = "[what the columns mean](../study.md#the-tables) · [record]"
     links += f"(../../{RESULTS}/{name}.json) of each run, with its commit, machine and versions"
+    if in_file:
+        links = f"[Names and settings](../../lab/studies.yaml) · {links}"
     parts = [f"# Study `{name}`", content["asks"], links, markdown(content).rstrip("\n")]
     if with_plot:
         parts.append(f"![plot of {name}](../../{RESULTS}/{name}.png)")
@@ -25,10 +30,11 @@ def page(name: str, content: dict[str, Any], with_plot: bool) -> str:
 
 def pages() -> dict[Path, str]:
     """Makes the page of each result of this repository, by its path there."""
-    made = {}
+    made, studies = {}, read_yaml(STUDIES)["studies"]
     for path in sorted((REPOSITORY / RESULTS).glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
-        made[PAGES / f"{path.stem}.md"] = page(path.stem, content, path.with_suffix(".png").exists())
+        with_plot, in_file = path.with_suffix(".png").exists(), path.stem in studies
+        made[PAGES / f"{path.stem}.md"] = page(path.stem, content, with_plot, in_file)
     return made
 
 
