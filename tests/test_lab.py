@@ -560,9 +560,16 @@ shipped = cache(read_studies)  # which reads for a second
 parameters = {}
 
 
+# Of what was tried and left the code the record alone stays.
+LEFT = {"heads"}
+
+
 @pytest.mark.parametrize("file", sorted(STUDY_RESULTS.glob("*.json")), ids=lambda file: file.stem)
 def test_the_shipped_studies_find_their_records(file):
     content = json.loads(file.read_text())
+    if file.stem in LEFT:
+        assert content["study"] == file.stem and file.stem not in shipped()
+        return
     arms = {(arm.setting, arm.variant): arm for arm in shipped()[content["study"]].arms}
     assert {(arm["setting"], arm["variant"]): arm["key"] for arm in content["arms"]} == {
         place: arm.key for place, arm in arms.items()
