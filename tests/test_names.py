@@ -92,7 +92,8 @@ def other_meanings(monkeypatch):
     """Lets every name mean another model, with arguments that it did not set before."""
     for own in names.DEFINITIONS.values():
         other = dict(mixer="longhorn", rule="delta", qk_norm=True, wiring="alternate", class_token="first")
-        other |= dict(conv="causal", rope=False, global_pool="max", scan_order="rows", embed_dim=24, depth=3, mlp_conv=0)
+        other |= dict(conv="causal", rope=False, mlp_conv=0)
+        other |= dict(global_pool="max", scan_order="rows", embed_dim=24, depth=3)
         for key, value in other.items():
             monkeypatch.setitem(own, key, value)
 
