@@ -414,7 +414,7 @@ def quick(folder, arguments, *more):
 
 @pytest.mark.parametrize(
     "more",
-    [["--opt", "adamw"], ["--opt", "momentum"], ["--opt", "lamb"], ["--batch-size", "16", "--grad-accum", "2"]],
+    [["--opt", "adamw"], ["--opt", "muon"], ["--opt", "lamb"], ["--batch-size", "16", "--grad-accum", "2"]],
     ids=lambda words: words[1],
 )
 def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_count(
@@ -723,10 +723,10 @@ def test_a_resumed_run_takes_new_settings_but_no_other_optimiser(tmp_path, argum
     assert sorted(group["weight_decay"] for group in groups) == [0, 0.7]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "nadamw"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon", "nadamw"])
 def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name, tmp_path):
     torch.manual_seed(0)
-    model = torch.nn.Linear(4, 3)
+    model = torch.nn.Linear(4, 5)
     inputs = torch.randn(5, 8, 4)
 
     def step(optimizer, x):
