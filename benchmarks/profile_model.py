@@ -2,7 +2,7 @@
 
     python benchmarks/profile_model.py --model vlonghorn_small --batch 256 --resolution 224
     python benchmarks/profile_model.py --model vlonghorn_small --mode eager --infer --top 20
-    python benchmarks/profile_model.py --model vlonghorn_tiny --arg rule=exact depth=12
+    python benchmarks/profile_model.py --model vlonghorn_tiny --arg d_state=8 depth=6
 
 The kernels of a few steps are summed by their names, in the order of `PARTS`. The time of a step is measured without
 the profiler; the part of it that no kernel fills is idle.
