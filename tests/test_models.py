@@ -297,7 +297,7 @@ def test_a_name_stands_for_what_the_documents_say(name, plain, own):
         (dict(rule="gla"), dict(rule="gla")),
         (dict(rule="exact"), UNIT),
         (dict(mixer="mamba"), dict(mixer="mamba")),
-        (dict(mixer="mamba2", d_state=8), dict(mixer="mamba2", d_state=8, conv="grid", expand=1)),
+        (dict(mixer="mamba2", d_state=8), dict(mixer="mamba2", d_state=8, conv="grid")),
         (dict(mixer="attention", num_heads=2), dict(mixer="attention", num_heads=2)),
         (dict(qk_norm=False), {**UNIT, "qk_norm": False}),
     ],

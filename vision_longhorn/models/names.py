@@ -15,8 +15,8 @@ _POOLED: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", gl
 _TRUNK: dict[str, Any] = dict(conv="grid", rope=True, **_MLP, **_POOLED)
 _BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, **_TRUNK)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
-# What names may say of a mixer: of Longhorn, and of what Mamba has, too
-OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope", "expand")
+# What names may say of a mixer: of Longhorn, and of what Mamba has, too. All of ours have `expand`.
+OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope")
 
 # Arguments of each model that timm lists
 MODELS: dict[str, dict[str, Any]] = {
@@ -80,8 +80,8 @@ def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     mixers = [arguments.get("mixer", "longhorn") for arguments in (own, {**own, **given})]
     left_out: tuple[str, ...] = ()
     if mixers[0] != mixers[1] or given.get("rule", own.get("rule")) != own.get("rule"):
-        others = () if mixers[1] in ("longhorn", "mamba") else ("wiring", "rope") if mixers[1] == "mamba2" else OF_SCANS
-        left_out = (*OF_LONGHORN, *others)
+        others = {"longhorn": (), "mamba": (), "mamba2": ("wiring", "rope"), "attention": OF_SCANS}
+        left_out = (*OF_LONGHORN, *others.get(mixers[1], (*OF_SCANS, "expand")))
     return {**{key: own[key] for key in own.keys() - left_out}, **given, "all_arguments": True}
 
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def _inner_width(dim: int, heads: int) -> int:
-    """Choose the width of queries, keys, values and gate so that the mixer has about as many parameters as
-    `BidirectionalMixer` by default. The width of a head is a multiple of 8."""
-    inner, rank, d_state, taps = 2 * dim, math.ceil(dim / 16), 16, 4
+def _inner_width(dim: int, heads: int, expand: float) -> int:
+    """Choose the width of queries, keys, values and gate so that the mixer has about as many parameters as a
+    `BidirectionalMixer` with that `expand`. The width of a head is a multiple of 8."""
+    inner, rank, d_state, taps = int(expand * dim), math.ceil(dim / 16), 16, 4
     ours = 3 * dim * inner + 2 * inner * (taps + rank + 2 * d_state + rank + 3)
     return heads * max(1, round(ours / (5 * dim * heads * 8))) * 8
 
@@ -25,6 +25,7 @@ class GatedAttention(nn.Module):
         dim: width of the tokens.
         num_heads: heads; dim / 64, at least 1, if None.
         causal: whether a token sees only itself and those before it.
+        expand: that of the scan whose number of parameters it has.
         residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
 
     Raises:
@@ -38,6 +39,7 @@ class GatedAttention(nn.Module):
         dim: int,
         num_heads: Optional[int] = None,
         causal: bool = False,
+        expand: float = 2,
         residual_layers: int = 1,
         device: Any = None,
         dtype: Any = None,
@@ -48,7 +50,7 @@ class GatedAttention(nn.Module):
             raise ValueError(f"num_heads={num_heads} is too few; give 1 or more")
         self.causal = causal
         self.residual_layers = residual_layers
-        inner = _inner_width(dim, self.num_heads)
+        inner = _inner_width(dim, self.num_heads, expand)
         self.in_proj = nn.Linear(dim, 4 * inner, bias=False, device=device, dtype=dtype)
         self.out_proj = nn.Linear(inner, dim, bias=False, device=device, dtype=dtype)
         self.reset_parameters()
