@@ -42,20 +42,7 @@ from vision_longhorn.training.init import model_from_weights
 # Optimisers that can skip an update on the device, with whole tensors and with shards
 FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
 # Optimisers that work with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
-SHARDED = (
-    "adam",
-    "adamw",
-    "adopt",
-    "lamb",
-    "lion",
-    "momentum",
-    "muon",
-    "nadamw",
-    "nesterov",
-    "radam",
-    "rmsprop",
-    "sgd",
-)
+SHARDED = tuple("adam adamw adopt lamb lion momentum muon nadamw nesterov radam rmsprop sgd".split())
 SCALE = 2.0**10  # first scale of the loss in fp16; with torch's 2**16 the first updates would be skipped
 
 
