@@ -566,7 +566,10 @@ def test_values_that_no_model_takes_are_said_with_what_is_right(name, argument, 
     assert f"{argument} is {value!r}: give {right}" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("options", [dict(d_state=0), dict(d_conv=0), dict(expand=0), dict(dt_rank="all")])
+@pytest.mark.parametrize(
+    "options",
+    [dict(d_state=0), dict(d_conv=0), dict(expand=0), dict(dt_rank="all"), dict(head_dim="all", mixer="mamba2")],
+)
 def test_options_of_a_mixer_that_are_wrong_are_one_line(options):
     with pytest.raises(UserError, match=f"{next(iter(options))} is .*: give "):
         create_model("vlonghorn_test", depth=1, img_size=8, patch_size=4, **options)

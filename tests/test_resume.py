@@ -414,7 +414,7 @@ def quick(folder, arguments, *more):
 
 @pytest.mark.parametrize(
     "more",
-    [["--opt", "adamw"], ["--opt", "muon"], ["--opt", "lamb"], ["--batch-size", "16", "--grad-accum", "2"]],
+    [*(["--opt", name] for name in ("adamw", "momentum", "muon", "lamb")), ["--batch-size", "16", "--grad-accum", "2"]],
     ids=lambda words: words[1],
 )
 def test_an_update_that_is_not_finite_changes_no_weights_no_moments_and_no_step_count(

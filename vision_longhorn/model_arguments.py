@@ -10,7 +10,7 @@ from vision_longhorn.settings import COUNT, POSITIVE, Range
 RATE = Range(0, below=1)
 # The numbers that models here and in timm take. A list has one number for each stage of a model.
 NUMBERS = {
-    **dict.fromkeys(("depth", "embed_dim", "num_heads", "in_chans", "d_state", "d_conv", "dt_rank"), COUNT),
+    **dict.fromkeys(("depth", "embed_dim", "num_heads", "in_chans", "d_state", "d_conv", "dt_rank", "head_dim"), COUNT),
     **dict.fromkeys(("drop_rate", "pos_drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"), RATE),
     **dict.fromkeys(("expand", "mlp_ratio", "norm_eps"), POSITIVE),
     "num_classes": Range(0, kind=int),
