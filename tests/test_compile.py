@@ -33,14 +33,40 @@ def lacks_amd_linker():
         return "linker" in str(error)
 
 
-def run_script(*args):
-    # This process interprets its kernels, and the script's stand-in for a driver would stay in it.
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / "compile_without_gpu.py"), *args],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
+# Runs the script with each of the command lines. Its processes, which would import the same once more, are forked. In the
+# tests' own process kernels are interpreted, and the script's stand-in for a driver would stay.
+FORKING = """
+import os, runpy, subprocess, sys, traceback
+
+script, *lines = sys.argv[1:]
+sys.path.insert(0, os.path.dirname(script))
+import compile_without_gpu
+
+run = subprocess.run
+
+
+def fork(command, env=os.environ, **options):
+    if command[0] != sys.executable:
+        return run(command, env=env, **options)
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return subprocess.CompletedProcess(command, code, stderr="")
+    try:
+        os.environ.update(env)
+        sys.argv = command[1:]
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        sys.stdout.flush()
+        os._exit(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+subprocess.run = fork
+sys.exit(max(fork([sys.executable, script, *line.split()]).returncode for line in lines))
+"""
 
 
 AMD = pytest.mark.skipif(lacks_amd_linker(), reason="this Triton links for AMD with ROCm's linker, and there is none")
@@ -52,19 +78,26 @@ BACKWARD = {
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """What the script found for all targets that can be linked for, in one run."""
+def script(tmp_path_factory):
+    """What the script found for all targets that can be linked for, and what it printed, with `--list`, too."""
     folder = tmp_path_factory.mktemp("compiled")
     targets = [target for target in BACKWARD if not (target.startswith("hip:") and lacks_amd_linker())]
-    run = run_script("--targets", *targets, "--only", "exact", "float16", "scalar_step", "--out", str(folder))
+    lines = [f"--targets {' '.join(targets)} --only exact float16 scalar_step --out {folder}", "--list"]
+    run = subprocess.run(
+        [sys.executable, "-c", FORKING, str(BENCHMARKS / "compile_without_gpu.py"), *lines],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"},
+    )
     assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    return json.loads((folder / "compile_without_gpu.json").read_text())
+    return json.loads((folder / "compile_without_gpu.json").read_text()), run.stdout
 
 
 @pytest.mark.parametrize(
     "target", [pytest.param(target, marks=AMD if target.startswith("hip:") else ()) for target in BACKWARD]
 )
-def test_a_scan_of_16_bits_compiles(target, compiled):
+def test_a_scan_of_16_bits_compiles(target, script):
+    compiled = script[0]
     rows = {row["kernel"]: row for row in compiled["kernels"] if row["target"] == target}
     finish = {"_finish_rows_kernel", "_finish_columns_kernel"}
     assert set(rows) == {"_norm_kernel", "_forward_kernel[OUTPUT,SAVE]", BACKWARD[target], *finish}
@@ -74,10 +107,8 @@ def test_a_scan_of_16_bits_compiles(target, compiled):
         assert row["spills"] >= 0 and row["seconds"] > 0
 
 
-def test_every_kernel_of_the_package_is_among_the_cases():
-    run = run_script("--list")
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
-    assert "mamba bfloat16 parallel _adjoint_kernel" in run.stdout.splitlines()
+def test_every_kernel_of_the_package_is_among_the_cases(script):
+    assert "mamba bfloat16 parallel _adjoint_kernel" in script[1].splitlines()
 
 
 def test_what_fails_or_takes_too_much_is_named_and_is_the_exit_status(monkeypatch, capsys):
