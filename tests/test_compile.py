@@ -33,8 +33,8 @@ def lacks_amd_linker():
         return "linker" in str(error)
 
 
-# Runs the script with each of the command lines. Its processes, which would import the same once more, are forked. In the
-# tests' own process kernels are interpreted, and the script's stand-in for a driver would stay.
+# Runs the script with each of the command lines. Its processes, which would import the same once more, are forked. The
+# tests' own process interprets kernels, and the script's stand-in for a driver would stay in it.
 FORKING = """
 import os, runpy, subprocess, sys, traceback
 

@@ -25,12 +25,7 @@ DIRECTIONS = (("forward", "none"), ("backward", "none"), ("both", "none"), ("bot
 # All directions with one rule, and one with each of the others, which are the same operator with other inputs.
 in_every_direction = pytest.mark.parametrize(
     "rule,direction,combine",
-    [
-        (rule, *given)
-        for i, rule in enumerate(RULES)
-        for j, given in enumerate(DIRECTIONS)
-        if i == 0 or i % 4 == j
-    ],
+    [(rule, *given) for i, rule in enumerate(RULES) for j, given in enumerate(DIRECTIONS) if i == 0 or i % 4 == j],
 )
 FIELDS = ("x", "step", "k", "q", "A", "z", "D", "bias", "initial_state")
 MODELS = {

@@ -30,7 +30,6 @@ from test_train import (  # noqa: F401  (two are fixtures)
     REPOSITORY,
     fails_with_one_line,
     fresh_process_state,
-    launch,
     no_picture,
     scalars,
     write_digits,
@@ -41,6 +40,7 @@ import eval as eval_script
 import train_imagenet
 from vision_longhorn import files, runs
 from vision_longhorn.checkpoint import load_checkpoint
+from vision_longhorn.command_line import parser
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.devices import make_accelerator
@@ -145,6 +145,8 @@ def work(script, rank, processes, port, log, arguments, fault):
     elif fault and rank == fault["rank"]:
         inflict(**fault)
     trainer.plot_runs = lambda *_: None  # as in `no_picture`
+    wait = parser.time.sleep
+    parser.time = SimpleNamespace(sleep=lambda seconds: wait(seconds / 2))  # for a launcher, and there is none
     run_cli(lambda: importlib.import_module(script).main(arguments))
 
 
@@ -382,20 +384,14 @@ def test_on_another_number_of_processes_it_goes_on_and_says_what_differs(tmp_pat
 
 
 def test_a_process_that_fails_ends_all_and_alone_says_why(tmp_path, arguments):
-    """Its fellow waits for it in a sum over the processes, under the launcher that a user has."""
-    script = tmp_path / "fails.py"
-    script.write_text(
-        f"import sys; sys.path[:0] = {[str(REPOSITORY), str(REPOSITORY / 'tests')]}\n"
-        "import os, train_imagenet, test_resume\n"
-        "from vision_longhorn.command_line.parser import run_cli\n"
-        "if os.environ['RANK'] == '1': test_resume.inflict(1, 2, 'fail')\n"
-        "run_cli(train_imagenet.main)\n"
-    )
-    failed = launch(script, *arguments, "--run-dir", "run", cwd=tmp_path, processes=2, timeout=120)
-    assert failed.returncode == 1
-    said = failed.stderr.partition("torch/distributed/elastic")[0]  # the rest is the launcher's
-    assert said.count("Traceback") == 1 and "the fault of this test" in said and "another process" not in said
-    assert "gloo" not in failed.stderr
+    """Its fellow waits for it in a sum over the processes, and is ended by the launcher, which looks now and then."""
+    failed = Run(tmp_path / "run", arguments, rank=1, at=2, kind="fail")
+    failed.processes[1].join(60)
+    time.sleep(1)
+    failed.processes[0].terminate()
+    assert failed.wait() == [-signal.SIGTERM, 1]
+    assert failed.text.count("Traceback") == 1 and "the fault of this test" in failed.text
+    assert "another process" not in failed.text and "gloo" not in failed.text
 
 
 def test_the_loss_of_a_process_that_was_killed_is_said_in_one_line(tmp_path, arguments):
