@@ -344,7 +344,8 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
     for number, side in enumerate((260, 320, 1100, 90)):  # the last one is too small
         Image.effect_noise((side, side - 20), 60).convert("RGB").save(tmp_path / "images" / "cat" / f"{number}.jpg")
     monkeypatch.setenv("VISION_LONGHORN_COMMIT", "0123abc")
-    monkeypatch.setattr(bench_loader, "DEVICE", torch.device("cpu"))
+    for name, value in ("DEVICE", torch.device("cpu")), ("PER_SHARD", 20), ("ROUNDS", 2):
+        monkeypatch.setattr(bench_loader, name, value)
     threads = torch.get_num_threads()
     cores = os.sched_getaffinity(0)
     try:
