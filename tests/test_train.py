@@ -103,7 +103,7 @@ def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path, monkeypat
     words = (
         "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
         "--dynamo_backend no -m vision_longhorn train --epochs 1 --model-kwargs depth=1 embed_dim=32 patch_size=8 "
-        "--run-dir run"
+        "--run-dir run --workers 0"
     )
     with open(tmp_path / "said", "w") as said:
         running = subprocess.Popen(
