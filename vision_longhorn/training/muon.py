@@ -13,7 +13,7 @@ class Muon(torch.optim.AdamW):
 
     timm updates matrices one by one. The small model has 50 of them, which takes 1,700 kernels, each too short to fill
     a GPU. Here the matrices of one shape are a batch, and AdamW is torch's fused one. Both can skip an update on the
-    device, as torch's fused optimisers do.
+    device, for which the host need not wait.
 
     Args:
         like: timm's optimiser, new. Groups and settings are taken from it, and either loads what the other saved.
@@ -23,14 +23,17 @@ class Muon(torch.optim.AdamW):
         super().__init__(like.param_groups, fused=True)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Loads a state. timm counts no steps for matrices, and torch's AdamW looks for a count everywhere."""
+        """Loads a state. Matrices have no count of steps, but torch's AdamW looks for one everywhere."""
         for one in state["state"].values():
             one.setdefault("step", torch.zeros(()))
         super().__setstate__(state)
+        for one in self.state.values():
+            if "momentum_buffer" in one:
+                del one["step"]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Updates the weights, unless `found_inf`, which torch's `GradScaler` or `TrainStep` may set, is 1."""
+        """Updates the weights, unless `found_inf`, () float32, which `TrainStep` sets, is 1."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         taken: dict[Tensor, Any] = {}
         for group in self.param_groups:
@@ -52,7 +55,7 @@ class Muon(torch.optim.AdamW):
         """Updates matrices of one shape. What has more axes counts as a matrix of its first and all others."""
         for one in matrices:
             if not self.state[one]:
-                self.state[one].update(step=torch.zeros(()), momentum_buffer=torch.zeros_like(one))
+                self.state[one]["momentum_buffer"] = torch.zeros_like(one)
         kept = [self.state[one]["momentum_buffer"] for one in matrices]
         moments = torch.stack(kept)  # (n, rows, ..)
         grads = torch.stack([one.grad for one in matrices if one.grad is not None])
