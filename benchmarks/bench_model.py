@@ -8,8 +8,9 @@
 
 Any name of timm will do. Images are random, float32 and on the device; labels are random. On a GPU the forward pass
 runs under bf16 autocast, on a CPU in float32. A training step is the trainer's: forward, cross entropy, backward, norm
-of the gradient, AdamW, without drop path; an inference step is a forward pass in eval mode. Modes are "eager",
-"compiled" (torch.compile) and "graphs" (torch.compile with mode="reduce-overhead").
+of the gradient, and AdamW, or what `opt` names in the place of an argument, as in vlonghorn_small,opt=muon; without
+drop path. An inference step is a forward pass in eval mode. Modes are "eager", "compiled" (torch.compile) and "graphs"
+(torch.compile with mode="reduce-overhead").
 
 Each measurement warms up, then times three blocks of steps and takes their median. Memory is the peak of what PyTorch
 had allocated in these blocks, model, optimizer and images included; with "graphs" it is what PyTorch had reserved,
@@ -43,6 +44,8 @@ from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError
 from vision_longhorn.models.names import RENAMED, all_arguments
 from vision_longhorn.settings import parse_pairs
+from vision_longhorn.training.config import Config
+from vision_longhorn.training.setup import build_optimizer
 from vision_longhorn.training.step import TrainStep
 
 MODELS = [
@@ -72,17 +75,19 @@ GIB = 2**30
 
 
 class Model(NamedTuple):
-    """A model to measure: as it is called in tables, its name in timm, and arguments of its own."""
+    """A model to measure: as it is called in tables, its name in timm, arguments of its own, and its optimiser."""
 
     label: str
     name: str
     args: dict
+    opt: str = "adamw"
 
 
 def parse_model(word: str) -> Model:
-    """Parse NAME or NAME,KEY=VALUE,..."""
+    """Parse NAME or NAME,KEY=VALUE,... where the key may also be opt."""
     name, *pairs = word.split(",")
-    return Model(word, name, parse_pairs(pairs))
+    args = parse_pairs(pairs)
+    return Model(word, name, args, args.pop("opt", "adamw"))
 
 
 def parse_size(word: str) -> tuple[int, int]:
@@ -112,8 +117,10 @@ def build(model: Model, resolution: int, device: str) -> nn.Module:
     return timm.create_model(model.name, **dict(img_size=resolution, drop_path_rate=0.0) | model.args).to(device)
 
 
-def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolution: int) -> Callable[[], object]:
-    """Make a function that runs one step on random data, on the device of the model."""
+def make_step(
+    model: nn.Module, mode: str, training: bool, batch: int, resolution: int, opt: str = "adamw"
+) -> Callable[[], object]:
+    """Make a function that runs one step on random data, on the device of the model. `opt` is the trainer's."""
     device = next(model.parameters()).device
     images = torch.randn(batch, 3, resolution, resolution, device=device)
     labels = torch.randint(model.num_classes, (batch,), device=device)
@@ -131,7 +138,7 @@ def make_step(model: nn.Module, mode: str, training: bool, batch: int, resolutio
 
     if not training:
         return torch.inference_mode()(lambda: forward(images))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    optimizer = build_optimizer(Config(opt=opt), model, 1e-4)
     step = TrainStep(accelerator, model, forward, lambda scores, of: F.cross_entropy(scores.float(), of), optimizer)
     return lambda: step([(images, labels)])
 
@@ -175,7 +182,7 @@ def attempt(row: dict, model: Model, steps: int, seconds: float) -> dict:
     try:
         made = build(model, row["resolution"], "cuda" if torch.cuda.is_available() else "cpu")
         row["parameters"] = sum(value.numel() for value in made.parameters())
-        step = make_step(made, row["mode"], row["pass"] == "train", row["batch"], row["resolution"])
+        step = make_step(made, row["mode"], row["pass"] == "train", row["batch"], row["resolution"], model.opt)
         row |= measure(step, row["mode"], row["batch"], steps, seconds)
     except Exception as error:
         row["error"] = "out of memory" if "out of memory" in str(error) else describe(error)

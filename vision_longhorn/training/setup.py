@@ -38,6 +38,7 @@ from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import is_sharded
 from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
+from vision_longhorn.training.muon import Muon
 
 # Optimisers that can skip an update on the device, with whole tensors and with shards
 FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
@@ -205,9 +206,10 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
             raise UserError(f"it has no betas; leave opt_betas={cfg.opt_betas} out")
         if info.second_order:
             raise UserError("it takes second derivatives; give another, such as adamw or lamb")
-        return create_optimizer_v2(
+        optimizer = create_optimizer_v2(
             model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **options
         )
+    return Muon(optimizer) if cfg.opt == "muon" and not is_sharded(model) else optimizer
 
 
 def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:

@@ -1,0 +1,96 @@
+"""Our Muon, which updates all matrices of one shape together, beside timm's."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import timm
+import torch
+from timm.optim import create_optimizer_v2
+from torch import nn
+
+import vision_longhorn  # noqa: F401  (registers the models)
+from vision_longhorn.training.config import Config
+from vision_longhorn.training.muon import Muon
+from vision_longhorn.training.setup import build_optimizer, load_optimizer
+
+CFG = Config(opt="muon", weight_decay=0.3, opt_betas=[0.8, 0.9])
+
+
+def timms(model):
+    return create_optimizer_v2(model, "muon", lr=0.02, weight_decay=0.3, betas=(0.8, 0.9))
+
+
+def make():
+    """A model with both directions in a block, whose first matrix gets no gradient, and a copy of it."""
+    torch.manual_seed(0)
+    model = timm.create_model("vlonghorn_tiny", img_size=32, embed_dim=32, depth=3, num_classes=7)
+    model.blocks[0].mixer.in_proj.weight.requires_grad_(False)
+    return model, copy.deepcopy(model)
+
+
+def update(optimizer, model, number):
+    generator = torch.Generator().manual_seed(number)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def close(model, other, start):
+    for (name, one), two, was in zip(model.named_parameters(), other.parameters(), start.parameters(), strict=True):
+        error, way = (one - two).norm(), (one - was).norm()
+        assert error <= 0.01 * way, f"{name} is {error / way} of its way apart"  # updates are made in bfloat16
+
+
+def test_it_goes_the_way_of_timms():
+    model, other = make()
+    start = copy.deepcopy(model)
+    ours, reference = build_optimizer(CFG, model, 0.02), timms(other)
+    assert isinstance(ours, Muon)
+    for number in range(4):
+        for group in (*ours.param_groups, *reference.param_groups):
+            group["lr"] = 0.02 / (number + 1)
+        update(ours, model, number)
+        update(reference, other, number)
+        assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
+    close(model, other, start)
+    moved = [not torch.equal(one, was) for one, was in zip(model.parameters(), start.parameters(), strict=True)]
+    assert moved.count(False) == 1  # the one without a gradient
+
+
+@pytest.mark.parametrize("first, second", [(timms, Muon), (Muon, timms)], ids=["timm's", "ours"])
+def test_it_and_timms_go_on_where_the_other_stopped(first, second):
+    """`--fsdp` trains with timm's, and a run may go on without it."""
+    model, other = make()
+
+    def build(kind, net):
+        return timms(net) if kind is timms else build_optimizer(CFG, net, 0.02)
+
+    optimizer = build(first, model)
+    for number in range(3):
+        update(optimizer, model, number)
+    other.load_state_dict(model.state_dict())
+    start = copy.deepcopy(model)
+    new = build(second, other)
+    settings = SimpleNamespace(opt="muon", resume="last.pt", weight_decay=0.3)
+    load_optimizer(settings, new, {"optimizer": copy.deepcopy(optimizer.state_dict()), "config": {"opt": "muon"}})
+    for number in range(3, 5):
+        update(optimizer, model, number)
+        update(new, other, number)
+    close(model, other, start)
+
+
+def test_an_update_skipped_on_the_device_changes_nothing():
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    optimizer = Muon(create_optimizer_v2(model, "muon", lr=0.1, weight_decay=0.1))
+    update(optimizer, model, 0)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    optimizer.found_inf = torch.ones(())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, torch.nan)
+    optimizer.step()
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()["state"]), before, rtol=0, atol=0)
+    optimizer.found_inf = torch.zeros(())
+    update(optimizer, model, 1)
+    assert not torch.equal(model[0].weight, before[0]["0.weight"])

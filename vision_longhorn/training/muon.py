@@ -1,0 +1,73 @@
+"""Muon (Jordan et al., 2024), with all matrices of one shape in one update."""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon, get_lr_scale, zeropower_via_newtonschulz
+from torch import Tensor
+
+
+class Muon(torch.optim.AdamW):
+    """Computes what timm's Muon does: orthogonal updates of matrices, and AdamW for all else.
+
+    timm updates matrices one by one. The small model has 50 of them, which takes 1,700 kernels, each too short to fill
+    a GPU. Here the matrices of one shape are a batch, and AdamW is torch's fused one. Both can skip an update on the
+    device, for which the host need not wait.
+
+    Args:
+        like: timm's optimiser, new. Groups and settings are taken from it, and either loads what the other saved.
+    """
+
+    def __init__(self, like: torch.optim.Optimizer) -> None:
+        super().__init__(like.param_groups, fused=True)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Loads a state. Matrices have no count of steps, but torch's AdamW looks for one everywhere."""
+        for one in state["state"].values():
+            one.setdefault("step", torch.zeros(()))
+        super().__setstate__(state)
+        for one in self.state.values():
+            if "momentum_buffer" in one:
+                del one["step"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Updates the weights, unless `found_inf`, () float32, which `TrainStep` sets, is 1."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        taken: dict[Tensor, Any] = {}
+        for group in self.param_groups:
+            alike = defaultdict(list)
+            for one in group["params"]:
+                if one.grad is not None and _is_suitable_for_muon(one):
+                    alike[one.shape].append(one)
+                    taken[one] = one.grad
+            for matrices in alike.values():
+                self._update(matrices, group)
+        for one in taken:
+            one.grad = None  # AdamW leaves it alone then
+        super().step()
+        for one, grad in taken.items():
+            one.grad = grad
+        return loss
+
+    def _update(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """Updates matrices of one shape. What has more axes counts as a matrix of its first and all others."""
+        for one in matrices:
+            if not self.state[one]:
+                self.state[one]["momentum_buffer"] = torch.zeros_like(one)
+        kept = [self.state[one]["momentum_buffer"] for one in matrices]
+        moments = torch.stack(kept)  # (n, rows, ..)
+        grads = torch.stack([one.grad for one in matrices if one.grad is not None])
+        found_inf, well = getattr(self, "found_inf", None), 1.0
+        if found_inf is not None:
+            grads, well = torch.where(found_inf > 0, moments, grads), 1 - found_inf
+        moments.lerp_(grads, 1 - group["momentum"])
+        torch._foreach_copy_(kept, moments.unbind())
+        update = zeropower_via_newtonschulz(
+            moments.flatten(2), group["ns_steps"], _COEFFICIENTS[group["ns_coefficients"]], eps=group["eps"]
+        )
+        rate = group["lr"] * get_lr_scale(update.shape, group["adjust_lr_fn"])
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"] * well)
+        update = (update.to(moments.dtype) * (-rate * well)).view_as(moments)
+        torch._foreach_add_(matrices, update.unbind())
