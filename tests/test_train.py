@@ -95,27 +95,24 @@ def fails_with_one_line(main, arguments, capsys, *words):
     assert all(word in lines[0] for word in words), lines[0]
 
 
-def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path, monkeypatch):
-    """They print into a file, where every line stands alone and comes in time."""
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+def test_two_processes_train_the_demo_where_no_data_is_given(tmp_path):
     words = (
         "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
         "--dynamo_backend no -m vision_longhorn train --epochs 1 --model-kwargs depth=1 embed_dim=32 patch_size=8 "
-        "--run-dir run --workers 0"
+        "--run-dir run"
     )
-    with open(tmp_path / "said", "w") as said:
-        running = subprocess.Popen(
-            [sys.executable, *words.split()], cwd=tmp_path, stdout=said, stderr=subprocess.STDOUT
-        )
-    while "folder  run" not in (text := (tmp_path / "said").read_text()) and running.poll() is None:
-        time.sleep(0.02)
-    assert "epoch   1" not in text, "its lines came when it ended"
-    code, text = running.wait(), (tmp_path / "said").read_text()
-    assert code == 0, text
+    done = subprocess.run(
+        [sys.executable, *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    text = done.stdout.decode()
+    assert done.returncode == 0, text
     assert "handwritten digits" in text and "2 process(es)" in text
     assert text.count("count 360 of 360") == 2  # raw and averaged weights
+    # Where no terminal shows it, every line stands alone.
     assert "\r" not in text and any(line.startswith("epoch   1  loss ") for line in text.splitlines()), text
     run = tmp_path / "run"
     promised = {"config.yaml", "env.json", "metrics.json", "summary.csv", "last.pt", "best.pt", "curves.png"}
@@ -312,6 +309,22 @@ def test_a_reader_that_has_enough_ends_a_command_without_a_word():
     done = subprocess.run(words, cwd=REPOSITORY, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_lines_in_a_file_come_in_time(tmp_path):
+    script = "OWN_COMMAND = True; import sys; from vision_longhorn.command_line.parser import run_cli\n"
+    script += "run_cli(lambda: print('a line') or sys.stdin.read())"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with open(tmp_path / "log", "w") as log:
+        running = subprocess.Popen(
+            [sys.executable, "-c", script], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=log, env=environment
+        )
+    end = time.monotonic() + 30
+    while not (tmp_path / "log").read_text() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert running.poll() is None and (tmp_path / "log").read_text() == "a line\n"
+    running.communicate()
+    assert running.returncode == 0
 
 
 def test_what_a_run_says_of_itself_is_in_tensorboard_and_in_its_checkpoint(tmp_path):
