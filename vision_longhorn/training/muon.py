@@ -71,7 +71,8 @@ class Muon(torch.optim.AdamW):
             moments.flatten(2), group["ns_steps"], _COEFFICIENTS[group["ns_coefficients"]], eps=group["eps"]
         )
         rate = group["lr"] * get_lr_scale(update.shape, group["adjust_lr_fn"])
-        update = (update.to(moments.dtype) * (-rate * well)).view_as(moments)
+        # Contiguous, or else torch adds them to the weights one by one.
+        update = (update.to(moments.dtype) * (-rate * well)).contiguous().view_as(moments)
         torch._foreach_mul_(_own(matrices), 1 - group["lr"] * group["weight_decay"] * well)
         torch._foreach_add_(_own(matrices), [_part(*pair) for pair in zip(update, matrices, strict=True)])
 
