@@ -134,12 +134,11 @@ def test_sharded_updates_that_are_not_finite_change_nothing(tmp_path, words):
 
 
 def test_shards_train_by_muon_as_whole_matrices_do(tmp_path, words):
-    """It makes updates orthogonal in bfloat16."""
     words = [*words, "--opt", "muon", "--epochs", "1"]
     runs = [finished(tmp_path / name, [*words, *more]) for name, more in (("a", []), ("b", ["--fsdp"]))]
     curves = [scalars(run) for run in runs]
     for tag in "train/loss", "val/loss":
-        assert curves[1][tag] == pytest.approx(curves[0][tag], rel=5e-3), tag
+        assert curves[1][tag] == pytest.approx(curves[0][tag], rel=1e-4), tag
     assert len(set(curves[0]["train/loss"].values())) > 1
 
 

@@ -61,7 +61,7 @@ def test_it_goes_the_way_of_timms():
 
 @pytest.mark.parametrize("first, second", [(timms, Muon), (Muon, timms)], ids=["timm's", "ours"])
 def test_it_and_timms_go_on_where_the_other_stopped(first, second):
-    """`--fsdp` trains with timm's, and a run may go on without it."""
+    """Timm's script trains our models, too."""
     model, other = make()
 
     def build(kind, net):

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon, get_lr_scale, zeropower_via_newtonschulz
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
 
 
 class Muon(torch.optim.AdamW):
@@ -13,7 +14,8 @@ class Muon(torch.optim.AdamW):
 
     timm updates matrices one by one. The small model has 50 of them, which takes 1,700 kernels, each too short to fill
     a GPU. Here the matrices of one shape are a batch, and AdamW is torch's fused one. Both can skip an update on the
-    device, for which the host need not wait.
+    device, for which the host need not wait. Of sharded matrices (fsdp) each process makes the whole update, and keeps
+    its part.
 
     Args:
         like: timm's optimiser, new. Groups and settings are taken from it, and either loads what the other saved.
@@ -57,17 +59,32 @@ class Muon(torch.optim.AdamW):
             if not self.state[one]:
                 self.state[one]["momentum_buffer"] = torch.zeros_like(one)
         kept = [self.state[one]["momentum_buffer"] for one in matrices]
-        moments = torch.stack(kept)  # (n, rows, ..)
-        grads = torch.stack([one.grad for one in matrices if one.grad is not None])
+        moments, grads = torch.stack(_own(kept)), torch.stack(_own([one.grad for one in matrices]))  # (n, rows, ..)
         found_inf, well = getattr(self, "found_inf", None), 1.0
         if found_inf is not None:
             grads, well = torch.where(found_inf > 0, moments, grads), 1 - found_inf
         moments.lerp_(grads, 1 - group["momentum"])
-        torch._foreach_copy_(kept, moments.unbind())
+        torch._foreach_copy_(_own(kept), moments.unbind())
+        if isinstance(kept[0], DTensor):
+            moments = torch.stack([one.full_tensor() for one in kept])
         update = zeropower_via_newtonschulz(
             moments.flatten(2), group["ns_steps"], _COEFFICIENTS[group["ns_coefficients"]], eps=group["eps"]
         )
         rate = group["lr"] * get_lr_scale(update.shape, group["adjust_lr_fn"])
-        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"] * well)
-        update = (update.to(moments.dtype) * (-rate * well)).view_as(moments)
-        torch._foreach_add_(matrices, update.unbind())
+        # Contiguous, or else torch adds them to the weights one by one.
+        update = (update.to(moments.dtype) * (-rate * well)).contiguous().view_as(moments)
+        torch._foreach_mul_(_own(matrices), 1 - group["lr"] * group["weight_decay"] * well)
+        torch._foreach_add_(_own(matrices), [_part(*pair) for pair in zip(update, matrices, strict=True)])
+
+
+def _own(values: list[Any]) -> list[Tensor]:
+    """Returns this process's parts of `values`, which share their memory."""
+    return [value.to_local() if isinstance(value, DTensor) else value for value in values]
+
+
+def _part(value: Tensor, like: Tensor) -> Tensor:
+    """Returns this process's part of a `value` that all have, if it is sharded as `like`."""
+    if not isinstance(like, DTensor):
+        return value
+    whole = DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return whole.redistribute(placements=like.placements).to_local()
