@@ -11,6 +11,12 @@ def pytest_addoption(parser):
     parser.addoption("--image-folder", help="folder of CLASS/IMAGE files to run through shards and transforms as well")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores, which would rest while tests wait for processes, signals and locks."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else None
+
+
 def pytest_configure(config):
     # Tests run side by side, one to a core (pytest-xdist), and threads of their own would only wait for each other.
     # Read when torch is imported, here and in the processes that tests start.
