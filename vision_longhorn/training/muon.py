@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, Replicate
 class Muon(torch.optim.AdamW):
     """Computes what timm's Muon does: orthogonal updates of matrices, and AdamW for all else.
 
-    timm updates matrices one by one. The small model has 50 of them, which takes 1,700 kernels, each too short to fill
-    a GPU. Here the matrices of one shape are a batch, and AdamW is torch's fused one. Both can skip an update on the
-    device, for which the host need not wait. Of sharded matrices (fsdp) each process makes the whole update, and keeps
-    its part.
+    timm updates matrices one by one. The small model has 50, with 15 small products each. Here the matrices of one shape
+    are a batch, and AdamW is torch's fused one. Both can skip an update on the device, for which the host need not
+    wait. If matrices are sharded (fsdp), each process makes the whole update and keeps its part.
 
     Args:
-        like: timm's optimiser, new. Groups and settings are taken from it, and either loads what the other saved.
+        like: timm's "muon", new, with any rates, weight decay and betas, and otherwise as timm makes it. Groups are
+            taken from it, and either loads what the other saved.
     """
 
     def __init__(self, like: torch.optim.Optimizer) -> None:

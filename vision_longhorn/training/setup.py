@@ -40,7 +40,7 @@ from vision_longhorn.training.graphs import capture, unchanged_buffers
 from vision_longhorn.training.init import model_from_weights
 from vision_longhorn.training.muon import Muon
 
-# Optimisers that can skip an update on the device, with whole tensors and with shards
+# torch's optimisers that can skip an update on the device, with whole tensors and with shards
 FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
 # Optimisers that work with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = tuple("adam adamw adopt lamb lion momentum muon nadamw nesterov radam rmsprop sgd".split())
