@@ -81,7 +81,7 @@ def server():
     """Forks the studies' processes: it has imported everything, so that they start at once."""
     PROCESSES.set_forkserver_preload(["test_lab", "vision_longhorn.training.trainer", "lab.speed", "loaded"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}", prepend=os.pathsep)
         forkserver.ensure_running()
 
 
@@ -395,7 +395,7 @@ def test_the_command_as_users_start_it_with_the_built_in_digits(tmp_path, monkey
     digits["overrides"] = {"epochs": 1, "warmup_epochs": 0, "batch_size": 256}
     (tmp_path / "few.yaml").write_text(yaml.safe_dump({**content, "studies": {"digits": digits}}))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(sys, "argv", "lab digits --file few.yaml --device cpu --out there".split())
     with pytest.raises(SystemExit) as end:

@@ -46,12 +46,26 @@ def expected_of(mixer, h, weight, rows=0):
     return [y, *torch.autograd.grad((y * weight).sum(), [h, *plain.values()])]
 
 
-def check(mixer, h, tolerance, rows=0):
-    weight = torch.randn(h.shape, device=h.device)
+def errors_of(mixer, h, weight, rows):
     names = ["y", "h", *(name for name, _ in mixer.named_parameters())]
     found = zip(names, output_and_gradients(mixer, h, weight, rows), expected_of(mixer, h, weight, rows))
-    errors = {name: relative_rms(value, right) for name, value, right in found}
+    return {name: relative_rms(value, right) for name, value, right in found}
+
+
+def check(mixer, h, tolerance, rows=0):
+    errors = errors_of(mixer, h, torch.randn(h.shape), rows)
     assert max(errors.values()) < tolerance, errors
+
+
+def check_on_gpu(mixer, shape, dtype, tolerance, rows=0):
+    """Sums that nearly cancel lose digits in bfloat16 on any backend, so an error may be three times torch's."""
+    h, weight = torch.randn(shape).to(dtype).requires_grad_(), torch.randn(shape)
+    mixer = mixer.to(dtype)
+    mixer.scan_backend = "torch"
+    lost = max(errors_of(mixer, h, weight, rows).values())
+    mixer.scan_backend = "auto"
+    errors = errors_of(mixer.cuda(), h.detach().cuda().requires_grad_(), weight.cuda(), rows)
+    assert max(errors.values()) < max(tolerance, 3 * lost), (errors, lost)
 
 
 @pytest.mark.parametrize("backend", SCANS)
@@ -459,18 +473,17 @@ def test_gpu_projection_of_the_step_sizes(T, D, R, M, dtype):
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
     for dim, shape in ((96, (3, 65, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
-        mixer = build(dim=dim, **layout, **update).to("cuda", dtype)
-        check(mixer, torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True), tolerance)
+        check_on_gpu(build(dim=dim, **layout, **update), shape, dtype, tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
 @pytest.mark.parametrize("update", UPDATES, ids=str)
-@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 4e-2)])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_gpu_mixer_over_the_grid_is_its_plain_description(wiring, update, dtype, tolerance):
     for dim, shape in ((96, (3, 70, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
-        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, **update).to("cuda", dtype)
-        check(mixer, torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True), tolerance, rows=10)
+        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, **update)
+        check_on_gpu(mixer, shape, dtype, tolerance, rows=10)
 
 
 @pytest.mark.gpu

@@ -61,7 +61,7 @@ def server():
     """Forks the processes of all runs: it has imported everything, so that they start at once."""
     PROCESSES.set_forkserver_preload(["train_imagenet", "eval", "test_resume", "loaded"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests")]))
+        patch.setenv("PYTHONPATH", f"{REPOSITORY}{os.pathsep}{REPOSITORY / 'tests'}", prepend=os.pathsep)
         forkserver.ensure_running()
 
 
