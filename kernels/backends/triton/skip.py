@@ -14,7 +14,7 @@ _NUMBERS = 2048  # of a tensor, that a program holds at once
 
 @triton.jit
 def _row_at(row, L, stride_b, stride_l, ALIGNED: tl.constexpr):
-    return offset_of(row // L, stride_b, ALIGNED) + offset_of(row % L, stride_l, ALIGNED)
+    return (offset_of(row // L, stride_b, ALIGNED) + offset_of(row % L, stride_l, ALIGNED))[:, None]
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def _skip_kernel(
     D: tl.constexpr, SETS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     d = tl.arange(0, BLOCK)[None, :]
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    ok = (row < rows) & (d < D)
-    at = row * D + d
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ok = (row < rows)[:, None] & (d < D)
+    at = row[:, None] * D + d
     weights = _load_weights(weight_ptr, d, d < D, SETS, D)
     xs = _load_sets(x_ptr, at, rows.to(tl.int64) * D, ok, SETS)
     total = weights[0] * xs[0]
@@ -68,9 +68,9 @@ def _skip_backward_kernel(
     programs = tl.num_programs(0)
     groups = (rows + ROWS - 1) // ROWS
     for i in tl.range(0, (groups - program + programs - 1) // programs, num_stages=1):
-        row = (program + i * programs) * ROWS + tl.arange(0, ROWS)[:, None]
-        ok = (row < rows) & (d < D)
-        at = row * D + d
+        row = (program + i * programs) * ROWS + tl.arange(0, ROWS)
+        ok = (row < rows)[:, None] & (d < D)
+        at = row[:, None] * D + d
         z = tl.load(z_ptr + _row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
         dy = tl.load(dy_ptr + _row_at(row, L, dy_b, dy_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
         xs = _load_sets(x_ptr, at, set_at, ok, SETS)
