@@ -28,6 +28,10 @@ def small_model(**options):
     return timm.create_model("vlonghorn_test", img_size=32, depth=2, num_classes=3, **options)
 
 
+def of_mixer(name):
+    return dict(mixer=name, **(dict(class_token="none", global_pool="avg") if name == "conv" else {}))
+
+
 @pytest.mark.parametrize("name,options", CAUSAL, ids=str)
 def test_a_causal_mixer_sees_no_later_token(name, options):
     torch.manual_seed(0)
@@ -71,6 +75,18 @@ def test_attention_is_its_formula(causal):
         heads.append(scores.softmax(-1) @ v[..., part])
     expected = mixer.out_proj(torch.cat(heads, -1) * z * torch.sigmoid(z))
     torch.testing.assert_close(mixer(h), expected)
+
+
+def test_a_gated_convolution_is_the_longhorn_block_whose_scan_gives_nothing():
+    torch.manual_seed(0)
+    options = dict(expand=1, residual_layers=4)
+    mixer, scan = create_mixer("conv", 16, **options), create_mixer("longhorn", 16, conv="grid", **options)
+    with torch.no_grad():
+        scan.x_proj.zero_()  # no queries
+    for name in ("in_proj.weight", "out_proj.weight", "conv_weight", "conv_bias"):
+        scan.get_parameter(name).data = mixer.get_parameter(name).data.view_as(scan.get_parameter(name))
+    h = torch.randn(2, 12, 16)
+    torch.testing.assert_close(mixer(h, 3), scan(h, 3))
 
 
 def plain_mamba2(mixer, h, rows):
@@ -197,7 +213,7 @@ def test_attention_has_the_parameters_of_a_longhorn_block(size):
 @pytest.mark.parametrize(
     "options",
     [
-        *(dict(mixer=name) for name in MIXERS),
+        *map(of_mixer, MIXERS),
         *(dict(rule=rule) for rule in NAMES),
         dict(mixer="mamba", A_per_token=True),
         dict(wiring="alternate"),
@@ -218,7 +234,7 @@ def test_a_model_trains_with_every_mixer_and_rule(options):
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_initialising_again_changes_every_matrix(name):
-    model = small_model(mixer=name)
+    model = small_model(**of_mixer(name))
     constant = model.blocks[0].mixer.NO_WEIGHT_DECAY  # those of no matrices, most of which start at one value
     matrices = [key for key, value in model.named_parameters() if ".mixer." in key and value.ndim > 1]
     before = {key: model.get_parameter(key).clone() for key in matrices if key.split(".")[-1] not in constant}
@@ -238,6 +254,7 @@ def test_initialising_again_changes_every_matrix(name):
         ),
         (dict(mixer="attention", wiring="alternate"), "'wiring'; beside the model's own, mixer='attention' takes"),
         (dict(mixer="attention", num_heads=0), "num_heads=0"),
+        (dict(mixer="conv", d_conv=4, class_token="none", global_pool="avg"), "d_conv=4: give an odd number"),
         (dict(mixer="mamba2", head_dim=48), "head_dim=48 does not divide the inner width of 128"),
         (dict(mixer="mamba2", head_dim=0), "head_dim=0 does not divide"),
         (dict(mixer="mamba2", wiring="vim"), "wiring='vim' is not known"),

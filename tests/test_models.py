@@ -299,6 +299,7 @@ def test_a_name_stands_for_what_the_documents_say(name, plain, own):
         (dict(mixer="mamba"), dict(mixer="mamba")),
         (dict(mixer="mamba2", d_state=8), dict(mixer="mamba2", d_state=8, conv="grid")),
         (dict(mixer="attention", num_heads=2), dict(mixer="attention", num_heads=2)),
+        (dict(mixer="conv", d_conv=5), dict(mixer="conv", d_conv=5)),
         (dict(qk_norm=False), {**UNIT, "qk_norm": False}),
     ],
     ids=str,
@@ -307,7 +308,7 @@ def test_what_a_name_says_of_its_mixer_is_not_for_another_mixer_or_rule(given, s
     sizes = dict(depth=2, embed_dim=32, img_size=32, patch_size=8)
     models = []
     trunk = BEST
-    if same.get("mixer") in ("attention", "mamba2"):
+    if same.get("mixer") in ("attention", "mamba2", "conv"):
         trunk = {key: value for key, value in BEST.items() if key not in OF_SCANS}
     for name, arguments in ("vlonghorn_tiny", given), ("vlonghorn_tiny_paper", {**trunk, **same}):
         torch.manual_seed(0)

@@ -80,7 +80,13 @@ def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     mixers = [arguments.get("mixer", "longhorn") for arguments in (own, {**own, **given})]
     left_out: tuple[str, ...] = ()
     if mixers[0] != mixers[1] or given.get("rule", own.get("rule")) != own.get("rule"):
-        others = {"longhorn": (), "mamba": (), "mamba2": ("wiring", "rope"), "attention": OF_SCANS}
+        others = {
+            "longhorn": (),
+            "mamba": (),
+            "mamba2": ("wiring", "rope"),
+            "attention": OF_SCANS,
+            "conv": ("wiring", "conv", "rope"),
+        }
         left_out = (*OF_LONGHORN, *others.get(mixers[1], (*OF_SCANS, "expand")))
     return {**{key: own[key] for key in own.keys() - left_out}, **given, "all_arguments": True}
 

@@ -21,6 +21,7 @@ from torch import nn
 from vision_longhorn.errors import nearest
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers.attention import GatedAttention
+from vision_longhorn.models.mixers.gated_conv import GatedConv
 from vision_longhorn.models.mixers.mamba2 import Mamba2Mixer
 from vision_longhorn.models.mixers.state_space import BidirectionalMixer, mamba
 
@@ -31,6 +32,7 @@ MIXERS: dict[str, Callable[..., nn.Module]] = {
     "mamba": mamba,
     "mamba2": Mamba2Mixer,
     "attention": GatedAttention,
+    "conv": GatedConv,
 }
 GIVEN = ("residual_layers", "eps", "device", "dtype", "index")  # arguments that every mixer may take
 
