@@ -170,6 +170,15 @@ def compile_norm(_: str, dtype: torch.dtype, variant: str) -> None:
     triton_norm.backward(y, o, z, weight, 1e-5, torch.empty_like(z))
 
 
+def compile_skip(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import skip
+
+    z, sets = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), 1 + (variant == "both_directions")
+    x, weight = _tensor(sets, *z.shape, dtype=dtype), _tensor(sets, CHANNELS)
+    skip.forward(torch.empty_like(z), x, z, weight)
+    skip.backward(z, x, z, weight, torch.empty_like(x), torch.empty_like(z))
+
+
 def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import unit as triton_unit
 
@@ -228,6 +237,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
     "rope": (compile_rope, ("both_directions",)),
+    "skip": (compile_skip, ("one_direction", "both_directions")),
     "unit": (compile_unit, ("both_directions",)),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))

@@ -53,6 +53,7 @@ PARTS = tuple(
         ("scan, other", r"^_(norm|carry|adjoint|add|finish_rows|finish_columns)_kernel"),
         ("short convolution", r"^_((grid_)?conv.*|finish_taps)_kernel|conv_depthwise|depthwise_conv"),
         ("gated norm", r"^_gated_norm"),
+        ("gated skip", r"^_skip_"),
         ("matrix products", r"^triton_tem_|^_(x|dt)_proj_"),
         (FUSED, r"^triton_"),
         ("attention", r"flash|fmha|attention|sdpa"),

@@ -1,5 +1,5 @@
 """Everything between the two projections of a block, as one operator: short convolution, step sizes, keys and queries,
-the scan in one or both directions, gate and mean (or norms).
+the scan in one or both directions, gate and mean (or norms, or a gated skip).
 
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
 keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
@@ -17,10 +17,12 @@ from .backends import Backend
 from .backends.torch.rope import Turned, rotate
 from .backends.torch.unit import unit
 from .checks import check
-from .contract import Scan, ceil_div, wide
+from .contract import Scan, ceil_div, check_option, wide
 from .dispatch import backend_for
 from .operators import arguments, define, define_gradients
 from .rules import get_rule
+
+GATES = ("output", "skip")
 
 
 class Mix(NamedTuple):
@@ -29,7 +31,9 @@ class Mix(NamedTuple):
     S = 1 and no norms there is one direction, the forward one unless `reversed`.
 
     With `rows` the tokens are patches, row by row. A `conv_weight` of four axes then is that of one convolution over
-    their grid (`backends.torch.grid_conv`), in the place of the causal ones: all directions scan what it gives."""
+    their grid (`backends.torch.grid_conv`), in the place of the causal ones: all directions scan what it gives.
+
+    The gate multiplies the whole output, S q + D x, or with gate "skip" only D x (`backends.torch.skip`)."""
 
     # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
@@ -47,7 +51,18 @@ class Mix(NamedTuple):
     qk_norm: bool = False          # keys and queries have unit length (`backends.torch.unit`)
     rows: int = 0                  # of the grid of patches, where something uses it
     rope: bool = False             # keys and queries are turned by their place in the grid (`backends.torch.rope`)
+    gate: str = "output"           # one of GATES
     # fmt: on
+
+    @property
+    def gates_skip(self) -> bool:
+        """Whether the scans leave skip and gate to `backends.torch.skip`."""
+        return self.gate == "skip"
+
+    def skip_weight(self, x: Tensor) -> Tensor:
+        """Return what multiplies each convolved x (S or 1, B, L, D) in the mean over the directions: (S or 1, D)."""
+        S, D = self.D.shape
+        return self.D.to(wide(x)).view(len(x), S // len(x), D).sum(1) / S
 
     @property
     def shared(self) -> bool:
@@ -101,11 +116,15 @@ class Mix(NamedTuple):
         k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
         z: Optional[Tensor] = self.xz.chunk(2, -1)[1]
-        D, bias = self.D, self.dt_bias
+        D: Optional[Tensor] = self.D
+        if self.gates_skip:
+            z = D = None
+        bias = self.dt_bias
         direction, combine = "both", "mean"
         x = x.expand(len(low), *x.shape[1:])  # each set gets its own gradient, which the backward pass sums
         if len(low) == 1:
-            x, step, k, q, D, bias = x[0], step[0], k[0], q[0], D[0], bias[0]
+            x, step, k, q, bias = x[0], step[0], k[0], q[0], bias[0]
+            D = None if D is None else D[0]
             A = None if A is None else A[0]
             step_proj = None if step_proj is None else step_proj[0]
             direction, combine = "backward" if self.reversed else "forward", "none"
@@ -143,6 +162,9 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
+    check_option("gate", mix.gate, GATES)
+    if mix.gates_skip and mix.shared:
+        raise ValueError("gate='skip' with norms of the scans' outputs, which the gate follows: use gate='output'")
     if mix.rope and mix.d_state % 4:
         raise ValueError(f"rope=True with d_state={mix.d_state}: give a multiple of 4, since points of two axes turn")
     if mix.reversed and (mix.shared or S == 2):
@@ -225,6 +247,8 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
+    if mix.gates_skip:
+        backend.skip_forward(y, x, z, mix.skip_weight(x))
     if mix.norm_weight is None:
         return y, low, saved, kept
     return backend.norm_forward(y, z, mix.norm_weight, mix.eps), low, saved, y
@@ -260,6 +284,10 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         backend.rotate(mix.turned.of(_rows(dlow)), mix.rows, back=True)
     # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))
+    if mix.gates_skip:
+        n = len(convolved)
+        dweight = backend.skip_backward(dy, convolved, z, mix.skip_weight(convolved), found["x"][:n], dz)
+        found["D"] = dweight.repeat_interleave(len(mix.D) // n, 0) / len(mix.D)
     dconvolved = _rows(found["x"])
     dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
@@ -303,7 +331,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
 
 _ARGUMENTS = arguments(Mix, FIELDS)
 # Programs of older versions do not give these.
-_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False"
+_LATER = "bool reversed=False, bool qk_norm=False, SymInt rows=0, bool rope=False, str gate='output'"
 _operator = define("mix", f"{_ARGUMENTS}, bool save_states, str backend, {_LATER}", 4, _mix, _mix_shapes)
 define_gradients("mix", _operator, "Tensor dy, Tensor low, Tensor saved, Tensor kept, "
                  f"{_ARGUMENTS}, str backend, {_LATER}", 1, len(TENSORS), _mix_backward)  # fmt: skip

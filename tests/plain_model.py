@@ -84,7 +84,8 @@ def plain_scan(p, i, x, mixer, rows=0, back=False):
                 state = state + eps * (value - (state * key).sum(-1, keepdim=True)) * key
             else:
                 state = (1 - eps * key * key) * state + eps * value * key
-        ys.append((state * q[:, t, None, :]).sum(-1) + p["D"][i] * x[:, t])
+        read = (state * q[:, t, None, :]).sum(-1)
+        ys.append(read if mixer.gate == "skip" else read + p["D"][i] * x[:, t])
     return torch.stack(ys, 1)
 
 
@@ -102,11 +103,16 @@ def plain_mixer(p, h, mixer, rows=0):
         y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
     elif mixer.wiring in ("forward", "alternate"):
         y = plain_scan(p, 0, back if mixer.reversed else ahead, mixer, rows, mixer.reversed)
-        y = (y.flip(1) if mixer.reversed else y) * gate
+        y = y.flip(1) if mixer.reversed else y
+        seen = back.flip(1) if mixer.reversed else ahead
+        y = y + p["D"][0] * seen * gate if mixer.gate == "skip" else y * gate
     else:
         forward = plain_scan(p, 0, ahead, mixer, rows)
         backward = plain_scan(p, 1, back, mixer, rows, True).flip(1)
-        y = (forward * gate + backward * gate) / 2
+        if mixer.gate == "skip":
+            y = (forward + backward + (p["D"][0] * ahead + p["D"][1] * back.flip(1)) * gate) / 2
+        else:
+            y = (forward * gate + backward * gate) / 2
     return y @ p["out_proj.weight"].t()
 
 

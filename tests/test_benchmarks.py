@@ -202,6 +202,7 @@ def test_size_in_a_name(name, size):
         ("_pad_kernel", "elementwise, copies and casts"),
         ("void at::native::(anonymous namespace)::conv_depthwise2d_forward_kernel<4, int>", "short convolution"),
         ("_gated_norm_kernel", "gated norm"),
+        ("_skip_backward_kernel", "gated skip"),
         ("triton_red_fused__scaled_dot_product_flash_attention_backward_add_3", profile_model.FUSED),
         ("_x_proj_forward_kernel", "matrix products"),
         ("triton_tem_fused_mm_12", "matrix products"),

@@ -111,7 +111,9 @@ def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, ru
         dict(rule="gla", wiring="shared"),
         dict(rule="exact", qk_norm=True, rope=True),
         dict(rule="exact", rope=True, save_states=True, wiring="alternate"),
-        dict(rule="mamba", A_per_token=True, rope=True, conv="causal"),
+        dict(rule="mamba", A_per_token=True, rope=True, conv="causal", gate="skip"),
+        dict(rule="exact", qk_norm=True, rope=True, gate="skip"),
+        dict(rule="mamba", wiring="alternate", conv="causal", rope=True, save_states=True, gate="skip"),
         dict(rule="diagonal", rope=True, wiring="shared", conv="causal"),
     ],
     ids=str,
@@ -295,10 +297,11 @@ def test_projections_in_float16(backend):
 
 def operator_inputs(update, layout, save_states):
     mixer = build(**update, **layout)
+    grid = mixer.needs_grid
     xz = torch.randn(2, 6, 2 * mixer.d_inner, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
             mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
-            *([mixer.reversed, False, 2, mixer.rope] if mixer.needs_grid else [True] * mixer.reversed))  # fmt: skip
+            *([mixer.reversed, False, 2, mixer.rope, mixer.gate] if grid else [True] * mixer.reversed))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -309,6 +312,7 @@ def operator_inputs(update, layout, save_states):
         (UPDATES[2], LAYOUTS[2], False),
         (UPDATES[0], LAYOUTS[6], True),
         (UPDATES[0], dict(conv="grid", rope=True), True),
+        (UPDATES[2], dict(conv="grid", rope=True, gate="skip"), False),
         (UPDATES[1], dict(conv="grid", wiring="shared"), False),
     ],
     ids=str,
@@ -388,7 +392,7 @@ def test_a_grid_that_does_not_fit_is_named():
     inputs = operator_inputs(UPDATES[0], dict(conv="grid", rope=True), False)
     for rows in (4, 0, -2):
         with pytest.raises(ValueError, match=rf"rows={rows} with 6 tokens, .* the grid's rows, which divides"):
-            torch.ops.vision_longhorn.mix(*inputs[:-2], rows, True)
+            torch.ops.vision_longhorn.mix(*inputs[:-3], rows, True)
     even = (inputs[0], torch.ones(1, 12, 2, 2), *inputs[2:])
     with pytest.raises(ValueError, match=r"conv_weight has shape \(1, 12, 2, 2\); .* must be \(1, 12, 3, 3\)"):
         torch.ops.vision_longhorn.mix(*even)
@@ -397,9 +401,45 @@ def test_a_grid_that_does_not_fit_is_named():
         torch.ops.vision_longhorn.mix(*causal, False, False, 2)
 
 
+def check_skip(backend, n, B, L, D, dtype, device):
+    """Against float64, and the same bits again; z and its gradient are columns of a wider tensor."""
+    torch.manual_seed(0)
+    y, dy, xz = (torch.randn(B, L, width, device=device).to(dtype) for width in (D, D, 2 * D))
+    x, dx = (torch.randn(n, B, L, D, device=device).to(dtype) for _ in range(2))
+    weight, z = torch.randn(n, D, device=device), xz[..., D:]
+    wide = [v.double().requires_grad_() for v in (x, z, weight)]
+    right = y.double() + (wide[2][:, None, None] * wide[0]).sum(0) * wide[1] * wide[1].sigmoid()
+    expected = [right, *torch.autograd.grad(right, wide, dy.double())]
+    expected[1] = expected[1] + dx.double()
+    found = []
+    for _ in range(2):
+        total, dx_total, dxz = y.clone(), dx.clone(), torch.empty_like(xz)
+        get_backend(backend).skip_forward(total, x, z, weight)
+        dweight = get_backend(backend).skip_backward(dy, x, z, weight, dx_total, dxz[..., D:])
+        found.append([total, dx_total, dxz[..., D:], dweight])
+    assert all(map(torch.equal, *found)) and dweight.dtype == torch.float32
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
+    for value, right in zip(found[0], expected):
+        assert value.shape == right.shape
+        assert relative_rms(value, right) < tolerance[value.dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("n,B,L,D", [(1, 2, 7, 40), (2, 3, 5, 33), (1, 1, 1, 1), (2, 1, 17, 192)])
+def test_gated_skip(backend, n, B, L, D):
+    check_skip(backend, n, B, L, D, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,B,L,D", [(1, 256, 256, 192), (2, 3, 5, 33), (1, 2, 197, 768), (2, 7, 64, 384)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_gpu_gated_skip(n, B, L, D, dtype):
+    check_skip("triton", n, B, L, D, dtype, "cuda")
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_mixer_over_the_grid_gives_the_same_bits_again(backend):
-    mixer, h = build(backend, conv="grid", rope=True), torch.randn(2, 12, 6, requires_grad=True)
+    mixer, h = build(backend, conv="grid", rope=True, gate="skip"), torch.randn(2, 12, 6, requires_grad=True)
     weight = torch.randn_like(h)
     first = output_and_gradients(mixer, h, weight, 3)
     for _ in range(20 if backend == "torch" else 2):
@@ -477,18 +517,20 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
+@pytest.mark.parametrize(
+    "layout", (dict(), dict(gate="skip"), dict(wiring="shared"), dict(wiring="alternate")), ids=str
+)
 @pytest.mark.parametrize("update", UPDATES, ids=str)
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_gpu_mixer_over_the_grid_is_its_plain_description(wiring, update, dtype, tolerance):
+def test_gpu_mixer_over_the_grid_is_its_plain_description(layout, update, dtype, tolerance):
     for dim, shape in ((96, (3, 70, 96)), (33, (2, 50, 33)), (64, (2, 150, 64))):
-        mixer = build(dim=dim, conv="grid", rope=True, wiring=wiring, **update)
+        mixer = build(dim=dim, conv="grid", rope=True, **layout, **update)
         check_on_gpu(mixer, shape, dtype, tolerance, rows=10)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("layout", [*LAYOUTS[::2], dict(conv="grid", rope=True)], ids=str)
+@pytest.mark.parametrize("layout", [*LAYOUTS[::2], dict(conv="grid", rope=True, gate="skip")], ids=str)
 def test_gpu_mixing_gives_the_same_bits_again(layout, dtype):
     mixer = build(dim=192, **layout).cuda().to(dtype)
     h = torch.randn(16, 196, 192, device="cuda", dtype=dtype, requires_grad=True)

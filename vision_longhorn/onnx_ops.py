@@ -223,7 +223,7 @@ def mix(*values: Any) -> Any:
         if m.A_log is not None:
             log = _entry(m.A_log, s)
             A = -op.Exp(a + log if per_token else op.Transpose(log, perm=[1, 0]))
-        bias, D = _entry(m.dt_bias, s), _entry(m.D, s)
+        bias, D = _entry(m.dt_bias, s), None if m.gates_skip else _entry(m.D, s)
         return Scan(u, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token, qk_norm=m.qk_norm)
 
     ys, parameters = [], [prepared(s) for s in range(sets)]
@@ -234,7 +234,13 @@ def mix(*values: Any) -> Any:
             y = y / op.Sqrt(mean + m.eps) * _entry(m.norm_weight, g)
         ys.append(y)
     y = ys[0] if len(ys) == 1 else op.Add(*ys) if m.shared else op.Add(*ys) * 0.5
-    y = op.Transpose(y, perm=[1, 0, 2]) * _silu(_slice(m.xz, d_inner, 2 * d_inner, 2))
+    gate = _silu(_slice(m.xz, d_inner, 2 * d_inner, 2))
+    if m.gates_skip:
+        skips = [part.x * _entry(m.D, s) for s, part in enumerate(parameters)]
+        skip = skips[0] if sets == 1 else op.Add(*skips) * 0.5
+        y = op.Transpose(y, perm=[1, 0, 2]) + op.Transpose(skip, perm=[1, 0, 2]) * gate
+    else:
+        y = op.Transpose(y, perm=[1, 0, 2]) * gate
     return y, op.Identity(y), op.Identity(y), op.Identity(y)
 
 

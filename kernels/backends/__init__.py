@@ -2,7 +2,7 @@
 `numba.backend.NumbaBackend` on a CPU."""
 
 from ..contract import Scan
-from .torch import conv, grid_conv, norm, projections, rope, scan, unit
+from .torch import conv, grid_conv, norm, projections, rope, scan, skip, unit
 
 
 class Backend:
@@ -21,6 +21,8 @@ class Backend:
     grid_conv_backward = staticmethod(grid_conv.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
+    skip_forward = staticmethod(skip.forward)
+    skip_backward = staticmethod(skip.backward)
     unit_forward = staticmethod(unit.forward)
     unit_backward = staticmethod(unit.backward)
     rotate = staticmethod(rope.rotate)

@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, grid_conv, norm, projections, rope, scan, unit
+from . import chunks, conv, grid_conv, norm, projections, rope, scan, skip, unit
 
 
 class TritonBackend(Backend):
@@ -22,6 +22,8 @@ class TritonBackend(Backend):
     grid_conv_backward = staticmethod(grid_conv.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
+    skip_forward = staticmethod(skip.forward)
+    skip_backward = staticmethod(skip.backward)
     unit_forward = staticmethod(unit.forward)
     unit_backward = staticmethod(unit.backward)
     rotate = staticmethod(rope.rotate)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.kernels.dispatch import get_backend
-from vision_longhorn.kernels.mixing import token_facts
+from vision_longhorn.kernels.mixing import GATES, token_facts
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 WIRINGS = ("vim", "shared", "forward", "alternate")
@@ -90,6 +90,8 @@ class BidirectionalMixer(nn.Module):
         rope: turn keys and queries (B and C) by the row and column of their patch, so that their products depend on the
             distance of the patches (2-D rotary position embedding, `kernels/backends/torch/rope.py`). The tokens are
             patches, row by row, and `d_state` is a multiple of 4.
+        gate: what the gate silu(z) multiplies: "output", all that the scans give, or "skip", their skip D x alone, so
+            that what they read from their states, S q, goes on as it is. (Not in the "shared" wiring.)
 
     Raises:
         ValueError: an option's value is not known, or the rule cannot have it.
@@ -117,11 +119,15 @@ class BidirectionalMixer(nn.Module):
         beta_max: Optional[float] = None,
         conv: str = "causal",
         rope: bool = False,
+        gate: str = "output",
     ):
         super().__init__()
         check_option("rule", rule, NAMES)
         check_option("wiring", wiring, WIRINGS)
         check_option("beta", beta, BETAS)
+        check_option("gate", gate, GATES)
+        if gate == "skip" and wiring == "shared":
+            raise ValueError("gate='skip' with wiring='shared', whose gate follows norms: use gate='output'")
         law = get_rule(rule)
         if beta == "scalar" and law.step_per != "channel":
             raise ValueError(
@@ -137,7 +143,7 @@ class BidirectionalMixer(nn.Module):
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
         self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
         self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
-        self.qk_norm, self.rope, self.over_grid = qk_norm, rope, conv == "grid"
+        self.qk_norm, self.rope, self.over_grid, self.gate = qk_norm, rope, conv == "grid", gate
         self.sets = sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
         self.needs_grid = rope or self.over_grid
@@ -194,7 +200,7 @@ class BidirectionalMixer(nn.Module):
         y, _, _, _ = torch.ops.vision_longhorn.mix(
             self.in_proj(h), self.conv_weight, self.conv_bias, self.x_proj, self.dt_proj, self.dt_bias, self.A_log,
             self.D, self.norm_weight, self.rule, self.eps, self.save_states and self.training, self.scan_backend,
-            self.reversed, self.qk_norm, rows if self.needs_grid else 0, self.rope,
+            self.reversed, self.qk_norm, rows if self.needs_grid else 0, self.rope, self.gate,
         )  # fmt: skip
         return self.out_proj(y)
 
@@ -221,12 +227,14 @@ class BidirectionalMixer(nn.Module):
         name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
         conv = ", convolution over the grid" if self.over_grid else ""
         rope = ", rotary positions" if self.rope else ""
-        return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}{rope}"
+        gate = ", gated skip" if self.gate == "skip" else ""
+        return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}{rope}{gate}"
 
     def extra_repr(self) -> str:
         reversed = ", reversed" if self.reversed else ""
         conv, rope = ", conv=grid" if self.over_grid else "", ", rope" if self.rope else ""
-        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{conv}{rope}"
+        gate = ", gate=skip" if self.gate == "skip" else ""
+        return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{conv}{rope}{gate}"
 
 
 @wraps(BidirectionalMixer, assigned=(), updated=())  # the signature, by which a model knows the options
