@@ -128,6 +128,24 @@ def reading_order(block, rows, count):
     return torch.tensor(tokens if place is None else tokens[:place] + own + tokens[place:])
 
 
+def plain_stem(p, grid, strides):
+    """From whole patches of images (B, C, H, W) to (B, rows, columns, width)."""
+    for number, stride in enumerate(strides):
+        weight, bias = p[f"{3 * number}.weight"], p[f"{3 * number}.bias"]
+        reach = weight.shape[-1] // 2
+        B, C, H, W = grid.shape
+        wide = grid.new_zeros(B, C, H + 2 * reach, W + 2 * reach)
+        wide[:, :, reach : reach + H, reach : reach + W] = grid
+        windows = wide.unfold(2, 2 * reach + 1, stride).unfold(3, 2 * reach + 1, stride)
+        x = torch.einsum("bchwij,dcij->bhwd", windows, weight) + bias
+        if number < 2:
+            x = x - x.mean(-1, keepdim=True)
+            x = x / torch.sqrt(x.square().mean(-1, keepdim=True) + 1e-5)
+            x = x * p[f"{3 * number + 1}.weight"] + p[f"{3 * number + 1}.bias"]
+            grid = (x / (1 + torch.exp(-x))).permute(0, 3, 1, 2)
+    return x
+
+
 def plain_model(p, images, model):
     def of(prefix):
         return {name.removeprefix(prefix): value for name, value in p.items() if name.startswith(prefix)}
@@ -135,8 +153,12 @@ def plain_model(p, images, model):
     height, width = model.patch_embed.patch_size
     patches = images.unfold(2, height, height).unfold(3, width, width)  # (B, C, H, W, height, width)
     rows = patches.shape[2]
-    x = torch.einsum("bchwij,dcij->bhwd", patches, p["patch_embed.proj.weight"]).flatten(1, 2)
-    x = x + p["patch_embed.proj.bias"]
+    if "patch_embed.proj.weight" in p:
+        x = torch.einsum("bchwij,dcij->bhwd", patches, p["patch_embed.proj.weight"]) + p["patch_embed.proj.bias"]
+    else:
+        whole = images[:, :, : rows * height, : patches.shape[3] * width]
+        x = plain_stem(of("patch_embed.proj."), whole, (height // 4, 2, 2))
+    x = x.flatten(1, 2)
     count = x.shape[1]
     index = {"first": 0, "middle": count // 2, "last": count, "none": None}[model.class_token]
     tokens = list(x.unbind(1))

@@ -97,7 +97,7 @@ def build(variant=VARIANTS["diagonal"], **options):
             dict(model_name="vim_test", wiring="shared", dynamic_img_pad=True, class_token="none", global_pool="max"),
             False,
         ),
-        (dict(model_name="vlonghorn_test", **GRID), True),
+        (dict(model_name="vlonghorn_test", stem="conv", **GRID), True),
     ],
     ids=("overlapping patches", "padded", "grid"),
 )
@@ -134,7 +134,7 @@ def test_compiled_model_takes_new_sizes_without_compiling_again(variant, trainin
     [
         (True, dict(dynamic_img_pad=True, patch_stride=4)),
         (True, dict(dynamic_img_pad=True, patch_stride=4, scan_order="rows_columns", **GRID)),
-        (True, dict(mixer="mamba2")),
+        (True, dict(mixer="mamba2", stem="conv")),
         (False, dict(mixer="mamba2", conv="grid", class_token="none", global_pool="avg")),
     ],
     ids=("token", "grid", "mamba2", "mamba2 grid"),

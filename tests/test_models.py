@@ -390,6 +390,8 @@ def test_model_with_a_grid_conv_sees_the_grid_of_the_image_at_hand():
         (dict(d_conv=1, d_state=1), (3, 32, 32)),
         (dict(mlp_ratio=2.5, expand=1), (3, 32, 32)),
         (dict(GRID, img_size=(40, 24), mlp_ratio=2.5, mlp_conv=3, scan_order="rows_columns"), (3, 40, 24)),
+        (dict(stem="conv", img_size=(38, 27), patch_size=12, in_chans=2), (2, 38, 27)),  # borders that fill no patch
+        (dict(GRID, stem="conv", img_size=(10, 12), patch_size=4), (3, 10, 12)),
     ],
 )
 @pytest.mark.parametrize("wiring", ("vim", "shared"))
@@ -482,6 +484,26 @@ def test_an_image_smaller_than_a_patch_is_refused_and_changes_nothing():
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
 
 
+def test_a_stem_of_convolutions_takes_other_images_and_refuses_other_patches():
+    for patch in 4, 8, 16:
+        options = dict(stem="conv", img_size=32, patch_size=patch)
+        resized, any_size = (
+            small(**options).eval(),
+            small(**options, dynamic_img_size=True, dynamic_img_pad=True).eval(),
+        )
+        resized.set_input_size((48, 3 * patch))
+        images = torch.randn(2, 3, 48, 3 * patch)
+        expected = resized(images)
+        torch.testing.assert_close(any_size(images), expected)
+        torch.testing.assert_close(any_size(images[..., :-1]), any_size(F.pad(images[..., :-1], (0, 1))))
+        (maps,) = small(**options, features_only=True, out_indices=(1,))(torch.randn(1, 3, 32, 32))
+        assert maps.shape == (1, 32, 32 // patch, 32 // patch)
+        for sizes in dict(patch_size=12), dict(patch_stride=2):
+            with pytest.raises(ValueError, match=rf"with stem='conv', whose patches are \({patch}, {patch}\)"):
+                resized.set_input_size(**sizes)
+        assert torch.equal(resized(images), expected)
+
+
 def test_what_does_not_fill_a_patch_is_cropped_or_padded():
     images = torch.randn(2, 3, 30, 44)
     cropped = small(img_size=(30, 44)).eval()
@@ -539,6 +561,11 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(conv="grid"), "class_token='none'"),
         (dict(rope=True), "class_token='none'"),
         (dict(rope=True, class_token="none", global_pool="avg", d_state=6), "multiple of 4"),
+        (dict(stem="convs"), "stem='convs'"),
+        (dict(stem="conv", patch_size=(8, 4)), "patch_size=(8, 4)"),
+        (dict(stem="conv", patch_size=2), "patch_size=(2, 2)"),
+        (dict(stem="conv", patch_stride=4), "patch_stride=(4, 4)"),
+        (dict(stem="conv", embed_dim=30), "embed_dim=30"),
     ],
 )
 def test_options_that_are_wrong_are_named(options, words):
@@ -660,6 +687,23 @@ def test_a_model_starts_the_same_however_it_is_made(options, again):
     check_initialisation(found if isinstance(found, torch.nn.Module) else model)
 
 
+def test_a_stem_of_convolutions_starts_as_torch_has_it():
+    with torch.device("meta"):
+        empty = timm.create_model("vlonghorn_tiny", depth=1, stem="conv").to_empty(device="cpu")
+    with torch.no_grad():
+        for value in empty.parameters():
+            value.fill_(float("nan"))
+    empty.init_weights()
+    for model in timm.create_model("vlonghorn_tiny", depth=1, stem="conv"), empty:
+        for layer in model.patch_embed.proj.children():
+            if isinstance(layer, nn.Conv2d):
+                bound = layer.weight[0].numel() ** -0.5
+                check_uniform(layer.weight, bound)
+                assert 0 < layer.bias.abs().max() <= bound
+            elif isinstance(layer, nn.LayerNorm):
+                assert (layer.weight == 1).all() and not layer.bias.any()
+
+
 @pytest.mark.parametrize(
     "name,options", [("vlonghorn_tiny_shared", {}), ("vim_tiny", GRID), ("vlonghorn_tiny", {})], ids=str
 )
@@ -682,7 +726,7 @@ def test_model_made_without_memory_is_initialised_later(name, options):
         dict(mixer="mamba"),
         dict(wiring="shared"),
         dict(beta="scalar"),
-        dict(GRID, mlp_ratio=2, mlp_conv=3),
+        dict(GRID, mlp_ratio=2, mlp_conv=3, stem="conv"),
         dict(mixer="mamba", wiring="shared"),
     ],
 )
@@ -708,6 +752,7 @@ def test_only_matrices_are_decayed(options):
         "fc1.weight",
         "fc2.weight",
         "patch_embed.proj.weight",
+        *(f"patch_embed.proj.{i}.weight" for i in (0, 3, 6)),
         "head.weight",
     )
     assert groups[0.1] == {name for name in names.values() if name.endswith(matrices)}

@@ -37,6 +37,7 @@ MODELS = {
 ALL_MODELS = {  # with those of no operator of ours
     **MODELS,
     "mamba2": dict(mixer="mamba2", conv="grid", class_token="none", global_pool="avg"),
+    "stem": dict(mixer="attention", stem="conv"),
 }
 needs_compiler = pytest.mark.skipif(
     not (shutil.which("g++") or shutil.which("clang++"))

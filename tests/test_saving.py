@@ -183,6 +183,43 @@ def test_weights_with_another_kind_of_class_token_are_an_error(tmp_path, has, wo
         from_file(source, tmp_path / "model.pt", class_token="none" if has == "middle" else "middle", global_pool="avg")
 
 
+@pytest.mark.parametrize(
+    "source,target,words",
+    [
+        (dict(stem="conv"), {}, "with stem='conv', patch_size=4, and this one has stem='patch'"),
+        ({}, dict(stem="conv"), "with stem='patch', and this one has stem='conv', patch_size=4"),
+        (
+            dict(stem="conv"),
+            dict(stem="conv", patch_size=8),
+            "patch_size=4, and this one has stem='conv', patch_size=8",
+        ),
+    ],
+    ids=("conv", "patch", "other patches"),
+)
+def test_weights_with_another_stem_are_an_error(source, target, words, tmp_path):
+    weights = small(**source)
+    with pytest.raises(RuntimeError, match=words):
+        from_file(weights, tmp_path / "model.pt", **target)
+    with pytest.raises(RuntimeError, match=words):
+        timm.create_model(
+            "vlonghorn_test", features_only=True, checkpoint_path=str(tmp_path / "model.pt"), **{**SIZES, **target}
+        )
+    with pytest.raises(UserError, match=words):
+        model_from_weights("vlonghorn_test", tmp_path / "model.pt", 3, **{**SIZES, **target})
+
+
+def test_a_stem_of_convolutions_takes_weights_of_other_images():
+    source = small(stem="conv")
+    state = {"state_dict": source.state_dict(), "num_classes": 3, "input_size": (3, 16, 24)}
+    options = dict(SIZES, stem="conv", num_classes=3, pretrained=True, pretrained_cfg_overlay=state)
+    grey = timm.create_model("vlonghorn_test", **{**options, "in_chans": 1})
+    first = source.patch_embed.proj[0].weight.sum(1, keepdim=True)
+    torch.testing.assert_close(grey.get_submodule(grey.pretrained_cfg["first_conv"]).weight, first)
+    large = timm.create_model("vlonghorn_test", **{**options, "img_size": (32, 20)})
+    source.set_input_size((32, 20))
+    assert same(large, source, (32, 20))
+
+
 def test_a_grid_that_nothing_tells_is_an_error(tmp_path):
     with pytest.raises(RuntimeError, match="24 patches, which is no square.*input_size"):
         from_file(small(), tmp_path / "model.pt", img_size=32)
@@ -244,7 +281,7 @@ def test_the_filter_alone_asks_for_no_configuration():
     "name,options",
     [
         ("vlonghorn_test", dict(rule="exact", class_token="last")),
-        ("vlonghorn_test", dict(wiring="shared", in_chans=1)),
+        ("vlonghorn_test", dict(wiring="shared", in_chans=1, stem="conv")),
         ("vim_test", dict(patch_stride=2, global_pool="avg", wiring="alternate")),
     ],
 )

@@ -56,8 +56,8 @@ def example_images(model: nn.Module, batch: int = 2, rows: int = 2) -> Tensor:
     size = patches.img_size
     if backbone.dynamic_img_size:
         size = [patches.patch_size[i] + (rows + i) * patches.patch_stride[i] for i in range(2)]
-    weight = patches.proj.weight
-    return torch.randn(batch, backbone.in_chans, *size, device=weight.device, dtype=weight.dtype)
+    like = backbone.pos_embed
+    return torch.randn(batch, backbone.in_chans, *size, device=like.device, dtype=like.dtype)
 
 
 def export_program(model: nn.Module, batch: int | None = None) -> torch.export.ExportedProgram:

@@ -145,10 +145,11 @@ class VisionLonghorn(nn.Module):
         grid_conv: side, such as 3, of a depthwise convolution over the grid of patches before each mixer; 0 for none.
         mlp_ratio: give each block an MLP after the mixer, `mlp_ratio` times as wide inside; 0 for none.
         mlp_conv: side, such as 3, of a depthwise convolution over the grid of patches inside the MLPs; 0 for none.
+        stem: "patch", a projection of each patch, or "conv", three convolutions in its place: see `ConvStem`.
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
-        norm_eps: added to the mean square in all RMS norms.
+        norm_eps: added to the mean square in all RMS norms, and to the variance in the stem's norms.
         residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision.
         dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
@@ -185,6 +186,7 @@ class VisionLonghorn(nn.Module):
         grid_conv: int = 0,
         mlp_ratio: float = 0.0,
         mlp_conv: int = 0,
+        stem: str = "patch",
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -201,9 +203,8 @@ class VisionLonghorn(nn.Module):
         self._set_pool(global_pool)
 
         pads = dict(strict_img_size=not dynamic_img_size, dynamic_img_pad=dynamic_img_pad)
-        self.patch_embed = StridedPatchEmbed(
-            img_size, patch_size, patch_stride, in_chans=in_chans, embed_dim=embed_dim, **pads, **dd
-        )
+        sizes = dict(in_chans=in_chans, embed_dim=embed_dim, norm_eps=norm_eps)
+        self.patch_embed = StridedPatchEmbed(img_size, patch_size, patch_stride, stem, **sizes, **pads, **dd)
         num_tokens = self.patch_embed.num_patches + self.num_prefix_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim, **dd)) if self.num_prefix_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, num_tokens, embed_dim, **dd))
@@ -237,12 +238,17 @@ class VisionLonghorn(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise as ViM does. Blocks and norm, which did so when built, do it again only if `needs_reset`."""
+        """Initialise as ViM does, and a stem of convolutions as torch does. Blocks, norm and such a stem, which did so
+        when built, do it again only if `needs_reset`."""
         if needs_reset:
             for part in (*self.blocks, self.norm):
                 reset_mixer(part)
-        lecun_normal_(self.patch_embed.proj.weight)
-        nn.init.zeros_(cast(Tensor, self.patch_embed.proj.bias))
+        stem = self.patch_embed.proj
+        if isinstance(stem, nn.Conv2d):
+            lecun_normal_(stem.weight)
+            nn.init.zeros_(cast(Tensor, stem.bias))
+        elif needs_reset:
+            reset_mixer(stem)
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             trunc_normal_(self.cls_token, std=0.02)
@@ -289,7 +295,8 @@ class VisionLonghorn(nn.Module):
     ) -> None:
         """Take images (patches) of another size from now on. Position embedding and patch projection are resampled.
 
-        If no `patch_stride` is given, overlapping patches keep theirs, and other patches still do not overlap.
+        If no `patch_stride` is given, overlapping patches keep theirs, and other patches still do not overlap. With
+        stem="conv" the patches stay as they are: ValueError for others.
         """
         patches, old_grid = self.patch_embed, self.patch_embed.grid_size
         patches.set_input_size(img_size=img_size, patch_size=patch_size, patch_stride=patch_stride)

@@ -1,6 +1,7 @@
 """Turns images into patches, which are adjacent or overlap, and projects each of them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Optional, cast
 
 import torch
@@ -8,7 +9,12 @@ import torch.nn.functional as F
 from timm.layers import PatchEmbed, get_device_dtype, register_notrace_function, resample_patch_embed, to_2tuple
 from torch import Tensor, nn
 
-__all__ = ["PatchProjection", "StridedPatchEmbed", "patch_grid"]
+from vision_longhorn.kernels.contract import check_option
+from vision_longhorn.models.conv_stem import ConvStem
+
+__all__ = ["PatchProjection", "StridedPatchEmbed", "check_stem", "patch_grid"]
+
+STEMS = ("patch", "conv")
 
 
 class PatchProjection(nn.Conv2d):
@@ -26,6 +32,21 @@ class PatchProjection(nn.Conv2d):
         x = x[:, :, : rows * height, : columns * width].reshape(B, C, rows, height, columns, width)
         x = x.permute(0, 2, 4, 1, 3, 5).reshape(B, rows, columns, C * height * width)
         return F.linear(x, self.weight.flatten(1), self.bias).permute(0, 3, 1, 2)
+
+
+def check_stem(patches: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Raise RuntimeError for weights of another stem than the model's: a hook before `load_state_dict`."""
+    first = state_dict.get(f"{prefix}proj.0.weight")
+    if first is None and f"{prefix}proj.weight" not in state_dict:
+        return
+    theirs = "stem='patch'" if first is None else f"stem='conv', patch_size={2 * (first.shape[-1] - 1)}"
+    own = patches.proj
+    ours = f"stem='conv', patch_size={own.side}" if isinstance(own, ConvStem) else "stem='patch'"
+    if theirs != ours:
+        raise RuntimeError(
+            f"these weights are of a model with {theirs}, and this one has {ours}: give create_model {theirs}, or "
+            "other weights"
+        )
 
 
 def patch_grid(img_size: Any, patch_size: Any, patch_stride: Any) -> tuple[int, int]:
@@ -63,10 +84,13 @@ class StridedPatchEmbed(PatchEmbed):
         img_size: height and width of the images, or one number for both.
         patch_size: height and width of a patch, or one number for both.
         patch_stride: from one patch to the next along (height, width), or one number for both; `patch_size` if None.
+        stem: "patch", which projects each patch, or "conv" for a `ConvStem`, whose patches do not overlap.
+        norm_eps: added to the variance in the norms of a `ConvStem`.
         kwargs: other arguments of timm's: in_chans, embed_dim, strict_img_size, dynamic_img_pad, device, dtype.
 
     Raises:
-        ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size.
+        ValueError: an image is smaller than a patch, the stride is not between 1 and the patch size, or the stem is
+            not known or not for these patches.
     """
 
     def __init__(
@@ -74,11 +98,16 @@ class StridedPatchEmbed(PatchEmbed):
         img_size: int | tuple[int, int] = 224,
         patch_size: int | tuple[int, int] = 16,
         patch_stride: Optional[int | tuple[int, int]] = None,
+        stem: str = "patch",
+        norm_eps: float = 1e-5,
         **kwargs: Any,
     ):
+        check_option("stem", stem, STEMS)
         super().__init__(None, cast(Any, patch_size), output_fmt="NHWC", **kwargs)
         old = self.proj
-        self.proj = PatchProjection(old.in_channels, old.out_channels, self.patch_size, **get_device_dtype(old))
+        make: Any = partial(ConvStem, eps=norm_eps) if stem == "conv" else PatchProjection
+        self.proj = make(old.in_channels, old.out_channels, self.patch_size, **get_device_dtype(old))
+        self.register_load_state_dict_pre_hook(check_stem)
         self.patch_stride = self.patch_size
         self.set_input_size(img_size, patch_size, patch_stride)
 
@@ -93,8 +122,8 @@ class StridedPatchEmbed(PatchEmbed):
         If no `patch_stride` is given, overlapping patches keep theirs in pixels, and others still do not overlap.
 
         Raises:
-            ValueError: an image is smaller than a patch, or the stride is not between 1 and the patch size. Nothing has
-                changed then.
+            ValueError: an image is smaller than a patch, the stride is not between 1 and the patch size, or a
+                `ConvStem` would get other patches. Nothing has changed then.
         """
         size = to_2tuple(self.img_size if img_size is None else img_size)
         patch = to_2tuple(self.patch_size if patch_size is None else patch_size)
@@ -109,10 +138,17 @@ class StridedPatchEmbed(PatchEmbed):
                 f"img_size={size} holds no patch of patch_size={patch}; "
                 "make the images at least one patch high and wide"
             )
-        if patch != self.patch_size:
-            old = self.proj.weight
-            self.proj.weight = nn.Parameter(resample_patch_embed(old.detach(), list(patch)), old.requires_grad)
-        self.proj.kernel_size, self.proj.stride = patch, stride
+        if isinstance(self.proj, ConvStem):
+            if not self.patch_size == patch == stride:
+                raise ValueError(
+                    f"patch_size={patch} and patch_stride={stride} with stem='conv', whose patches are "
+                    f"{self.patch_size} side by side: give {self.patch_size} for both, or stem='patch'"
+                )
+        else:
+            if patch != self.patch_size:
+                old = self.proj.weight
+                self.proj.weight = nn.Parameter(resample_patch_embed(old.detach(), list(patch)), old.requires_grad)
+            self.proj.kernel_size, self.proj.stride = patch, stride
         self.img_size, self.patch_size, self.patch_stride = size, patch, stride
         self.grid_size = patch_grid(size, patch, stride)
         self.num_patches = self.grid_size[0] * self.grid_size[1]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vision_longhorn.models.backbone import VisionLonghorn
 from vision_longhorn.models.names import former_name
-from vision_longhorn.models.patch_embed import patch_grid
+from vision_longhorn.models.patch_embed import check_stem, patch_grid
 from vision_longhorn.models.pos_embed import resample_pos_embed
 
 # Where checkpoints hold their weights, in timm's order: averaged weights before raw ones.
@@ -21,7 +21,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
     """Fit weights of another image, patch or stride size to `model`. Of a checkpoint take the averaged ones, if any.
 
     Raises:
-        RuntimeError: the grid of the weights' patches is not known, or only one of the two has a class token.
+        RuntimeError: the grid of the weights' patches is not known, only one of the two has a class token, or their
+            stems differ.
     """
     wrapper = next((key for key in _WRAPPERS if isinstance(state_dict.get(key), dict)), None)
     weights = clean_state_dict(state_dict[wrapper] if wrapper else state_dict)
@@ -32,8 +33,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> d
             f"give create_model class_token={'none' if wants else 'middle'!r}, or other weights{former_name(model)}"
         )
     patch_embed, projection = model.patch_embed, "patch_embed.proj.weight"
+    check_stem(patch_embed, weights, "patch_embed.")  # before the grid, which depends on it
     if "pos_embed" in weights:
-        patch_size = weights.get(projection, patch_embed.proj.weight).shape[-2:]
+        patch_size = weights[projection].shape[-2:] if projection in weights else patch_embed.patch_size
         old_grid = _grid_of_weights(weights["pos_embed"].shape[1] - model.num_prefix_tokens, patch_size, model)
         if old_grid != patch_embed.grid_size:
             weights["pos_embed"] = resample_pos_embed(

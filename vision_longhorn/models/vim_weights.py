@@ -59,6 +59,6 @@ def rename_official(model: nn.Module, state_dict: dict[str, Any], prefix: str, *
         raise RuntimeError(
             f"these weights of the official Vision Mamba are not those of this model: {len(wrong)} tensors do not fit "
             f"or are missing in one of the two, such as {', '.join(wrong[:3])}; "
-            "use a vim_* model of the same width and depth, with wiring='vim' and a class token"
+            "use a vim_* model of the same width and depth, with wiring='vim', a class token and stem='patch'"
         )
     state_dict.update({prefix + name: value for name, value in out.items()})

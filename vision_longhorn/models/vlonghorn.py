@@ -47,6 +47,9 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     kwargs = all_arguments(variant, kwargs)
     stated = {key: value for key, value in kwargs.items() if key in DEFINITIONS[variant] or key == "all_arguments"}
     del kwargs["all_arguments"]
+    if kwargs.get("stem") == "conv":  # timm fits the weights of this layer to other channels
+        overlay = {"first_conv": "patch_embed.proj.0", **(kwargs.get("pretrained_cfg_overlay") or {})}
+        kwargs["pretrained_cfg_overlay"] = overlay
     out_indices = kwargs.pop("out_indices", min(3, kwargs.setdefault("depth", 24)))
     model = build_model_with_cfg(
         VisionLonghorn,

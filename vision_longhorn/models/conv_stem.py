@@ -1,0 +1,54 @@
+"""Convolutions from images to a grid of patches."""
+
+from typing import Any
+
+from timm.layers import LayerNorm2d
+from torch import Tensor, nn
+
+
+class ConvStem(nn.Sequential):
+    """Three convolutions in the place of the projection of patches, with as many places as an image has patches.
+
+    They have dim / 4, dim / 2 and dim channels. The first has a window of patch / 2 + 1 pixels and a stride of
+    patch / 4. The others have 3 x 3 and 2. A norm over the channels and a SiLU follow each of the first two. (Xiao et
+    al., "Early Convolutions Help Transformers See Better", arXiv 2106.14881, have a deeper one.)
+
+    Args:
+        in_chans: channels of the images.
+        dim: width of the tokens.
+        patch_size: height and width of a patch in pixels.
+        eps: added to the variance in the norms.
+
+    Raises:
+        ValueError: the patches are not square, or their side or `dim` is not a multiple of 4.
+    """
+
+    def __init__(
+        self, in_chans: int, dim: int, patch_size: tuple[int, int], eps: float, device: Any = None, dtype: Any = None
+    ):
+        dd: dict[str, Any] = {"device": device, "dtype": dtype}
+        height, width = patch_size
+        if height != width or height % 4:
+            raise ValueError(
+                f"patch_size={patch_size} with stem='conv': give square patches whose side is a multiple of 4"
+            )
+        if dim % 4:
+            raise ValueError(f"embed_dim={dim} with stem='conv': give a multiple of 4")
+        step = height // 4
+        super().__init__(
+            nn.Conv2d(in_chans, dim // 4, 2 * step + 1, step, padding=step, **dd),
+            LayerNorm2d(dim // 4, eps=eps, **dd),
+            nn.SiLU(),
+            nn.Conv2d(dim // 4, dim // 2, 3, 2, padding=1, **dd),
+            LayerNorm2d(dim // 2, eps=eps, **dd),
+            nn.SiLU(),
+            nn.Conv2d(dim // 2, dim, 3, 2, padding=1, **dd),
+        )
+        self.side = height
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, dim, rows, columns)
+        H, W = x.shape[-2], x.shape[-1]
+        x = x[:, :, : H // self.side * self.side, : W // self.side * self.side]  # whole patches
+        for layer in self:
+            x = layer(x)
+        return x
