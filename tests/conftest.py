@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 from quick_interpreter import quicken
@@ -26,6 +27,9 @@ def pytest_configure(config):
     # interprets them on the CPU, on any machine.
     if config.option.markexpr != "gpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    # What a shell starts in the background ignores Ctrl-C, and so would the runs that tests interrupt.
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     # Python keeps frames in pieces of 16 KiB, and a loop of calls over the edge of one maps and unmaps memory at each
     # call, a quarter of all time. A frame that asks for a large stack gets a piece with room for all below it.
     run = pytest.Function.runtest
