@@ -112,6 +112,12 @@ def offset_of(index, stride, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def row_at(row, L, stride_b, stride_l, ALIGNED: tl.constexpr):
+    """Returns where rows of (B, L, ..) start; `row` counts them over all sequences."""
+    return offset_of(row // L, stride_b, ALIGNED) + offset_of(row % L, stride_l, ALIGNED)
+
+
+@triton.jit
 def work_of(blocks, segments):
     """Returns (block of channels, segment of time, sequence, direction) of this program. The grid's first axis holds
     all but the direction, since only that axis may be longer than 65,535."""

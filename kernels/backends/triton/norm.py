@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import power_of_2
-from .lanes import LOG2E, kernel, offset_of
+from .lanes import LOG2E, kernel, row_at
 from .tuning import multiprocessors
 
 
@@ -17,11 +17,6 @@ def _normed(o_ptr, at, ok, D: tl.constexpr, eps):
     return o * scale, scale
 
 
-@triton.jit
-def _row_at(row, L, stride_b, stride_l, ALIGNED: tl.constexpr):
-    return offset_of(row // L, stride_b, ALIGNED) + offset_of(row % L, stride_l, ALIGNED)
-
-
 @kernel()
 def _gated_norm_kernel(
     o_ptr, z_ptr, weight_ptr, y_ptr, rows, L, z_b, z_l, eps, D: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr
@@ -30,7 +25,7 @@ def _gated_norm_kernel(
     d = tl.arange(0, BLOCK)
     ok = d < D
     at = row * D + d
-    z = tl.load(z_ptr + _row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
+    z = tl.load(z_ptr + row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
     first, _ = _normed(o_ptr, at, ok, D, eps)
     second, _ = _normed(o_ptr + rows.to(tl.int64) * D, at, ok, D, eps)
     total = first * tl.load(weight_ptr + d, mask=ok, other=0).to(tl.float32) + second * tl.load(
@@ -58,14 +53,14 @@ def _gated_norm_backward_kernel(
     for i in tl.range(0, (rows - first + programs - 1) // programs, num_stages=1):
         row = first + i * programs
         at = row * D + d
-        z = tl.load(z_ptr + _row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
-        dy = tl.load(dy_ptr + _row_at(row, L, dy_b, dy_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
+        z = tl.load(z_ptr + row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_at(row, L, dy_b, dy_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
         n_0, scale_0 = _normed(o_ptr, at, ok, D, eps)
         n_1, scale_1 = _normed(o_ptr + second_at, at, ok, D, eps)
         sigmoid = 1.0 / (1.0 + tl.exp2(z * -LOG2E))
         silu = z * sigmoid
         dz = dy * (n_0 * weight_0 + n_1 * weight_1) * (sigmoid + silu * (1.0 - sigmoid))
-        tl.store(dz_ptr + _row_at(row, L, dz_b, dz_l, ALIGNED) + d, dz.to(dz_ptr.dtype.element_ty), mask=ok)
+        tl.store(dz_ptr + row_at(row, L, dz_b, dz_l, ALIGNED) + d, dz.to(dz_ptr.dtype.element_ty), mask=ok)
         dsum = dy * silu
         dweight_0 += dsum * n_0
         dweight_1 += dsum * n_1

@@ -6,15 +6,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import ceil_div, power_of_2
-from .lanes import LOG2E, kernel, offset_of
+from .lanes import LOG2E, kernel, row_at
 from .tuning import multiprocessors
 
 _NUMBERS = 2048  # of a tensor, that a program holds at once
-
-
-@triton.jit
-def _row_at(row, L, stride_b, stride_l, ALIGNED: tl.constexpr):
-    return (offset_of(row // L, stride_b, ALIGNED) + offset_of(row % L, stride_l, ALIGNED))[:, None]
 
 
 @triton.jit
@@ -47,7 +42,7 @@ def _skip_kernel(
     total = weights[0] * xs[0]
     if SETS == 2:
         total += weights[1] * xs[1]
-    z = tl.load(z_ptr + _row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
+    z = tl.load(z_ptr + row_at(row, L, z_b, z_l, ALIGNED)[:, None] + d, mask=ok, other=0).to(tl.float32)
     y = tl.load(y_ptr + at, mask=ok, other=0).to(tl.float32) + total * z / (1.0 + tl.exp2(z * -LOG2E))
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)
 
@@ -71,8 +66,8 @@ def _skip_backward_kernel(
         row = (program + i * programs) * ROWS + tl.arange(0, ROWS)
         ok = (row < rows)[:, None] & (d < D)
         at = row[:, None] * D + d
-        z = tl.load(z_ptr + _row_at(row, L, z_b, z_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
-        dy = tl.load(dy_ptr + _row_at(row, L, dy_b, dy_l, ALIGNED) + d, mask=ok, other=0).to(tl.float32)
+        z = tl.load(z_ptr + row_at(row, L, z_b, z_l, ALIGNED)[:, None] + d, mask=ok, other=0).to(tl.float32)
+        dy = tl.load(dy_ptr + row_at(row, L, dy_b, dy_l, ALIGNED)[:, None] + d, mask=ok, other=0).to(tl.float32)
         xs = _load_sets(x_ptr, at, set_at, ok, SETS)
         sigmoid = 1.0 / (1.0 + tl.exp2(z * -LOG2E))
         silu = z * sigmoid
@@ -81,7 +76,7 @@ def _skip_backward_kernel(
         if SETS == 2:
             total += weights[1] * xs[1]
         dz = dy * total * (sigmoid + silu * (1.0 - sigmoid))
-        tl.store(dz_ptr + _row_at(row, L, dz_b, dz_l, ALIGNED) + d, dz.to(dz_ptr.dtype.element_ty), mask=ok)
+        tl.store(dz_ptr + row_at(row, L, dz_b, dz_l, ALIGNED)[:, None] + d, dz.to(dz_ptr.dtype.element_ty), mask=ok)
         more = ()
         for s in tl.static_range(SETS):
             place = dx_ptr + s * set_at + at
