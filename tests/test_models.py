@@ -203,9 +203,10 @@ def test_model_is_its_plain_description(mixer, wiring, beta, class_token, pool):
 
 @pytest.mark.parametrize(
     "options",
-    [dict(), dict(rule="exact", beta="scalar", class_token="last"), dict(mixer="mamba", class_token="none")],
+    [dict(), dict(rule="exact", beta="scalar", class_token="last"), dict(mixer="mamba", class_token="none"),
+     dict(gate="none")],
     ids=str,
-)
+)  # fmt: skip
 def test_model_of_one_direction_a_block_is_its_plain_description(options):
     options = dict(embed_dim=16, d_state=3, depth=3, wiring="alternate", global_pool="avg") | options
     model = small(**options)
@@ -225,11 +226,20 @@ def test_model_that_reads_rows_and_columns_is_its_plain_description(class_token,
 GRID = dict(conv="grid", rope=True, class_token="none", global_pool="avg")
 
 
-@pytest.mark.parametrize("wiring,rule", [("vim", "diagonal"), ("shared", "exact"), ("alternate", "diagonal")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(wiring="vim"),
+        dict(wiring="shared", rule="exact"),
+        dict(wiring="alternate"),
+        dict(rule="exact", gate="none"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("scan_order", ("rows", "rows_columns"))
-def test_model_with_one_convolution_over_the_grid_is_its_plain_description(wiring, rule, scan_order):
-    options = dict(img_size=(16, 40), depth=4, embed_dim=16, d_state=4, scan_order=scan_order, wiring=wiring, rule=rule)
-    compare_with_plain_model(small(**options, **GRID), torch.randn(2, 3, 16, 40))
+def test_model_with_one_convolution_over_the_grid_is_its_plain_description(options, scan_order):
+    sizes = dict(img_size=(16, 40), depth=4, embed_dim=16, d_state=4)
+    compare_with_plain_model(small(**sizes, scan_order=scan_order, **options, **GRID), torch.randn(2, 3, 16, 40))
 
 
 def test_a_convolution_over_the_grid_is_that_of_the_image_at_hand():
