@@ -2,7 +2,7 @@
 
     python benchmarks/bench_model.py            # the standard comparison: tiny and small, at 224 and 1248 pixels
     python benchmarks/bench_model.py --sweep    # over the resolution, at about the same number of tokens a batch
-    python benchmarks/bench_model.py --models vlonghorn_tiny vlonghorn_tiny,wiring=shared resnet50,img_size=none \\
+    python benchmarks/bench_model.py --models vlonghorn_tiny vlonghorn_tiny,gate=output resnet50,img_size=none \\
         --sizes 64x224 --modes eager
     python benchmarks/bench_model.py --official ../Vim    # hustvl's ViM beside the others
 

@@ -108,6 +108,9 @@ SCANS = {
     "chunked_rank_16": dict(regime="chunked", channels=384, batch=128, rank=16),
     "chunked_rank_24": dict(regime="chunked", channels=768, batch=128, rank=24),
     "chunked_rank_few": dict(regime="chunked", batch=1, rank=16),
+    # As with gate="none" in vlonghorn_tiny, and where there is little to do.
+    "chunked_no_gate": dict(regime="chunked", channels=192, batch=128, rank=16, gate=False),
+    "chunked_no_gate_few": dict(regime="chunked", channels=192, batch=1, rank=16, gate=False),
 }
 
 

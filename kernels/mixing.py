@@ -1,5 +1,5 @@
 """Everything between the two projections of a block, as one operator: short convolution, step sizes, keys and queries,
-the scan in one or both directions, gate and mean (or norms, or a gated skip).
+the scan in one or both directions, gate and mean (or norms, or a gated skip, or no gate).
 
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
 keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
@@ -22,7 +22,7 @@ from .dispatch import backend_for
 from .operators import arguments, define, define_gradients
 from .rules import get_rule
 
-GATES = ("output", "skip")
+GATES = ("output", "skip", "none")
 
 
 class Mix(NamedTuple):
@@ -33,10 +33,11 @@ class Mix(NamedTuple):
     With `rows` the tokens are patches, row by row. A `conv_weight` of four axes then is that of one convolution over
     their grid (`backends.torch.grid_conv`), in the place of the causal ones: all directions scan what it gives.
 
-    The gate multiplies the whole output, S q + D x, or with gate "skip" only D x (`backends.torch.skip`)."""
+    The gate multiplies the whole output, S q + D x, or with gate "skip" only D x (`backends.torch.skip`). With gate
+    "none" there is none, and xz is x alone."""
 
     # fmt: off
-    xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate
+    xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate; (B, L, D) without one
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token; over the grid (1, D, K, K)
     conv_bias: Tensor              # (S, D); over the grid (1, D)
     x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
@@ -58,6 +59,10 @@ class Mix(NamedTuple):
     def gates_skip(self) -> bool:
         """Whether the scans leave skip and gate to `backends.torch.skip`."""
         return self.gate == "skip"
+
+    def split(self, xz: Tensor) -> tuple[Tensor, Any]:
+        """Return the parts of x and of z in `xz`, or in its gradient: views (B, L, D). Without a gate z is None."""
+        return (xz, None) if self.gate == "none" else xz.chunk(2, -1)  # type: ignore[return-value]
 
     def skip_weight(self, x: Tensor) -> Tensor:
         """Return what multiplies each convolved x (S or 1, B, L, D) in the mean over the directions: (S or 1, D)."""
@@ -115,8 +120,8 @@ class Mix(NamedTuple):
         `step` may also be at low rank, (S, B, L, width), with its projection (S, D, width)."""
         k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
-        z: Optional[Tensor] = self.xz.chunk(2, -1)[1]
         D: Optional[Tensor] = self.D
+        _, z = self.split(self.xz)
         if self.gates_skip:
             z = D = None
         bias = self.dt_bias
@@ -141,6 +146,7 @@ FIELDS = Mix._fields[:11]  # programs call the operator with arguments in this o
 
 def prepare(mix: Mix) -> Mix:
     """Check the shapes of `mix`, and make its tensors contiguous. (`check` looks at the inputs of the scan.)"""
+    check_option("gate", mix.gate, GATES)
     S, D = (1 if mix.shared else min(2, len(mix.x_proj))), mix.D.shape[-1]
     _, steps, R = mix.dt_proj.shape
     uses_grid, L, K = mix.over_grid or mix.rope, mix.xz.shape[1], mix.conv_weight.shape[-1]
@@ -154,7 +160,7 @@ def prepare(mix: Mix) -> Mix:
     taps = (1, D, odd, odd) if mix.over_grid else (S, D, K)
     right = {"conv_weight": taps, "conv_bias": taps[:2], "norm_weight": (2, D),
              "x_proj": (S, mix.x_proj.shape[1], D), "dt_proj": (S, steps, R), "dt_bias": (S, steps), "D": (S, D),
-             "xz": (*mix.xz.shape[:2], 2 * D)}  # fmt: skip
+             "xz": (*mix.xz.shape[:2], D if mix.gate == "none" else 2 * D)}  # fmt: skip
     for name, shape in right.items():
         value = getattr(mix, name)
         if value is not None and (value.ndim != len(shape) or tuple(value.shape) != shape):
@@ -162,9 +168,10 @@ def prepare(mix: Mix) -> Mix:
                 f"{name} has shape {tuple(value.shape)}; with {D} channels and a set of parameters for "
                 f"{'both directions' if S == 1 else 'each direction'} it must be {shape}"
             )
-    check_option("gate", mix.gate, GATES)
-    if mix.gates_skip and mix.shared:
-        raise ValueError("gate='skip' with norms of the scans' outputs, which the gate follows: use gate='output'")
+    if mix.gate != "output" and mix.shared:
+        raise ValueError(
+            f"gate={mix.gate!r} with norms of the scans' outputs, which the gate follows: use gate='output'"
+        )
     if mix.rope and mix.d_state % 4:
         raise ValueError(f"rope=True with d_state={mix.d_state}: give a multiple of 4, since points of two axes turn")
     if mix.reversed and (mix.shared or S == 2):
@@ -237,7 +244,7 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     """Return y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
     (2, B, L, D) if norms follow, or the convolved x and the step sizes (`Mix.kept_shape`), or nothing."""
     mix = prepare(mix)
-    x, z = mix.xz.chunk(2, -1)
+    x, z = mix.split(mix.xz)
     B, L, _ = x.shape
     kept = x.new_empty(mix.kept_shape(save_states))
     places = mix.parts(kept)
@@ -257,9 +264,9 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
 def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, backend: Backend) -> dict[str, Tensor]:
     """Return the gradient of each tensor of `mix`, from that of y and what `forward` returned."""
     mix = prepare(mix)
-    x, z = mix.xz.chunk(2, -1)
+    x, z = mix.split(mix.xz)
     dxz = mix.xz.new_empty(mix.xz.shape)
-    dx, dz = dxz.chunk(2, -1)
+    dx, dz = mix.split(dxz)
     grads = {"xz": dxz}
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
     convolved, step = (*mix.parts(kept), None, None)[:2]

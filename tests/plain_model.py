@@ -94,8 +94,11 @@ def plain_norm(x, weight):
 
 
 def plain_mixer(p, h, mixer, rows=0):
-    x, z = (h @ p["in_proj.weight"].t()).chunk(2, -1)
-    gate = z / (1 + torch.exp(-z))
+    x = h @ p["in_proj.weight"].t()
+    gate = 1.0
+    if mixer.gate != "none":
+        x, z = x.chunk(2, -1)
+        gate = z / (1 + torch.exp(-z))
     ahead, back = what_scans_read(p, x, mixer, rows)
     if mixer.wiring == "shared":
         forward = plain_scan(p, 0, ahead, mixer, rows)

@@ -226,9 +226,13 @@ def test_logits_made_from_their_low_rank(device, B, L, D, N, R, direction, combi
         assert (value - right).norm() <= 5e-3 * (1 + 2 / right.numel() ** 0.5) * size, name
 
 
-@pytest.mark.parametrize("wiring", ("vim", "shared", "alternate"))
+@pytest.mark.parametrize(
+    "layout",
+    [dict(), dict(gate="none"), dict(wiring="shared"), dict(wiring="alternate"), dict(wiring="alternate", gate="none")],
+    ids=str,
+)
 @pytest.mark.parametrize("dt_rank,stored", [(5, False), (30, True)])
-def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, wiring, dt_rank, stored, monkeypatch):
+def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, layout, dt_rank, stored, monkeypatch):
     found = []
     make = mixing.Mix.scan
 
@@ -239,9 +243,7 @@ def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, wiring
 
     monkeypatch.setattr(mixing.Mix, "scan", scan)
     torch.manual_seed(0)
-    mixer = (
-        BidirectionalMixer(16, d_state=8, rule="exact", wiring=wiring, dt_rank=dt_rank, index=1).to(device).bfloat16()
-    )
+    mixer = BidirectionalMixer(16, d_state=8, rule="exact", dt_rank=dt_rank, index=1, **layout).to(device).bfloat16()
     mixer.scan_backend = "triton"
     h = torch.randn(2, 11, 16).bfloat16()
     weight = torch.randn(h.shape)

@@ -45,7 +45,7 @@ def test_a_model_by_hand():
 @pytest.mark.parametrize(
     "options",
     [*(dict(rule=rule) for rule in NAMES), dict(rule="mamba", A_per_token=True), dict(wiring="shared"),
-     dict(wiring="alternate"), dict(beta="scalar"), dict(conv="grid")],
+     dict(wiring="alternate"), dict(beta="scalar"), dict(conv="grid"), dict(gate="none")],
     ids=str,
 )  # fmt: skip
 def test_every_rule_and_wiring_forward_and_backward(options):
@@ -56,7 +56,8 @@ def test_every_rule_and_wiring_forward_and_backward(options):
     of_token = 3 if "A_per_token" in options else 2
     taps = 3 * 3 if "conv" in options else 4 * sets
     inner = 2 * C * (rank + of_token * N) + logits * rank  # x_proj; dt_proj
-    forward = B * L * (3 * C * 2 * C + 2 * C * taps + sets * inner + directions * 3 * 2 * C * N)
+    projections = 2 if options.get("gate") == "none" else 3  # to x, to z, and back
+    forward = B * L * (projections * C * 2 * C + 2 * C * taps + sets * inner + directions * 3 * 2 * C * N)
     mixer, h = BidirectionalMixer(C, d_state=N, **options), torch.randn(B, L, C, requires_grad=True)
     assert macs(lambda: mixer(h, 2)) == forward
     assert macs(lambda: mixer(h, 2).sum().backward()) == 3 * forward  # each factor of a product gets a gradient
@@ -89,7 +90,9 @@ def test_a_compiled_model_counts_the_same():
     assert macs(lambda: model(images).sum().backward()) == eager
 
 
-@pytest.mark.parametrize("options", [dict(rule="exact"), dict(mixer="mamba", A_per_token=True), dict(wiring="shared")])
+@pytest.mark.parametrize(
+    "options", [dict(rule="exact"), dict(mixer="mamba", A_per_token=True), dict(wiring="shared"), dict(gate="none")]
+)
 def test_counters_of_a_traced_graph_and_of_tensors_are_told_the_same(options):
     """fvcore hands on values of a graph, ptflops tensors."""
     model = timm.create_model("vlonghorn_test", depth=1, img_size=32, **options).eval()
@@ -102,8 +105,9 @@ def test_counters_of_a_traced_graph_and_of_tensors_are_told_the_same(options):
     (node,) = graph.findAllNodes("vision_longhorn::mix")
     assert handle(list(node.inputs()), list(node.outputs())) == right
     mixer = model.blocks[0].mixer
-    arguments = (torch.empty(2, 5, 2 * mixer.d_inner), mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj,
-                 mixer.dt_bias, mixer.A_log, mixer.D, mixer.norm_weight, mixer.rule, 1e-5, False, "auto")  # fmt: skip
+    xz = torch.empty(2, 5, mixer.in_proj.out_features)
+    arguments = (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log,
+                 mixer.D, mixer.norm_weight, mixer.rule, 1e-5, False, "auto")  # fmt: skip
     assert handle(arguments, ()) == right
 
 

@@ -67,7 +67,7 @@ def plain_maps(model, images):
         order = reading_order(block, rows, x.shape[1])
         back_to_rows = torch.argsort(order)
         h = h[:, order]
-        inner = (h @ p["in_proj.weight"].t()).chunk(2, -1)[0]
+        inner = h @ p["in_proj.weight"][: p["D"].shape[1]].t()
         seen = x.shape[1] // rows if block.reads_columns else rows
         for_ahead, for_back = what_scans_read(p, inner, block.mixer, seen)
         ahead = back = measured(p, 0, for_ahead, block.mixer, seen)
@@ -100,6 +100,7 @@ OPTIONS = [
     dict(class_token="none", global_pool="avg"),
     dict(class_token="none", global_pool="avg", conv="grid", rope=True, d_state=4, scan_order="rows_columns"),
     dict(class_token="none", global_pool="avg", conv="grid", wiring="alternate"),
+    dict(gate="none"),
 ]
 
 

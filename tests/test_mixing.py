@@ -114,12 +114,25 @@ def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, ru
         dict(rule="mamba", A_per_token=True, rope=True, conv="causal", gate="skip"),
         dict(rule="exact", qk_norm=True, rope=True, gate="skip"),
         dict(rule="mamba", wiring="alternate", conv="causal", rope=True, save_states=True, gate="skip"),
+        dict(rule="exact", qk_norm=True, rope=True, gate="none"),
+        dict(rule="exact", rope=True, wiring="alternate", conv="causal", save_states=True, gate="none"),
+        dict(rule="diagonal", save_states=True, gate="none"),
         dict(rule="diagonal", rope=True, wiring="shared", conv="causal"),
     ],
     ids=str,
 )
 def test_mixer_over_the_grid_is_its_plain_description(backend, options):
     check(build(backend, **{"conv": "grid", **options}), torch.randn(2, 12, 6, requires_grad=True), 1e-5, rows=3)
+
+
+@pytest.mark.parametrize("backend", SCANS)
+@pytest.mark.parametrize(
+    "wiring,rule", [("vim", "exact"), ("vim", "mamba"), ("forward", "delta"), ("alternate", "gla")]
+)
+def test_mixer_without_a_gate_is_its_plain_description(backend, wiring, rule):
+    mixer = build(backend, wiring=wiring, rule=rule, gate="none", save_states=rule == "mamba")
+    assert mixer.in_proj.weight.shape == (12, 6)  # gives no z
+    check(mixer, torch.randn(2, 11, 6, requires_grad=True), 1e-5)
 
 
 @pytest.mark.parametrize("backend", SCANS)
@@ -137,8 +150,8 @@ def test_rates_beyond_float32_forget_everything_with_finite_gradients(backend):
     ids=str,
 )
 def test_mixer_at_awkward_sizes(backend, options, shape):
-    for wiring in ("vim", "shared"):
-        check(build(backend, wiring=wiring, **options), torch.randn(shape, requires_grad=True), 1e-5)
+    for layout in (dict(wiring="vim"), dict(wiring="shared"), dict(gate="none")):
+        check(build(backend, **layout, **options), torch.randn(shape, requires_grad=True), 1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -274,6 +287,7 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
         (64, "alternate", {}),
         (64, "shared", dict(rule="mamba", A_per_token=True)),
         (64, "vim", dict(conv="grid", rope=True, qk_norm=True)),
+        (64, "vim", dict(conv="grid", rope=True, qk_norm=True, rule="exact", gate="none")),
     ],
     ids=str,
 )
@@ -298,7 +312,7 @@ def test_projections_in_float16(backend):
 def operator_inputs(update, layout, save_states):
     mixer = build(**update, **layout)
     grid = mixer.needs_grid
-    xz = torch.randn(2, 6, 2 * mixer.d_inner, requires_grad=True)
+    xz = torch.randn(2, 6, mixer.in_proj.out_features, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
             mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
             *([mixer.reversed, False, 2, mixer.rope, mixer.gate] if grid else [True] * mixer.reversed))  # fmt: skip
@@ -313,6 +327,7 @@ def operator_inputs(update, layout, save_states):
         (UPDATES[0], LAYOUTS[6], True),
         (UPDATES[0], dict(conv="grid", rope=True), True),
         (UPDATES[2], dict(conv="grid", rope=True, gate="skip"), False),
+        (UPDATES[1], dict(conv="grid", rope=True, gate="none"), True),
         (UPDATES[1], dict(conv="grid", wiring="shared"), False),
     ],
     ids=str,
@@ -332,11 +347,14 @@ def test_autocast_does_not_reach_inside():
     assert all(torch.equal(a, b) for a, b in zip((*plain, *grads), (*again, *grads_again)))
 
 
-@pytest.mark.parametrize("wiring,conv", [("vim", "causal"), ("shared", "causal"), ("vim", "grid")])
-def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring, conv):
+@pytest.mark.parametrize(
+    "wiring,conv,gate",
+    [("vim", "causal", "output"), ("shared", "causal", "output"), ("vim", "grid", "output"), ("vim", "grid", "none")],
+)
+def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring, conv, gate):
     kept, sets = {}, {"vim": 2, "shared": 1}[wiring]
     for save_states in (False, True):
-        mixer = build(dim=64, save_states=save_states, wiring=wiring, conv=conv)
+        mixer = build(dim=64, save_states=save_states, wiring=wiring, conv=conv, gate=gate)
         h = torch.randn(2, 40, 64, requires_grad=True)
         parameters = {value.data_ptr() for value in mixer.parameters()}
         sizes = []
@@ -350,9 +368,11 @@ def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring, c
             mixer(h, 5)
         kept[save_states] = sum(sizes)
     tokens, d_inner, width, N = 2 * 40, 128, 8, 4
-    # h for in_proj, xz and the low-rank values for the mixing, y for out_proj; what the norms are given.
+    # h for in_proj, xz (without a gate x) and the low-rank values for the mixing, y for out_proj; what the norms are
+    # given.
     outputs = 2 * d_inner if wiring == "shared" else 0
-    assert kept[False] == tokens * (64 + 2 * d_inner + sets * (width + 2 * N) + outputs + d_inner)
+    given = d_inner if gate == "none" else 2 * d_inner
+    assert kept[False] == tokens * (64 + given + sets * (width + 2 * N) + outputs + d_inner)
     convs = 1 if conv == "grid" else sets
     convolved = 0 if wiring == "shared" else (convs + sets) * d_inner  # and the step sizes
     assert kept[True] == kept[False] + 2 * (tokens // 8) * N * d_inner + tokens * convolved
@@ -386,6 +406,23 @@ def test_inputs_of_any_strides(backend):
         for grad, right in zip(torch.autograd.grad(y.sum(), others), grads):
             torch.testing.assert_close(grad, right)
             assert grad.is_contiguous()
+
+
+def test_a_gate_that_is_not_possible_is_named():
+    def mix(layout, gate, columns):
+        inputs = operator_inputs(UPDATES[0], layout, False)
+        return torch.ops.vision_longhorn.mix(inputs[0][..., :columns], *inputs[1:13], gate=gate)
+
+    mix(dict(), "none", 12)
+    with pytest.raises(ValueError, match=r"xz has shape \(2, 6, 24\); .* it must be \(2, 6, 12\)"):
+        mix(dict(), "none", 24)
+    with pytest.raises(ValueError, match=r"xz has shape \(2, 6, 12\); .* it must be \(2, 6, 24\)"):
+        mix(dict(), "skip", 12)
+    with pytest.raises(ValueError, match="gate='no' is not known; choose one of 'output', 'skip', 'none'"):
+        mix(dict(), "no", 24)
+    for gate, columns in (("skip", 24), ("none", 12)):
+        with pytest.raises(ValueError, match=f"gate='{gate}' with norms of the scans' outputs"):
+            mix(dict(wiring="shared"), gate, columns)
 
 
 def test_a_grid_that_does_not_fit_is_named():
@@ -518,7 +555,16 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "layout", (dict(), dict(gate="skip"), dict(wiring="shared"), dict(wiring="alternate")), ids=str
+    "layout",
+    (
+        dict(),
+        dict(gate="skip"),
+        dict(gate="none"),
+        dict(wiring="shared"),
+        dict(wiring="alternate"),
+        dict(wiring="alternate", gate="none"),
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("update", UPDATES, ids=str)
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
@@ -530,7 +576,9 @@ def test_gpu_mixer_over_the_grid_is_its_plain_description(layout, update, dtype,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-@pytest.mark.parametrize("layout", [*LAYOUTS[::2], dict(conv="grid", rope=True, gate="skip")], ids=str)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[::2], *(dict(conv="grid", rope=True, gate=gate) for gate in ("skip", "none"))], ids=str
+)
 def test_gpu_mixing_gives_the_same_bits_again(layout, dtype):
     mixer = build(dim=192, **layout).cuda().to(dtype)
     h = torch.randn(16, 196, 192, device="cuda", dtype=dtype, requires_grad=True)

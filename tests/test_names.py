@@ -93,6 +93,8 @@ def other_meanings(monkeypatch):
     for own in names.DEFINITIONS.values():
         other = dict(mixer="longhorn", rule="delta", qk_norm=True, wiring="alternate", class_token="first")
         other |= dict(conv="causal", rope=False, mlp_conv=0)
+        plain = "stem" in own or "patch_stride" in own  # such a stem takes no patches that overlap
+        other |= dict(stem="patch", gate="output") if plain else dict(stem="conv", gate="skip")
         other |= dict(global_pool="max", scan_order="rows", embed_dim=24, depth=3)
         for key, value in other.items():
             monkeypatch.setitem(own, key, value)

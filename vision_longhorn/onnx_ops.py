@@ -195,7 +195,8 @@ def mix(*values: Any) -> Any:
     rank = m.dt_proj.shape[2]
     per_token = m.A_log is not None and len(m.A_log.shape) == 2
     d_state = (m.x_proj.shape[1] - rank) // (3 if per_token else 2)
-    x = op.Transpose(_slice(m.xz, 0, d_inner, 2), perm=[0, 2, 1])  # (B, D, L), as Conv takes it
+    x = m.xz if m.gate == "none" else _slice(m.xz, 0, d_inner, 2)
+    x = op.Transpose(x, perm=[0, 2, 1])  # (B, D, L), as Conv takes it
 
     def convolved(s: int) -> Any:
         """Return x for the set of parameters s, (L, B, D)."""
@@ -234,13 +235,14 @@ def mix(*values: Any) -> Any:
             y = y / op.Sqrt(mean + m.eps) * _entry(m.norm_weight, g)
         ys.append(y)
     y = ys[0] if len(ys) == 1 else op.Add(*ys) if m.shared else op.Add(*ys) * 0.5
-    gate = _silu(_slice(m.xz, d_inner, 2 * d_inner, 2))
+    y = op.Transpose(y, perm=[1, 0, 2])
+    gate = None if m.gate == "none" else _silu(_slice(m.xz, d_inner, 2 * d_inner, 2))
     if m.gates_skip:
         skips = [part.x * _entry(m.D, s) for s, part in enumerate(parameters)]
         skip = skips[0] if sets == 1 else op.Add(*skips) * 0.5
-        y = op.Transpose(y, perm=[1, 0, 2]) + op.Transpose(skip, perm=[1, 0, 2]) * gate
-    else:
-        y = op.Transpose(y, perm=[1, 0, 2]) * gate
+        y = y + op.Transpose(skip, perm=[1, 0, 2]) * gate
+    elif gate is not None:
+        y = y * gate
     return y, op.Identity(y), op.Identity(y), op.Identity(y)
 
 

@@ -12,11 +12,11 @@ _MAMBA: dict[str, Any] = dict(mixer="mamba")
 # mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
 _MLP: dict[str, Any] = dict(depth=12, expand=1, mlp_ratio=4, mlp_conv=3)
 _POOLED: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
-_TRUNK: dict[str, Any] = dict(conv="grid", rope=True, **_MLP, **_POOLED)
+_TRUNK: dict[str, Any] = dict(stem="conv", conv="grid", rope=True, gate="skip", **_MLP, **_POOLED)
 _BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, **_TRUNK)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
 # What names may say of a mixer: of Longhorn, and of what Mamba has, too. All of ours have `expand`.
-OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope")
+OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope", "gate")
 
 # Arguments of each model that timm lists
 MODELS: dict[str, dict[str, Any]] = {
@@ -83,9 +83,9 @@ def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         others = {
             "longhorn": (),
             "mamba": (),
-            "mamba2": ("wiring", "rope"),
+            "mamba2": ("wiring", "rope", "gate"),
             "attention": OF_SCANS,
-            "conv": ("wiring", "conv", "rope"),
+            "conv": ("wiring", "conv", "rope", "gate"),
         }
         left_out = (*OF_LONGHORN, *others.get(mixers[1], (*OF_SCANS, "expand")))
     return {**{key: own[key] for key in own.keys() - left_out}, **given, "all_arguments": True}

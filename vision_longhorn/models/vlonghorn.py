@@ -22,9 +22,14 @@ _WEIGHTS = {
 }
 
 
-def _cfg(name: str, img_size: int = 224, **_: Any) -> dict[str, Any]:
+def _first_conv(stem: str = "patch", **_: Any) -> str:
+    """The layer whose weights timm fits to images of other channels."""
+    return "patch_embed.proj.0" if stem == "conv" else "patch_embed.proj"
+
+
+def _cfg(name: str, img_size: int = 224, **others: Any) -> dict[str, Any]:
     cfg: dict[str, Any] = dict(
-        input_size=(3, img_size, img_size), fixed_input_size=True, first_conv="patch_embed.proj", classifier="head"
+        input_size=(3, img_size, img_size), fixed_input_size=True, first_conv=_first_conv(**others), classifier="head"
     )
     if name in _WEIGHTS:
         cfg |= dict(zip(("hf_hub_id", "hf_hub_filename"), _WEIGHTS[name]))
@@ -47,9 +52,8 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     kwargs = all_arguments(variant, kwargs)
     stated = {key: value for key, value in kwargs.items() if key in DEFINITIONS[variant] or key == "all_arguments"}
     del kwargs["all_arguments"]
-    if kwargs.get("stem") == "conv":  # timm fits the weights of this layer to other channels
-        overlay = {"first_conv": "patch_embed.proj.0", **(kwargs.get("pretrained_cfg_overlay") or {})}
-        kwargs["pretrained_cfg_overlay"] = overlay
+    overlay = kwargs.get("pretrained_cfg_overlay") or {}
+    kwargs["pretrained_cfg_overlay"] = {"first_conv": _first_conv(**kwargs), **overlay}
     out_indices = kwargs.pop("out_indices", min(3, kwargs.setdefault("depth", 24)))
     model = build_model_with_cfg(
         VisionLonghorn,
@@ -67,13 +71,12 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     return model
 
 
-def _tell_former_name(
-    model: Any, state_dict: dict[str, Any], prefix: str, _: Any, strict: bool, *lists: list[str]
-) -> None:
-    """Ends torch's message about weights with a class token, which the model lacks: a hook before `load_state_dict`."""
+def _tell_former_name(model: Any, state_dict: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any) -> None:
+    """Raises RuntimeError for weights with a class token, which the model lacks: a hook before `load_state_dict`, and
+    before the stem's own."""
     foreign = state_dict.keys() - model.state_dict(prefix=prefix).keys()
     if strict and any(name.endswith("cls_token") for name in foreign):
-        lists[-1].append(f"the model has no class token{former_name(model)}")
+        raise RuntimeError(f"these weights have a cls_token, and this model has none{former_name(model)}")
 
 
 def _register(name: str) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 class Muon(torch.optim.AdamW):
     """Computes what timm's Muon does: orthogonal updates of matrices, and AdamW for all else.
 
-    timm updates matrices one by one. The small model has 50, with 15 small products each, which on an H100 take longer
+    timm updates matrices one by one. The small model has 52, with 15 small products each, which on an H100 take longer
     than all else in a step. Here the matrices of one shape are a batch, and AdamW is torch's fused one. Both can skip
     an update on the device, for which the host need not wait. If matrices are sharded (fsdp), each process makes the
     whole update and keeps its part.

@@ -91,7 +91,8 @@ class BidirectionalMixer(nn.Module):
             distance of the patches (2-D rotary position embedding, `kernels/backends/torch/rope.py`). The tokens are
             patches, row by row, and `d_state` is a multiple of 4.
         gate: what the gate silu(z) multiplies: "output", all that the scans give, or "skip", their skip D x alone, so
-            that what they read from their states, S q, goes on as it is. (Not in the "shared" wiring.)
+            that what they read from their states, S q, goes on as it is. With "none" there is no gate: `in_proj` gives
+            x alone, and the scans S q + D x. (The "shared" wiring takes "output" only.)
 
     Raises:
         ValueError: an option's value is not known, or the rule cannot have it.
@@ -126,8 +127,8 @@ class BidirectionalMixer(nn.Module):
         check_option("wiring", wiring, WIRINGS)
         check_option("beta", beta, BETAS)
         check_option("gate", gate, GATES)
-        if gate == "skip" and wiring == "shared":
-            raise ValueError("gate='skip' with wiring='shared', whose gate follows norms: use gate='output'")
+        if gate != "output" and wiring == "shared":
+            raise ValueError(f"gate={gate!r} with wiring='shared', whose gate follows norms: use gate='output'")
         law = get_rule(rule)
         if beta == "scalar" and law.step_per != "channel":
             raise ValueError(
@@ -151,7 +152,7 @@ class BidirectionalMixer(nn.Module):
         steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
         of_token = 3 if A_per_token else 2  # key, query, and perhaps A
 
-        self.in_proj = nn.Linear(dim, 2 * d_inner, bias=False, **dd)
+        self.in_proj = nn.Linear(dim, d_inner if gate == "none" else 2 * d_inner, bias=False, **dd)
         self.conv_weight = nn.Parameter(torch.empty(*taps, **dd))
         self.conv_bias = nn.Parameter(torch.empty(*taps[:2], **dd))
         self.x_proj = nn.Parameter(torch.empty(sets, dt_rank + of_token * d_state, d_inner, **dd))
@@ -208,9 +209,9 @@ class BidirectionalMixer(nn.Module):
         """Compute forgetting and write strength of what `forward` is given, as `vision_longhorn.maps` defines them:
         (2, B, 2, L). The last 2 are the directions, which are equal if there is a single scan."""
         wide = torch.float64 if h.dtype == torch.float64 else torch.float32
-        xz = self.in_proj(h)
+        x = self.in_proj(h)[..., : self.d_inner]
         with torch.autocast(h.device.type, enabled=False):
-            x = xz.chunk(2, -1)[0].to(wide)
+            x = x.to(wide)
             weight, bias = self.conv_weight.contiguous(), self.conv_bias.contiguous()
             backend = get_backend("torch")
             if self.over_grid:
@@ -227,13 +228,13 @@ class BidirectionalMixer(nn.Module):
         name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
         conv = ", convolution over the grid" if self.over_grid else ""
         rope = ", rotary positions" if self.rope else ""
-        gate = ", gated skip" if self.gate == "skip" else ""
+        gate = {"output": "", "skip": ", gated skip", "none": ", no gate"}[self.gate]
         return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}{rope}{gate}"
 
     def extra_repr(self) -> str:
         reversed = ", reversed" if self.reversed else ""
         conv, rope = ", conv=grid" if self.over_grid else "", ", rope" if self.rope else ""
-        gate = ", gate=skip" if self.gate == "skip" else ""
+        gate = "" if self.gate == "output" else f", gate={self.gate}"
         return f"rule={self.rule}, wiring={self.wiring}{reversed}, d_state={self.d_state}{conv}{rope}{gate}"
 
 
