@@ -12,8 +12,10 @@ _MAMBA: dict[str, Any] = dict(mixer="mamba")
 # mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
 _MLP: dict[str, Any] = dict(depth=12, expand=1, mlp_ratio=4, mlp_conv=3)
 _POOLED: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
-_TRUNK: dict[str, Any] = dict(stem="conv", conv="grid", rope=True, gate="skip", **_MLP, **_POOLED)
-_BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, **_TRUNK)
+_TRUNK: dict[str, Any] = dict(stem="conv", conv="grid", rope=True, **_MLP, **_POOLED)
+# Each mixer has the gate that suits it: Longhorn does as well without one, Mamba does not.
+_BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, gate="none", **_TRUNK)
+_MAMBA_BEST: dict[str, Any] = dict(gate="skip", **_MAMBA, **_TRUNK)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
 # What names may say of a mixer: of Longhorn, and of what Mamba has, too. All of ours have `expand`.
 OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope", "gate")
@@ -32,13 +34,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "vlonghorn_base_paper": _BASE,
     "vim_test": _TEST | _MAMBA,
     "vim_tiny": _TINY | _MAMBA,
-    "vim_tiny_best": _TINY | _MAMBA | _TRUNK,
+    "vim_tiny_best": _TINY | _MAMBA_BEST,
     "vim_tiny_stride8": _TINY | _MAMBA | dict(patch_stride=8),
     "vim_small": _SMALL | _MAMBA,
-    "vim_small_best": _SMALL | _MAMBA | _TRUNK,
+    "vim_small_best": _SMALL | _MAMBA_BEST,
     "vim_small_stride8": _SMALL | _MAMBA | dict(patch_stride=8),
     "vim_base": _BASE | _MAMBA,
-    "vim_base_best": _BASE | _MAMBA | _TRUNK,
+    "vim_base_best": _BASE | _MAMBA_BEST,
 }
 # Names that version 0.1 listed or made, and timm does not list: for each, the listed name and the arguments that make
 # the same model. Old checkpoints, model folders and configs use them, and a model made by one keeps it.
