@@ -1,4 +1,4 @@
-"""Softmax attention in the place of a scan, with as many parameters, as a baseline for state-space blocks."""
+"""Softmax attention in the place of a gated scan, with as many parameters, as a baseline for state-space blocks."""
 
 import math
 from typing import Any, Optional

@@ -1,4 +1,4 @@
-"""The state-space mixer: a short convolution and a scan in both directions, under one gate.
+"""The state-space mixer: a short convolution and a scan in both directions, under one gate or none.
 
 The inner block is that of Longhorn (arXiv 2407.14207) and Mamba (arXiv 2312.00752); its two wirings of a forward and a
 backward scan are those of Vision Mamba (arXiv 2401.09417) and of the Longhorn authors' vision code.
