@@ -17,7 +17,7 @@ def convolve_pixels(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor
     dim, C, side, _ = weight.shape
     n = side // 2
     x = F.pixel_unshuffle(x, n)  # (B, C n n, H / n, W / n)
-    weight = F.pad(weight, (0, n - 1, 0, n - 1)).view(dim, C, 3, n, 3, n)  # 3 n pixels, the last n - 1 count nothing
+    weight = F.pad(weight, (0, n - 1, 0, n - 1)).view(dim, C, 3, n, 3, n)  # 3 n pixels; zeros meet the last n - 1
     weight = weight.permute(0, 1, 3, 5, 2, 4).reshape(dim, C * n * n, 3, 3)
     zeros = (0, 0, 0, 0, 0, -C * n * n % 8)
     x = F.pad(x, zeros).contiguous(memory_format=torch.channels_last)

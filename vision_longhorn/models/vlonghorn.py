@@ -23,7 +23,7 @@ _WEIGHTS = {
 
 
 def _first_conv(stem: str = "patch", **_: Any) -> str:
-    """The layer whose weights timm fits to images of other channels."""
+    """Names the layer whose weights timm fits to images of other channels."""
     return "patch_embed.proj.0" if stem == "conv" else "patch_embed.proj"
 
 
