@@ -64,10 +64,11 @@ class ConvStem(nn.Sequential):
         height, width = patch_size
         if height != width or height % 4:
             raise ValueError(
-                f"patch_size={patch_size} with stem='conv': give square patches whose side is a multiple of 4"
+                f"patch_size={patch_size} with stem='conv': give square patches whose side is a multiple of 4, or "
+                "stem='patch'"
             )
         if dim % 4:
-            raise ValueError(f"embed_dim={dim} with stem='conv': give a multiple of 4")
+            raise ValueError(f"embed_dim={dim} with stem='conv': give a multiple of 4, or stem='patch'")
         step = height // 4
         super().__init__(
             PixelConv(in_chans, dim // 4, 2 * step + 1, step, padding=step, **dd),
