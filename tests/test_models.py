@@ -18,7 +18,7 @@ from torch import nn
 
 from vision_longhorn import VisionLonghorn
 from vision_longhorn.errors import UserError
-from vision_longhorn.models.conv_stem import ConvStem
+from vision_longhorn.models.conv_stem import ConvStem, convolve_pixels
 from vision_longhorn.models.create import create_model
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.names import OF_SCANS, OLD_NAMES
@@ -495,6 +495,17 @@ def test_an_image_smaller_than_a_patch_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match="holds no patch of patch_size"):
             model.set_input_size(**sizes)
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
+
+
+@pytest.mark.parametrize("n, channels", [(1, 3), (2, 2), (3, 3), (4, 3)])
+def test_the_first_convolution_of_a_stem_as_a_gpu_computes_it(n, channels):
+    conv = torch.nn.Conv2d(channels, 6, 2 * n + 1, n, padding=n, dtype=torch.float64)
+    images = torch.randn(2, channels, 5 * n, 7 * n, dtype=torch.float64)
+    wanted, found = conv(images), convolve_pixels(images, conv.weight, conv.bias)
+    torch.testing.assert_close(found, wanted)
+    grad = torch.randn_like(wanted)
+    for one, other in zip(*(torch.autograd.grad(y, conv.parameters(), grad) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_a_stem_of_convolutions_takes_other_images_and_refuses_other_patches():

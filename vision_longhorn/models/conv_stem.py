@@ -1,10 +1,43 @@
 """Convolutions from images to a grid of patches."""
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
-from timm.layers import LayerNorm2d
+import torch.nn.functional as F
+from timm.layers import LayerNorm2d, register_notrace_function
 from torch import Tensor, nn
+
+
+def convolve_pixels(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    """Convolves images (B, C, H, W) with windows (dim, C, 2 n + 1, 2 n + 1) every n pixels, to (B, dim, H / n, W / n).
+
+    n x n pixels become one place with n * n * C channels, of which 3 x 3 hold a window. Channels of zeros make them a
+    multiple of 8. With three channels in bfloat16, cuDNN's own convolution takes as long as a block.
+    """
+    dim, C, side, _ = weight.shape
+    n = side // 2
+    x = F.pixel_unshuffle(x, n)  # (B, C n n, H / n, W / n)
+    weight = F.pad(weight, (0, n - 1, 0, n - 1)).view(dim, C, 3, n, 3, n)  # 3 n pixels; zeros meet the last n - 1
+    weight = weight.permute(0, 1, 3, 5, 2, 4).reshape(dim, C * n * n, 3, 3)
+    zeros = (0, 0, 0, 0, 0, -C * n * n % 8)
+    x = F.pad(x, zeros).contiguous(memory_format=torch.channels_last)
+    return F.conv2d(x, F.pad(weight, zeros), bias, padding=1)
+
+
+@torch.fx.wrap
+@register_notrace_function
+def _convolve(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    if x.is_cuda:
+        return convolve_pixels(x, weight, bias)
+    step = weight.shape[-1] // 2
+    return F.conv2d(x, weight, bias, step, step)
+
+
+class PixelConv(nn.Conv2d):
+    """The first of a stem's convolutions, which a GPU computes by `convolve_pixels`."""
+
+    def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, dim, H / stride, W / stride)
+        return _convolve(x, self.weight, self.bias)
 
 
 class ConvStem(nn.Sequential):
@@ -38,7 +71,7 @@ class ConvStem(nn.Sequential):
             raise ValueError(f"embed_dim={dim} with stem='conv': give a multiple of 4, or stem='patch'")
         step = height // 4
         super().__init__(
-            nn.Conv2d(in_chans, dim // 4, 2 * step + 1, step, padding=step, **dd),
+            PixelConv(in_chans, dim // 4, 2 * step + 1, step, padding=step, **dd),
             LayerNorm2d(dim // 4, eps=eps, **dd),
             nn.SiLU(),
             nn.Conv2d(dim // 4, dim // 2, 3, 2, padding=1, **dd),
@@ -51,7 +84,7 @@ class ConvStem(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, dim, rows, columns)
         H, W = x.shape[-2], x.shape[-1]
         x = x[:, :, : H // self.side * self.side, : W // self.side * self.side]  # whole patches
-        x = x.contiguous(memory_format=torch.channels_last)  # as norms and tokens have it; faster on a CPU
+        x = x.contiguous(memory_format=torch.channels_last)  # as norms and tokens have it, and convolutions are fastest
         for layer in self:
             x = layer(x)
         return x
