@@ -33,7 +33,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        update = _make_update(cfg, accelerator)
+        update = make_update(cfg, accelerator)
         for _ in range(10 if on_gpu else 1):  # meanwhile kernels are compiled and tuned
             update()
         from torch.utils.benchmark import Timer  # its import complains if there is no CUDA toolkit
@@ -46,7 +46,7 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
     return {**found, "images_per_s": float(f"{cfg.batch_size * cfg.grad_accum / seconds:.5g}"), **memory}
 
 
-def _make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
+def make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
     """Makes the trainer's update, without loader, schedule and log."""
     classes, side = cfg.num_classes or 1000, cfg.model_kwargs.get("img_size", 224)
     model, ema = setup.build_model(cfg, classes, accelerator, checkpoint=None)

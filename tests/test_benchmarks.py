@@ -21,9 +21,11 @@ sys.path.insert(0, str(BENCHMARKS))
 import bench_loader  # noqa: E402
 import bench_model  # noqa: E402
 import bench_scaling  # noqa: E402
+import bench_trainer  # noqa: E402
 import profile_model  # noqa: E402
 import soak  # noqa: E402
 
+from vision_longhorn.data import open_shards  # noqa: E402
 from vision_longhorn.errors import UserError  # noqa: E402
 
 CPU = ["--modes", "eager", "--steps", "1", "--seconds", "0", "--arg", "depth=1"]
@@ -380,6 +382,29 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
     assert rows["timm"]["times_timm"] == 1
     assert len(found["stages"]) == 9 and all(row["ms"] > 0 for row in found["stages"])
     assert found["crop"]["crops"] == 9 and 0 <= found["crop"]["mean"] < 1 and found["crop"]["above_1"] < 0.05
+
+
+def test_the_trainer_is_timed_beside_its_update(tmp_path, monkeypatch):
+    for number in range(3):
+        Image.new("RGB", (220, 100), (80 * number, 0, 0)).save(tmp_path / f"{number}.jpg")
+
+    def rate(cfg, folder):
+        shards = open_shards(cfg.data, cfg.train_split, cfg.train_samples)
+        assert len(shards.urls) > cfg.workers and cfg.epochs == 2 and cfg.auto_augment.startswith("rand-m9")
+        return 100.0 * cfg.repeats
+
+    monkeypatch.setattr(bench_trainer, "train", rate)
+    monkeypatch.setattr(bench_trainer, "update_alone", lambda cfg: 200.0 * cfg.model_kwargs["depth"])
+    words = ["--config", "vlonghorn_tiny", "--workers", "2", "5", "--repeats", "3", "--max-side", "200"]
+    bench_trainer.main([str(tmp_path), *words, "--model-kwargs", "depth=2", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "trainer.json").read_text())
+    assert [(row["workers"], row["images_per_s"], row["ratio"]) for row in found["trainer"]] == [
+        (2, 300.0, 0.75),
+        (5, 300.0, 0.75),
+    ]
+    assert found["images"]["files"] == 3 and found["config"]["model_kwargs"]["save_states"]
+    with pytest.raises(UserError, match="no JPEG files of 200 pixels or more"):
+        bench_trainer.main([str(tmp_path / "empty")])
 
 
 @pytest.mark.parametrize(
