@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,43 +23,19 @@ import timm
 import torch
 import yaml
 
-# First, since it lets a checkout do without installation.
+# First, since they let a checkout do without installation.
+from bench_loader import PER_SHARD, files_of, shrunk, write_shard
 from common import RESULTS, ROOT, environment, print_environment, table
-from torch.utils.benchmark import Timer
-from webdataset import TarWriter
 
-from lab.speed import make_update
+from lab.speed import time_update
 from vision_longhorn.command_line.parser import Parser, run_cli
-from vision_longhorn.data.images import decode_image
-from vision_longhorn.data.sharding import stored_form
-from vision_longhorn.data.sources import Sample
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.names import all_arguments
 from vision_longhorn.settings import parse_pairs
 from vision_longhorn.training.config import Config, read_config_file
 
-SHARDS, PER_SHARD, EVALUATED = 64, 256, 8
-
-
-def read_files(folder: Path, max_side: int | None) -> list[bytes]:
-    """Reads the JPEG files of a folder and those below it, as the shard maker stores them with `--max-side`."""
-    paths = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpeg", ".jpg")]
-    files = [data for data in (path.read_bytes() for path in paths) if max(decode_image(data).size) >= 200]
-    if not files:
-        raise UserError(f"{folder} has no JPEG files of 200 pixels or more: name a folder with some")
-    if max_side is None:
-        return files
-    return [stored_form(Sample("0.jpg", 0, size=len(data), data=data), max_side)[0] for data in files]
-
-
-def write_shards(place: Path, files: list[bytes]) -> None:
-    """Writes one shard to train on, under many names, and a small one to evaluate."""
-    for name, count in (("train-000000.tar", PER_SHARD), ("val-000000.tar", EVALUATED)):
-        with TarWriter(str(place / name), encoder=False) as tar:
-            for number, data in enumerate(islice(cycle(files), count)):
-                tar.write({"__key__": f"{number:06d}", "jpg": data, "cls": b"%d" % (number % 10)})
-    for number in range(1, SHARDS):
-        os.symlink(place / "train-000000.tar", place / f"train-{number:06d}.tar")
+SHARDS, MIN_SIDE = 64, 200
 
 
 def train(cfg: Config, folder: Path) -> float:
@@ -75,16 +50,6 @@ def train(cfg: Config, folder: Path) -> float:
         raise UserError(f"the trainer ended with {done.returncode}:\n{done.stdout[-2000:]}")
     with open(folder / "run" / "summary.csv") as file:
         return float(list(csv.DictReader(file))[-1]["images_per_s"])
-
-
-def update_alone(cfg: Config) -> float:
-    """Measures the images per second of the trainer's update, without a loader."""
-    accelerator = make_accelerator("auto", cfg.precision, cfg.grad_accum)
-    update = make_update(cfg, accelerator)
-    for _ in range(10 if accelerator.device.type == "cuda" else 1):
-        update()
-    seconds = Timer("update()", globals={"update": update}).blocked_autorange(min_run_time=3).median
-    return cfg.batch_size * cfg.grad_accum / seconds
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -104,13 +69,20 @@ def main(argv: list[str] | None = None) -> None:
     print_environment(found)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        files = read_files(args.folder, args.max_side)
-        write_shards(Path(folder), files)
+        files = files_of(args.folder, MIN_SIDE)
+        if not files:
+            raise UserError(f"{args.folder} has no JPEG files of {MIN_SIDE} pixels or more: name a folder with some")
+        if args.max_side:
+            files = shrunk(files, args.max_side)
+        shard = Path(folder, "train-000000.tar")
+        write_shard(shard, files)
+        for name in ("val-000000.tar", *(f"train-{number:06d}.tar" for number in range(1, SHARDS))):
+            os.symlink(shard, Path(folder, name))
         settings = read_config_file(args.config)
         settings |= dict(
             data=folder,
             train_samples=args.updates * args.batch_size,
-            val_samples=EVALUATED,
+            val_samples=PER_SHARD,
             epochs=2,
             log_interval=max(1, args.updates // 2),
             warmup_epochs=1,
@@ -118,14 +90,14 @@ def main(argv: list[str] | None = None) -> None:
             batch_size=args.batch_size,
             compile=torch.cuda.is_available(),
             cuda_graphs=True,
-            model_kwargs=settings.get("model_kwargs", {}) | {"save_states": True} | parse_pairs(args.model_kwargs),
+            model_kwargs=(settings.get("model_kwargs") or {}) | {"save_states": True} | parse_pairs(args.model_kwargs),
         )
         for workers, repeats in itertools.product(args.workers, args.repeats):
             cfg = Config(**settings | dict(workers=workers, repeats=repeats))
             rate = train(cfg, Path(folder, f"{workers}-{repeats}"))
             rows.append(dict(workers=workers, repeats=repeats, images_per_s=rate))
             print(f"{workers} workers, {repeats} views of an image: {rate:,.0f} images/s", flush=True)
-    alone = update_alone(cfg)
+    alone = time_update(cfg, make_accelerator("auto", cfg.precision, cfg.grad_accum))
     for row in rows:
         row["ratio"] = row["images_per_s"] / alone
     columns = dict(workers=("workers", "d"), repeats=("views", "d"), images_per_s=("images/s", ".0f"))
@@ -135,7 +107,8 @@ def main(argv: list[str] | None = None) -> None:
     result = dict(
         environment=found,
         images=images,
-        config={key: value for key, value in cfg.values().items() if key != "data"},
+        config={key: value for key, value in cfg.values().items() if key not in ("data", "workers", "repeats")},
+        args=all_arguments(cfg.model, cfg.model_kwargs),
         update_alone=alone,
         trainer=rows,
     )

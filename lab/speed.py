@@ -33,20 +33,26 @@ def measure(arm: Arm, device: str) -> dict[str, Any]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     try:
-        update = make_update(cfg, accelerator)
-        for _ in range(10 if on_gpu else 1):  # meanwhile kernels are compiled and tuned
-            update()
-        from torch.utils.benchmark import Timer  # its import complains if there is no CUDA toolkit
-
-        timer = Timer("update()", globals={"update": update}, num_threads=torch.get_num_threads())
-        seconds = timer.blocked_autorange(min_run_time=5 if on_gpu else 1).median
+        images_per_s = time_update(cfg, accelerator)
     except torch.OutOfMemoryError as error:
         return {**found, "error": one_line(error)[:200]}
     memory = {"peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)} if on_gpu else {}
-    return {**found, "images_per_s": float(f"{cfg.batch_size * cfg.grad_accum / seconds:.5g}"), **memory}
+    return {**found, "images_per_s": float(f"{images_per_s:.5g}"), **memory}
 
 
-def make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
+def time_update(cfg: Config, accelerator: Accelerator) -> float:
+    """Measures the images per second of the trainer's update, after a warm-up."""
+    on_gpu = accelerator.device.type == "cuda"
+    update = _make_update(cfg, accelerator)
+    for _ in range(10 if on_gpu else 1):  # meanwhile kernels are compiled and tuned
+        update()
+    from torch.utils.benchmark import Timer  # its import complains if there is no CUDA toolkit
+
+    timer = Timer("update()", globals={"update": update}, num_threads=torch.get_num_threads())
+    return cfg.batch_size * cfg.grad_accum / timer.blocked_autorange(min_run_time=5 if on_gpu else 1).median
+
+
+def _make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
     """Makes the trainer's update, without loader, schedule and log."""
     classes, side = cfg.num_classes or 1000, cfg.model_kwargs.get("img_size", 224)
     model, ema = setup.build_model(cfg, classes, accelerator, checkpoint=None)

@@ -394,7 +394,7 @@ def test_the_trainer_is_timed_beside_its_update(tmp_path, monkeypatch):
         return 100.0 * cfg.repeats
 
     monkeypatch.setattr(bench_trainer, "train", rate)
-    monkeypatch.setattr(bench_trainer, "update_alone", lambda cfg: 200.0 * cfg.model_kwargs["depth"])
+    monkeypatch.setattr(bench_trainer, "time_update", lambda cfg, accelerator: 200.0 * cfg.model_kwargs["depth"])
     words = ["--config", "vlonghorn_tiny", "--workers", "2", "5", "--repeats", "3", "--max-side", "200"]
     bench_trainer.main([str(tmp_path), *words, "--model-kwargs", "depth=2", "--out", str(tmp_path)])
     found = json.loads((tmp_path / "trainer.json").read_text())
