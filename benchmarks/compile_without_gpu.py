@@ -182,6 +182,13 @@ def compile_skip(_: str, dtype: torch.dtype, variant: str) -> None:
     skip.backward(z, x, z, weight, torch.empty_like(x), torch.empty_like(z))
 
 
+def compile_values(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import values
+
+    z, scans = _tensor(BATCH, TOKENS, CHANNELS, dtype=dtype), 1 + (variant == "both_directions")
+    values.backward(_tensor(scans, *z.shape, dtype=dtype), z, values.forward(z))
+
+
 def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import unit as triton_unit
 
@@ -217,6 +224,7 @@ def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
     if dtype != torch.float32:  # which torch multiplies
         projections.dt_proj_backward(dx, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
         projections.x_proj_backward(dlow, x, x_proj, dx)
+        projections.x_proj_backward(dlow, x, x_proj, x, False)
         projections.x_proj_forward(x, x_proj, turned)
 
 
@@ -242,6 +250,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "rope": (compile_rope, ("both_directions",)),
     "skip": (compile_skip, ("one_direction", "both_directions")),
     "unit": (compile_unit, ("both_directions",)),
+    "values": (compile_values, ("one_direction", "both_directions")),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
 # Constants that make another kernel of one: a row of the table names those that are set.

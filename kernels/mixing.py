@@ -1,5 +1,5 @@
 """Everything between the two projections of a block, as one operator: short convolution, step sizes, keys and queries,
-the scan in one or both directions, gate and mean (or norms, or a gated skip, or no gate).
+the scan in one or both directions, gate and mean (or norms, or a gated skip, or no gate, or values of their own).
 
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
 keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
@@ -22,7 +22,7 @@ from .dispatch import backend_for
 from .operators import arguments, define, define_gradients
 from .rules import get_rule
 
-GATES = ("output", "skip", "none")
+GATES = ("output", "skip", "none", "value")
 
 
 class Mix(NamedTuple):
@@ -34,10 +34,11 @@ class Mix(NamedTuple):
     their grid (`backends.torch.grid_conv`), in the place of the causal ones: all directions scan what it gives.
 
     The gate multiplies the whole output, S q + D x, or with gate "skip" only D x (`backends.torch.skip`). With gate
-    "none" there is none, and xz is x alone."""
+    "none" there is none, and xz is x alone. With gate "value" there is none either: the scans write and skip silu(z) in
+    the place of the convolved x, which gives the steps, keys and queries alone (`backends.torch.values`)."""
 
     # fmt: off
-    xz: Tensor                     # (B, L, 2 D): what is convolved and scanned, and the gate; (B, L, D) without one
+    xz: Tensor                     # (B, L, 2 D): what is convolved, and z; (B, L, D) where there is no z
     conv_weight: Tensor            # (S, D, K), the last tap meets the present token; over the grid (1, D, K, K)
     conv_bias: Tensor              # (S, D); over the grid (1, D)
     x_proj: Tensor                 # (S, R + 2 N, D): step size at rank R, key, query; or R + 3 N, with A
@@ -60,8 +61,13 @@ class Mix(NamedTuple):
         """Whether the scans leave skip and gate to `backends.torch.skip`."""
         return self.gate == "skip"
 
+    @property
+    def own_values(self) -> bool:
+        """Whether the scans are over silu(z), and not over the convolved x."""
+        return self.gate == "value"
+
     def split(self, xz: Tensor) -> tuple[Tensor, Any]:
-        """Return the parts of x and of z in `xz`, or in its gradient: views (B, L, D). Without a gate z is None."""
+        """Return the parts of x and of z in `xz`, or in its gradient: views (B, L, D). With gate "none" z is None."""
         return (xz, None) if self.gate == "none" else xz.chunk(2, -1)  # type: ignore[return-value]
 
     def skip_weight(self, x: Tensor) -> Tensor:
@@ -116,14 +122,16 @@ class Mix(NamedTuple):
         return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
-        """Make the scan over the convolved x (S or 1, B, L, D), with step (S, B, L, H) and low (S, B, L, low_width).
-        `step` may also be at low rank, (S, B, L, width), with its projection (S, D, width)."""
+        """Make the scan over the convolved x or the values, (S or 1, B, L, D), with step (S, B, L, H) and low
+        (S, B, L, low_width). `step` may also be at low rank, (S, B, L, width), with its projection (S, D, width)."""
         k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
         D: Optional[Tensor] = self.D
         _, z = self.split(self.xz)
         if self.gates_skip:
-            z = D = None
+            D = None
+        if self.gates_skip or self.own_values:
+            z = None
         bias = self.dt_bias
         direction, combine = "both", "mean"
         x = x.expand(len(low), *x.shape[1:])  # each set gets its own gradient, which the backward pass sums
@@ -228,8 +236,14 @@ def _convolve(mix: Mix, x: Tensor, backend: Backend, *out: Tensor) -> Tensor:
     return backend.conv_forward(x, mix.conv_weight, mix.conv_bias, mix.reversed, *out)
 
 
+def _scanned(mix: Mix, x: Tensor, backend: Backend) -> Tensor:
+    """Return what the scans are over, (S or 1, B, L, D): the convolved x or the values."""
+    return backend.values_forward(mix.split(mix.xz)[1])[None] if mix.own_values else x
+
+
 def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, out: Optional[Tensor] = None) -> Scan:
-    """Make the scan over x. Compute its step sizes, in `out` if given, unless the backend takes them at low rank."""
+    """Make the scan over x, which is what `_scanned` gives. Compute its step sizes, in `out` if given, unless the
+    backend takes them at low rank."""
     # Rules with A cannot use low-rank logits; test that first, or the decay rates are computed twice.
     if out is None and mix.A_log is None and dt_proj.shape[1] == x.shape[-1] > 1:
         scan = mix.scan(x, low[..., : mix.width], low, dt_proj)
@@ -251,7 +265,7 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     x = _convolve(mix, x, backend, *places[:1])
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
     low = backend.x_proj_forward(_rows(x), x_proj, mix.turned).view(len(x_proj), B, L, mix.low_width)
-    scan = _scan(mix, x, low, dt_proj, backend, *places[1:])
+    scan = _scan(mix, _scanned(mix, x, backend), low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
     if mix.gates_skip:
@@ -272,7 +286,8 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     convolved, step = (*mix.parts(kept), None, None)[:2]
     if convolved is None:
         convolved = _convolve(mix, x, backend)
-    scan = _scan(mix, convolved, low, dt_proj, backend) if step is None else mix.scan(convolved, step, low)
+    scanned = _scanned(mix, convolved, backend)
+    scan = _scan(mix, scanned, low, dt_proj, backend) if step is None else mix.scan(scanned, step, low)
     if mix.norm_weight is not None:
         dy, grads["norm_weight"] = backend.norm_backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
     # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
@@ -295,8 +310,12 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         n = len(convolved)
         dweight = backend.skip_backward(dy, convolved, z, mix.skip_weight(convolved), found["x"][:n], dz)
         found["D"] = dweight.repeat_interleave(len(mix.D) // n, 0) / len(mix.D)
-    dconvolved = _rows(found["x"])
-    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved)
+    if mix.own_values:
+        backend.values_backward(found["x"], z, dz)
+        dconvolved = _rows(torch.empty_like(convolved))
+    else:
+        dconvolved = _rows(found["x"])
+    dx_proj = backend.x_proj_backward(_rows(dlow), _rows(convolved), x_proj, dconvolved, not mix.own_values)
     grads["x_proj"], grads["dt_proj"] = backend.unpad(dx_proj, ddt_proj, mix.x_proj, mix.dt_proj)
     given = dconvolved[: len(convolved)].view_as(convolved), x, mix.conv_weight, mix.conv_bias, dx
     grads["conv_weight"], grads["conv_bias"] = (

@@ -59,7 +59,7 @@ def what_scans_read(p, x, mixer, rows=0):
     return ahead, ahead.flip(1)
 
 
-def plain_scan(p, i, x, mixer, rows=0, back=False):
+def plain_scan(p, i, x, mixer, rows=0, back=False, values=None):
     rank, N = mixer.dt_rank, mixer.d_state
     low = x @ p["x_proj"][i].t()
     k, q, a = low[..., rank : rank + N], low[..., rank + N : rank + 2 * N], low[..., rank + 2 * N :]
@@ -68,6 +68,7 @@ def plain_scan(p, i, x, mixer, rows=0, back=False):
     if mixer.qk_norm:
         k, q = (v / torch.sqrt((v * v).sum(-1, keepdim=True) + 1e-6) for v in (k, q))
     logit = low[..., :rank] @ p["dt_proj"][i].t() + p["dt_bias"][i]
+    x = x if values is None else values
     state, ys = x.new_zeros(x.shape[0], x.shape[2], N), []
     for t in range(x.shape[1]):
         key, value = k[:, t, None, :], x[:, t, :, None]
@@ -100,18 +101,22 @@ def plain_mixer(p, h, mixer, rows=0):
         x, z = x.chunk(2, -1)
         gate = z / (1 + torch.exp(-z))
     ahead, back = what_scans_read(p, x, mixer, rows)
+    values = None, None
+    if mixer.gate == "value":
+        values, gate = (gate, gate.flip(1)), 1.0
     if mixer.wiring == "shared":
         forward = plain_scan(p, 0, ahead, mixer, rows)
         backward = plain_scan(p, 0, back, mixer, rows, True).flip(1)
         y = (plain_norm(forward, p["norm_weight"][0]) + plain_norm(backward, p["norm_weight"][1])) * gate
     elif mixer.wiring in ("forward", "alternate"):
-        y = plain_scan(p, 0, back if mixer.reversed else ahead, mixer, rows, mixer.reversed)
+        given = (back, mixer, rows, True, values[1]) if mixer.reversed else (ahead, mixer, rows, False, values[0])
+        y = plain_scan(p, 0, *given)
         y = y.flip(1) if mixer.reversed else y
         seen = back.flip(1) if mixer.reversed else ahead
         y = y + p["D"][0] * seen * gate if mixer.gate == "skip" else y * gate
     else:
-        forward = plain_scan(p, 0, ahead, mixer, rows)
-        backward = plain_scan(p, 1, back, mixer, rows, True).flip(1)
+        forward = plain_scan(p, 0, ahead, mixer, rows, False, values[0])
+        backward = plain_scan(p, 1, back, mixer, rows, True, values[1]).flip(1)
         if mixer.gate == "skip":
             y = (forward + backward + (p["D"][0] * ahead + p["D"][1] * back.flip(1)) * gate) / 2
         else:

@@ -59,6 +59,8 @@ VARIANTS = {
         scan_order="rows_columns",
     ),
     "exact grid without a gate": dict(model_name="vlonghorn_test", rule="exact", qk_norm=True, gate="none", **GRID),
+    "values": dict(model_name="vlonghorn_test", rule="exact", qk_norm=True, gate="value", **GRID),
+    "mamba with values": dict(model_name="vim_test", wiring="alternate", gate="value"),
     "mamba without a gate": dict(model_name="vim_test", wiring="alternate", gate="none"),
     "mamba2 grid": dict(
         model_name="vlonghorn_test", mixer="mamba2", conv="grid", class_token="none", global_pool="avg"

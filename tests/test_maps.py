@@ -101,6 +101,7 @@ OPTIONS = [
     dict(class_token="none", global_pool="avg", conv="grid", rope=True, d_state=4, scan_order="rows_columns"),
     dict(class_token="none", global_pool="avg", conv="grid", wiring="alternate"),
     dict(gate="none"),
+    dict(gate="value"),
 ]
 
 

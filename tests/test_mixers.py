@@ -266,9 +266,10 @@ def test_initialising_again_changes_every_matrix(name):
         (dict(heads=3), "unexpected keyword argument 'heads'; beside"),
         (dict(mixer="mamba", rule="exact"), "rule='exact' belongs to Longhorn"),
         (dict(rule="gla", beta="scalar"), "beta='scalar' with rule='gla'"),
-        (dict(gate="skp"), "gate='skp' is not known; choose one of 'output', 'skip', 'none'"),
+        (dict(gate="skp"), "gate='skp' is not known; choose one of 'output', 'skip', 'none', 'value'"),
         (dict(gate="skip", wiring="shared"), "gate='skip' with wiring='shared'"),
         (dict(gate="none", wiring="shared"), "gate='none' with wiring='shared'"),
+        (dict(gate="value", wiring="shared"), "gate='value' with wiring='shared'"),
         (dict(A_per_token=True), "A_per_token=True with rule='diagonal'"),
     ],
 )

@@ -117,6 +117,9 @@ def test_mixer_with_normalised_keys_is_its_plain_description(backend, wiring, ru
         dict(rule="exact", qk_norm=True, rope=True, gate="none"),
         dict(rule="exact", rope=True, wiring="alternate", conv="causal", save_states=True, gate="none"),
         dict(rule="diagonal", save_states=True, gate="none"),
+        dict(rule="exact", qk_norm=True, rope=True, gate="value"),
+        dict(rule="exact", rope=True, wiring="alternate", save_states=True, gate="value"),
+        dict(rule="mamba", save_states=True, gate="value"),
         dict(rule="diagonal", rope=True, wiring="shared", conv="causal"),
     ],
     ids=str,
@@ -175,32 +178,35 @@ def has_projection_kernels(backend, device):
 
 
 def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
-    """Against float64, and the same bits again. `shared`: the sets have one x, whose gradient is the first dx.
-    `turned`: keys and queries turn in the forward pass."""
+    """Against float64, and the same bits again, where the gradient of x is added and where it is written.
+    `shared`: the sets have one x, whose gradient is the first dx. `turned`: keys and queries turn in the forward
+    pass."""
     torch.manual_seed(0)
     x, dx = (torch.randn(n, T, D, device=device).to(dtype) for n in (1 if shared else S, S))
     dlow = torch.randn(S, T, M, device=device).to(dtype)
     x_proj = (torch.randn(S, M, D, device=device) / D**0.5).to(dtype)
     backend, found = get_backend(backend), []
     for _ in range(2):
-        place = dx.clone()
+        place, written = dx.clone(), torch.full_like(x, float("nan"))
         low = backend.x_proj_forward(x, x_proj, turned)
         grad = backend.x_proj_backward(dlow, x, x_proj, place)
-        found.append((low, grad, place[: len(x)]))
+        same = backend.x_proj_backward(dlow, x, x_proj, written, False)
+        assert torch.equal(grad, same)
+        found.append((low, grad, place[: len(x)], written))
     assert all(map(torch.equal, *found))
     # The kernel, where it is for these, leaves its sums in float32.
     if has_projection_kernels(backend.name, device) and dtype != torch.float32 and D % 64 == 0 and M <= 64:
         assert grad.dtype == torch.float32
     x, dx, dlow, x_proj = (value.double().cpu() for value in (x, dx, dlow, x_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
-    right_low, right_dx = x @ x_proj.mT, dx + dlow @ x_proj
-    right_dx = right_dx.sum(0, keepdim=True) if shared else right_dx
+    right_low, new = x @ x_proj.mT, dlow @ x_proj
+    new, dx = (value.sum(0, keepdim=True) if shared else value for value in (new, dx))
     if turned:
         k, q = turned.first, turned.first + turned.N
         for columns in (slice(k, q), slice(q, q + turned.N)):
             sequences = right_low[..., columns].unflatten(1, (-1, turned.L))
             right_low[..., columns] = plain_turn(sequences, turned.rows).flatten(1, 2)
-    for value, right in zip(found[0], (right_low, dlow.mT @ x, right_dx)):
+    for value, right in zip(found[0], (right_low, dlow.mT @ x, dx + new, new)):
         assert value.shape == right.shape
         assert relative_rms(value.cpu(), right) < (tolerance if value.dtype == dtype else 1e-4)
 
@@ -288,6 +294,7 @@ def test_the_projection_of_the_step_sizes_and_its_gradients(backend, S, T, D, R,
         (64, "shared", dict(rule="mamba", A_per_token=True)),
         (64, "vim", dict(conv="grid", rope=True, qk_norm=True)),
         (64, "vim", dict(conv="grid", rope=True, qk_norm=True, rule="exact", gate="none")),
+        (64, "vim", dict(conv="grid", rope=True, qk_norm=True, rule="exact", gate="value")),
     ],
     ids=str,
 )
@@ -328,6 +335,7 @@ def operator_inputs(update, layout, save_states):
         (UPDATES[0], dict(conv="grid", rope=True), True),
         (UPDATES[2], dict(conv="grid", rope=True, gate="skip"), False),
         (UPDATES[1], dict(conv="grid", rope=True, gate="none"), True),
+        (UPDATES[0], dict(conv="grid", rope=True, gate="value"), True),
         (UPDATES[1], dict(conv="grid", wiring="shared"), False),
     ],
     ids=str,
@@ -349,7 +357,11 @@ def test_autocast_does_not_reach_inside():
 
 @pytest.mark.parametrize(
     "wiring,conv,gate",
-    [("vim", "causal", "output"), ("shared", "causal", "output"), ("vim", "grid", "output"), ("vim", "grid", "none")],
+    [
+        ("vim", "causal", "output"),
+        ("shared", "causal", "output"),
+        *(("vim", "grid", gate) for gate in ("output", "none", "value")),
+    ],
 )
 def test_only_inputs_and_low_rank_steps_are_kept_for_the_backward_pass(wiring, conv, gate):
     kept, sets = {}, {"vim": 2, "shared": 1}[wiring]
@@ -418,9 +430,9 @@ def test_a_gate_that_is_not_possible_is_named():
         mix(dict(), "none", 24)
     with pytest.raises(ValueError, match=r"xz has shape \(2, 6, 12\); .* it must be \(2, 6, 24\)"):
         mix(dict(), "skip", 12)
-    with pytest.raises(ValueError, match="gate='no' is not known; choose one of 'output', 'skip', 'none'"):
+    with pytest.raises(ValueError, match="gate='no' is not known; choose one of 'output', 'skip', 'none', 'value'"):
         mix(dict(), "no", 24)
-    for gate, columns in (("skip", 24), ("none", 12)):
+    for gate, columns in (("skip", 24), ("none", 12), ("value", 24)):
         with pytest.raises(ValueError, match=f"gate='{gate}' with norms of the scans' outputs"):
             mix(dict(wiring="shared"), gate, columns)
 
@@ -474,9 +486,44 @@ def test_gpu_gated_skip(n, B, L, D, dtype):
     check_skip("triton", n, B, L, D, dtype, "cuda")
 
 
+def check_values(backend, n, B, L, D, dtype, device):
+    """Against float64, and the same bits again; z and its gradient are columns of a wider tensor."""
+    torch.manual_seed(0)
+    xz, dv = torch.randn(B, L, 2 * D, device=device).to(dtype), torch.randn(n, B, L, D, device=device).to(dtype)
+    z = xz[..., D:]
+    wide = z.double().requires_grad_()
+    right = wide * wide.sigmoid()
+    expected = [right, *torch.autograd.grad(right, wide, dv.double().sum(0))]
+    found = []
+    for _ in range(2):
+        dxz = torch.empty_like(xz)
+        v = get_backend(backend).values_forward(z)
+        get_backend(backend).values_backward(dv, z, dxz[..., D:])
+        assert v.is_contiguous()
+        found.append([v, dxz[..., D:]])
+    assert all(map(torch.equal, *found))
+    for value, right in zip(found[0], expected):
+        assert value.dtype == dtype and value.shape == right.shape
+        assert relative_rms(value, right) < {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_mixer_over_the_grid_gives_the_same_bits_again(backend):
-    mixer, h = build(backend, conv="grid", rope=True, gate="skip"), torch.randn(2, 12, 6, requires_grad=True)
+@pytest.mark.parametrize("n,B,L,D", [(1, 2, 7, 40), (2, 3, 5, 33), (1, 1, 1, 1), (2, 1, 17, 192)])
+def test_values(backend, n, B, L, D):
+    check_values(backend, n, B, L, D, torch.float32, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n,B,L,D", [(1, 256, 256, 192), (2, 3, 5, 33), (1, 2, 197, 768), (2, 7, 64, 384)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_gpu_values(n, B, L, D, dtype):
+    check_values("triton", n, B, L, D, dtype, "cuda")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gate", ("skip", "value"))
+def test_a_mixer_over_the_grid_gives_the_same_bits_again(backend, gate):
+    mixer, h = build(backend, conv="grid", rope=True, gate=gate), torch.randn(2, 12, 6, requires_grad=True)
     weight = torch.randn_like(h)
     first = output_and_gradients(mixer, h, weight, 3)
     for _ in range(20 if backend == "torch" else 2):
@@ -560,9 +607,11 @@ def test_gpu_mixer_is_its_plain_description(layout, update, dtype, tolerance):
         dict(),
         dict(gate="skip"),
         dict(gate="none"),
+        dict(gate="value"),
         dict(wiring="shared"),
         dict(wiring="alternate"),
         dict(wiring="alternate", gate="none"),
+        dict(wiring="alternate", gate="value"),
     ),
     ids=str,
 )
@@ -577,7 +626,7 @@ def test_gpu_mixer_over_the_grid_is_its_plain_description(layout, update, dtype,
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS[::2], *(dict(conv="grid", rope=True, gate=gate) for gate in ("skip", "none"))], ids=str
+    "layout", [*LAYOUTS[::2], *(dict(conv="grid", rope=True, gate=gate) for gate in ("skip", "none", "value"))], ids=str
 )
 def test_gpu_mixing_gives_the_same_bits_again(layout, dtype):
     mixer = build(dim=192, **layout).cuda().to(dtype)

@@ -233,6 +233,7 @@ GRID = dict(conv="grid", rope=True, class_token="none", global_pool="avg")
         dict(wiring="shared", rule="exact"),
         dict(wiring="alternate"),
         dict(rule="exact", gate="none"),
+        dict(rule="exact", gate="value"),
     ],
     ids=str,
 )

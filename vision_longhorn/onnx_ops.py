@@ -210,10 +210,12 @@ def mix(*values: Any) -> Any:
             u = op.Conv(x, _axis(weight, 1), _entry(m.conv_bias, s), group=d_inner, kernel_shape=[taps], pads=pads)
         return op.Transpose(_silu(u), perm=[2, 0, 1])
 
+    gate = None if m.gate == "none" else _silu(_slice(m.xz, d_inner, 2 * d_inner, 2))
+    values = op.Transpose(gate, perm=[1, 0, 2]) if m.own_values else None
     over_grid = convolved(0) if len(m.conv_weight.shape) == 4 else None
 
     def prepared(s: int) -> Scan:
-        """Make the scan over the convolved x, with the set of parameters s."""
+        """Make the scan over the convolved x or the values, with the set of parameters s."""
         u = convolved(s) if over_grid is None else over_grid
         low = op.MatMul(u, op.Transpose(_entry(m.x_proj, s), perm=[1, 0]))
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
@@ -225,7 +227,8 @@ def mix(*values: Any) -> Any:
             log = _entry(m.A_log, s)
             A = -op.Exp(a + log if per_token else op.Transpose(log, perm=[1, 0]))
         bias, D = _entry(m.dt_bias, s), None if m.gates_skip else _entry(m.D, s)
-        return Scan(u, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token, qk_norm=m.qk_norm)
+        scanned: Any = u if values is None else values
+        return Scan(scanned, step, k, q, A, None, D, bias, None, m.rule, A_per_token=per_token, qk_norm=m.qk_norm)
 
     ys, parameters = [], [prepared(s) for s in range(sets)]
     for g in range(2 if m.shared else sets):
@@ -236,12 +239,11 @@ def mix(*values: Any) -> Any:
         ys.append(y)
     y = ys[0] if len(ys) == 1 else op.Add(*ys) if m.shared else op.Add(*ys) * 0.5
     y = op.Transpose(y, perm=[1, 0, 2])
-    gate = None if m.gate == "none" else _silu(_slice(m.xz, d_inner, 2 * d_inner, 2))
     if m.gates_skip:
         skips = [part.x * _entry(m.D, s) for s, part in enumerate(parameters)]
         skip = skips[0] if sets == 1 else op.Add(*skips) * 0.5
         y = y + op.Transpose(skip, perm=[1, 0, 2]) * gate
-    elif gate is not None:
+    elif gate is not None and values is None:
         y = y * gate
     return y, op.Identity(y), op.Identity(y), op.Identity(y)
 

@@ -2,7 +2,7 @@
 `numba.backend.NumbaBackend` on a CPU."""
 
 from ..contract import Scan
-from .torch import conv, grid_conv, norm, projections, rope, scan, skip, unit
+from .torch import conv, grid_conv, norm, projections, rope, scan, skip, unit, values
 
 
 class Backend:
@@ -23,6 +23,8 @@ class Backend:
     norm_backward = staticmethod(norm.backward)
     skip_forward = staticmethod(skip.forward)
     skip_backward = staticmethod(skip.backward)
+    values_forward = staticmethod(values.forward)
+    values_backward = staticmethod(values.backward)
     unit_forward = staticmethod(unit.forward)
     unit_backward = staticmethod(unit.backward)
     rotate = staticmethod(rope.rotate)

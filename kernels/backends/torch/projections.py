@@ -45,14 +45,20 @@ def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = Non
     return low
 
 
-def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, add: bool = True) -> Tensor:
     """Return the gradient of the projection, (S, M, D), from that of the product, dlow (S, T, M). The gradient of x
     (S, T, D) is added to dx (S, T, D). If all sets share one x (1, T, D), the sum of their dx comes to stand in the
-    first. All are contiguous."""
-    dx.baddbmm_(dlow, projection)
-    for other in dx[len(x) :]:
-        dx[0].add_(other)
-    return _weight_grad(dlow, x.expand_as(dx))
+    first. Without `add` dx has the shape of x, and only takes the gradient. All are contiguous."""
+    S = len(projection)
+    if add:
+        dx.baddbmm_(dlow, projection)
+        for other in dx[len(x) :]:
+            dx[0].add_(other)
+    else:
+        torch.bmm(dlow[: len(x)], projection[: len(x)], out=dx)
+        for i in range(len(x), S):
+            dx[0].addmm_(dlow[i], projection[i])
+    return _weight_grad(dlow, x.expand(S, -1, -1))
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:

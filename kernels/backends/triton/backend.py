@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, grid_conv, norm, projections, rope, scan, skip, unit
+from . import chunks, conv, grid_conv, norm, projections, rope, scan, skip, unit, values
 
 
 class TritonBackend(Backend):
@@ -24,6 +24,8 @@ class TritonBackend(Backend):
     norm_backward = staticmethod(norm.backward)
     skip_forward = staticmethod(skip.forward)
     skip_backward = staticmethod(skip.backward)
+    values_forward = staticmethod(values.forward)
+    values_backward = staticmethod(values.backward)
     unit_forward = staticmethod(unit.forward)
     unit_backward = staticmethod(unit.backward)
     rotate = staticmethod(rope.rotate)

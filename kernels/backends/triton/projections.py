@@ -122,10 +122,11 @@ def _x_proj_forward_kernel(
 def _x_proj_backward_kernel(
     dlow_ptr, x_ptr, proj_ptr, dx_ptr, sums_ptr, tokens, parts,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
-    STAGES: tl.constexpr,
+    ADD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes tiles part, part + parts, .. of SHARED sets with one x, BT tokens each, and of these BD channels. The sets'
-    columns stand side by side, as in the forward pass. sums is (S, parts, M, D)."""
+    columns stand side by side, as in the forward pass. sums is (S, parts, M, D). With ADD dx is added to,
+    else written."""
     part = tl.program_id(0)
     d = tl.program_id(1) * BD + tl.arange(0, BD)[None, :]
     s = tl.program_id(2).to(tl.int64)
@@ -142,9 +143,12 @@ def _x_proj_backward_kernel(
         there = (token < tokens)[:, None]
         row = (s * tokens + token)[:, None]  # (BT, 1), int64
         x = operand(tl.load(x_ptr + row * D + d, mask=there, other=0))  # (BT, BD)
-        dx = tl.load(dx_ptr + row * D + d, mask=there, other=0).to(tl.float32)
-        for j in tl.static_range(1, SHARED):
-            dx += tl.load(dx_ptr + (row + j * tokens) * D + d, mask=there, other=0).to(tl.float32)
+        if ADD:
+            dx = tl.load(dx_ptr + row * D + d, mask=there, other=0).to(tl.float32)
+            for j in tl.static_range(1, SHARED):
+                dx += tl.load(dx_ptr + (row + j * tokens) * D + d, mask=there, other=0).to(tl.float32)
+        else:
+            dx = tl.zeros([BT, BD], tl.float32)
         at = dlow_at + token[:, None].to(tl.int64) * M
         dlow = operand(tl.load(at, mask=there & exists[None, :], other=0))  # (BT, SHARED MB)
         sums = tl.dot(tl.trans(x), dlow, sums)
@@ -184,11 +188,11 @@ def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = Non
     return low
 
 
-def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> Tensor:
+def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, add: bool = True) -> Tensor:
     """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be float32."""
     (S, T, M), D = dlow.shape, x.shape[2]
     if M > _WIDEST or not _takes(x, dlow, dx):
-        return plain.x_proj_backward(dlow, x, projection, dx)
+        return plain.x_proj_backward(dlow, x, projection, dx, add)
     # Where blocks are narrow, two programs of a multiprocessor take turns.
     channels, stages, warps, programs = (128, _STAGES, 8, 1) if D % 128 == 0 else (_BLOCK, 2, 4, 2)
     blocks = D // channels
@@ -197,7 +201,7 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor) -> 
     with torch.cuda.device_of(x):
         _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
-            BT=_TOKENS, SHARED=S // len(x), STAGES=stages, num_warps=warps)  # fmt: skip
+            BT=_TOKENS, SHARED=S // len(x), ADD=add, STAGES=stages, num_warps=warps)  # fmt: skip
     return sum_sequences(sums)[0].view(S, M, D)
 
 

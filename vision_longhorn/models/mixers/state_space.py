@@ -92,7 +92,9 @@ class BidirectionalMixer(nn.Module):
             patches, row by row, and `d_state` is a multiple of 4.
         gate: what the gate silu(z) multiplies: "output", all that the scans give, or "skip", their skip D x alone, so
             that what they read from their states, S q, goes on as it is. With "none" there is no gate: `in_proj` gives
-            x alone, and the scans S q + D x. (The "shared" wiring takes "output" only.)
+            x alone, and the scans S q + D x. With "value" it gates nothing: the scans run over v = silu(z), which is
+            not convolved, and give S q + D v, and the convolved x gives their steps, keys and queries alone. (The
+            "shared" wiring takes "output" only.)
 
     Raises:
         ValueError: an option's value is not known, or the rule cannot have it.
@@ -228,7 +230,7 @@ class BidirectionalMixer(nn.Module):
         name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
         conv = ", convolution over the grid" if self.over_grid else ""
         rope = ", rotary positions" if self.rope else ""
-        gate = {"output": "", "skip": ", gated skip", "none": ", no gate"}[self.gate]
+        gate = {"output": "", "skip": ", gated skip", "none": ", no gate", "value": ", values of their own"}[self.gate]
         return f"{name}, state size {self.d_state}, {self.wiring} wiring{conv}{rope}{gate}"
 
     def extra_repr(self) -> str:
