@@ -3,6 +3,7 @@
 import pytest
 import timm
 import torch
+from timm.optim import create_optimizer_v2
 from vision_longhorn.kernels.backends.torch.rope import rotate
 
 from vision_longhorn.models.mixers import create_mixer
@@ -132,6 +133,16 @@ def test_under_autocast_the_inverse_keeps_its_digits():
 def test_an_option_that_is_not_possible_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model("vlonghorn_test", mixer="offline", **POOLED, **options)
+
+
+def test_muon_leaves_what_gives_keys_and_queries_to_adamw():
+    mixer = build()
+    optimizer = create_optimizer_v2(mixer, "muon", lr=1e-3, weight_decay=0.0)
+    before = mixer.x_proj.detach().clone()
+    mixer(torch.randn(1, 12, 12, dtype=torch.float64), 3).square().sum().backward()
+    optimizer.step()
+    moved = (mixer.x_proj - before).abs()
+    torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=0.02, atol=0)  # AdamW's first step
 
 
 def test_it_needs_the_grid_of_patches():

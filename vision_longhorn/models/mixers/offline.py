@@ -4,6 +4,7 @@ import math
 from typing import Any, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
@@ -137,7 +138,8 @@ class OfflineLonghorn(nn.Module):
         self.in_proj = nn.Linear(dim, d_inner, bias=False, **dd)
         self.conv_weight = nn.Parameter(torch.empty(d_inner, d_conv, d_conv, **dd))
         self.conv_bias = nn.Parameter(torch.empty(d_inner, **dd))
-        self.x_proj = nn.Linear(d_inner, self.num_heads * (2 * d_state + 1), bias=False, **dd)
+        # With its first axis Muon leaves it to AdamW, as that of `BidirectionalMixer`: keys learn faster so.
+        self.x_proj = nn.Parameter(torch.empty(1, self.num_heads * (2 * d_state + 1), d_inner, **dd))
         self.beta_bias = nn.Parameter(torch.empty(self.num_heads, **dd))
         self.ridge_log = nn.Parameter(torch.empty(self.num_heads, **dd))
         self.D = nn.Parameter(torch.empty(d_inner, **dd))
@@ -148,7 +150,8 @@ class OfflineLonghorn(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise as `BidirectionalMixer`, with beta near 1/2 and a ridge of 1/4."""
         self.in_proj.reset_parameters()
-        self.x_proj.reset_parameters()
+        bound = self.x_proj.shape[2] ** -0.5
+        nn.init.uniform_(self.x_proj, -bound, bound)
         bound = 1 / self.conv_weight.shape[-1]
         nn.init.uniform_(self.conv_weight, -bound, bound)
         nn.init.uniform_(self.conv_bias, -bound, bound)
@@ -161,7 +164,7 @@ class OfflineLonghorn(nn.Module):
     def forward(self, h: Tensor, rows: int) -> Tensor:
         """Map patches (B, L, dim), which stand in `rows` rows, to (B, L, dim)."""
         x = torch.ops.vision_longhorn.grid_conv(self.in_proj(h), self.conv_weight, self.conv_bias, rows, "auto")
-        low = self.x_proj(x)
+        low = F.linear(x, self.x_proj[0])
         y = regression(x, low, self.beta_bias, self.ridge_log, self.D, rows, self.rope, self.solve)
         return self.out_proj(y)
 
