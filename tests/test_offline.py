@@ -74,6 +74,15 @@ def test_newtons_iteration_inverts_what_a_ridge_allows(condition):
     torch.testing.assert_close(inverse(G) @ G, torch.eye(16, dtype=torch.float64).expand(3, 16, 16), rtol=0, atol=1e-6)
 
 
+def test_a_ridge_that_training_drove_to_nothing_still_gives_what_least_squares_gives():
+    """All keys alike leave the ridge alone to decide along all others."""
+    x, low, beta_bias, ridge_log, D = (value.detach() for value in inputs(N=32))
+    low[:] = low[:, :1]
+    found = regression(x, low, beta_bias, ridge_log - 50, D, 3, False, True)
+    least = torch.full_like(ridge_log, 0.032).log()
+    torch.testing.assert_close(found, plain(x, low, beta_bias, least, D, 3, False, True), rtol=1e-6, atol=1e-6)
+
+
 def test_without_rope_the_order_of_patches_does_not_matter_to_the_regression():
     given, order = inputs(), torch.randperm(12)
     y = regression(*given, 3, False, True)

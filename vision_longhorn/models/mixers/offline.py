@@ -11,7 +11,8 @@ from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_l
 from vision_longhorn.kernels.backends.torch.rope import angles
 from vision_longhorn.kernels.backends.torch.unit import unit
 
-_NEWTON_STEPS = 16  # each squares the error: enough while the ridge is more than a five-thousandth of the row sums
+_NEWTON_STEPS = 16  # each squares the error: enough while row sums are at most 5,000 times the smallest eigenvalue
+_LEAST_RIDGE = 1e-3  # over N. The row sums of K^T diag(w) K are at most N sqrt(N), so keys of up to 32 converge.
 
 
 def inverse(G: Tensor) -> Tensor:
@@ -47,7 +48,7 @@ def regression(
     Args:
         x: values, (B, L, heads C).
         low: of each token the keys and queries of all heads and the logits of beta, (B, L, heads (2 N + 1)).
-        beta_bias, ridge_log: (heads,); ridge_log is the logarithm of the ridge.
+        beta_bias, ridge_log: (heads,); ridge_log is the logarithm of the ridge, which is at least N / 1000.
         D: skip weight, (heads C,).
         rows: of the grid, in which the tokens stand row by row.
         rope: turn keys and queries by their place.
@@ -65,7 +66,7 @@ def regression(
             k, q = turned(k, rows), turned(q, rows)
         beta = torch.sigmoid(logits.to(k.dtype) + beta_bias).transpose(1, 2)  # (B, heads, L)
         weight = beta * (N / beta.sum(-1, keepdim=True))
-        ridge = ridge_log.to(k.dtype).exp()[:, None, None]
+        ridge = ridge_log.to(k.dtype).exp().clamp(min=_LEAST_RIDGE * N)[:, None, None]
         written = (k * weight.unsqueeze(-1)).transpose(2, 3)  # (B, heads, N, L)
         v = x.unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, L, C)
         S = (written.to(x.dtype) @ v).to(k.dtype)  # (B, heads, N, C)
