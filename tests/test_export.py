@@ -59,10 +59,6 @@ VARIANTS = {
         scan_order="rows_columns",
     ),
     "exact grid without a gate": dict(model_name="vlonghorn_test", rule="exact", qk_norm=True, gate="none", **GRID),
-    "offline": dict(model_name="vlonghorn_test", mixer="offline", class_token="none", global_pool="avg"),
-    "linear attention": dict(
-        model_name="vlonghorn_test", mixer="offline", solve=False, class_token="none", global_pool="avg"
-    ),
     "values": dict(model_name="vlonghorn_test", rule="exact", qk_norm=True, gate="value", **GRID),
     "mamba with values": dict(model_name="vim_test", wiring="alternate", gate="value"),
     "mamba without a gate": dict(model_name="vim_test", wiring="alternate", gate="none"),
@@ -278,7 +274,7 @@ def test_onnx_file_is_standard_and_gives_the_models_outputs(name, onnx, tmp_path
     assert {node.domain for node in nodes} == {""} and {opset.domain for opset in proto.opset_import} == {""}
     assert not proto.functions
     scans = [node for node in nodes if node.op_type == "Scan"]
-    in_block = 0 if variant.get("mixer") in ("mamba2", "offline") else 1 if variant.get("wiring") == "alternate" else 2
+    in_block = 0 if variant.get("mixer") == "mamba2" else 1 if variant.get("wiring") == "alternate" else 2
     assert len(scans) == depth * in_block
     assert [axis.dim_param for axis in proto.graph.input[0].type.tensor_type.shape.dim] == ["batch", "", "", ""]
 

@@ -29,7 +29,7 @@ def small_model(**options):
 
 
 def of_mixer(name):
-    return dict(mixer=name, **(dict(class_token="none", global_pool="avg") if name in ("conv", "offline") else {}))
+    return dict(mixer=name, **(dict(class_token="none", global_pool="avg") if name == "conv" else {}))
 
 
 @pytest.mark.parametrize("name,options", CAUSAL, ids=str)

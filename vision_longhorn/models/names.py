@@ -87,7 +87,6 @@ def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "mamba": (),
             "mamba2": ("wiring", "rope", "gate"),
             "attention": OF_SCANS,
-            "offline": ("wiring", "conv", "gate"),
             "conv": ("wiring", "conv", "rope", "gate"),
         }
         left_out = (*OF_LONGHORN, *others.get(mixers[1], (*OF_SCANS, "expand")))

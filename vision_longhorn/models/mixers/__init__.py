@@ -23,7 +23,6 @@ from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.mixers.attention import GatedAttention
 from vision_longhorn.models.mixers.gated_conv import GatedConv
 from vision_longhorn.models.mixers.mamba2 import Mamba2Mixer
-from vision_longhorn.models.mixers.offline import OfflineLonghorn
 from vision_longhorn.models.mixers.state_space import BidirectionalMixer, mamba
 
 Mixer: TypeAlias = str | Callable[..., nn.Module]  # a name below, or what makes the module
@@ -32,7 +31,6 @@ MIXERS: dict[str, Callable[..., nn.Module]] = {
     "longhorn": BidirectionalMixer,
     "mamba": mamba,
     "mamba2": Mamba2Mixer,
-    "offline": OfflineLonghorn,
     "attention": GatedAttention,
     "conv": GatedConv,
 }
