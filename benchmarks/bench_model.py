@@ -25,6 +25,7 @@ import math
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -297,13 +298,14 @@ def plot(best: list[dict], path: Path, title: str) -> None:
     axis.axhline(1, color="black", linewidth=1)
     axis.annotate(" DeiT", (1, 1), xycoords=("axes fraction", "data"), va="center")
     shown = [row for row in best if "train ratio" in row and not row["model"].startswith("deit")]
-    labels = list(dict.fromkeys(row["model"] for row in shown))
+    sizes = Counter(row["model"] for row in shown)
+    labels = [label for label, count in sizes.items() if count > 1]  # a single size makes no line
     names = [label.partition(",")[0] for label in labels]
     for label, name in zip(labels, names):
         points = sorted((row["resolution"], row["train ratio"]) for row in shown if row["model"] == label)
         (line,) = axis.plot(*zip(*points), marker="o", markersize=4)
         axis.annotate(f"  {name if names.count(name) == 1 else label}", points[-1], color=line.get_color(), va="center")
-    resolutions = sorted({row["resolution"] for row in shown})
+    resolutions = sorted({row["resolution"] for row in shown if row["model"] in labels})
     axis.set(
         xscale="log",
         xlabel="side of the images, pixels",
@@ -314,6 +316,7 @@ def plot(best: list[dict], path: Path, title: str) -> None:
     axis.set_xticks([], minor=True)
     axis.set_ylim(bottom=0)
     axis.grid(alpha=0.3)
+    axis.spines[["top", "right"]].set_visible(False)  # the names cross where the frame would be
     figure.savefig(path, dpi=120, bbox_inches="tight")  # with the names that stand behind the lines
     plt.close(figure)
 
