@@ -337,13 +337,6 @@ NOT_RUN = {
 }
 
 
-def readers_tensors() -> dict[str, torch.Tensor]:
-    """What docs/scan.md supposes that its reader has."""
-    B, L, D, N = 2, 5, 3, 4
-    shapes = dict(x=(B, L, D), beta=(B, L, D), dt=(B, L, D), A=(D, N)) | dict.fromkeys("kqBC", (B, L, N))
-    return {name: torch.randn(shape) for name, shape in shapes.items()}
-
-
 PAGES = [path for path in DOCUMENTS if blocks_of(path.read_text(encoding="utf-8"), "python")]
 
 
@@ -351,7 +344,7 @@ PAGES = [path for path in DOCUMENTS if blocks_of(path.read_text(encoding="utf-8"
 def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a page one after the other, as who reads it would paste them."""
     monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "__main__", **(readers_tensors() if page.name == "scan.md" else {})}
+    names: dict[str, object] = {"__name__": "__main__"}
     for block in blocks_of(page.read_text(encoding="utf-8"), "python"):
         code = compile(block, f"{page.name}: {block[:60]!r}", "exec")
         if not any(part in block for part in NOT_RUN):
