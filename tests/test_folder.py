@@ -325,7 +325,7 @@ def test_shards_in_folders_of_their_splits(tmp_path):
     maker.main(["index", str(root)])
     maker.main(["verify", str(root)])
     assert open_shards(root).samples_per_shard == [6] and open_shards(root, "test").num_samples == 4
-    with pytest.raises(DataError, match="no split 'val'; it has Train, test; name one of these"):
+    with pytest.raises(DataError, match="no split 'val'; it has Train, test; name one of these .as val_split in"):
         open_shards(root, "val")
     with pytest.raises(DataError, match="no shards and no class folders with images"):
         open_shards(tmp_path)

@@ -578,7 +578,7 @@ def test_the_last_checkpoint_by_either_name_is_no_way_back(tmp_path, monkeypatch
 def test_a_run_resumed_from_an_earlier_checkpoint_makes_the_same_way_again(tmp_path, arguments, capsys):
     run = quick(tmp_path / "run", arguments, "--epochs", "2", "--keep-checkpoints", "6")  # 3 to 8
     train_imagenet.main(["--resume", str(run / "update-0000005.pt")])
-    assert f"written after this checkpoint is in {run / 'before-1'} now" in capsys.readouterr().out
+    assert f"what else this run has written is in {run / 'before-1'} now" in capsys.readouterr().out
     old, new = load_checkpoint(run / "before-1" / "last.pt"), load_checkpoint(run / "last.pt")
     assert all(torch.equal(value, old["state_dict"][key]) for key, value in new["state_dict"].items())
     assert updates_in(run) == [5, 6, 7, 8] and updates_in(run / "before-1") == [3, 4, 6, 7, 8]

@@ -226,9 +226,10 @@ def _pick(split: str, splits: Iterable[str], spec: str, others: Sequence[str] = 
         return found[0]
     if found:
         raise DataError(f"{spec!r} has {', '.join(found)}, each of which may be {split!r}; name one of these")
+    option = f" (as {split}_split in training)" if split in ("train", "val") else ""
     raise DataError(
         f"{spec!r} has no split {split!r}; it has {', '.join([*sorted(splits), *others]) or 'no shards'}; "
-        f"name one of these, or other data for {split!r}"
+        f"name one of these{option}, or other data for {split!r}"
     )
 
 

@@ -57,7 +57,7 @@ class RunFolder:
         for name in "*.pt", "*.json", "*.csv", "*.yaml", "curves.png":
             clear_aside(self.path / name)
         if aside := set_aside(self.run, self.checkpoint):
-            what = "was written after this checkpoint" if self.checkpoint else "an earlier run left"
+            what = "else this run has written" if self.checkpoint else "an earlier run left"
             self.accelerator.print(f"Note: what {what} is in {aside} now.")
         # The environment comes first: it marks the folder as a run's, not one in which somebody keeps a config.yaml.
         write_text(self.run.environment_file, json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
