@@ -142,7 +142,7 @@ def recurrent_scan(
             plain loop.
         regime: how Triton goes through time: "sequential"; "parallel", in segments side by side, for few long sequences
             (rules that decay); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,
-            16 or 32, an NVIDIA GPU of compute capability 8.0 or more); "auto" chooses, and `scan_plan` tells what.
+            16 or 32, an NVIDIA GPU of compute capability 8.0 or more); "auto" chooses, `scan_plan` says which.
         qk_norm: divide each k and q by its length first, k / sqrt(||k||^2 + 1e-6). A zero key still writes nothing.
 
     Returns:
