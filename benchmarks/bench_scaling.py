@@ -44,6 +44,7 @@ def work(args: argparse.Namespace) -> None:
         model_kwargs={"img_size": args.resolution},
         batch_size=args.batch,
         compile=args.compile,
+        cuda_graphs=args.cuda_graphs,
         compress_gradients=args.compress_gradients,
         fsdp=args.fsdp,
         **plain,
@@ -110,6 +111,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="of each of three timings (20)")
     parser.add_argument("--warm-up", type=int, default=10, help="steps before them (10)")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True, help="(yes)")
+    parser.add_argument("--cuda-graphs", action=argparse.BooleanOptionalAction, default=True, help="(yes, on a GPU)")
     parser.add_argument("--compress-gradients", action="store_true", help="average them in bfloat16")
     parser.add_argument("--fsdp", action="store_true", help="shard weights, gradients and AdamW's state (FSDP2)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for scaling.json")

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vision_longhorn.kernels import HAS_TRITON
+
 Group = tuple[str, list[int], list[list[float]]]  # kind, numbers of images, six arguments of each
 
 
@@ -51,10 +53,18 @@ AFFINE: dict[str, Callable[[float, int, int], list[float]]] = {
 }
 
 
-def _transform(images: Tensor, matrix: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
-    """Resample uint8 images (n, 3, H, W) by matrices (n, 6) with PIL's kernels; the bicubic one has a = -1."""
+def _transform(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
+    if images.is_cuda and HAS_TRITON:
+        from .affine import resample
+
+        return resample(images, maps, fill, bilinear)
+    return resampled(images, maps, fill, bilinear)
+
+
+def resampled(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
+    """Resample uint8 images (n, 3, H, W) by maps (n, 6) with PIL's kernels; the bicubic one has a = -1."""
     n, _, height, width = images.shape
-    a, b, c, d, e, f = matrix.view(n, 6, 1, 1).unbind(1)
+    a, b, c, d, e, f = maps.view(n, 6, 1, 1).unbind(1)
     x = torch.arange(width, device=images.device) + 0.5
     y = torch.arange(height, device=images.device)[:, None] + 0.5
     x, y = a * x + b * y + c, d * x + e * y + f  # (n, H, W)
