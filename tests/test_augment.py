@@ -19,7 +19,7 @@ from torchvision.transforms import Compose, Normalize, RandomCrop
 from vision_longhorn.data import DataError, decode_image, device_batches, open_shards, split_transform, train_loader
 from vision_longhorn.data.augment import Finish, _Box, _sent_ahead
 from vision_longhorn.data.images import decode_tensor
-from vision_longhorn.data.operations import AFFINE, KINDS
+from vision_longhorn.data.operations import AFFINE, KINDS, resampled
 from vision_longhorn.data.transforms import mend_posterize, train_transform
 from vision_longhorn.errors import UserError
 from vision_longhorn.training.config import Config, read_config_file
@@ -109,6 +109,20 @@ def test_operations_give_what_pil_gives(name):
                 # PIL resamples in float64, which can fall to the other side of a whole number.
                 assert off.max() <= 1 and (off > 0).float().mean() < 0.1, (level, resample)
                 assert (wanted.int() - got.int()).float().mean().abs() < 0.01, (level, resample)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [(20, 30), (33, 7), (1, 1)])
+def test_triton_resamples_to_the_bit(device, size):
+    from vision_longhorn.data.affine import resample
+
+    images = torch.randint(0, 256, (7, 3, *size), dtype=torch.uint8, device=device)
+    maps = [AFFINE[name](factor, *size) for name, factor in (("Rotate", -27.3), ("ShearX", 0.29), ("ShearY", -0.11))]
+    maps += [AFFINE["TranslateXRel"](0.2, *size), AFFINE["TranslateY"](-3.7, *size)]
+    maps += [[1, 0, 0, 0, 1, 0], [1, 0, 1e9, 0, 1, -1e9]]
+    arguments = torch.tensor(maps, device=device), torch.tensor(FILL, device=device).float().view(3, 1, 1)
+    for bilinear in (False, True):
+        assert torch.equal(resample(images, *arguments, bilinear), resampled(images, *arguments, bilinear))
 
 
 def test_transform_is_split_as_it_stands():
