@@ -189,6 +189,13 @@ def compile_values(_: str, dtype: torch.dtype, variant: str) -> None:
     values.backward(_tensor(scans, *z.shape, dtype=dtype), z, values.forward(z))
 
 
+def compile_resample(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.data import affine
+
+    images, fill = _tensor(BATCH, 3, 32, 32, dtype=torch.uint8), _tensor(3, 1, 1, dtype=torch.float32)
+    affine.resample(images, _tensor(BATCH, 6, dtype=torch.float32), fill, variant == "bilinear")
+
+
 def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import unit as triton_unit
 
@@ -247,6 +254,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
+    "resample": (compile_resample, ("bicubic", "bilinear")),
     "rope": (compile_rope, ("both_directions",)),
     "skip": (compile_skip, ("one_direction", "both_directions")),
     "unit": (compile_unit, ("both_directions",)),
@@ -293,8 +301,9 @@ def stand_in(target: GPUTarget, launch: Callable) -> None:
 def launchable() -> set[str]:
     """Find the names of the package's kernels that are launched, not called by others: they end in _kernel."""
     found = set()
-    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
-        values = vars(importlib.import_module(module.name)).values()
+    modules = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
+    for name in (*modules, "vision_longhorn.data.affine"):
+        values = vars(importlib.import_module(name)).values()
         found |= {value.fn.__name__ for value in values if isinstance(value, JITFunction)}
     return {name for name in found if name.endswith("_kernel")}
 
