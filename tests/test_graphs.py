@@ -13,7 +13,7 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.train import main
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.graphs import capture, gradients_are_apart
-from vision_longhorn.training.setup import wrap
+from vision_longhorn.training.setup import start_processes, wrap
 
 RUN = ["--model-kwargs", "depth=2", "embed_dim=32", "img_size=8", "patch_size=4", "--workers", "0", "--repeats", "1",
        "--batch-size", "128", "--epochs", "2", "--warmup-epochs", "0", "--lr-base-batch", "none"]  # fmt: skip
@@ -112,6 +112,13 @@ def test_without_a_gpu_or_with_fsdp_there_are_no_graphs(other, capsys):
     wrap(Config(cuda_graphs=True, **{other: True}), model, None, (4,), make_accelerator("cpu", "fp32"))
     assert ("Note: fsdp runs without cuda_graphs" in capsys.readouterr().out) == (other == "fsdp")
     assert model.compiled == (other == "compile")
+
+
+def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UserError, match="no-such-compiler is not there: install it, or add --compile false"):
+        start_processes(Config(compile=True, device="cpu"), tmp_path)
+    start_processes(Config(device="cpu"), tmp_path)
 
 
 def test_a_captured_model_is_compiled_for_training_alone(monkeypatch):

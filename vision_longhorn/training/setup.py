@@ -1,6 +1,7 @@
 """Makes the parts of a run from its `Config`: processes, data, model, loaders, loss, optimiser, schedule."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
         comm_hook=DDPCommunicationHookType.BF16 if cfg.compress_gradients else DDPCommunicationHookType.NO,
         static_graph=cfg.grad_accum == 1,  # torch does not support it with accumulation
     )
-    return make_accelerator(
+    accelerator = make_accelerator(
         cfg.device,
         cfg.precision,
         cfg.grad_accum,
@@ -67,6 +68,12 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
         log_with=cfg.track,
         project_dir=str(run_dir),
     )
+    compiler = os.environ.get("CXX", "g++")  # what torch starts on a CPU
+    if cfg.compile and accelerator.device.type == "cpu" and not shutil.which(compiler):
+        raise UserError(
+            f"compile: torch needs a C++ compiler on a CPU, and {compiler} is not there: install it, or add --compile false"
+        )
+    return accelerator
 
 
 def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet, int, dict[str, list[str] | None]]:
