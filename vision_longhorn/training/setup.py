@@ -71,7 +71,8 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
     compiler = os.environ.get("CXX", "g++")  # what torch starts on a CPU
     if cfg.compile and accelerator.device.type == "cpu" and not shutil.which(compiler):
         raise UserError(
-            f"compile: torch needs a C++ compiler on a CPU, and {compiler} is not there: install it, or add --compile false"
+            f"compile: on a CPU torch needs a C++ compiler, and {compiler} is not there: install it, or add "
+            "--compile false"
         )
     return accelerator
 
