@@ -72,8 +72,8 @@ def resample(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tens
     n, _, height, width = images.shape
     out = torch.empty_like(images)
     grid = triton.cdiv(height * width, _BLOCK), n
-    # Where the compiler fused products and sums, a pixel would now and then differ by one.
-    _resample_kernel[grid](
-        images.contiguous(), maps.contiguous(), fill, out, height, width, not bilinear, _BLOCK, enable_fp_fusion=False
-    )
+    args = images.contiguous(), maps.contiguous(), fill, out, height, width, not bilinear, _BLOCK
+    with torch.cuda.device_of(images):
+        # Where the compiler fused products and sums, a pixel would now and then differ by one.
+        _resample_kernel[grid](*args, enable_fp_fusion=False)
     return out
