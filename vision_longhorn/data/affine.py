@@ -1,6 +1,6 @@
-"""Resampling by affine maps in one Triton kernel, with the bits of its plain form, `operations.resampled`.
+"""Resamples images by affine maps in one Triton kernel, with the bits of the plain form, `operations.resampled`.
 
-There each of the 16 points of a bicubic pixel is a tensor of its own, which a GPU writes to memory and reads again.
+The plain form makes a tensor of each of the 16 points around a pixel, and a GPU writes all of them to memory.
 """
 
 import torch
@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 256  # pixels of a program
+_BLOCK = 1024  # pixels of a program
+
+
+@triton.jit
+def _cubic(v0, v1, v2, v3, d):
+    return v1 + d * (v2 - v0 + d * (2 * (v0 - v1) + v2 - v3 + d * (v1 - v0 + v3 - v2)))
 
 
 @triton.jit
@@ -29,11 +34,6 @@ def _row(image_ptr, top, row: tl.constexpr, left, dx, height, width, BICUBIC: tl
 
 
 @triton.jit
-def _cubic(v0, v1, v2, v3, d):
-    return v1 + d * (v2 - v0 + d * (2 * (v0 - v1) + v2 - v3 + d * (v1 - v0 + v3 - v2)))
-
-
-@triton.jit
 def _resample_kernel(
     images_ptr, maps_ptr, fill_ptr, out_ptr, height, width, BICUBIC: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _resample_kernel(
     inside = (u >= 0) & (u < width) & (v >= 0) & (v < height)
     left, top = tl.floor(u - 0.5), tl.floor(v - 0.5)
     du, dv = (u - 0.5) - left, (v - 0.5) - top
-    # What lies outside is not used, and its place may be too far away for an integer.
+    # A pixel from outside takes the fill, and its place may be too far away for an integer.
     left, top = tl.where(inside, left, 0).to(tl.int32), tl.where(inside, top, 0).to(tl.int32)
     for channel in range(3):
         plane = (image * 3 + channel) * height * width
@@ -68,7 +68,7 @@ def _resample_kernel(
 
 
 def resample(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
-    """Resample uint8 images (n, 3, H, W) by maps (n, 6); `fill` is (3, 1, 1)."""
+    """Resample uint8 images (n, 3, H, W) on a GPU by maps (n, 6), float32; `fill` is (3, 1, 1), float32."""
     n, _, height, width = images.shape
     out = torch.empty_like(images)
     grid = triton.cdiv(height * width, _BLOCK), n

@@ -55,7 +55,7 @@ AFFINE: dict[str, Callable[[float, int, int], list[float]]] = {
 
 def _transform(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
     if images.is_cuda and HAS_TRITON:
-        from .affine import resample
+        from .affine import resample  # only here, because Triton is optional
 
         return resample(images, maps, fill, bilinear)
     return resampled(images, maps, fill, bilinear)

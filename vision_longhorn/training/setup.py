@@ -69,7 +69,8 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
         project_dir=str(run_dir),
     )
     compiler = os.environ.get("CXX", "g++")  # what torch starts on a CPU
-    if cfg.compile and accelerator.device.type == "cpu" and not shutil.which(compiler):
+    on_cpu = accelerator.device.type == "cpu" and os.name == "posix"
+    if cfg.compile and on_cpu and not shutil.which(compiler):
         raise UserError(
             f"compile: on a CPU torch needs a C++ compiler, and {compiler} is not there: install it, or add "
             "--compile false"
