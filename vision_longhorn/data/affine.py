@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_BLOCK = 1024  # pixels of a program
+_BLOCK = 128  # pixels of a program, one for each thread: more of them spill registers
 
 
 @triton.jit
