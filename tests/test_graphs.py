@@ -119,6 +119,8 @@ def test_compiling_on_a_cpu_needs_a_compiler(monkeypatch, tmp_path):
     with pytest.raises(UserError, match="no-such-compiler is not there: install it, or add --compile false"):
         start_processes(Config(compile=True, device="cpu"), tmp_path)
     start_processes(Config(device="cpu"), tmp_path)
+    monkeypatch.setenv("CXX", "env no-such-compiler")  # a command before its name, such as ccache
+    start_processes(Config(compile=True, device="cpu"), tmp_path)
 
 
 def test_a_captured_model_is_compiled_for_training_alone(monkeypatch):

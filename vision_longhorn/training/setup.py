@@ -1,6 +1,7 @@
 """Makes the parts of a run from its `Config`: processes, data, model, loaders, loss, optimiser, schedule."""
 
 import os
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
         log_with=cfg.track,
         project_dir=str(run_dir),
     )
-    compiler = os.environ.get("CXX", "g++")  # what torch starts on a CPU
+    compiler = shlex.split(os.environ.get("CXX") or "g++")[0]  # what torch starts on a CPU; CXX may be "ccache g++"
     on_cpu = accelerator.device.type == "cpu" and os.name == "posix"
     if cfg.compile and on_cpu and not shutil.which(compiler):
         raise UserError(
