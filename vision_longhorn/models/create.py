@@ -19,6 +19,8 @@ TimmModel: TypeAlias = Any  # an nn.Module with timm's own attributes, such as p
 def create_model(name: str, /, **kwargs: Any) -> TimmModel:
     """Call `timm.create_model`, and explain in one line what is wrong.
 
+    Models that take images of any size, such as ResNets, have no `img_size`. They are made without it.
+
     Raises:
         UserError: For an unknown name, arguments that the model refuses, or a damaged model folder.
     """
@@ -32,7 +34,7 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         for file in Path(folder).iterdir() if source.lower() == "local-dir" else ():
             if file.suffix in (".safetensors", ".bin", ".pth"):
                 check_whole(file)
-        model = timm.create_model(name, **kwargs)
+        model = _make(name, kwargs)
         if source and (wrong := _wrong_in_config(model, "num_classes" in kwargs)):
             raise UserError(f"its config.json is damaged ({wrong} cannot be right): fetch or make it again")
         return model
@@ -43,6 +45,15 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
         given += ["its config.json"] if source else []
         why = shorten(one_line(error), 500)
         raise UserError(f"model {name} cannot be made with {', '.join(given)}: {why}") from error
+
+
+def _make(name: str, kwargs: dict[str, Any]) -> TimmModel:
+    try:
+        return timm.create_model(name, **kwargs)
+    except TypeError as error:
+        if "unexpected keyword argument 'img_size'" not in str(error):
+            raise
+    return timm.create_model(name, **{key: value for key, value in kwargs.items() if key != "img_size"})
 
 
 def _wrong_in_config(model: TimmModel, other_classes: bool) -> str:
