@@ -1,5 +1,6 @@
 """Shows a study's JSON as Markdown and as a plot."""
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from lab.statistics import Interval, combination, difference, mean, over_images,
 from vision_longhorn.plots import keep_to_per_cent, new_figure, save_png
 
 Record = dict[str, Any]
+LINES, MARKERS = ("-", "--", ":", "-."), "osD^v<>PX*"
 BARS = "bars are 95 % intervals, of two seeds both"
 
 
@@ -258,7 +260,7 @@ def draw_means(axes: Any, groups: dict[Any, list[float]], **style: Any) -> None:
         for one in found.values()
     ]
     values = [one.value for one in found.values()]
-    axes.errorbar(list(found), values, np.transpose(bars), marker="o", capsize=3, clip_on=False, **style)
+    axes.errorbar(list(found), values, np.transpose(bars), capsize=3, clip_on=False, **{"marker": "o", **style})
     for x, pair in groups.items():
         if len(pair) == 2:
             axes.plot([x, x], pair, linestyle="", marker="_", color=style["color"], clip_on=False)
@@ -273,23 +275,30 @@ def plot(content: Record, out: Path) -> None:
     arms = [arm for arm in reading.arms if reading.runs[arm["key"]]]
     # All use the same kind of seconds, because runs side by side take several times as many.
     alone = bool(arms) and all(reading.speed(arm).get("images_per_s") and arm["images_per_epoch"] for arm in arms)
-    figure = new_figure(20 if sizes else 15, 5)
-    axes = figure.subplots(1, 4 if sizes else 3)
-    for number, arm in enumerate(arms):
-        style = dict(color=f"C{number % 10}", linestyle=("-", "--", ":", "-.")[number // 10 % 4])
+    count = 4 if sizes else 3
+    columns = 2 * count  # of the legend
+    figure = new_figure(5 * count, 5 + 0.2 * math.ceil(len(arms) / columns))
+    axes = figure.subplots(1, count)
+    variants, settings = (list(dict.fromkeys(arm[part] for arm in arms)) for part in ("variant", "setting"))
+    for arm in arms:
+        # A variant has the same colour in all settings. Lines and markers tell settings apart, and tens of variants.
+        variant = variants.index(arm["variant"])
+        kind = settings.index(arm["setting"]) * math.ceil(len(variants) / 10) + variant // 10
         runs = reading.runs[arm["key"]]
+        style = dict(color=f"C{variant % 10}", linestyle=LINES[kind % len(LINES)])
         style["label"] = f"{reading.label(arm)} ({len(runs)})"
+        point = style | dict(marker=MARKERS[kind % len(MARKERS)])
         cost = float(np.mean([run["seconds"] for run in runs]))
         if alone:
             cost = arm["images_per_epoch"] * arm["config"]["epochs"] / reading.speed(arm)["images_per_s"]
-        draw_means(axes[0], {cost: reading.accuracies(arm)}, **style)
+        draw_means(axes[0], {cost: reading.accuracies(arm)}, **point)
         losses = [dict(zip(run["curve"]["epoch"], run["curve"]["train_loss"])) for run in runs]
         for panel, curves in (axes[1], [reading.curve(run) for run in runs]), (axes[2], losses):
             epochs = [epoch for epoch in curves[0] if all(epoch in curve for curve in curves)]
             values = [float(np.mean([curve[epoch] for curve in curves])) for epoch in epochs]
             panel.plot(epochs, values, marker="o" if len(epochs) == 1 else None, **style)
         if sizes:
-            draw_means(axes[3], {size: reading.shares(arm, size) for size in sizes}, **style)
+            draw_means(axes[3], {size: reading.shares(arm, size) for size in sizes}, **point)
     measured = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
     top1 = f"{'EMA' if reading.weights == 'ema' else 'raw'} top-1, %"
     titles = [(top1, f"seconds of training, {measured}"), (top1, "epoch"), ("training loss", "epoch"), (top1, "pixels")]
@@ -299,7 +308,8 @@ def plot(content: Record, out: Path) -> None:
         if title == top1:
             keep_to_per_cent(panel)
     if arms:
-        axes[2].legend(fontsize="x-small")  # losses leave a corner free
+        handles, labels = axes[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, fontsize="x-small")
     figure.suptitle(f"{content['study']}: mean over seeds (their number in brackets), {BARS}")
     save_png(figure, out, dpi=100, tool="study")
 
