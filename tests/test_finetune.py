@@ -21,6 +21,7 @@ import train_imagenet
 from vision_longhorn.checkpoint import save_checkpoint
 from vision_longhorn.data.sharding import index_shards
 from vision_longhorn.errors import UserError
+from vision_longhorn.loading import load_model
 from vision_longhorn.models.create import create_model
 from vision_longhorn.training.init import model_from_weights
 
@@ -193,6 +194,17 @@ def test_weights_of_timms_models_are_taken_too(tmp_path):
     assert model.fc.weight.shape[0] == 3 and torch.equal(model.conv1[0].weight, donor.conv1[0].weight)
     with pytest.raises(UserError, match="another model"):
         model_from_weights("vlonghorn_test", tmp_path / "resnet.pt", 5, img_size=8, **MODEL)
+
+
+def test_a_model_for_any_size_trains_at_that_of_the_config(tmp_path, shards, capsys):  # noqa: F811
+    # A ResNet has no img_size, and timm's default of 224 px would be 28 times as large.
+    run = train_imagenet.main([
+        *QUICK, *PLAIN, *shards, "--model", "test_resnet", "--model-kwargs", "img_size=8", "patch_size=none",
+        "depth=none", "embed_dim=none", "--epochs", "1", "--run-dir", str(tmp_path / "run")])  # fmt: skip
+    assert "input 3x8x8" in capsys.readouterr().out
+    assert load_model(run).settings["input_size"] == (3, 8, 8)
+    model, _ = model_from_weights("test_resnet", run, 3, img_size=16)
+    assert model.num_classes == 3
 
 
 def test_early_blocks_of_a_fine_tuned_model_learn_slower(weights, tmp_path, shards, capsys):  # noqa: F811
