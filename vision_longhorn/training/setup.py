@@ -213,7 +213,7 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
     with bad_input(f"opt={cfg.opt}"):
         info = get_optimizer_info(cfg.opt.lower().removeprefix("lookahead_"))
         if cfg.opt_betas and not info.has_betas:  # timm would drop them without a word
-            raise UserError(f"it has no betas; leave opt_betas={cfg.opt_betas} out")
+            raise UserError(f"it has no betas; leave opt_betas={cfg.opt_betas} out, as by `--opt-betas none`")
         if info.second_order:
             raise UserError("it takes second derivatives; give another, such as adamw or lamb")
         optimizer = create_optimizer_v2(
