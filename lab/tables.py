@@ -285,20 +285,23 @@ def plot(content: Record, out: Path) -> None:
         variant = variants.index(arm["variant"])
         kind = settings.index(arm["setting"]) * math.ceil(len(variants) / 10) + variant // 10
         runs = reading.runs[arm["key"]]
-        style = dict(color=f"C{variant % 10}", linestyle=LINES[kind % len(LINES)])
-        style["label"] = f"{reading.label(arm)} ({len(runs)})"
-        point = style | dict(marker=MARKERS[kind % len(MARKERS)])
+        style = dict(
+            color=f"C{variant % 10}",
+            linestyle=LINES[kind % len(LINES)],
+            marker=MARKERS[kind % len(MARKERS)],
+            label=f"{reading.label(arm)} ({len(runs)})",
+        )
         cost = float(np.mean([run["seconds"] for run in runs]))
         if alone:
             cost = arm["images_per_epoch"] * arm["config"]["epochs"] / reading.speed(arm)["images_per_s"]
-        draw_means(axes[0], {cost: reading.accuracies(arm)}, **point)
+        draw_means(axes[0], {cost: reading.accuracies(arm)}, **style)
         losses = [dict(zip(run["curve"]["epoch"], run["curve"]["train_loss"])) for run in runs]
         for panel, curves in (axes[1], [reading.curve(run) for run in runs]), (axes[2], losses):
             epochs = [epoch for epoch in curves[0] if all(epoch in curve for curve in curves)]
             values = [float(np.mean([curve[epoch] for curve in curves])) for epoch in epochs]
-            panel.plot(epochs, values, marker="o" if len(epochs) == 1 else None, **style)
+            panel.plot(epochs, values, markersize=3, markevery=math.ceil(len(epochs) / 6) or 1, **style)
         if sizes:
-            draw_means(axes[3], {size: reading.shares(arm, size) for size in sizes}, **point)
+            draw_means(axes[3], {size: reading.shares(arm, size) for size in sizes}, **style)
     measured = f"alone on {reading.hardware}" if alone else "as measured, perhaps side by side"
     top1 = f"{'EMA' if reading.weights == 'ema' else 'raw'} top-1, %"
     titles = [(top1, f"seconds of training, {measured}"), (top1, "epoch"), ("training loss", "epoch"), (top1, "pixels")]

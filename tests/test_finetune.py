@@ -205,6 +205,8 @@ def test_a_model_for_any_size_trains_at_that_of_the_config(tmp_path, shards, cap
     assert load_model(run).settings["input_size"] == (3, 8, 8)
     model, _ = model_from_weights("test_resnet", run, 3, img_size=16)
     assert model.num_classes == 3
+    with pytest.raises(UserError, match=r"with d_state=8: .*'d_state'"):
+        create_model("test_resnet", img_size=8, d_state=8)
 
 
 def test_early_blocks_of_a_fine_tuned_model_learn_slower(weights, tmp_path, shards, capsys):  # noqa: F811

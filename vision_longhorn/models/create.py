@@ -48,12 +48,14 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
 
 
 def _make(name: str, kwargs: dict[str, Any]) -> TimmModel:
+    """Makes a model, for which it takes `img_size` from the arguments if the model has none."""
     try:
         return timm.create_model(name, **kwargs)
     except TypeError as error:
         if "unexpected keyword argument 'img_size'" not in str(error):
             raise
-    return timm.create_model(name, **{key: value for key, value in kwargs.items() if key != "img_size"})
+    del kwargs["img_size"]
+    return timm.create_model(name, **kwargs)
 
 
 def _wrong_in_config(model: TimmModel, other_classes: bool) -> str:
