@@ -83,6 +83,7 @@ def main(argv: list[str] | None = None) -> None:
             data=folder,
             train_samples=args.updates * args.batch_size,
             val_samples=PER_SHARD,
+            num_classes=1000,  # as ImageNet has; the shards do not say
             epochs=2,
             log_interval=max(1, args.updates // 2),
             warmup_epochs=1,

@@ -391,6 +391,7 @@ def test_the_trainer_is_timed_beside_its_update(tmp_path, monkeypatch):
 
     def rate(cfg, folder):
         shards = open_shards(cfg.data, cfg.train_split, cfg.train_samples)
+        assert shards.num_classes is None and cfg.num_classes == 1000  # without either the trainer refuses the shards
         assert len(shards.urls) > cfg.workers and cfg.epochs == 2 and cfg.auto_augment.startswith("rand-m9")
         return 100.0 * cfg.repeats
 

@@ -25,7 +25,7 @@ def test_every_config_loads_by_its_bare_name_and_makes_its_model(stem):
     recipe = {"scale", "auto_augment", "mixup", "cutmix", "smoothing", "repeats", "lr", "lr_base_batch", "weight_decay",
               "batch_size", "epochs", "warmup_epochs", "min_lr", "ema_decay", "clip_grad", "drop_path"}  # fmt: skip
     assert recipe <= yaml.safe_load((CONFIGS / f"{stem}.yaml").read_text()).keys()
-    # One's own images have other classes than ImageNet, and say which. CIFAR-10's shards have no index.
+    # One's own images have their own classes, which a folder or an index tells. CIFAR-10's shards have no index.
     assert config.num_classes == (10 if stem == "cifar10" else None)
 
 

@@ -48,7 +48,7 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
 
 
 def _make(name: str, kwargs: dict[str, Any]) -> TimmModel:
-    """Makes a model, for which it takes `img_size` from the arguments if the model has none."""
+    """Makes a model. If it has no `img_size`, that leaves `kwargs`, too, so that errors name what was tried."""
     try:
         return timm.create_model(name, **kwargs)
     except TypeError as error:
