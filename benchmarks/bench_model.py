@@ -434,6 +434,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         own = results["earlier"].pop()
     results = {"environment": own} | results
     if args.official:
+        if not args.official.is_dir():
+            raise UserError(f"there is no folder {args.official}: give a checkout of hustvl/Vim")
         error = register_official(args.official)
         results["official"] = {"imported": error is None, "error": error}
         if error is None:

@@ -1,4 +1,4 @@
-"""Runs every kernel once at small, awkward sizes, for a memory checker:
+"""Runs every kernel once at small, awkward sizes, for a memory checker. It needs a GPU.
 
 compute-sanitizer --tool memcheck python benchmarks/small_shapes.py
 compute-sanitizer --tool racecheck python benchmarks/small_shapes.py exact    # of these rules only
@@ -6,7 +6,7 @@ compute-sanitizer --tool racecheck python benchmarks/small_shapes.py exact    # 
 Run it once without the checker before: compilation takes long under it.
 """
 
-import sys
+import argparse
 from unittest import mock
 
 import bench_scan  # first, since it lets a checkout do without installation
@@ -15,6 +15,8 @@ from vision_longhorn.kernels.backends.torch import rope
 from vision_longhorn.kernels.backends.triton import chunks, projections
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
+from vision_longhorn.command_line.parser import Parser, run_cli
+from vision_longhorn.errors import UserError
 from vision_longhorn.models.mixers import BidirectionalMixer
 
 
@@ -73,8 +75,22 @@ def mixers(rules: list[str]) -> None:
         print("projections ran")
 
 
-if __name__ == "__main__":
+def known(rule: str) -> str:
+    if rule not in NAMES:
+        raise argparse.ArgumentTypeError(f"{rule!r} is not known: give one of {', '.join(NAMES)}")
+    return rule
+
+
+def main() -> None:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rules", nargs="*", type=known, metavar="RULE", help=f"{', '.join(NAMES)} [all]")
+    chosen = parser.parse_args().rules or list(NAMES)
+    if not torch.cuda.is_available():
+        raise UserError("this runs the kernels of GPUs, and there is no GPU here")
     torch.manual_seed(0)
-    chosen = sys.argv[1:] or list(NAMES)
     scans(chosen)
     mixers(chosen)
+
+
+if __name__ == "__main__":
+    run_cli(main)

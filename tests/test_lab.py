@@ -1,6 +1,7 @@
 """The lab: its file of studies, runs that go on after any end, and what is reused."""
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -28,13 +29,14 @@ from test_train import REPOSITORY, fails_with_one_line, write_digits
 from torch.utils.benchmark import Timer
 
 from lab import __main__ as lab
-from lab import hits, holdout, queue, recall
+from lab import hits, holdout, queue, recall, tiny_imagenet
 from lab.plan import STUDIES, read_studies, unique_trials
 from lab.results import Known, build, write_results
 from lab.statistics import read_bits
 from lab.tables import markdown
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data.places import open_shards
+from vision_longhorn.data.samples import image_of
 from vision_longhorn.data.sharding import make_digits
 from vision_longhorn.data.tars import read_shard
 from vision_longhorn.errors import UserError
@@ -629,6 +631,36 @@ def test_twelve_lines_make_a_study_as_the_help_shows(tmp_path, monkeypatch, caps
     words = ["mine", "--file", "mine.yaml", "--device", "cpu"]
     lab.main([*words, "--data", "photos", "--dry-run"])  # which opens the data and builds the models
     assert "6 of 6 runs to do" in capsys.readouterr().out
+
+
+def test_the_data_of_the_studies_are_made_of_tiny_imagenet(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_imagenet, "CLASSES", 4)
+    monkeypatch.setattr(tiny_imagenet, "IMAGES", 2)
+    source, rows = tmp_path / "tiny", []
+    for color, name in enumerate(f"n{number}" for number in range(8)):
+        for place, files in ((f"train/{name}/images", [f"{name}_{i}" for i in range(3)]), ("val/images", [f"v{name}"])):
+            (source / place).mkdir(parents=True, exist_ok=True)
+            for file in files:
+                Image.new("RGB", (4, 4), (30 * color, 0, 0)).save(source / place / f"{file}.JPEG")
+        rows.append(f"v{name}.JPEG\t{name}\t0\t0\t3\t3")
+    with pytest.raises(UserError, match="no file .*val_annotations.txt: unpack"):
+        tiny_imagenet.samples_of(source, 4)
+    (source / "val" / "val_annotations.txt").write_text("\n".join(rows[::-1]))
+    tiny_imagenet.main([str(source), str(tmp_path / "out")])
+    train, val = (open_shards(tmp_path / "out", split) for split in ("train", "val"))
+    assert train.class_names == val.class_names == ["n1", "n3", "n5", "n7"]
+    for part, each in ((train, 2), (val, 1)):
+        found = [sample for url in part.urls for sample in read_shard(url)]
+        assert Counter(int(sample["cls"]) for sample in found) == dict.fromkeys(range(4), each)
+        reds = [Image.open(io.BytesIO(image_of(sample))).getpixel((1, 1))[0] for sample in found]
+        assert all(abs(red - 30 * (2 * int(sample["cls"]) + 1)) < 9 for red, sample in zip(reds, found, strict=True))
+    assert tiny_imagenet.samples_of(source, 2)[1] == ["n1", "n5"]
+    (source / "train" / "n1" / "images" / "n1_0.JPEG").unlink()
+    (source / "train" / "n1" / "images" / "n1_1.JPEG").unlink()
+    with pytest.raises(UserError, match="n1/images has 1 JPEG files, not 2 or more"):
+        tiny_imagenet.samples_of(source, 4)
+    with pytest.raises(UserError, match="train has 0 folders and not 8"):
+        tiny_imagenet.samples_of(tmp_path, 4)
 
 
 def test_a_tenth_of_each_class_is_held_out(tmp_path, capsys):

@@ -708,6 +708,10 @@ def test_a_bare_resume_starts_a_run_or_goes_on_with_it_and_needs_its_folder(tmp_
     assert said.count("no checkpoint yet") == 1 and "Going on" not in said
     quick(tmp_path / "run", arguments, "--resume", "--epochs", "2")
     assert "Going on with" in capsys.readouterr().out
+    elsewhere = ["--resume", tmp_path / "run", "--epochs", "3", "--data", "photos"]
+    fails_with_one_line(
+        train_imagenet.main, elsewhere, capsys, "'photos'", "the folder that it was started in", "--data"
+    )
 
 
 def test_a_resumed_run_takes_new_settings_but_no_other_optimiser(tmp_path, arguments, capsys):

@@ -380,13 +380,15 @@ def test_val_tar_and_ground_truth_must_match(ilsvrc, tmp_path):
         maker.main([*args, str(ilsvrc / "other.txt"), str(tmp_path / "out")])
 
 
-def test_train_tar_that_is_cut_short(ilsvrc, tmp_path):
+def test_train_tar_that_is_cut_short_or_not_there(ilsvrc, tmp_path):
     data = (ilsvrc / "train.tar").read_bytes()
     (tmp_path / "cut.tar").write_bytes(data[: len(data) * 2 // 3])
     with pytest.raises(DataError, match="damaged or cut short"):
         ilsvrc_train(tmp_path / "cut.tar")
     with pytest.raises(DataError, match="not one tar per class"):
         ilsvrc_train(ilsvrc / "val.tar")
+    with pytest.raises(DataError, match="there is no file .*none.tar; check the path"):
+        ilsvrc_train(tmp_path / "none.tar")
 
 
 def test_two_processes_make_the_digits_at_once_and_they_are_those_of_scikit_learn(tmp_path):

@@ -186,6 +186,8 @@ def _opened(
     try:
         with tarfile.open(path, mode, fileobj) as tar:
             yield tar
+    except FileNotFoundError:
+        raise DataError(f"there is no file {path}; check the path") from None
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
         kind = "uncompressed tar" if mode == "r:" else "tar"
         raise DataError(f"{path} is no {kind}, or is damaged or cut short ({reason(error)}); fetch it again") from None

@@ -1,6 +1,7 @@
 """Makes the parts of a run from its `Config`: processes, data, model, loaders, loss, optimiser, schedule."""
 
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -89,12 +90,16 @@ def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet
             "The data are scikit-learn's handwritten digits, which are built in: --data DIR names others."
         )
     place = locate_data(cfg.data, accelerator)
+    if cfg.resume and re.fullmatch("[^{}*?:]+", place) and not os.path.exists(place):
+        raise UserError(
+            f"the data of the run, {place!r}, are not there: start in the folder that it was started in, or give --data"
+        )
     options = cfg.num_classes, cfg.allow_pipe
     with spelled(num_samples="train_samples"):
         train = open_shards(place, cfg.train_split, cfg.train_samples, *options)
     if not cfg.val_data and not os.path.isdir(place):
         raise UserError(f"data is {place!r}, which names training shards only: give --val-data, or a folder of both")
-    with spelled(num_samples="val_samples"):
+    with spelled(num_samples="val_samples", val_data="--val-data"):
         val = open_shards(cfg.val_data or place, cfg.val_split, cfg.val_samples, *options, train=train)
     check_classes(train.class_names, val.class_names, "the training data", "the evaluation data")
     num_classes = cfg.num_classes or train.num_classes
@@ -198,7 +203,7 @@ def peak_rate(cfg: Config, global_batch: int, resuming: bool) -> float:
     if cfg.min_lr > peak and not resuming:
         raise UserError(
             f"min_lr is {cfg.min_lr}, above the peak of {peak:.2e} (lr {cfg.lr} at a batch of {cfg.lr_base_batch}, "
-            f"here {global_batch}): give a smaller min_lr, or a larger lr"
+            f"here {global_batch}): give a smaller min_lr, or a larger lr, batch_size or grad_accum"
         )
     return peak
 
