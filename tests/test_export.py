@@ -178,11 +178,11 @@ for images, expected in cases:
 
 
 @needs_compiler
-def test_package_runs_in_another_process_that_imports_us(tmp_path, monkeypatch):
-    # Or else a compiler tries which vector instructions there are, which takes ten seconds.
-    monkeypatch.setattr(torch._inductor.config.cpp, "simdlen", 1)
+def test_package_runs_in_another_process_that_imports_us(tmp_path):
     model, file = build(wiring="alternate"), tmp_path / "model.pt2"  # calls the operator with and without an option
-    to_package(model, file)
+    # Or else a compiler tries which vector instructions there are, which takes ten seconds.
+    with importlib.import_module("torch._inductor.config").patch({"cpp.simdlen": 1}):
+        to_package(model, file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt2", "model.pt2.sha256"]
     cases = [torch.randn(batch, 3, 32, 32) for batch in (1, 5)]
     with torch.no_grad():
