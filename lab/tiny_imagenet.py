@@ -1,5 +1,5 @@
 """Makes the data of the studies out of Tiny-ImageNet (http://cs231n.stanford.edu/tiny-imagenet-200.zip): every second
-class of the sorted list, from the second on, each with 300 of its 500 training images and all 50 of validation.
+class of the sorted list, from the second on, each with 300 of its 500 training images and its 50 of validation.
 
 python -m lab.tiny_imagenet tiny-imagenet-200 OUT
 python -m lab.tiny_imagenet tiny-imagenet-200 OUT --classes 10      # every tenth of these classes
@@ -23,7 +23,7 @@ def samples_of(source: Path, classes: int) -> tuple[dict[str, list[Sample]], lis
 
     Args:
         source: Tiny-ImageNet unpacked, with train/CLASS/images/ and val/val_annotations.txt.
-        classes: How many of the 100 classes, of which every 100 / `classes`-th is taken.
+        classes: How many of the 100 classes: 10 are every tenth.
 
     Raises:
         UserError: `source` is something else, or lacks images.
