@@ -9,6 +9,7 @@ from typing import Any
 
 from lab.plan import STUDIES
 from lab.tables import markdown
+from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.settings import read_yaml
 
 REPOSITORY = Path(__file__).parents[1]
@@ -38,7 +39,13 @@ def pages() -> dict[Path, str]:
     return made
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Writes all pages."""
+    Parser(prog="python -m lab.pages", description=str(__doc__).partition("\n")[0]).parse_args()
     for path, text in pages().items():
         (REPOSITORY / path).write_text(text, encoding="utf-8")
         print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    run_cli(main)
