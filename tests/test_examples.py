@@ -36,7 +36,7 @@ def test_the_notebook_learns_and_shows_what_it_says(tmp_path, monkeypatch):
     cells = json.loads((REPOSITORY / "examples" / "tour.ipynb").read_text(encoding="utf-8"))["cells"]
     names = {}
     for source in ("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"):
-        exec(source.replace("epochs, batch = 6", "epochs, batch = 3"), names)  # enough to see that it learns
+        exec(source.replace("epochs, batch = 6", "epochs, batch = 4"), names)  # enough to see that it learns
     plt.close("all")
     assert names["top1"] > 90 and [tuple(each.shape) for each in names["maps"]] == [(4, 64, 4, 4)] * 2
     assert (tmp_path / "maps.png").read_bytes().startswith(b"\x89PNG")
