@@ -10,13 +10,13 @@ _BASE: dict[str, Any] = dict(embed_dim=768, depth=24)
 _MAMBA: dict[str, Any] = dict(mixer="mamba")
 # The best that is known to stand around a mixer, and the best Longhorn in it. A change of these is one of what names
 # mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
-_MLP: dict[str, Any] = dict(depth=12, expand=1, mlp_ratio=4)
+_MLP: dict[str, Any] = dict(depth=12, expand=1, mlp_ratio=4, mlp_conv=0)
 _POOLED: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
 _TRUNK: dict[str, Any] = dict(stem="conv", conv="grid", rope=True, **_MLP, **_POOLED)
 # Each mixer has what suits it: Longhorn does as well without a gate and without a convolution in the MLPs, and Mamba
 # does not.
 _BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, gate="none", **_TRUNK)
-_MAMBA_BEST: dict[str, Any] = dict(gate="skip", mlp_conv=3, **_MAMBA, **_TRUNK)
+_MAMBA_BEST: dict[str, Any] = _MAMBA | _TRUNK | dict(gate="skip", mlp_conv=3)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
 # What names may say of a mixer: of Longhorn, and of what Mamba has, too. All of ours have `expand`.
 OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope", "gate")
