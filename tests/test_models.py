@@ -803,8 +803,9 @@ MAMBA2 = dict(mixer="mamba2", head_dim=8)  # of many heads, as the gradient of a
 @pytest.mark.parametrize(
     "options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), dict(rule="exact"), GRID, MAMBA2]
 )
-def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options):
-    model, images, target = small(**options), torch.randn(4, 3, 32, 32), torch.arange(4)
+@pytest.mark.parametrize("fp32", (True, False))
+def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options, fp32):
+    model, images, target = small(residual_in_fp32=fp32, **options), torch.randn(4, 3, 32, 32), torch.arange(4)
     residuals = []
     for block in model.blocks:
         block.register_forward_hook(lambda _, inputs, out: residuals.append(out.dtype))
@@ -812,7 +813,7 @@ def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options):
     residuals.clear()
     with torch.autocast("cpu", torch.bfloat16):
         y, grads = model(images), gradients(model, images, target)
-    assert set(residuals) == {torch.float32}
+    assert set(residuals) == {torch.float32 if fp32 else torch.bfloat16}
     assert relative_rms(y, expected) < 2e-2
     for name, grad in grads.items():
         assert grad.isfinite().all() and grad.dtype == torch.float32

@@ -150,7 +150,8 @@ class VisionLonghorn(nn.Module):
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         norm_eps: added to the mean square in all RMS norms, and to the variance in the stem's norms.
-        residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision.
+        residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision and under autocast. Else
+            it is kept in what the stem computes in, and training needs less memory and time.
         dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
         mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, conv,
@@ -333,8 +334,8 @@ class VisionLonghorn(nn.Module):
         x = x.reshape(B, H * W, C)
         if self.cls_token is not None:
             x = join_class(self.cls_token.to(x.dtype).expand(B, -1, -1), x, self.class_token)
-        x = self.pos_drop(x + pos_embed)
-        return x.float() if self.residual_in_fp32 else x, H
+        x = x.float() if self.residual_in_fp32 else x
+        return self.pos_drop(x + pos_embed.to(x.dtype)), H
 
     def _norm(self, x: Tensor) -> Tensor:
         return self.norm(x.to(self.pos_embed.dtype))
