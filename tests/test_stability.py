@@ -14,6 +14,7 @@ VARIANTS = {
     "shared": dict(wiring="shared"),
     "mamba": dict(mixer="mamba"),
     "mamba2": dict(mixer="mamba2"),
+    "bf16 sum": dict(residual_in_fp32=False),
 }
 
 
