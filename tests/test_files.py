@@ -242,6 +242,11 @@ def test_two_results_do_not_get_one_name(place, words):
         evaluation.main(["run", *words])
 
 
+def test_a_result_is_not_the_root_of_all_folders(place):
+    with pytest.raises(UserError, match="--report / "):  # which has no folder above it
+        evaluation.main(["run", "--report", "/"])
+
+
 @pytest.mark.parametrize("name", ["metrics.json", "summary.csv", "env.yaml", "curves.png"])
 def test_a_run_writes_over_no_results_of_others(tmp_path, name):
     (tmp_path / name).write_text("mine")

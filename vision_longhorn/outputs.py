@@ -41,7 +41,7 @@ def check_output(
     run = Run(path.parent)
     if path in run.texts and run.config_file.exists():
         raise UserError(f"{named} has the name of a file that the run writes: give another name")
-    above = next(folder for folder in path.absolute().parents if folder.exists())
+    above = next((folder for folder in path.absolute().parents if folder.exists()), path)  # "/" has none
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise UserError(f"{named} cannot be written: {above} is no folder where you may write, name another place")
     if os.path.lexists(path):
