@@ -76,7 +76,7 @@ def _plain(value: Any) -> Any:
 def fvcore_handles() -> dict[str, Callable[[Sequence[Any], Sequence[Any]], int]]:
     """Return what counts multiply-adds in `fvcore.nn.FlopCountAnalysis(model, x).set_op_handle(**fvcore_handles())`:
     functions that are called with an operator's inputs, tensors or values of a traced graph, and its outputs. ptflops
-    takes that of "vision_longhorn::mix", with `backend="aten"`, as its hook of `torch.ops.vision_longhorn.mix`."""
+    takes each, with `backend="aten"`, as its hook of the operator of that name in `torch.ops.vision_longhorn`."""
 
     def counter(name: str) -> Callable[[Sequence[Any], Sequence[Any]], int]:
         return lambda inputs, outputs: _macs(name, map(_plain, inputs))

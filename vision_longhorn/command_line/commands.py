@@ -1,4 +1,4 @@
-"""The command `vision-longhorn`, one word for each tool: `vision-longhorn train --help`."""
+"""Vision Longhorn's tools; `vision-longhorn train --help` explains one."""
 
 import sys
 from collections.abc import Sequence

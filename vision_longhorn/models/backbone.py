@@ -40,7 +40,7 @@ class Block(nn.Module):
 
     Args:
         dim: width of the tokens.
-        drop_path: probability of leaving the block out for a sample.
+        drop_path: probability of leaving the mixer, and likewise the MLP, out for a sample.
         eps: added to the mean square in the norm.
         mixer: name of the mixer, or what makes it, see `vision_longhorn.models.mixers`.
         reads_columns: give the mixer the patches, which come in row by row, column by column.
@@ -151,11 +151,11 @@ class VisionLonghorn(nn.Module):
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         norm_eps: added to the mean square in all RMS norms, and to the variance in the stem's norms.
         residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision and under autocast. Else
-            it is kept in what the stem computes in, and training needs less memory and time.
+            it is kept in what the stem computes in, and training under `torch.compile` keeps less.
         dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
         mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, conv,
-            d_conv, expand, dt_rank, rule, wiring, beta, save_states.
+            d_conv, expand, dt_rank, rule, wiring, beta, beta_min, beta_max, gate, qk_norm, rope, save_states.
 
     Raises:
         TypeError: the mixer has no such option.

@@ -1,4 +1,4 @@
-"""Turns images into patches, which are adjacent or overlap, and projects each of them."""
+"""Turns images into patches, which are adjacent or overlap, and projects each, or takes three convolutions instead."""
 
 from collections.abc import Sequence
 from functools import partial
