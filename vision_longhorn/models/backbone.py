@@ -41,7 +41,7 @@ class Block(nn.Module):
 
     Args:
         dim: width of the tokens.
-        drop_path: probability of leaving the mixer, and likewise the MLP, out for a sample.
+        drop_path: probability of leaving the mixer out for a sample, and likewise the MLP; both if `mlp_parallel`.
         eps: added to the mean square in the norm.
         mixer: name of the mixer, or what makes it, see `vision_longhorn.models.mixers`.
         reads_columns: give the mixer the patches, which come in row by row, column by column.
@@ -49,7 +49,7 @@ class Block(nn.Module):
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mlp_ratio: inner width of the MLP over `dim`; 0 for no MLP.
         mlp_conv: side of the convolution over the grid of patches inside the MLP (`ConvMlp`), 0 for none.
-        mlp_parallel: the MLP reads what the mixer reads, as in ViT-22B (arXiv 2302.05442), not what it has made of it.
+        mlp_parallel: the MLP reads what the mixer reads, not its output, as in ViT-22B (arXiv 2302.05442).
         mixer_args: options of the mixer, and `index`, the number of this block in the model.
 
     Raises:
@@ -97,8 +97,7 @@ class Block(nn.Module):
         if mlp_parallel and not hidden:
             raise ValueError("mlp_parallel without an MLP: give its inner width over embed_dim as mlp_ratio")
         self.mlp_parallel = mlp_parallel
-        own_norm = hidden and not mlp_parallel
-        self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if own_norm else None
+        self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden and not mlp_parallel else None
         self.mlp: Optional[nn.Module] = None
         if hidden:
             make = partial(ConvMlp, size=mlp_conv) if mlp_conv else Mlp
@@ -162,8 +161,8 @@ class VisionLonghorn(nn.Module):
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         norm_eps: added to the mean square in all RMS norms, and to the variance in the stem's norms.
-        residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision and under autocast. Else
-            it is kept in what the stem computes in, and training under `torch.compile` keeps less.
+        residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision and under autocast, else
+            in what the stem computes in.
         dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
         mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, conv,
