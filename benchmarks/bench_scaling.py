@@ -1,7 +1,7 @@
 """Images per second of training on several GPUs of one machine, and how much of the single GPU's rate is left.
 
     python benchmarks/bench_scaling.py                                   # 1, 2, 4, ... up to all GPUs
-    python benchmarks/bench_scaling.py --processes 1 4 --model vlonghorn_base --batch 64
+    python benchmarks/bench_scaling.py --processes 1 4 --model vlonghorn_base --batch 64 --arg save_states=true
 
 Each process has its own GPU and a batch of images in its memory. The step is the trainer's, with AdamW and without
 augmentation and averaged weights; with --fsdp several processes shard as the trainer does. All start together, and the
@@ -27,6 +27,7 @@ from common import RESULTS, ROOT, environment, print_environment, table
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
 from vision_longhorn.models.names import all_arguments
+from vision_longhorn.settings import parse_pairs
 from vision_longhorn.training import setup
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.fsdp import shard
@@ -35,13 +36,17 @@ from vision_longhorn.training.step import TrainStep
 CLASSES = 1000
 
 
+def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    return {"img_size": args.resolution, **parse_pairs(args.arg)}
+
+
 def work(args: argparse.Namespace) -> None:
     """Run as one process of several; the first one prints what was measured."""
     size = (3, args.resolution, args.resolution)
     plain: dict[str, Any] = dict(mixup=0, cutmix=0, ema_decay=0, lr=1e-4)
     cfg = Config(
         model=args.model,
-        model_kwargs={"img_size": args.resolution},
+        model_kwargs=model_arguments(args),
         batch_size=args.batch,
         compile=args.compile,
         cuda_graphs=args.cuda_graphs,
@@ -106,6 +111,7 @@ def main() -> None:
         help="(1, 2, 4, ... all GPUs)",
     )
     parser.add_argument("--model", default="vlonghorn_small", help="(vlonghorn_small)")
+    parser.add_argument("--arg", nargs="+", default=[], metavar="KEY=VALUE", help="arguments for the model")
     parser.add_argument("--resolution", type=int, default=224, help="(224)")
     parser.add_argument("--batch", type=int, default=256, help="images of each process (256)")
     parser.add_argument("--steps", type=int, default=20, help="of each of three timings (20)")
@@ -157,7 +163,8 @@ def main() -> None:
     )
     args.out.mkdir(parents=True, exist_ok=True)
     options = {key: value for key, value in vars(args).items() if key not in ("out", "worker", "processes")}
-    options["args"] = all_arguments(args.model, {"img_size": args.resolution})
+    options["args"] = all_arguments(args.model, model_arguments(args))
+    del options["arg"]
     path = args.out / "scaling.json"
     path.write_text(json.dumps(dict(environment=found, options=options, scaling=rows), indent=1) + "\n")
     print(f"\nwritten to {path}")

@@ -1,6 +1,8 @@
 """Training with CUDA graphs ends in the same bits as without."""
 
 import json
+import os
+import socket
 
 import pytest
 import timm
@@ -14,6 +16,7 @@ from vision_longhorn.train import main
 from vision_longhorn.training.config import Config
 from vision_longhorn.training.graphs import capture, gradients_are_apart
 from vision_longhorn.training.setup import start_processes, wrap
+from vision_longhorn.training.step import TrainStep
 
 RUN = ["--model-kwargs", "depth=2", "embed_dim=32", "img_size=8", "patch_size=4", "--workers", "0", "--repeats", "1",
        "--batch-size", "128", "--epochs", "2", "--warmup-epochs", "0", "--lr-base-batch", "none"]  # fmt: skip
@@ -98,6 +101,35 @@ def refuse_what_waits_for_the_gpu(rank):
 def test_a_model_that_waits_for_the_gpu_is_refused():
     # In a process of its own: after a capture that failed, torch's generator of the GPU is of no use.
     torch.multiprocessing.spawn(refuse_what_waits_for_the_gpu, nprocs=1)
+
+
+def gradients_of_an_update(rank, port):
+    """In each of two processes: an update of two passes, with and without a wrapper that averages gradients."""
+    place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    os.environ.update({key: str(value) for key, value in place.items()}, ACCELERATE_USE_CPU="true")
+    accelerator = make_accelerator("cpu", "fp32", grad_accum=2)
+    found = []
+    for prepare in accelerator.prepare, lambda model: model:
+        torch.manual_seed(0)
+        model = timm.create_model("vlonghorn_test", depth=1, img_size=32, num_classes=3)
+        torch.manual_seed(1 + rank)
+        batches = [(torch.randn(2, 3, 32, 32), torch.randint(3, (2,))) for _ in range(2)]
+        optimizer = torch.optim.SGD(model.parameters())
+        step = TrainStep(accelerator, model, prepare(model), nn.functional.cross_entropy, optimizer)
+        _, norm = step.gradients(batches)
+        found.append({name: one.grad for name, one in model.named_parameters()} | {"norm": norm})
+    wrapped, plain = found
+    for name, value in wrapped.items():
+        assert value.any() and torch.equal(value, plain[name]), name
+    accelerator.wait_for_everyone()
+    os._exit(0)  # in torch 2.7, leaving gloo's group can hang
+
+
+def test_gradients_of_two_processes_are_averaged_without_a_wrapper_too():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(gradients_of_an_update, (port,), nprocs=2)
 
 
 @pytest.mark.parametrize("other", ["compile", "fsdp"])

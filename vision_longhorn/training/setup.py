@@ -285,7 +285,8 @@ def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, a
     # every process from the first one's stream.
     if cfg.cuda_graphs and cfg.fsdp:
         accelerator.print("Note: fsdp runs without cuda_graphs.")
-    if cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda":
+    graphs = cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda"
+    if graphs:
         images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
         capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
     elif cfg.compile and is_sharded(model):  # block by block, since torch gathers weights between them
@@ -295,7 +296,10 @@ def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, a
             block.forward = torch.compile(block.forward)
     elif cfg.compile:
         model.compile()
-    if is_sharded(model):  # it sums over the processes by itself, and needs autocast only
+    # A graph gives all gradients at once. `TrainStep` then averages them faster than DistributedDataParallel, which
+    # copies them one by one. What is sharded averages by itself. Both need autocast only.
+    at_once = graphs and not cfg.compress_gradients and not any(True for _ in model.buffers())
+    if is_sharded(model) or at_once:
         return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     net = accelerator.prepare(model)
     if accelerator.num_processes > 1:

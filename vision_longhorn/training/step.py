@@ -8,14 +8,18 @@ from accelerate import Accelerator
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from vision_longhorn.training.fsdp import is_sharded
 
 
 class TrainStep:
     """Forward and backward passes, clipping, then a step of the optimiser and of the averaged weights.
 
-    `net` is `model` as it is called: wrapped for several processes, under autocast, compiled. `criterion` maps what it
-    returns and the targets to the mean loss, () float32. `clip_grad` is the largest norm of the gradient.
+    `net` is `model` as it is called: wrapped for several processes, under autocast, compiled. Where no wrapper averages
+    the gradients over the processes, this does. `criterion` maps what `net` returns and the targets to the mean loss,
+    () float32. `clip_grad` is the largest norm of the gradient.
     """
 
     def __init__(
@@ -31,6 +35,8 @@ class TrainStep:
         self.accelerator, self.model, self.net, self.criterion = accelerator, model, net, criterion
         self.optimizer, self.ema, self.clip_grad = optimizer, ema, clip_grad
         self.parameters = list(model.parameters())
+        averaged = isinstance(net, DistributedDataParallel) or is_sharded(model)
+        self.averages = accelerator.num_processes > 1 and not averaged
 
     def __call__(self, batches: Iterable[tuple[Any, Any]], number: int = 1) -> tuple[Tensor, Tensor]:
         """Makes an update.
@@ -59,6 +65,8 @@ class TrainStep:
                 loss_sum += loss.detach()
                 # Where the loss is not finite, this makes every gradient not finite, and so the sum over the processes.
                 self.accelerator.backward(loss * (1 + 0 * loss.detach()))
+        if self.averages:
+            self.average()
         if self.accelerator.scaler:
             self.accelerator.scaler.unscale_(self.optimizer)
         norm = get_total_norm([one.grad for one in self.parameters if one.grad is not None])
@@ -66,6 +74,14 @@ class TrainStep:
             clip_grads_with_norm_(self.parameters, self.clip_grad, norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return loss_sum / self.accelerator.gradient_accumulation_steps, norm
+
+    def average(self) -> None:
+        """Averages the gradients over the processes, in one exchange."""
+        grads = {one: one.grad for one in self.parameters if one.grad is not None}
+        flat = torch.cat([grad.flatten() for grad in grads.values()]) / self.accelerator.num_processes
+        torch.distributed.all_reduce(flat)
+        for one, mean in zip(grads, flat.split([one.numel() for one in grads]), strict=True):
+            one.grad = mean.view_as(one)
 
     def apply(self, norm: Tensor) -> None:
         """Updates the weights from the parameters' gradients, unless their `norm`, () float32, is not finite.
