@@ -1,7 +1,7 @@
 """Times whole models: images per second of training and inference, and peak memory, over resolution and batch.
 
-    python benchmarks/bench_model.py            # the standard comparison: tiny and small, at 224 and 1248 pixels
-    python benchmarks/bench_model.py --sweep    # over the resolution, at about the same number of tokens a batch
+    python benchmarks/bench_model.py    # all that docs/results.md shows of speed on a GPU, and README's plot
+    python benchmarks/bench_model.py --merge model.json --budget 300    # what is missing there, for five minutes
     python benchmarks/bench_model.py --models vlonghorn_tiny vlonghorn_tiny,gate=output resnet50,img_size=none \\
         --sizes 64x224 --modes eager
     python benchmarks/bench_model.py --official ../Vim    # hustvl's ViM beside the others
@@ -49,24 +49,27 @@ from vision_longhorn.training.config import Config
 from vision_longhorn.training.setup import build_optimizer
 from vision_longhorn.training.step import TrainStep
 
-MODELS = [
-    name.format(size)
-    for size in ("tiny", "small")
-    for name in (
-        "vlonghorn_{}",
-        "vlonghorn_{}_fast",
-        "vlonghorn_{}_paper",
-        "vim_{}",
-        "vim_{}_best",
-        "deit_{}_patch16_224",
-    )  # fmt: skip
-]
 OFFICIAL = {
     size: f"vim_{size}_patch16_224_bimambav2_final_pool_mean_abs_pos_embed_with_midclstok_div2"
     for size in ("tiny", "small")
 }
 SIZES = [(256, 224), (8, 1248)]
-SWEEP_RESOLUTIONS, SWEEP_PATCHES, PATCH = (224, 448, 640, 896, 1248, 1760, 2496), 256 * 196, 16
+# What docs/results.md shows, by batch and resolution. Ours have the arguments that their configs set.
+OF_CONFIGS = dict(save_states=True, residual_in_fp32=False)
+_SMALL = ["deit_small_patch16_224", "vlonghorn_small", "vlonghorn_small_fast", "vim_small,residual_in_fp32=true"]
+_FURTHER = ["vim_small_best", "vlonghorn_small,residual_in_fp32=true", "vlonghorn_small,save_states=false",
+            "vlonghorn_small_fast,save_states=false"]  # fmt: skip
+_TINY, _BASE = (
+    [f"deit_{size}_patch16_224", f"vlonghorn_{size}", f"vlonghorn_{size}_fast"] for size in ("tiny", "base")
+)
+_STUDY = ("vlonghorn_tiny", "vlonghorn_tiny_fast", "vim_tiny_best,mlp_conv=0", "vim_tiny_best", "vit_tiny_patch16_224")
+DOCUMENTED = {
+    (256, 224): [*_SMALL, *_FURTHER, *_TINY],
+    (64, 448): _SMALL,
+    (8, 1248): _SMALL,
+    (128, 224): _BASE,
+    (256, 64): [f"{name},patch_size=4,opt=muon" for name in _STUDY],
+}
 COMPILE = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 PASSES = ("train", "infer")
 KEYS = ("model", "mode", "batch", "resolution", "pass")  # of a measurement
@@ -84,11 +87,12 @@ class Model(NamedTuple):
     opt: str = "adamw"
 
 
-def parse_model(word: str) -> Model:
-    """Parse NAME or NAME,KEY=VALUE,... where the key may also be opt."""
+def parse_model(word: str, shared: dict) -> Model:
+    """Parse NAME or NAME,KEY=VALUE,... where the key may also be opt. `shared` are arguments for our models."""
     name, *pairs = word.split(",")
     args = parse_pairs(pairs)
-    return Model(word, name, args, args.pop("opt", "adamw"))
+    opt = args.pop("opt", "adamw")
+    return Model(word, name, shared | args if timm.models.is_model_in_modules(name, "vlonghorn") else args, opt)
 
 
 def parse_size(word: str) -> tuple[int, int]:
@@ -96,10 +100,6 @@ def parse_size(word: str) -> tuple[int, int]:
     if not found:
         raise argparse.ArgumentTypeError(f"{word!r} is not BATCHxRESOLUTION, such as 256x224")
     return int(found[1]), int(found[2])
-
-
-def sweep_sizes() -> list[tuple[int, int]]:
-    return [(max(1, round(SWEEP_PATCHES / (resolution // PATCH) ** 2)), resolution) for resolution in SWEEP_RESOLUTIONS]
 
 
 def register_official(checkout: Path) -> Optional[str]:
@@ -243,37 +243,6 @@ def best_of_modes(rows: list[dict]) -> list[dict]:
     return found
 
 
-def overtakes(ratios: dict[int, float]) -> str:
-    """Say from which resolution the ratio, known at some resolutions, stays above 1."""
-    resolutions = sorted(ratios)
-    below = [i for i, resolution in enumerate(resolutions) if ratios[resolution] < 1]
-    if not below:
-        return f"from {resolutions[0]} px or less"
-    if below[-1] == len(resolutions) - 1:
-        return f"not up to {resolutions[-1]} px"
-    left, right = resolutions[below[-1] :][:2]
-    part = (1 - ratios[left]) / (ratios[right] - ratios[left])
-    return f"from {left * (right / left) ** part:.0f} px"
-
-
-def crossings(best: list[dict]) -> list[dict]:
-    """Find where each Vision Longhorn overtakes the DeiT of its size."""
-    found = []
-    for label in dict.fromkeys(row["model"] for row in best if row["model"].startswith("vlonghorn")):
-        row = dict(model=label, over=reference_of(label, [other["model"] for other in best]))
-        for name in PASSES:
-            ratios = {
-                other["resolution"]: other[f"{name} ratio"]
-                for other in best
-                if other["model"] == label and f"{name} ratio" in other
-            }
-            if ratios:
-                row[name] = overtakes(ratios)
-        if row["over"]:
-            found.append(row)
-    return found
-
-
 def print_results(rows: list[dict], best: list[dict]) -> None:
     size = dict(batch=("batch", "d"), resolution=("px", "d"))
     table("models", merge_passes(rows), model=("model", ""), mode=("mode", ""), **size, **{
@@ -327,19 +296,22 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
         "--models",
         nargs="+",
         metavar="NAME[,KEY=VALUE]",
-        help="timm models, each with arguments of its own (default: the standard comparison)",
+        help="timm models, each with arguments of its own (what docs/results.md shows)",
     )
-    parser.add_argument("--sizes", nargs="+", type=parse_size, metavar="BATCHxRESOLUTION", help="(256x224 8x1248)")
-    parser.add_argument("--sweep", action="store_true", help="over the resolution, with a plot and where lines cross")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=parse_size,
+        metavar="BATCHxRESOLUTION",
+        help="(256x224 8x1248; without --models those that docs/results.md shows)",
+    )
     parser.add_argument(
         "--modes",
         nargs="+",
         choices=list(COMPILE),
-        default=["eager", "compiled"],
         metavar="MODE",
-        help="eager, compiled, graphs (eager compiled)",
+        help="eager, compiled, graphs (eager compiled; without --models graphs)",
     )
-    parser.add_argument("--graphs", action="store_true", help="the same as one more mode, graphs")
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="(both)")
     parser.add_argument(
         "--arg",
@@ -364,28 +336,25 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
         type=Path,
         default=[],
         metavar="JSON",
-        help="rows of earlier runs on the same hardware join the tables, the plot and the crossings; without --models "
-        "nothing is measured",
+        help="rows of earlier runs on the same hardware join the tables and the plot; without --models they are not "
+        "measured again, and with --budget 0 nothing is",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=RESULTS,
         metavar="FOLDER",
-        help="for model.json; with --sweep model_sweep.json and model_over_resolution.png",
+        help="for model.json, and model_over_resolution.png where there is more than one resolution",
     )
     args = parser.parse_args(argv)
-    shared = parse_pairs(args.arg)
-    models = [parse_model(word) for word in args.models or ([] if args.merge else MODELS)]
-    args.models = [
-        model._replace(args=shared | model.args) if timm.models.is_model_in_modules(model.name, "vlonghorn") else model
-        for model in models
-    ]
-    if args.graphs and "graphs" not in args.modes:
-        args.modes = [*args.modes, "graphs"]
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
-    args.sizes = args.sizes or (sweep_sizes() if args.sweep else SIZES)
+    jobs, shared = dict.fromkeys(args.sizes or SIZES, args.models), parse_pairs(args.arg)
+    if not args.models:
+        args.modes, shared = args.modes or ["graphs"], OF_CONFIGS | shared
+        jobs = {size: DOCUMENTED.get(size, []) for size in args.sizes or DOCUMENTED}
+    args.modes = args.modes or ["eager", "compiled"]
+    args.jobs = {size: [parse_model(word, shared) for word in words] for size, words in jobs.items()}
     return args
 
 
@@ -424,22 +393,18 @@ def main(argv: Optional[list[str]] = None) -> None:
     start = time.monotonic()
     args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / ("model_sweep.json" if args.sweep else "model.json")
+    path = args.out / "model.json"
     own = environment() | {"timm": timm.__version__}
     print_environment(own)
     results: dict = {}
-    models = args.models
-    results["earlier"], earlier = earlier_runs(args.merge, [own] if models or args.official else [])
-    if not models and not args.official:  # what is merged was measured elsewhere
-        own = results["earlier"].pop()
-    results = {"environment": own} | results
+    official: list[Model] = []
     if args.official:
         if not args.official.is_dir():
             raise UserError(f"there is no folder {args.official}: give a checkout of hustvl/Vim")
         error = register_official(args.official)
         results["official"] = {"imported": error is None, "error": error}
         if error is None:
-            models = [*models, *(Model(f"vim_{size} (official)", name, {}) for size, name in OFFICIAL.items())]
+            official = [Model(f"vim_{size} (official)", name, {}) for size, name in OFFICIAL.items()]
         else:
             print(f"the official models cannot be imported: {error}")
     plan = [
@@ -448,13 +413,20 @@ def main(argv: Optional[list[str]] = None) -> None:
             | {"resolution": resolution, "pass": name},
             model,
         )
-        for batch, resolution in args.sizes
-        for model in models
+        for (batch, resolution), models in args.jobs.items()
+        for model in [*models, *official]
         for mode in args.modes
         for name in args.passes
     ]
-    rows = results["models"] = earlier
+    _, rows = earlier_runs(args.merge, [])
     places = {tuple(row[key] for key in KEYS): i for i, row in enumerate(rows)}
+    if not args.models:
+        plan = [job for job in plan if tuple(job[0][key] for key in KEYS) not in places]
+    measures = plan and args.budget != 0
+    results["earlier"], rows = earlier_runs(args.merge, [own] if measures else [])
+    if results["earlier"] and not measures:  # what is merged was measured elsewhere
+        own = results["earlier"].pop()
+    results = {"environment": own, **results, "models": rows}
     measured = 0
 
     def keep() -> None:
@@ -465,7 +437,7 @@ def main(argv: Optional[list[str]] = None) -> None:
 
     keep()
     for row, model in plan:
-        if args.budget is not None and time.monotonic() - start > args.budget:
+        if args.budget is not None and time.monotonic() - start >= args.budget:
             break
         key = tuple(row[key] for key in KEYS)
         row = attempt(row, model, args.steps, args.seconds)
@@ -482,21 +454,8 @@ def main(argv: Optional[list[str]] = None) -> None:
         )
         free()
     print_results(rows, results["best"])
-    if args.sweep:
-        results["crossings"] = crossings(results["best"])
-        keep()
-        table(
-            "faster than DeiT",
-            results["crossings"],
-            model=("model", ""),
-            over=("than", ""),
-            train=("training", ""),
-            infer=("inference", ""),
-        )
-        if not any("train ratio" in row for row in results["best"]):
-            print("\nno plot: it shows ratios to a DeiT of the same size, which was not measured in training")
-        else:
-            plot(results["best"], args.out / "model_over_resolution.png", results["environment"].get("gpu") or "CPU")
+    if len({row["resolution"] for row in results["best"] if "train ratio" in row}) > 1:
+        plot(results["best"], args.out / "model_over_resolution.png", results["environment"].get("gpu") or "CPU")
     if results["missing"]:
         print(f"\nnot measured within {args.budget:g} s:")
         for row in results["missing"]:

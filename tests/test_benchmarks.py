@@ -88,34 +88,58 @@ def test_the_plot_shows_each_model_beside_the_deit_of_its_size(tmp_path, monkeyp
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_sweep_keeps_earlier_rows(tmp_path, monkeypatch):
+def test_earlier_rows_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    bench_model.main(["--sweep", "--models", "vlonghorn_test", "--sizes", "2x32", "1x64", *CPU, "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "model_sweep.json").read_text())
+    bench_model.main(["--models", "vlonghorn_test", "--sizes", "2x32", "1x64", *CPU, "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "model.json").read_text())
     assert [row["resolution"] for row in found["best"]] == [32, 64]
 
     # Earlier rows stay, those measured again are replaced, and the file says what each part ran on.
     first = tmp_path / "first.json"
-    (tmp_path / "model_sweep.json").rename(first)
-    options = ["--sweep", "--merge", str(first), "--out", str(tmp_path)]
+    (tmp_path / "model.json").rename(first)
+    options = ["--merge", str(first), "--out", str(tmp_path)]
     bench_model.main([*options, "--models", "vlonghorn_test", "--sizes", "1x64", "--passes", "infer", *CPU])
-    again = json.loads((tmp_path / "model_sweep.json").read_text())
+    again = json.loads((tmp_path / "model.json").read_text())
     assert [(row["resolution"], row["pass"]) for row in again["models"]] == [
         (32, "train"), (32, "infer"), (64, "train"), (64, "infer")]  # fmt: skip
     dated = [{"date": found["environment"]["date"], **row} for row in found["models"]]
     assert again["models"][:3] == dated[:3] and again["models"][3]["ms"] != dated[3]["ms"]
     assert again["earlier"] == [found["environment"]] and again["missing"] == []
-    bench_model.main(options)
-    alone = json.loads((tmp_path / "model_sweep.json").read_text())
+    bench_model.main([*options, "--budget", "0"])
+    alone = json.loads((tmp_path / "model.json").read_text())
     assert (alone["environment"], alone["models"]) == (found["environment"], dated)
     late = ["--models", "vlonghorn_test", "--sizes", "1x64", "--budget", "-1", *CPU]
     bench_model.main([*options, *late])  # no time for what was to be measured again: what there was stays
-    again = json.loads((tmp_path / "model_sweep.json").read_text())
+    again = json.loads((tmp_path / "model.json").read_text())
     assert again["models"] == dated and [row["pass"] for row in again["missing"]] == ["train", "infer"]
     found["environment"]["gpu"] = "another"
     first.write_text(json.dumps(found))
     with pytest.raises(UserError, match="of another, and others are of a CPU"):
         bench_model.main([*options, "--models", "vlonghorn_test", "--sizes", "1x64", *CPU])
+
+
+def test_without_models_it_measures_what_the_documents_show_and_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    measured = []
+
+    def attempt(row, model, *_):
+        assert timm.is_model(model.name)
+        measured.append((row["batch"], row["resolution"], row["model"]))
+        return row | dict(images_per_s=1.0, ms=1.0, GiB=1.0)
+
+    monkeypatch.setattr(bench_model, "attempt", attempt)
+    bench_model.main(["--sizes", "64x448", "8x1248", "--passes", "train", "--out", str(tmp_path)])
+    assert (tmp_path / "model_over_resolution.png").exists()
+    found = json.loads((tmp_path / "model.json").read_text())["models"]
+    assert {row["mode"] for row in found} == {"graphs"}
+    (one,) = [row["args"] for row in found if row["model"] == "vlonghorn_small_fast" and row["batch"] == 8]
+    assert (one["save_states"], one["residual_in_fp32"], one["wiring"]) == (True, False, "alternate")
+    first = measured.copy()
+    (tmp_path / "model.json").rename(tmp_path / "first.json")
+    bench_model.main(["--merge", str(tmp_path / "first.json"), "--passes", "train", "--out", str(tmp_path)])
+    later = measured[len(first) :]
+    assert not {*first} & {*later} and (256, 224, "vlonghorn_tiny_fast") in later
+    assert sorted(measured) == sorted((*size, word) for size, words in bench_model.DOCUMENTED.items() for word in words)
 
 
 def test_out_of_time_says_what_is_missing(tmp_path, capsys):
@@ -132,12 +156,6 @@ def test_out_of_time_says_what_is_missing(tmp_path, capsys):
 def test_size_that_is_none(word):
     with pytest.raises(UserError, match="BATCHxRESOLUTION"):
         bench_model.main(["--sizes", word])
-
-
-def test_sweep_keeps_the_number_of_patches():
-    sizes = bench_model.sweep_sizes()
-    assert sizes[0] == (256, 224) and (8, 1248) in sizes and sizes[-1] == (2, 2496)
-    assert all(abs(batch * (px // 16) ** 2 / (256 * 196) - 1) < 0.05 for batch, px in sizes)
 
 
 def test_earlier_rows_have_the_names_of_now(tmp_path):
@@ -157,24 +175,17 @@ def rows_of(model, mode, resolution, **speeds):
     ]
 
 
-def test_best_of_modes_and_crossing():
+def test_best_of_modes():
     rows = [
         *rows_of("vlonghorn_tiny", "eager", 200, train=3.0, infer=9.0),
         *rows_of("vlonghorn_tiny", "compiled", 200, train=4.0, infer=1.0),
         *rows_of("deit_tiny_patch16_224", "eager", 200, train=8.0, infer=6.0),
         *rows_of("deit_small_patch16_224", "eager", 200, train=1.0, infer=1.0),
-        *rows_of("vlonghorn_tiny", "eager", 800, train=3.0, infer=5.0),
-        *rows_of("deit_tiny_patch16_224", "eager", 800, train=2.0, infer=1.0),
     ]
     best = bench_model.best_of_modes([*rows, {"error": "out of memory"}])
     first = best[0]
     assert (first["train mode"], first["train ratio"]) == ("compiled", 0.5)
     assert (first["infer mode"], first["infer ratio"]) == ("eager", 1.5)
-    # From a ratio of 0.5 at 200 px to 1.5 at 800 px: 1 is half of the way, and 400 px half of it in the logarithm.
-    assert bench_model.crossings(best) == [
-        dict(model="vlonghorn_tiny", over="deit_tiny_patch16_224", train="from 400 px", infer="from 200 px or less")
-    ]
-    assert bench_model.overtakes({224: 2.0, 448: 0.5, 896: 0.9}) == "not up to 896 px"
 
 
 @pytest.mark.parametrize(
