@@ -1,10 +1,10 @@
 """Times whole models: images per second of training and inference, and peak memory, over resolution and batch.
 
-    python benchmarks/bench_model.py    # all that docs/results.md shows of speed on a GPU, and README's plot
-    python benchmarks/bench_model.py --merge model.json --budget 300    # what is missing there, for five minutes
+    python benchmarks/bench_model.py    # what docs/results.md shows beside DeiT and as in the study, and README's plot
+    python benchmarks/bench_model.py --merge OUT/model.json --budget 300    # what is missing there, for five minutes
     python benchmarks/bench_model.py --models vlonghorn_tiny vlonghorn_tiny,gate=output resnet50,img_size=none \\
         --sizes 64x224 --modes eager
-    python benchmarks/bench_model.py --official ../Vim    # hustvl's ViM beside the others
+    python benchmarks/bench_model.py --models vim_small --official ../Vim    # hustvl's ViM beside ours
 
 Any name of timm will do. Images are random, float32 and on the device; labels are random. On a GPU the forward pass
 runs under bf16 autocast, on a CPU in float32. A training step is the trainer's: forward, cross entropy, backward, norm
@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 
 # First, since it lets a checkout do without installation.
-from common import RESULTS, describe, environment, print_environment, table
+from common import OF_CONFIGS, RESULTS, describe, environment, print_environment, table
 from torch import Tensor, nn
 
 import vision_longhorn  # noqa: F401  (registers the models)
@@ -54,8 +54,8 @@ OFFICIAL = {
     for size in ("tiny", "small")
 }
 SIZES = [(256, 224), (8, 1248)]
-# What docs/results.md shows, by batch and resolution. Ours have the arguments that their configs set.
-OF_CONFIGS = dict(save_states=True, residual_in_fp32=False)
+PASSES = ("train", "infer")
+# What docs/results.md shows, by batch, resolution and passes. Ours have the arguments that their configs set.
 _SMALL = ["deit_small_patch16_224", "vlonghorn_small", "vlonghorn_small_fast", "vim_small,residual_in_fp32=true"]
 _FURTHER = ["vim_small_best", "vlonghorn_small,residual_in_fp32=true", "vlonghorn_small,save_states=false",
             "vlonghorn_small_fast,save_states=false"]  # fmt: skip
@@ -63,15 +63,15 @@ _TINY, _BASE = (
     [f"deit_{size}_patch16_224", f"vlonghorn_{size}", f"vlonghorn_{size}_fast"] for size in ("tiny", "base")
 )
 _STUDY = ("vlonghorn_tiny", "vlonghorn_tiny_fast", "vim_tiny_best,mlp_conv=0", "vim_tiny_best", "vit_tiny_patch16_224")
-DOCUMENTED = {
-    (256, 224): [*_SMALL, *_FURTHER, *_TINY],
-    (64, 448): _SMALL,
-    (8, 1248): _SMALL,
-    (128, 224): _BASE,
-    (256, 64): [f"{name},patch_size=4,opt=muon" for name in _STUDY],
-}
+DOCUMENTED = [
+    ((256, 224), PASSES, _SMALL),
+    ((8, 1248), PASSES, _SMALL),
+    ((256, 224), PASSES[:1], [*_FURTHER, *_TINY]),
+    ((64, 448), PASSES[:1], _SMALL),
+    ((128, 224), PASSES[:1], _BASE),
+    ((256, 64), PASSES[:1], [f"{name},patch_size=4,opt=muon" for name in _STUDY]),
+]
 COMPILE = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
-PASSES = ("train", "infer")
 KEYS = ("model", "mode", "batch", "resolution", "pass")  # of a measurement
 WARM_UP = 5  # steps, of which the last two tell how many fill the time of a measurement
 BLOCKS = 3
@@ -312,7 +312,7 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
         metavar="MODE",
         help="eager, compiled, graphs (eager compiled; without --models graphs)",
     )
-    parser.add_argument("--passes", nargs="+", choices=PASSES, default=list(PASSES), help="(both)")
+    parser.add_argument("--passes", nargs="+", choices=PASSES, help="(both)")
     parser.add_argument(
         "--arg",
         nargs="+",
@@ -344,17 +344,25 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
         type=Path,
         default=RESULTS,
         metavar="FOLDER",
-        help="for model.json, and model_over_resolution.png where there is more than one resolution",
+        help="for model.json, and without --models model_over_resolution.png",
     )
     args = parser.parse_args(argv)
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
-    jobs, shared = dict.fromkeys(args.sizes or SIZES, args.models), parse_pairs(args.arg)
-    if not args.models:
+    passes, shared = args.passes or PASSES, parse_pairs(args.arg)
+    jobs = [(size, passes, args.models or []) for size in args.sizes or SIZES]  # a checkout's own models come to them
+    if not args.models and not args.official:
         args.modes, shared = args.modes or ["graphs"], OF_CONFIGS | shared
-        jobs = {size: DOCUMENTED.get(size, []) for size in args.sizes or DOCUMENTED}
+        jobs = [(size, [one for one in own if one in passes], words) for size, own, words in DOCUMENTED]
+        if args.sizes:
+            shown = sorted({f"{batch}x{resolution}" for (batch, resolution), *_ in jobs})
+            jobs = [job for job in jobs if job[0] in args.sizes]
+            if not jobs:
+                raise UserError(
+                    f"docs/results.md shows none of these --sizes: give --models, or some of {', '.join(shown)}"
+                )
     args.modes = args.modes or ["eager", "compiled"]
-    args.jobs = {size: [parse_model(word, shared) for word in words] for size, words in jobs.items()}
+    args.jobs = [(size, passes, [parse_model(word, shared) for word in words]) for size, passes, words in jobs]
     return args
 
 
@@ -413,14 +421,15 @@ def main(argv: Optional[list[str]] = None) -> None:
             | {"resolution": resolution, "pass": name},
             model,
         )
-        for (batch, resolution), models in args.jobs.items()
+        for (batch, resolution), passes, models in args.jobs
         for model in [*models, *official]
         for mode in args.modes
-        for name in args.passes
+        for name in passes
     ]
     _, rows = earlier_runs(args.merge, [])
     places = {tuple(row[key] for key in KEYS): i for i, row in enumerate(rows)}
-    if not args.models:
+    shows = not args.models and not args.official
+    if shows:
         plan = [job for job in plan if tuple(job[0][key] for key in KEYS) not in places]
     measures = plan and args.budget != 0
     results["earlier"], rows = earlier_runs(args.merge, [own] if measures else [])
@@ -454,7 +463,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         )
         free()
     print_results(rows, results["best"])
-    if len({row["resolution"] for row in results["best"] if "train ratio" in row}) > 1:
+    if shows and len({row["resolution"] for row in results["best"] if "train ratio" in row}) > 1:
         plot(results["best"], args.out / "model_over_resolution.png", results["environment"].get("gpu") or "CPU")
     if results["missing"]:
         print(f"\nnot measured within {args.budget:g} s:")

@@ -1,11 +1,12 @@
 """Images per second of training on several GPUs of one machine, and how much of the single GPU's rate is left.
 
     python benchmarks/bench_scaling.py                                   # 1, 2, 4, ... up to all GPUs
-    python benchmarks/bench_scaling.py --processes 1 4 --model vlonghorn_base --batch 64 --arg save_states=true
+    python benchmarks/bench_scaling.py --processes 1 4 --model vlonghorn_base --batch 64 --arg mlp_conv=3
 
 Each process has its own GPU and a batch of images in its memory. The step is the trainer's, with AdamW and without
-augmentation and averaged weights; with --fsdp several processes shard as the trainer does. All start together, and the
-slowest one's time counts. Without a GPU it runs on the CPU, in float32.
+augmentation and averaged weights; the model has the arguments that the configs set. With --fsdp several processes shard
+as the trainer does. All start together, and the slowest one's time counts. Without a GPU it runs on the CPU, in
+float32.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 # First, since it lets a checkout do without installation.
-from common import RESULTS, ROOT, environment, print_environment, table
+from common import OF_CONFIGS, RESULTS, ROOT, environment, print_environment, table
 
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError
@@ -37,7 +38,7 @@ CLASSES = 1000
 
 
 def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {"img_size": args.resolution, **parse_pairs(args.arg)}
+    return {"img_size": args.resolution, **OF_CONFIGS, **parse_pairs(args.arg)}
 
 
 def work(args: argparse.Namespace) -> None:
@@ -111,7 +112,9 @@ def main() -> None:
         help="(1, 2, 4, ... all GPUs)",
     )
     parser.add_argument("--model", default="vlonghorn_small", help="(vlonghorn_small)")
-    parser.add_argument("--arg", nargs="+", default=[], metavar="KEY=VALUE", help="arguments for the model")
+    parser.add_argument(
+        "--arg", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="arguments for the model"
+    )
     parser.add_argument("--resolution", type=int, default=224, help="(224)")
     parser.add_argument("--batch", type=int, default=256, help="images of each process (256)")
     parser.add_argument("--steps", type=int, default=20, help="of each of three timings (20)")

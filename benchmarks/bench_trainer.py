@@ -5,7 +5,7 @@
 
 The pictures are repeated in shards in a temporary folder, which the operating system caches. A run trains for two
 epochs with the augmentation of its config, and the last half of the second counts. An image that is augmented R times
-(`repeats`) counts R times. Both rates are of one process with `save_states`, on a GPU with --compile and --cuda-graphs.
+(`repeats`) counts R times. Both rates are of one process, on a GPU with --compile and --cuda-graphs.
 If the ratio of the two is below 1, the model waits for images.
 """
 

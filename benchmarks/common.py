@@ -21,6 +21,7 @@ if HAS_TRITON:
     import triton
 
 RESULTS = ROOT / "benchmarks" / "results"
+OF_CONFIGS = dict(save_states=True, residual_in_fp32=False)  # arguments that the configs vlonghorn_* set
 
 
 def describe(error: Exception) -> str:

@@ -134,12 +134,20 @@ def test_without_models_it_measures_what_the_documents_show_and_is_missing(tmp_p
     assert {row["mode"] for row in found} == {"graphs"}
     (one,) = [row["args"] for row in found if row["model"] == "vlonghorn_small_fast" and row["batch"] == 8]
     assert (one["save_states"], one["residual_in_fp32"], one["wiring"]) == (True, False, "alternate")
+    (one,) = [row["args"] for row in found if row["model"].startswith("vim_small,") and row["batch"] == 8]
+    assert one["residual_in_fp32"] is True
     first = measured.copy()
     (tmp_path / "model.json").rename(tmp_path / "first.json")
     bench_model.main(["--merge", str(tmp_path / "first.json"), "--passes", "train", "--out", str(tmp_path)])
     later = measured[len(first) :]
     assert not {*first} & {*later} and (256, 224, "vlonghorn_tiny_fast") in later
-    assert sorted(measured) == sorted((*size, word) for size, words in bench_model.DOCUMENTED.items() for word in words)
+    assert sorted(measured) == sorted((*size, word) for size, _, words in bench_model.DOCUMENTED for word in words)
+
+
+def test_a_size_that_the_documents_do_not_show_needs_models(tmp_path):
+    with pytest.raises(UserError, match="none of these --sizes: give --models, or some of 128x224, 256x224"):
+        bench_model.main(["--sizes", "64x224", "--out", str(tmp_path)])
+    assert not (tmp_path / "model.json").exists()
 
 
 def test_out_of_time_says_what_is_missing(tmp_path, capsys):

@@ -200,8 +200,13 @@ def test_a_model_for_any_size_trains_at_that_of_the_config(tmp_path, shards, cap
     # A ResNet has no img_size, and timm's default of 224 px would be 28 times as large.
     run = train_imagenet.main([
         *QUICK, *PLAIN, *shards, "--model", "test_resnet", "--model-kwargs", "img_size=8", "patch_size=none",
-        "depth=none", "embed_dim=none", "--epochs", "1", "--run-dir", str(tmp_path / "run")])  # fmt: skip
-    assert "input 3x8x8" in capsys.readouterr().out
+        "depth=none", "embed_dim=none", "save_states=true", "residual_in_fp32=false", "--epochs", "1", "--run-dir",
+        str(tmp_path / "run")])  # fmt: skip
+    said = capsys.readouterr().out
+    assert "input 3x8x8" in said
+    assert all(
+        f"Note: this model has no {word}, and does without" in said for word in ("save_states", "residual_in_fp32")
+    )
     assert load_model(run).settings["input_size"] == (3, 8, 8)
     model, _ = model_from_weights("test_resnet", run, 3, img_size=16)
     assert model.num_classes == 3

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -130,6 +131,29 @@ def test_gradients_of_two_processes_are_averaged_without_a_wrapper_too():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(gradients_of_an_update, (port,), nprocs=2)
+
+
+@pytest.mark.parametrize(
+    "model, more, wrapper",
+    [
+        (nn.Linear(4, 4), {}, False),
+        (nn.Linear(4, 4), {"compress_gradients": True}, True),
+        (nn.Linear(4, 4), {"cuda_graphs": False}, True),
+        (nn.BatchNorm1d(4), {}, True),  # its buffers are the first process's
+    ],
+)
+def test_only_what_graphs_give_at_once_needs_no_wrapper(monkeypatch, model, more, wrapper):
+    accelerator = SimpleNamespace(
+        device=SimpleNamespace(type="cuda"),
+        num_processes=1,
+        prepare=lambda model: "wrapped",
+        prepare_model=lambda model, **_: "plain",
+    )
+    for name in "capture", "broadcast":
+        monkeypatch.setattr(f"vision_longhorn.training.setup.{name}", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)
+    found = wrap(Config(**{"cuda_graphs": True, **more}), model, None, (4,), accelerator)
+    assert found == ("wrapped" if wrapper else "plain")
 
 
 @pytest.mark.parametrize("other", ["compile", "fsdp"])

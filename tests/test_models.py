@@ -822,6 +822,15 @@ def test_bf16_autocast_stays_near_fp32_and_keeps_its_residual(options, fp32):
         assert relative_rms(grad, right[name]) < 0.1, name
 
 
+def test_fp16_keeps_its_residual_in_float32_whatever_is_asked_for():
+    """A sum of many blocks may leave the range of float16."""
+    model, residuals = small(residual_in_fp32=False), []
+    model.blocks[0].register_forward_hook(lambda _, inputs, out: residuals.append(out.dtype))
+    with torch.autocast("cpu", torch.float16):
+        model(torch.randn(1, 3, 32, 32))
+    assert residuals == [torch.float32]
+
+
 @pytest.mark.parametrize("options", [dict(), dict(mixer="mamba"), dict(wiring="shared"), MAMBA2])
 @pytest.mark.parametrize("fp32", (True, False))
 def test_model_in_bf16(options, fp32):

@@ -161,8 +161,8 @@ class VisionLonghorn(nn.Module):
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         norm_eps: added to the mean square in all RMS norms, and to the variance in the stem's norms.
-        residual_in_fp32: keep the sum of the blocks in float32 in a model of lower precision and under autocast, else
-            in what the stem computes in.
+        residual_in_fp32: keep the sum of the blocks, the residual stream, in float32 in a model of lower precision and
+            under autocast, else in what the stem computes in, unless that is float16.
         dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
         mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, conv,
@@ -347,7 +347,8 @@ class VisionLonghorn(nn.Module):
         x = x.reshape(B, H * W, C)
         if self.cls_token is not None:
             x = join_class(self.cls_token.to(x.dtype).expand(B, -1, -1), x, self.class_token)
-        x = x.float() if self.residual_in_fp32 else x
+        # The sum may leave the range of float16.
+        x = x.float() if self.residual_in_fp32 or x.dtype == torch.float16 else x
         return self.pos_drop(x + pos_embed.to(x.dtype)), H
 
     def _norm(self, x: Tensor) -> Tensor:

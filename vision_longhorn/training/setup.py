@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, GradScalerKwargs, set_seed
+from accelerate.utils import (
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    broadcast,
+    set_seed,
+)
 from timm.data import Mixup, create_transform
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2, get_optimizer_info
@@ -47,6 +53,7 @@ from vision_longhorn.training.muon import Muon
 FUSED, FUSED_SHARDED = ("adam", "adamw", "momentum", "nesterov", "sgd"), ("adam", "adamw")
 # Optimisers that work with fsdp. Others mix shards with whole tensors, or take a shard for the whole.
 SHARDED = tuple("adam adamw adopt lamb lion momentum muon nadamw nesterov radam rmsprop sgd".split())
+HOW = ("save_states", "residual_in_fp32")  # arguments that say how a model computes, not what
 SCALE = 2.0**10  # first scale of the loss in fp16; with torch's 2**16 the first updates would be skipped
 
 
@@ -143,6 +150,10 @@ def build_model(
     except UserError as error:
         # A config's arguments are for its own model, and --model may name one that lacks them.
         unknown = [key for key in cfg.model_kwargs if f"unexpected keyword argument '{key}'" in str(error)]
+        if unknown and unknown[0] in HOW:
+            accelerator.print(f"Note: this model has no {unknown[0]}, and does without.")
+            cfg.model_kwargs = {key: value for key, value in cfg.model_kwargs.items() if key not in unknown}
+            return build_model(cfg, num_classes, accelerator, checkpoint, class_names)
         hint = f"; `--model-kwargs {unknown[0]}=none` leaves it out" if unknown and "nearest" not in str(error) else ""
         raise UserError(f"{error}{hint}") from error
     if cfg.model in RENAMED:  # a file of version 0.1 may have given it another name
@@ -296,9 +307,11 @@ def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, a
             block.forward = torch.compile(block.forward)
     elif cfg.compile:
         model.compile()
-    # A graph gives all gradients at once. `TrainStep` then averages them faster than DistributedDataParallel, which
-    # copies them one by one. What is sharded averages by itself. Both need autocast only.
+    # A graph gives all gradients at once, and `TrainStep` averages them in one exchange. DistributedDataParallel would
+    # copy each by itself. What is sharded averages by itself. Both need autocast only.
     at_once = graphs and not cfg.compress_gradients and not any(True for _ in model.buffers())
+    if at_once:
+        broadcast([parameter.data for parameter in model.parameters()])
     if is_sharded(model) or at_once:
         return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
     net = accelerator.prepare(model)

@@ -77,11 +77,11 @@ class TrainStep:
 
     def average(self) -> None:
         """Averages the gradients over the processes, in one exchange."""
-        grads = {one: one.grad for one in self.parameters if one.grad is not None}
-        flat = torch.cat([grad.flatten() for grad in grads.values()]) / self.accelerator.num_processes
+        grads = [one.grad for one in self.parameters if one.grad is not None]
+        flat = torch.cat([grad.flatten() for grad in grads]).div_(self.accelerator.num_processes)
         torch.distributed.all_reduce(flat)
-        for one, mean in zip(grads, flat.split([one.numel() for one in grads]), strict=True):
-            one.grad = mean.view_as(one)
+        means = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [mean.view_as(grad) for mean, grad in zip(means, grads, strict=True)])
 
     def apply(self, norm: Tensor) -> None:
         """Updates the weights from the parameters' gradients, unless their `norm`, () float32, is not finite.
