@@ -1,7 +1,7 @@
 """Times whole models: images per second of training and inference, and peak memory, over resolution and batch.
 
     python benchmarks/bench_model.py    # what docs/results.md shows beside DeiT and as in the study, and README's plot
-    python benchmarks/bench_model.py --merge OUT/model.json --budget 300    # what is missing there, for five minutes
+    python benchmarks/bench_model.py --merge OUT/model_documented.json --budget 300    # and what is missing
     python benchmarks/bench_model.py --models vlonghorn_tiny vlonghorn_tiny,gate=output resnet50,img_size=none \\
         --sizes 64x224 --modes eager
     python benchmarks/bench_model.py --models vim_small --official ../Vim    # hustvl's ViM beside ours
@@ -344,14 +344,15 @@ def parse_args(argv: Optional[list[str]]) -> argparse.Namespace:
         type=Path,
         default=RESULTS,
         metavar="FOLDER",
-        help="for model.json, and without --models model_over_resolution.png",
+        help="for model.json; without --models for model_documented.json and model_over_resolution.png",
     )
     args = parser.parse_args(argv)
     if args.steps < 1:
         raise UserError(f"--steps {args.steps}: give at least 1")
     passes, shared = args.passes or PASSES, parse_pairs(args.arg)
     jobs = [(size, passes, args.models or []) for size in args.sizes or SIZES]  # a checkout's own models come to them
-    if not args.models and not args.official:
+    args.documented = not args.models and not args.official
+    if args.documented:
         args.modes, shared = args.modes or ["graphs"], OF_CONFIGS | shared
         jobs = [(size, [one for one in own if one in passes], words) for size, own, words in DOCUMENTED]
         if args.sizes:
@@ -401,7 +402,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     start = time.monotonic()
     args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "model.json"
+    path = args.out / ("model_documented.json" if args.documented else "model.json")
     own = environment() | {"timm": timm.__version__}
     print_environment(own)
     results: dict = {}
@@ -426,16 +427,13 @@ def main(argv: Optional[list[str]] = None) -> None:
         for mode in args.modes
         for name in passes
     ]
-    _, rows = earlier_runs(args.merge, [])
-    places = {tuple(row[key] for key in KEYS): i for i, row in enumerate(rows)}
-    shows = not args.models and not args.official
-    if shows:
-        plan = [job for job in plan if tuple(job[0][key] for key in KEYS) not in places]
-    measures = plan and args.budget != 0
-    results["earlier"], rows = earlier_runs(args.merge, [own] if measures else [])
-    if results["earlier"] and not measures:  # what is merged was measured elsewhere
+    results["earlier"], rows = earlier_runs(args.merge, [own] if args.budget != 0 else [])
+    if results["earlier"] and args.budget == 0:  # what is merged may have been measured elsewhere
         own = results["earlier"].pop()
     results = {"environment": own, **results, "models": rows}
+    places = {tuple(row[key] for key in KEYS): i for i, row in enumerate(rows)}
+    if args.documented:
+        plan = [job for job in plan if tuple(job[0][key] for key in KEYS) not in places]
     measured = 0
 
     def keep() -> None:
@@ -463,7 +461,7 @@ def main(argv: Optional[list[str]] = None) -> None:
         )
         free()
     print_results(rows, results["best"])
-    if shows and len({row["resolution"] for row in results["best"] if "train ratio" in row}) > 1:
+    if args.documented and len({row["resolution"] for row in results["best"] if "train ratio" in row}) > 1:
         plot(results["best"], args.out / "model_over_resolution.png", results["environment"].get("gpu") or "CPU")
     if results["missing"]:
         print(f"\nnot measured within {args.budget:g} s:")

@@ -38,7 +38,8 @@ CLASSES = 1000
 
 
 def model_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    return {"img_size": args.resolution, **OF_CONFIGS, **parse_pairs(args.arg)}
+    own = OF_CONFIGS if timm.models.is_model_in_modules(args.model, "vlonghorn") else {}
+    return {"img_size": args.resolution, **own, **parse_pairs(args.arg)}
 
 
 def work(args: argparse.Namespace) -> None:

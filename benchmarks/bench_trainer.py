@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> None:
             batch_size=args.batch_size,
             compile=torch.cuda.is_available(),
             cuda_graphs=True,
-            model_kwargs=(settings.get("model_kwargs") or {}) | {"save_states": True} | parse_pairs(args.model_kwargs),
+            model_kwargs=(settings.get("model_kwargs") or {}) | parse_pairs(args.model_kwargs),
         )
         for workers, repeats in itertools.product(args.workers, args.repeats):
             cfg = Config(**settings | dict(workers=workers, repeats=repeats))

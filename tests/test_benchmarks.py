@@ -106,7 +106,7 @@ def test_earlier_rows_are_kept(tmp_path, monkeypatch):
     assert again["models"][:3] == dated[:3] and again["models"][3]["ms"] != dated[3]["ms"]
     assert again["earlier"] == [found["environment"]] and again["missing"] == []
     bench_model.main([*options, "--budget", "0"])
-    alone = json.loads((tmp_path / "model.json").read_text())
+    alone = json.loads((tmp_path / "model_documented.json").read_text())
     assert (alone["environment"], alone["models"]) == (found["environment"], dated)
     late = ["--models", "vlonghorn_test", "--sizes", "1x64", "--budget", "-1", *CPU]
     bench_model.main([*options, *late])  # no time for what was to be measured again: what there was stays
@@ -130,14 +130,14 @@ def test_without_models_it_measures_what_the_documents_show_and_is_missing(tmp_p
     monkeypatch.setattr(bench_model, "attempt", attempt)
     bench_model.main(["--sizes", "64x448", "8x1248", "--passes", "train", "--out", str(tmp_path)])
     assert (tmp_path / "model_over_resolution.png").exists()
-    found = json.loads((tmp_path / "model.json").read_text())["models"]
+    found = json.loads((tmp_path / "model_documented.json").read_text())["models"]
     assert {row["mode"] for row in found} == {"graphs"}
     (one,) = [row["args"] for row in found if row["model"] == "vlonghorn_small_fast" and row["batch"] == 8]
     assert (one["save_states"], one["residual_in_fp32"], one["wiring"]) == (True, False, "alternate")
     (one,) = [row["args"] for row in found if row["model"].startswith("vim_small,") and row["batch"] == 8]
     assert one["residual_in_fp32"] is True
     first = measured.copy()
-    (tmp_path / "model.json").rename(tmp_path / "first.json")
+    (tmp_path / "model_documented.json").rename(tmp_path / "first.json")
     bench_model.main(["--merge", str(tmp_path / "first.json"), "--passes", "train", "--out", str(tmp_path)])
     later = measured[len(first) :]
     assert not {*first} & {*later} and (256, 224, "vlonghorn_tiny_fast") in later
@@ -147,7 +147,7 @@ def test_without_models_it_measures_what_the_documents_show_and_is_missing(tmp_p
 def test_a_size_that_the_documents_do_not_show_needs_models(tmp_path):
     with pytest.raises(UserError, match="none of these --sizes: give --models, or some of 128x224, 256x224"):
         bench_model.main(["--sizes", "64x224", "--out", str(tmp_path)])
-    assert not (tmp_path / "model.json").exists()
+    assert not list(tmp_path.iterdir())
 
 
 def test_out_of_time_says_what_is_missing(tmp_path, capsys):

@@ -205,7 +205,7 @@ def test_a_model_for_any_size_trains_at_that_of_the_config(tmp_path, shards, cap
     said = capsys.readouterr().out
     assert "input 3x8x8" in said
     assert all(
-        f"Note: this model has no {word}, and does without" in said for word in ("save_states", "residual_in_fp32")
+        f"Note: this model has no {word}, and trains without it" in said for word in ("save_states", "residual_in_fp32")
     )
     assert load_model(run).settings["input_size"] == (3, 8, 8)
     model, _ = model_from_weights("test_resnet", run, 3, img_size=16)

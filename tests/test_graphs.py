@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+from test_resume import PROCESSES, server  # noqa: F401  (the latter is a fixture)
 from torch import nn
 
 import vision_longhorn  # noqa: F401
@@ -108,6 +109,7 @@ def gradients_of_an_update(rank, port):
     """In each of two processes: an update of two passes, with and without a wrapper that averages gradients."""
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update({key: str(value) for key, value in place.items()}, ACCELERATE_USE_CPU="true")
+    torch.set_num_threads(1)
     accelerator = make_accelerator("cpu", "fp32", grad_accum=2)
     found = []
     for prepare in accelerator.prepare, lambda model: model:
@@ -130,7 +132,12 @@ def test_gradients_of_two_processes_are_averaged_without_a_wrapper_too():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(gradients_of_an_update, (port,), nprocs=2)
+    processes = [PROCESSES.Process(target=gradients_of_an_update, args=(rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 @pytest.mark.parametrize(

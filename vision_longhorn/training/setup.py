@@ -151,7 +151,7 @@ def build_model(
         # A config's arguments are for its own model, and --model may name one that lacks them.
         unknown = [key for key in cfg.model_kwargs if f"unexpected keyword argument '{key}'" in str(error)]
         if unknown and unknown[0] in HOW:
-            accelerator.print(f"Note: this model has no {unknown[0]}, and does without.")
+            accelerator.print(f"Note: this model has no {unknown[0]}, and trains without it.")
             cfg.model_kwargs = {key: value for key, value in cfg.model_kwargs.items() if key not in unknown}
             return build_model(cfg, num_classes, accelerator, checkpoint, class_names)
         hint = f"; `--model-kwargs {unknown[0]}=none` leaves it out" if unknown and "nearest" not in str(error) else ""
