@@ -139,7 +139,7 @@ def make_step(
 
     if not training:
         return torch.inference_mode()(lambda: forward(images))
-    optimizer = build_optimizer(Config(opt=opt), model, 1e-4)
+    optimizer = build_optimizer(Config(opt=opt, cuda_graphs=mode == "graphs"), model, 1e-4)
     step = TrainStep(accelerator, model, forward, lambda scores, of: F.cross_entropy(scores.float(), of), optimizer)
     return lambda: step([(images, labels)])
 

@@ -1,6 +1,7 @@
 """Our Muon, which updates all matrices of one shape together, beside timm's."""
 
 import copy
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +95,31 @@ def test_an_update_skipped_on_the_device_changes_nothing():
     optimizer.found_inf = torch.zeros(())
     update(optimizer, model, 1)
     assert not torch.equal(model[0].weight, before[0]["0.weight"])
+
+
+@pytest.mark.gpu
+def test_it_gives_the_same_bits_in_cuda_graphs():
+    """With rates that change, an update that is skipped, and a state that is loaded on the way."""
+    model = make()[0].cuda()
+    other = copy.deepcopy(model)
+    optimizers = [
+        build_optimizer(dataclasses.replace(CFG, cuda_graphs=graphs), net, 0.02)
+        for graphs, net in ((False, model), (True, other))
+    ]
+    generator = torch.Generator("cuda")
+    for number in range(9):
+        for optimizer, net in zip(optimizers, (model, other), strict=True):
+            generator.manual_seed(number)
+            for parameter in net.parameters():
+                if parameter.requires_grad:
+                    parameter.grad = torch.randn(parameter.shape, generator=generator, device="cuda")
+            for group in optimizer.param_groups:
+                group["lr"] = 0.02 / (number + 1)
+            if number:
+                optimizer.found_inf = torch.full((), float(number == 4), device="cuda")
+            optimizer.step()
+            if number == 5:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(one, two)
+    assert all(optimizers[1]._graphs.values()) and not optimizers[0]._graphs

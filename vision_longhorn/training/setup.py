@@ -235,7 +235,7 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
         optimizer = create_optimizer_v2(
             model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **options
         )
-    return Muon(optimizer) if cfg.opt == "muon" else optimizer
+    return Muon(optimizer, cfg.cuda_graphs) if cfg.opt == "muon" else optimizer
 
 
 def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: dict[str, Any]) -> None:

@@ -36,7 +36,8 @@ class TrainStep:
         self.optimizer, self.ema, self.clip_grad = optimizer, ema, clip_grad
         self.parameters = list(model.parameters())
         averaged = isinstance(net, DistributedDataParallel) or is_sharded(model)
-        self.averages = accelerator.num_processes > 1 and not averaged
+        self.sums = accelerator.num_processes > 1 and not averaged
+        self.share = 1 / accelerator.num_processes if self.sums else 1  # of this process's loss in the mean
 
     def __call__(self, batches: Iterable[tuple[Any, Any]], number: int = 1) -> tuple[Tensor, Tensor]:
         """Makes an update.
@@ -64,9 +65,9 @@ class TrainStep:
                 loss = self.criterion(self.net(inputs), targets)
                 loss_sum += loss.detach()
                 # Where the loss is not finite, this makes every gradient not finite, and so the sum over the processes.
-                self.accelerator.backward(loss * (1 + 0 * loss.detach()))
-        if self.averages:
-            self.average()
+                self.accelerator.backward(loss * (self.share + 0 * loss.detach()))
+        if self.sums:
+            self.sum_gradients()
         if self.accelerator.scaler:
             self.accelerator.scaler.unscale_(self.optimizer)
         norm = get_total_norm([one.grad for one in self.parameters if one.grad is not None])
@@ -75,13 +76,17 @@ class TrainStep:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return loss_sum / self.accelerator.gradient_accumulation_steps, norm
 
-    def average(self) -> None:
-        """Averages the gradients over the processes, in one exchange."""
-        grads = [one.grad for one in self.parameters if one.grad is not None]
-        flat = torch.cat([grad.flatten() for grad in grads]).div_(self.accelerator.num_processes)
+    def sum_gradients(self) -> None:
+        """Sums the gradients over the processes, in one exchange."""
+        grads = {one: one.grad for one in self.parameters if one.grad is not None}
+        flat = torch.cat([grad.flatten() for grad in grads.values()])
         torch.distributed.all_reduce(flat)
-        means = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [mean.view_as(grad) for mean, grad in zip(means, grads, strict=True)])
+        totals = flat.split([grad.numel() for grad in grads.values()])
+        for (one, grad), total in zip(grads.items(), totals, strict=True):
+            if grad.is_contiguous():
+                one.grad = total.view_as(grad)
+            else:  # fused optimisers want the strides of the parameter
+                grad.copy_(total.view_as(grad))
 
     def apply(self, norm: Tensor) -> None:
         """Updates the weights from the parameters' gradients, unless their `norm`, () float32, is not finite.
