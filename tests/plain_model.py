@@ -175,15 +175,12 @@ def plain_model(p, images, model):
     x = torch.stack(tokens, 1) + p["pos_embed"]
     for i, block in enumerate(model.blocks):
         order = reading_order(block, rows, x.shape[1])
-        read = plain_norm(x, p[f"blocks.{i}.norm.weight"])
-        h = read[:, order]
+        h = plain_norm(x, p[f"blocks.{i}.norm.weight"])[:, order]
         seen = patches.shape[3] if block.reads_columns else rows
         x = x + plain_mixer(of(f"blocks.{i}.mixer."), h, block.mixer, seen)[:, torch.argsort(order)]
         mlp = of(f"blocks.{i}.mlp.")
         if mlp:
-            if not block.mlp_parallel:
-                read = plain_norm(x, p[f"blocks.{i}.mlp_norm.weight"])
-            h = read @ mlp["fc1.weight"].t() + mlp["fc1.bias"]
+            h = plain_norm(x, p[f"blocks.{i}.mlp_norm.weight"]) @ mlp["fc1.weight"].t() + mlp["fc1.bias"]
             if "conv_weight" in mlp:
                 h = plain_grid_conv({name: mlp[name][None] for name in ("conv_weight", "conv_bias")}, h, rows)
             else:

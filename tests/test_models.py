@@ -403,7 +403,6 @@ def test_model_with_a_grid_conv_sees_the_grid_of_the_image_at_hand():
         (dict(d_state=5, d_conv=3, expand=3, dt_rank=4), (3, 32, 32)),
         (dict(d_conv=1, d_state=1), (3, 32, 32)),
         (dict(mlp_ratio=2.5, expand=1), (3, 32, 32)),
-        (dict(img_size=(24, 32), mlp_ratio=2.5, mlp_parallel=True, scan_order="rows_columns"), (3, 24, 32)),
         (dict(GRID, img_size=(40, 24), mlp_ratio=2.5, mlp_conv=3, scan_order="rows_columns"), (3, 40, 24)),
         (dict(stem="conv", img_size=(38, 27), patch_size=12, in_chans=2), (2, 38, 27)),  # borders that fill no patch
         (dict(GRID, stem="conv", img_size=(10, 12), patch_size=4), (3, 10, 12)),
@@ -571,7 +570,6 @@ def test_wrong_images_are_told_what_is_right(shape, words):
         (dict(mlp_ratio=0.001), "mlp_ratio=0.001"),
         (dict(GRID, mlp_ratio=2, mlp_conv=2), "mlp_conv=2"),
         (dict(GRID, mlp_conv=3), "as mlp_ratio"),
-        (dict(mlp_parallel=True), "as mlp_ratio"),
         (dict(mlp_ratio=2, mlp_conv=3), "class_token='none'"),
         (dict(global_pool="mean"), "global_pool='mean'"),
         (dict(class_token="none"), "global_pool='avg'"),

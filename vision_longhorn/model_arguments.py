@@ -17,7 +17,7 @@ NUMBERS = {
 }
 SIZES = ("img_size", "patch_size", "patch_stride")
 FLAGS = tuple(
-    "dynamic_img_size dynamic_img_pad residual_in_fp32 save_states mlp_parallel A_per_token all_arguments".split()
+    "dynamic_img_size dynamic_img_pad residual_in_fp32 save_states A_per_token all_arguments".split()
 )
 # Arguments that configs and commands take elsewhere, and where
 ELSEWHERE = {

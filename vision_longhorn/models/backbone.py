@@ -35,13 +35,12 @@ SCAN_ORDERS = ("rows", "rows_columns")
 
 
 class Block(nn.Module):
-    """x + drop_path(mixer(norm(x))), and with `mlp_ratio` another such step with an MLP in the place of the mixer, or,
-    with `mlp_parallel`, x + drop_path(mixer(norm(x)) + mlp(norm(x))). x is kept in its own dtype whatever these compute
-    in.
+    """x + drop_path(mixer(norm(x))), and with `mlp_ratio` another such step with an MLP in the place of the mixer. x is
+    kept in its own dtype whatever these compute in.
 
     Args:
         dim: width of the tokens.
-        drop_path: probability of leaving the mixer out for a sample, and likewise the MLP; both if `mlp_parallel`.
+        drop_path: probability of leaving the mixer out for a sample, and likewise the MLP.
         eps: added to the mean square in the norm.
         mixer: name of the mixer, or what makes it, see `vision_longhorn.models.mixers`.
         reads_columns: give the mixer the patches, which come in row by row, column by column.
@@ -49,7 +48,6 @@ class Block(nn.Module):
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mlp_ratio: inner width of the MLP over `dim`; 0 for no MLP.
         mlp_conv: side of the convolution over the grid of patches inside the MLP (`ConvMlp`), 0 for none.
-        mlp_parallel: the MLP reads what the mixer reads, not its output, as in ViT-22B (arXiv 2302.05442).
         mixer_args: options of the mixer, and `index`, the number of this block in the model.
 
     Raises:
@@ -58,7 +56,6 @@ class Block(nn.Module):
 
     needs_grid: Final[bool]
     mlp_needs_grid: Final[bool]
-    mlp_parallel: Final[bool]
 
     def __init__(
         self,
@@ -71,7 +68,6 @@ class Block(nn.Module):
         grid_conv: int = 0,
         mlp_ratio: float = 0.0,
         mlp_conv: int = 0,
-        mlp_parallel: bool = False,
         device: Any = None,
         dtype: Any = None,
         **mixer_args: Any,
@@ -94,10 +90,7 @@ class Block(nn.Module):
             raise ValueError(f"mlp_ratio={mlp_ratio}: give the MLP's inner width over embed_dim, or 0 for no MLP")
         if mlp_conv and not hidden:
             raise ValueError(f"mlp_conv={mlp_conv} without an MLP: give its inner width over embed_dim as mlp_ratio")
-        if mlp_parallel and not hidden:
-            raise ValueError("mlp_parallel without an MLP: give its inner width over embed_dim as mlp_ratio")
-        self.mlp_parallel = mlp_parallel
-        self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden and not mlp_parallel else None
+        self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden else None
         self.mlp: Optional[nn.Module] = None
         if hidden:
             make = partial(ConvMlp, size=mlp_conv) if mlp_conv else Mlp
@@ -105,8 +98,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
         """Map tokens (B, L, dim) to (B, L, dim). A block that uses the grid of patches needs its number of `rows`."""
-        normed = self.norm(x.to(self.norm.weight.dtype))
-        h = normed
+        h = self.norm(x.to(self.norm.weight.dtype))
         if self.reads_columns or self.needs_grid or self.mlp_needs_grid or self.grid_conv is not None:
             _assert(rows > 0, "this block needs the grid of patches: give rows=N, the number of its rows")
         if self.grid_conv is not None:
@@ -121,17 +113,15 @@ class Block(nn.Module):
             h = self.mixer(h)
         if self.reads_columns:
             h = turn_patches(h, rows_read, self.class_token)
-        if self.mlp_parallel:
-            return x + self.drop_path(h + self._mlp(normed, rows))
         x = x + self.drop_path(h)
-        if self.mlp_norm is not None:
-            x = x + self.drop_path(self._mlp(self.mlp_norm(x.to(self.mlp_norm.weight.dtype)), rows))
+        if self.mlp is not None and self.mlp_norm is not None:
+            h = self.mlp_norm(x.to(self.mlp_norm.weight.dtype))
+            if self.mlp_needs_grid:
+                h = self.mlp(h, rows)
+            else:
+                h = self.mlp(h)
+            x = x + self.drop_path(h)
         return x
-
-    def _mlp(self, h: Tensor, rows: int) -> Tensor:
-        if self.mlp is None:
-            return h
-        return self.mlp(h, rows) if self.mlp_needs_grid else self.mlp(h)
 
 
 class VisionLonghorn(nn.Module):
@@ -155,7 +145,6 @@ class VisionLonghorn(nn.Module):
         grid_conv: side, such as 3, of a depthwise convolution over the grid of patches before each mixer; 0 for none.
         mlp_ratio: give each block an MLP after the mixer, `mlp_ratio` times as wide inside; 0 for none.
         mlp_conv: side, such as 3, of a depthwise convolution over the grid of patches inside the MLPs; 0 for none.
-        mlp_parallel: each MLP reads what the mixer of its block reads, and a block adds both at once (`Block`).
         stem: "patch", a projection of each patch, or "conv", three convolutions in its place: see `ConvStem`.
         drop_rate: dropout before the head.
         pos_drop_rate: dropout after the position embedding.
@@ -198,7 +187,6 @@ class VisionLonghorn(nn.Module):
         grid_conv: int = 0,
         mlp_ratio: float = 0.0,
         mlp_conv: int = 0,
-        mlp_parallel: bool = False,
         stem: str = "patch",
         device: Any = None,
         dtype: Any = None,
@@ -227,7 +215,7 @@ class VisionLonghorn(nn.Module):
         turned = [scan_order == "rows_columns" and i // period % 2 == 1 for i in range(depth)]
         rates = cast("list[float]", calculate_drop_path_rates(drop_path_rate, depth))
         options = dict(eps=norm_eps, mixer=mixer, class_token=class_token, grid_conv=grid_conv, **mixer_args, **dd)
-        options |= dict(mlp_ratio=mlp_ratio, mlp_conv=mlp_conv, mlp_parallel=mlp_parallel)
+        options |= dict(mlp_ratio=mlp_ratio, mlp_conv=mlp_conv)
         options |= dict(residual_layers=2 * depth if mlp_ratio else depth)
         blocks = [Block(embed_dim, rates[i], reads_columns=turned[i], index=i, **options) for i in range(depth)]
         self.blocks = nn.Sequential(*blocks)

@@ -38,7 +38,7 @@ class Muon(torch.optim.AdamW):
         for one in self.state.values():
             if "momentum_buffer" in one:
                 del one["step"]
-        self._graphs = {}
+        self._graphs, self._pool = {}, None  # a pool ends with its last graph
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
