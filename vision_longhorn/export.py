@@ -76,7 +76,7 @@ def export_program(model: nn.Module, batch: int | None = None) -> torch.export.E
     if model.training:
         raise UserError("the model is in training mode: call model.eval() before exporting it")
     with torch.no_grad():
-        return torch.export.export(model, (example_images(model, batch or 2),), dynamic_shapes=(dynamic,))
+        return torch.export.export(model, (example_images(model, batch or 2),), dynamic_shapes=(dynamic,), strict=False)
 
 
 def to_package(model: nn.Module, path: str | os.PathLike, batch: int | None = None) -> float:

@@ -16,9 +16,7 @@ NUMBERS = {
     "num_classes": Range(0, kind=int),
 }
 SIZES = ("img_size", "patch_size", "patch_stride")
-FLAGS = tuple(
-    "dynamic_img_size dynamic_img_pad residual_in_fp32 save_states A_per_token all_arguments".split()
-)
+FLAGS = tuple("dynamic_img_size dynamic_img_pad residual_in_fp32 save_states A_per_token all_arguments".split())
 # Arguments that configs and commands take elsewhere, and where
 ELSEWHERE = {
     "num_classes": "num_classes",

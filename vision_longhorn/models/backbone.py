@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.conv_mlp import ConvMlp
+from vision_longhorn.models.gelu import GELU
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import Mixer, check_options, create_mixer, reset_mixer
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
@@ -93,7 +94,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden else None
         self.mlp: Optional[nn.Module] = None
         if hidden:
-            make = partial(ConvMlp, size=mlp_conv) if mlp_conv else Mlp
+            make = partial(ConvMlp, size=mlp_conv) if mlp_conv else partial(Mlp, act_layer=GELU)
             self.mlp = make(dim, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
