@@ -1,4 +1,4 @@
-"""Our Muon, which updates all matrices of one shape together, beside timm's."""
+"""Our Muon, which updates many matrices together, beside timm's."""
 
 import copy
 import dataclasses
