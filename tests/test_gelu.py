@@ -25,7 +25,7 @@ def test_it_and_its_gradient_agree_with_float64(dtype, near):
         torch.testing.assert_close(ours.double(), true, rtol=near, atol=3e-7)
 
 
-def test_it_bears_every_number():
+def test_it_takes_infinities_and_nan():
     inf = torch.inf
     x = torch.tensor([0.0, -0.0, inf, -inf, torch.nan, 3e38, -3e38, 1e-38], requires_grad=True)
     y = CompiledGELU.apply(x)
@@ -34,6 +34,11 @@ def test_it_bears_every_number():
     )
     y[:2].sum().backward()
     assert x.grad[:2].tolist() == pytest.approx([0.5, 0.5])
+
+
+class Compiled(nn.Module):
+    def forward(self, x):
+        return CompiledGELU.apply(x)
 
 
 def test_compiled_it_needs_no_error_function_and_keeps_only_what_it_read():
@@ -45,7 +50,7 @@ def test_compiled_it_needs_no_error_function_and_keeps_only_what_it_read():
         return make_boxed_func(graph)
 
     backend = aot_autograd(fw_compiler=take, bw_compiler=take, partition_fn=min_cut_rematerialization_partition)
-    model = nn.Sequential(nn.Linear(64, 256), GELU(), nn.Linear(256, 64), GELU(), nn.Linear(64, 8))
+    model = nn.Sequential(nn.Linear(64, 256), Compiled(), nn.Linear(256, 64), Compiled(), nn.Linear(64, 8))
     x, kept = torch.randn(32, 64), []
 
     def keep(value):
@@ -59,6 +64,27 @@ def test_compiled_it_needs_no_error_function_and_keeps_only_what_it_read():
     assert "exp2" in code and "erf" not in code and "gelu" not in code
     wide = [value.dtype for value in kept if value.shape[0] == 32 and value.shape[-1] == 256]
     assert wide == [torch.bfloat16] * 2  # its input, and its output, which the linear layer read
+
+
+def test_two_compile_with_dynamic_shapes():
+    model, x = nn.Sequential(Compiled(), Compiled()), torch.randn(3, 5, requires_grad=True)
+    torch.compile(model, backend="aot_eager", dynamic=True)(x).sum().backward()
+    found, x.grad = x.grad, None
+    model(x).sum().backward()
+    torch.testing.assert_close(found, x.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, takes", [(torch.bfloat16, True), (torch.float64, False)])
+def test_on_a_gpu_the_compiler_takes_it(dtype, takes):
+    graphs = []
+
+    def take(graph, _inputs):
+        graphs.append(graph.code)
+        return make_boxed_func(graph)
+
+    torch.compile(GELU(), backend=aot_autograd(fw_compiler=take))(torch.randn(9, device="cuda", dtype=dtype))
+    assert ("exp2" in graphs[0]) == takes
 
 
 def test_a_program_exported_as_ours_are_has_torchs_own():

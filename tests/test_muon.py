@@ -82,6 +82,19 @@ def test_it_and_timms_go_on_where_the_other_stopped(first, second):
     close(model, other, start)
 
 
+def test_a_copy_goes_on():
+    model, other = make()
+    optimizer = build_optimizer(CFG, model, 0.02)
+    update(optimizer, model, 0)
+    model, optimizer = copy.deepcopy((model, optimizer))
+    update(optimizer, model, 1)
+    reference = build_optimizer(CFG, other, 0.02)
+    for number in range(2):
+        update(reference, other, number)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
 def test_an_update_skipped_on_the_device_changes_nothing():
     model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
     optimizer = Muon(create_optimizer_v2(model, "muon", lr=0.1, weight_decay=0.1))

@@ -1,6 +1,7 @@
 """Muon (Jordan et al., 2024), with many matrices in one update."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +9,7 @@ from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon, get_lr_scale, 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-_PADDED = 1.3  # how many numbers a batch of matrices may have for each of theirs
+_PADDED = 1.3  # A padded batch may have so many times the numbers of its matrices.
 
 
 class _Alike(NamedTuple):
@@ -18,26 +19,32 @@ class _Alike(NamedTuple):
     moments: list[Any]
     group: dict[str, Any]
 
+    @property
+    def grads(self) -> list[Any]:
+        return [one.grad for one in self.matrices]
+
 
 class Muon(torch.optim.AdamW):
     """Computes what timm's Muon does: orthogonal updates of matrices, and AdamW for all else.
 
     timm updates matrices one by one. The small model has 52, with 15 small products each, which on an H100 take longer
-    than all else in a step. Here they make two batches, and AdamW is torch's fused one. Both can skip an update on the
-    device, for which the host need not wait. If matrices are sharded (fsdp), each process makes the whole update and
-    keeps its part.
+    than all else in a step. Here they are updated in three batches, and AdamW is torch's fused one. Both can skip an
+    update on the device, for which the host need not wait. If matrices are sharded (fsdp), each process makes the whole
+    update and keeps its part.
 
     Args:
         like: timm's "muon", new, with any rates, weight decay and betas, and otherwise as timm makes it. Groups are
             taken from it, and either loads what the other saved.
-        cuda_graphs: On a GPU, replay the matrices' update as a CUDA graph, with the same bits. It has some 150 small
-            kernels, which the host could not launch as fast as the GPU runs them.
+        cuda_graphs: On a GPU, replay the matrices' update as a CUDA graph, with the same bits. The host could not
+            launch its small kernels as fast as the GPU runs them. The graph keeps some 12 bytes for each number.
     """
+
+    cuda_graphs = False  # of a copy, which has only what torch's optimisers have
 
     def __init__(self, like: torch.optim.Optimizer, cuda_graphs: bool = False) -> None:
         super().__init__(like.param_groups, fused=True)
         self.cuda_graphs = cuda_graphs
-        self._graphs: dict[Any, Any] = {}  # at most one, by where matrices and moments lie
+        self._graphs: dict[Any, Any] = {}  # at most one, by all that is fixed in it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loads a state. Matrices have no count of steps, but torch's AdamW looks for one everywhere."""
@@ -75,47 +82,47 @@ class Muon(torch.optim.AdamW):
         return loss
 
     def _update(self, batches: list[_Alike]) -> None:
-        grads = [torch.stack(_own([one.grad for one in batch.matrices])) for batch in batches]  # (n, rows, ..) each
+        like = batches[0].matrices[0]
         found_inf = getattr(self, "found_inf", None)
         if found_inf is None:
-            found_inf = grads[0].new_zeros(())
-        inputs = [found_inf, *(found_inf.new_full((), batch.group["lr"]) for batch in batches), *grads]
-        if not self.cuda_graphs or not found_inf.is_cuda or isinstance(batches[0].matrices[0], DTensor):
-            _move(batches, inputs)
+            found_inf = torch.zeros((), device=like.device)
+        rates = [found_inf.new_full((), batch.group["lr"]) for batch in batches]
+        if not self.cuda_graphs or not like.is_cuda or isinstance(like, DTensor):
+            _move(batches, found_inf, rates, (_stack(batch.grads) for batch in batches))
             return
         places = [one.data_ptr() for batch in batches for one in (*batch.matrices, *batch.moments)]
-        key = *places, *(batch.group["momentum"] for batch in batches)
+        key = *places, *(batch.group[name] for batch in batches for name in ("momentum", "weight_decay"))
         if key not in self._graphs:
-            _move(batches, inputs)  # which loads the kernels, as a capture could not
+            _move(batches, found_inf, rates, (_stack(batch.grads) for batch in batches))  # loads the kernels
             self._graphs = {key: None}
             return
         if not self._graphs[key]:
-            copies = [torch.empty_like(value) for value in inputs]
-            graph = torch.cuda.CUDAGraph()
+            grads = [_stack(batch.grads) for batch in batches]
+            inputs, graph = [found_inf.clone(), *(rate.clone() for rate in rates)], torch.cuda.CUDAGraph()
             # Other threads, such as the loader's, may use the GPU meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                _move(batches, copies)
-            self._graphs[key] = graph, copies
-        graph, copies = self._graphs[key]
-        torch._foreach_copy_(copies, inputs)
+                _move(batches, inputs[0], inputs[1:], grads)
+            self._graphs[key] = graph, inputs, grads
+        graph, inputs, grads = self._graphs[key]
+        torch._foreach_copy_(inputs, [found_inf, *rates])
+        for batch, place in zip(batches, grads, strict=True):
+            torch.stack(batch.grads, out=place)
         graph.replay()
 
 
-def _move(batches: list[_Alike], inputs: list[Tensor]) -> None:
-    """Updates the matrices, unless `found_inf` is 1. `inputs` are that, a learning rate for each batch, and its
-    gradients. What has more axes than two counts as a matrix of its first and all others."""
-    found_inf, rates, grads = inputs[0], inputs[1 : len(batches) + 1], inputs[len(batches) + 1 :]
+def _move(batches: list[_Alike], found_inf: Tensor, rates: list[Tensor], grads: Iterable[Tensor]) -> None:
+    """Updates the matrices by a learning rate and the gradients, (n, rows, ..), of each batch, unless `found_inf` is 1.
+    What has more axes than two counts as a matrix of its first and all others."""
     well, directions = 1 - found_inf, []
     for (_, kept, group), grad in zip(batches, grads, strict=True):
-        moments = torch.stack(_own(kept))
+        moments = _stack(kept)
         moments.lerp_(torch.where(found_inf > 0, moments, grad), 1 - group["momentum"])
         torch._foreach_copy_(_own(kept), moments.unbind())
         if isinstance(kept[0], DTensor):
             moments = torch.stack([one.full_tensor() for one in kept])
         directions.append(moments.flatten(2).bfloat16())
-    for (matrices, _, group), rate, update in zip(
-        batches, rates, _orthogonal(directions, batches[0].group), strict=True
-    ):
+    updates = _orthogonal(directions, batches[0].group)
+    for (matrices, _, group), rate, update in zip(batches, rates, updates, strict=True):
         scale = get_lr_scale(update.shape, group["adjust_lr_fn"])
         # Contiguous, or else torch adds them to the weights one by one.
         update = (update.to(matrices[0].dtype) * (-scale * rate * well)).contiguous().view(-1, *matrices[0].shape)
@@ -124,32 +131,38 @@ def _move(batches: list[_Alike], inputs: list[Tensor]) -> None:
 
 
 def _orthogonal(stacks: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """Makes matrices orthogonal, in stacks of (n, rows, columns) bfloat16. Stacks of similar shapes are one batch, for
-    small products take a GPU longer to begin than to make. Zeros around a matrix change nothing."""
-    batches: list[tuple[list[int], int, int, int]] = []  # indices of stacks; numbers in them; rows and columns
-    for i in sorted(range(len(stacks)), key=lambda i: -stacks[i][0].numel()):
-        low, high = sorted(stacks[i].shape[1:])
-        for at, (members, numbers, rows, columns) in enumerate(batches):
-            count = sum(len(stacks[j]) for j in (*members, i))
-            joined = [*members, i], numbers + stacks[i].numel(), max(rows, low), max(columns, high)
-            if count * joined[2] * joined[3] <= _PADDED * joined[1]:
-                batches[at] = joined
+    """Makes matrices orthogonal, in stacks of (n, rows, columns) bfloat16. A GPU takes longer to start small products
+    than to compute them. So a stack joins a batch of larger matrices, with zeros around its own, which change nothing.
+    """
+    sides = [sorted(stack.shape[1:]) for stack in stacks]
+    batches: list[list[int]] = []  # indices of stacks, the one that the others fit in first
+    for i in sorted(range(len(stacks)), key=lambda i: -stacks[i].numel()):
+        for members in batches:
+            low, high = sides[members[0]]
+            numbers = sum(stacks[j].numel() for j in (*members, i))
+            padded = sum(len(stacks[j]) for j in (*members, i)) * low * high
+            if sides[i][0] <= low and sides[i][1] <= high and padded <= _PADDED * numbers:
+                members.append(i)
                 break
         else:
-            batches.append(([i], stacks[i].numel(), low, high))
-    found = dict[int, Tensor]()
-    for members, _, rows, columns in batches:
-        batch = stacks[0].new_zeros(sum(len(stacks[i]) for i in members), rows, columns)
-        parts = batch.split([len(stacks[i]) for i in members])
-        coefficients = _COEFFICIENTS[group["ns_coefficients"]]
-        for i, part in zip(members, parts, strict=True):
-            lying = stacks[i] if stacks[i].shape[1] <= stacks[i].shape[2] else stacks[i].mT  # no higher than wide
+            batches.append([i])
+    coefficients, found = _COEFFICIENTS[group["ns_coefficients"]], dict[int, Tensor]()
+    for members in batches:
+        sizes = [len(stacks[i]) for i in members]
+        batch = stacks[0].new_zeros(sum(sizes), *sides[members[0]])
+        for i, part in zip(members, batch.split(sizes), strict=True):
+            lying = stacks[i] if stacks[i].shape[1] <= stacks[i].shape[2] else stacks[i].mT
             part[:, : lying.shape[1], : lying.shape[2]] = lying
         batch = zeropower_via_newtonschulz(batch, group["ns_steps"], coefficients, eps=group["eps"])
-        for i, part in zip(members, batch.split([len(stacks[i]) for i in members]), strict=True):
-            _, high, wide = stacks[i].shape
-            found[i] = part[:, :high, :wide] if high <= wide else part[:, :wide, :high].mT
+        for i, part in zip(members, batch.split(sizes), strict=True):
+            _, rows, columns = stacks[i].shape
+            found[i] = part[:, :rows, :columns] if rows <= columns else part[:, :columns, :rows].mT
     return [found[i] for i in range(len(stacks))]
+
+
+def _stack(values: list[Any]) -> Tensor:
+    """Stacks this process's parts of `values`."""
+    return torch.stack(_own(values))
 
 
 def _own(values: list[Any]) -> list[Tensor]:

@@ -37,7 +37,8 @@ class TrainStep:
         self.parameters = list(model.parameters())
         averaged = isinstance(net, DistributedDataParallel) or is_sharded(model)
         self.sums = accelerator.num_processes > 1 and not averaged
-        self.share = 1 / accelerator.num_processes if self.sums else 1  # of this process's loss in the mean
+        # Of this process's loss in the mean; but float16 needs the gradients as large as the scaler makes them.
+        self.share = 1 / accelerator.num_processes if self.sums and not accelerator.scaler else 1
 
     def __call__(self, batches: Iterable[tuple[Any, Any]], number: int = 1) -> tuple[Tensor, Tensor]:
         """Makes an update.
@@ -80,11 +81,13 @@ class TrainStep:
         """Sums the gradients over the processes, in one exchange."""
         grads = {one: one.grad for one in self.parameters if one.grad is not None}
         flat = torch.cat([grad.flatten() for grad in grads.values()])
+        if self.share == 1:
+            flat /= self.accelerator.num_processes
         torch.distributed.all_reduce(flat)
         totals = flat.split([grad.numel() for grad in grads.values()])
         for (one, grad), total in zip(grads.items(), totals, strict=True):
             if grad.is_contiguous():
-                one.grad = total.view_as(grad)
+                one.grad = total.view_as(grad).to(grad.dtype)
             else:  # fused optimisers want the strides of the parameter
                 grad.copy_(total.view_as(grad))
 
