@@ -1,4 +1,4 @@
-"""GELU, which the compiler can compute as fast as a GPU moves its numbers."""
+"""GELU, in formulas that suit the compiler."""
 
 from typing import Any
 

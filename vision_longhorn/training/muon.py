@@ -9,7 +9,7 @@ from timm.optim.muon import _COEFFICIENTS, _is_suitable_for_muon, get_lr_scale, 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-_PADDED = 1.3  # A padded batch may have so many times the numbers of its matrices.
+_PADDED = 1.3  # numbers that a padded batch may have for each number of its matrices
 
 
 class _Alike(NamedTuple):
@@ -44,7 +44,7 @@ class Muon(torch.optim.AdamW):
     def __init__(self, like: torch.optim.Optimizer, cuda_graphs: bool = False) -> None:
         super().__init__(like.param_groups, fused=True)
         self.cuda_graphs = cuda_graphs
-        self._graphs: dict[Any, Any] = {}  # at most one, by all that is fixed in it
+        self._graph: Any = None  # what is fixed in it, and it with its inputs once it is captured
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loads a state. Matrices have no count of steps, but torch's AdamW looks for one everywhere."""
@@ -54,7 +54,7 @@ class Muon(torch.optim.AdamW):
         for one in self.state.values():
             if "momentum_buffer" in one:
                 del one["step"]
-        self._graphs = {}
+        self._graph = None
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -91,19 +91,19 @@ class Muon(torch.optim.AdamW):
             _move(batches, found_inf, rates, (_stack(batch.grads) for batch in batches))
             return
         places = [one.data_ptr() for batch in batches for one in (*batch.matrices, *batch.moments)]
-        key = *places, *(batch.group[name] for batch in batches for name in ("momentum", "weight_decay"))
-        if key not in self._graphs:
+        fixed = *places, *(batch.group[name] for batch in batches for name in ("momentum", "weight_decay"))
+        if not self._graph or self._graph[0] != fixed:
             _move(batches, found_inf, rates, (_stack(batch.grads) for batch in batches))  # loads the kernels
-            self._graphs = {key: None}
+            self._graph = fixed, None
             return
-        if not self._graphs[key]:
+        if not self._graph[1]:
             grads = [_stack(batch.grads) for batch in batches]
             inputs, graph = [found_inf.clone(), *(rate.clone() for rate in rates)], torch.cuda.CUDAGraph()
             # Other threads, such as the loader's, may use the GPU meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 _move(batches, inputs[0], inputs[1:], grads)
-            self._graphs[key] = graph, inputs, grads
-        graph, inputs, grads = self._graphs[key]
+            self._graph = fixed, (graph, inputs, grads)
+        graph, inputs, grads = self._graph[1]
         torch._foreach_copy_(inputs, [found_inf, *rates])
         for batch, place in zip(batches, grads, strict=True):
             torch.stack(batch.grads, out=place)

@@ -81,8 +81,7 @@ class TrainStep:
         """Sums the gradients over the processes, in one exchange."""
         grads = {one: one.grad for one in self.parameters if one.grad is not None}
         flat = torch.cat([grad.flatten() for grad in grads.values()])
-        if self.share == 1:
-            flat /= self.accelerator.num_processes
+        flat = flat if self.share < 1 else flat / self.accelerator.num_processes
         torch.distributed.all_reduce(flat)
         totals = flat.split([grad.numel() for grad in grads.values()])
         for (one, grad), total in zip(grads.items(), totals, strict=True):
