@@ -155,6 +155,13 @@ def compile_conv(_: str, dtype: torch.dtype, variant: str) -> None:
     triton_conv.backward(y, x, weight, bias, torch.empty_like(x), reversed)
 
 
+def compile_gelu(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import gelu
+
+    x, bias = _tensor(BATCH * TOKENS, 4 * CHANNELS, dtype=dtype), _tensor(4 * CHANNELS)
+    gelu.backward(gelu.forward(x, bias), x, bias)
+
+
 def compile_grid_conv(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import grid_conv
 
@@ -250,6 +257,7 @@ def scan_variants(rule: Rule) -> tuple[str, ...]:
 FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
     **{name: (compile_scan, scan_variants(get_rule(name))) for name in NAMES},
     "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
+    "gelu": (compile_gelu, ("one_direction",)),
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
     "padding": (compile_padding, ("both_directions",)),

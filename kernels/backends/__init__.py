@@ -2,7 +2,7 @@
 `numba.backend.NumbaBackend` on a CPU."""
 
 from ..contract import Scan
-from .torch import conv, grid_conv, norm, projections, rope, scan, skip, unit, values
+from .torch import conv, gelu, grid_conv, norm, projections, rope, scan, skip, unit, values
 
 
 class Backend:
@@ -19,6 +19,8 @@ class Backend:
     conv_backward = staticmethod(conv.backward)
     grid_conv_forward = staticmethod(grid_conv.forward)
     grid_conv_backward = staticmethod(grid_conv.backward)
+    gelu_forward = staticmethod(gelu.forward)
+    gelu_backward = staticmethod(gelu.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
     skip_forward = staticmethod(skip.forward)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final, Optional, cast
 
 import torch
-from timm.layers import DropPath, Mlp, calculate_drop_path_rates, get_device_dtype, lecun_normal_, trunc_normal_
+from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, lecun_normal_, trunc_normal_
 from timm.layers.trace_utils import _assert
 from timm.models import checkpoint_seq
 from timm.models._features import feature_take_indices
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from vision_longhorn.kernels.contract import check_option
 from vision_longhorn.models.conv_mlp import ConvMlp
-from vision_longhorn.models.gelu import GELU
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import Mixer, check_options, create_mixer, reset_mixer
+from vision_longhorn.models.mlp import GeluMlp
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
 from vision_longhorn.models.pos_embed import resample_pos_embed
 from vision_longhorn.models.tokens import join_class, split_class, turn_patches
@@ -94,7 +94,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(dim, eps=eps, device=device, dtype=dtype) if hidden else None
         self.mlp: Optional[nn.Module] = None
         if hidden:
-            make = partial(ConvMlp, size=mlp_conv) if mlp_conv else partial(Mlp, act_layer=GELU)
+            make = partial(ConvMlp, size=mlp_conv) if mlp_conv else GeluMlp
             self.mlp = make(dim, hidden, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:

@@ -80,15 +80,16 @@ class TrainStep:
     def sum_gradients(self) -> None:
         """Sums the gradients over the processes, in one exchange."""
         grads = {one: one.grad for one in self.parameters if one.grad is not None}
-        flat = torch.cat([grad.flatten() for grad in grads.values()])
-        flat = flat if self.share < 1 else flat / self.accelerator.num_processes
+        sizes = [one.numel() for one in grads]
+        flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.accelerator.device)
+        # As their parameters lie in memory: fused optimisers want that, and torch copies all at once.
+        sums = [part.as_strided(one.shape, one.stride()) for one, part in zip(grads, flat.split(sizes), strict=True)]
+        torch._foreach_copy_(sums, list(grads.values()))
+        if self.share == 1:
+            flat /= self.accelerator.num_processes
         torch.distributed.all_reduce(flat)
-        totals = flat.split([grad.numel() for grad in grads.values()])
-        for (one, grad), total in zip(grads.items(), totals, strict=True):
-            if grad.is_contiguous():
-                one.grad = total.view_as(grad).to(grad.dtype)
-            else:  # fused optimisers want the strides of the parameter
-                grad.copy_(total.view_as(grad))
+        for one, total in zip(grads, sums, strict=True):
+            one.grad = total.to(one.dtype)
 
     def apply(self, norm: Tensor) -> None:
         """Updates the weights from the parameters' gradients, unless their `norm`, () float32, is not finite.

@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, grid_conv, norm, projections, rope, scan, skip, unit, values
+from . import chunks, conv, gelu, grid_conv, norm, projections, rope, scan, skip, unit, values
 
 
 class TritonBackend(Backend):
@@ -20,6 +20,8 @@ class TritonBackend(Backend):
     conv_backward = staticmethod(conv.backward)
     grid_conv_forward = staticmethod(grid_conv.forward)
     grid_conv_backward = staticmethod(grid_conv.backward)
+    gelu_forward = staticmethod(gelu.forward)
+    gelu_backward = staticmethod(gelu.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
     skip_forward = staticmethod(skip.forward)

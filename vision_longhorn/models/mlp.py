@@ -1,0 +1,57 @@
+"""The MLP of a block."""
+
+from typing import Any
+
+import torch
+from timm.layers import Mlp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vision_longhorn import kernels  # also registers torch.ops.vision_longhorn
+
+
+class GeluMlp(Mlp):
+    """timm's `Mlp` with GELU: two linear layers, and GELU between them.
+
+    On a GPU one kernel adds the first layer's bias and applies GELU (`kernels.bias_gelu`). Where that would pass over
+    something, the layers are called one by one: where one of them has a hook or is of another class (LoRA, quantised
+    layers), while a model is traced or exported, and in float64.
+
+    Args:
+        dim: width of the tokens.
+        hidden: width inside.
+    """
+
+    def __init__(self, dim: int, hidden: int, device: Any = None, dtype: Any = None):
+        super().__init__(dim, hidden, act_layer=nn.GELU, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map tokens (.., dim) to (.., dim)."""
+        if not torch.jit.is_scripting():
+            if _takes_kernel(self.fc1, self.act, x):
+                h = F.linear(x, self.fc1.weight)  # (.., hidden)
+                return self.fc2(torch.ops.vision_longhorn.bias_gelu(h, self.fc1.bias, "auto"))
+        return self.fc2(self.act(self.fc1(x)))
+
+
+def _takes_kernel(fc1: Any, act: Any, x: Any) -> bool:
+    """Tell whether one kernel may do what `fc1`, after its product, and `act` would."""
+    return (
+        isinstance(x, Tensor)  # torch.fx has others
+        and x.is_cuda
+        and x.dtype != torch.float64
+        and kernels.HAS_TRITON
+        # In torch 2.7 the compiler takes every program for an exported one.
+        and (torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting())
+        and _is_bare(fc1, nn.Linear)
+        and fc1.bias is not None
+        and _is_bare(act, nn.GELU)
+        and act.approximate == "none"
+    )
+
+
+def _is_bare(module: Any, kind: type[nn.Module]) -> bool:
+    """Tell whether a call of `module` runs nothing but `kind.forward`."""
+    return module.__class__ is kind and not (
+        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    )
