@@ -12,8 +12,8 @@ from .lanes import kernel
 from .launch import refuse_float64
 
 _NUMBERS = 4096  # in a tile
-_WIDTH = 256  # channels of a tile
-_TILES = 4  # that a program of the backward pass takes, one below the other
+_WIDTH = 128  # channels of a tile
+_TILES = 8  # that a program of the backward pass takes, one below the other
 
 
 @triton.jit
