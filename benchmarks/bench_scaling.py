@@ -5,9 +5,9 @@
 
 Each process has its own GPU and a batch of images in its memory. The step is the trainer's, with AdamW and without
 augmentation and averaged weights; the model has the arguments that the configs set. With --fsdp several processes shard
-as the trainer does. All start together, and the slowest one's time counts. With CUDA graphs, "exchange ms" is what a
-step takes longer than in the slowest process without the exchange of gradients. Without a GPU it runs on the CPU, in
-float32.
+as the trainer does. All start together, and the slowest one's time counts. With CUDA graphs, "exchange ms" is
+how much longer a step takes than the slowest process needs without exchanging gradients. Without a GPU it runs on the
+CPU, in float32.
 """
 
 import argparse

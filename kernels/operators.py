@@ -1,4 +1,4 @@
-"""Makes differentiable torch operators of `scan`, `mix` and `grid_conv`.
+"""Makes differentiable torch operators of `scan`, `mix`, `grid_conv` and `bias_gelu`.
 
 Exported programs name an operator's arguments, so a new one comes last and has a default.
 """
@@ -32,7 +32,7 @@ def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fak
         # An operator would silently lose the tangents.
         if getattr(forward_ad, "_current_level", -1) >= 0 and not name.endswith("_backward"):
             raise NotImplementedError(
-                "the scans have no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
+                f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
                 "backward(), torch.autograd.grad or torch.autograd.functional, and call models outside of forward mode"
             )
         device = next(value.device.type for value in values if isinstance(value, Tensor))

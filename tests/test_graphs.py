@@ -1,6 +1,5 @@
 """Training with CUDA graphs ends in the same bits as without."""
 
-import contextlib
 import json
 import os
 import socket
@@ -154,7 +153,6 @@ def test_only_what_graphs_give_at_once_needs_no_wrapper(monkeypatch, model, more
     accelerator = SimpleNamespace(
         device=SimpleNamespace(type="cuda"),
         num_processes=1,
-        local_main_process_first=contextlib.nullcontext,
         prepare=lambda model: "wrapped",
         prepare_model=lambda model, **_: "plain",
     )

@@ -4,6 +4,7 @@ import pytest
 import torch
 from scan_cases import relative_rms
 from test_short_conv import BACKENDS, TOLERANCE
+from timm.layers import Mlp
 from torch import nn
 from torch.nn import functional as F
 from vision_longhorn.kernels import bias_gelu
@@ -12,7 +13,7 @@ from vision_longhorn.kernels.dispatch import get_backend
 from vision_longhorn.models import mlp
 from vision_longhorn.models.mlp import GeluMlp
 
-SHAPES = ((1,), (3, 5, 7), (2, 1), (130, 33), (70, 300), (129, 256))
+SHAPES = ((1,), (3, 5, 7), (2, 1), (130, 33), (70, 300), (600, 130))
 
 
 def make(shape, dtype, device="cpu"):
@@ -126,7 +127,15 @@ def scaled(module):
     module.__class__ = Scaled
 
 
+def doubled(module):
+    """A `forward` of its own, as accelerate's hooks give it."""
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)
+
+
 CHANGES = {
+    "another forward": lambda one: doubled(one.fc1),
+    "another forward of GELU": lambda one: doubled(one.act),
     "a hook before": lambda one: one.fc1.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     "a hook after": lambda one: one.fc1.register_forward_hook(lambda module, args, out: 2 * out),
     "a hook of GELU": lambda one: one.act.register_forward_hook(lambda module, args, out: 2 * out),
@@ -160,6 +169,36 @@ def test_what_somebody_changed_is_not_passed_over(taken, change):
     assert not torch.allclose(before, after, rtol=1e-4, atol=1e-5)
     h = one.fc1(x)
     torch.testing.assert_close(after, one.fc2(one.act(h)))
+
+
+def test_what_follows_is_called(taken):
+    one, x = GeluMlp(6, 24), torch.randn(3, 5, 6)
+    one.norm = nn.LayerNorm(24)
+    y = one(x)
+    assert taken == [True]
+    torch.testing.assert_close(y, one.fc2(one.norm(F.gelu(one.fc1(x)))))
+    one.drop1.p = one.drop2.p = 1
+    assert not one(x).any()
+
+
+def test_where_the_layers_are_called(taken):
+    one = GeluMlp(4, 8).double()
+    one(torch.randn(2, 4).double())
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        one = GeluMlp(4, 8)
+        getattr(one.fc1, register)(lambda module, *grads: None)
+        one(torch.randn(2, 4))
+    one = GeluMlp(4, 8)
+    torch.jit.trace(one, torch.randn(2, 4), check_trace=False)
+    assert not any(taken)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("convert", (torch.jit.script, torch.fx.symbolic_trace, lambda one: one))
+def test_on_a_cpu_it_is_timms(convert):
+    one, x = GeluMlp(4, 8), torch.randn(2, 4)
+    torch.testing.assert_close(convert(one)(x), Mlp.forward(one, x))
+    assert not mlp._takes_kernel(one.fc1, one.act, x)
 
 
 def test_exported_programs_have_torchs_own(taken):

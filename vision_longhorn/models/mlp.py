@@ -13,9 +13,9 @@ from vision_longhorn import kernels  # also registers torch.ops.vision_longhorn
 class GeluMlp(Mlp):
     """timm's `Mlp` with GELU: two linear layers, and GELU between them.
 
-    On a GPU one kernel adds the first layer's bias and applies GELU (`kernels.bias_gelu`). Where that would pass over
-    something, the layers are called one by one: where one of them has a hook or is of another class (LoRA, quantised
-    layers), while a model is traced or exported, and in float64.
+    On a GPU one kernel adds the first layer's bias and applies GELU (`kernels.bias_gelu`). The layers are called one by
+    one where that would pass over something: where one of them has a hook, another `forward` or another class (LoRA,
+    quantised layers). So they are in float64, and while a model is traced or exported.
 
     Args:
         dim: width of the tokens.
@@ -27,21 +27,25 @@ class GeluMlp(Mlp):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map tokens (.., dim) to (.., dim)."""
+        fused = False
         if not torch.jit.is_scripting():
-            if _takes_kernel(self.fc1, self.act, x):
-                h = F.linear(x, self.fc1.weight)  # (.., hidden)
-                return self.fc2(torch.ops.vision_longhorn.bias_gelu(h, self.fc1.bias, "auto"))
-        return self.fc2(self.act(self.fc1(x)))
+            fused = _takes_kernel(self.fc1, self.act, x)
+        if fused:
+            h = torch.ops.vision_longhorn.bias_gelu(F.linear(x, self.fc1.weight), self.fc1.bias, "auto")
+        else:
+            h = self.act(self.fc1(x))
+        return self.drop2(self.fc2(self.norm(self.drop1(h))))  # (.., hidden) to (.., dim)
 
 
 def _takes_kernel(fc1: Any, act: Any, x: Any) -> bool:
     """Tell whether one kernel may do what `fc1`, after its product, and `act` would."""
     return (
-        isinstance(x, Tensor)  # torch.fx has others
+        isinstance(x, Tensor)  # torch.fx passes proxies
         and x.is_cuda
         and x.dtype != torch.float64
         and kernels.HAS_TRITON
-        # In torch 2.7 the compiler takes every program for an exported one.
+        and not torch.jit.is_tracing()
+        # In torch 2.7 is_exporting() is true under torch.compile as well.
         and (torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting())
         and _is_bare(fc1, nn.Linear)
         and fc1.bias is not None
@@ -52,6 +56,11 @@ def _takes_kernel(fc1: Any, act: Any, x: Any) -> bool:
 
 def _is_bare(module: Any, kind: type[nn.Module]) -> bool:
     """Tell whether a call of `module` runs nothing but `kind.forward`."""
-    return module.__class__ is kind and not (
-        module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return (
+        module.__class__ is kind
+        and "forward" not in module.__dict__
+        and not module._forward_pre_hooks
+        and not module._forward_hooks
+        and not module._backward_pre_hooks
+        and not module._backward_hooks
     )

@@ -299,10 +299,7 @@ def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, a
     graphs = cfg.cuda_graphs and not cfg.fsdp and accelerator.device.type == "cuda"
     if graphs:
         images = torch.zeros(cfg.batch_size, *size, device=accelerator.device)
-        # Each process would time the compiler's choices, and the slowest one's would hold up all. So the others find
-        # what the first one kept on disk.
-        with accelerator.local_main_process_first():
-            capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
+        capture(accelerator, model, images, cfg.grad_accum, compiled=cfg.compile)
     elif cfg.compile and is_sharded(model):  # block by block, since torch gathers weights between them
         config = torch._dynamo.config  # each rate of drop path needs a program of its own, and torch gives up after 8
         config.recompile_limit = max(config.recompile_limit, 4 * len(model.blocks))

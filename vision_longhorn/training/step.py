@@ -1,6 +1,7 @@
 """One update of a model's weights: the same for the trainer, the lab and the benchmarks."""
 
 from collections.abc import Callable, Iterable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -81,9 +82,14 @@ class TrainStep:
         """Sums the gradients over the processes, in one exchange."""
         grads = {one: one.grad for one in self.parameters if one.grad is not None}
         sizes = [one.numel() for one in grads]
-        flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.accelerator.device)
-        # As their parameters lie in memory: fused optimisers want that, and torch copies all at once.
-        sums = [part.as_strided(one.shape, one.stride()) for one, part in zip(grads, flat.split(sizes), strict=True)]
+        dtype = reduce(torch.promote_types, {one.dtype for one in grads})
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self.accelerator.device)
+        # Each lies as its parameter does. Fused optimisers want that, and if it already did torch copies all at once.
+        dense = torch.ops.aten.is_non_overlapping_and_dense
+        sums = [
+            part.as_strided(one.shape, one.stride()) if dense(one) else part.view(one.shape)
+            for one, part in zip(grads, flat.split(sizes), strict=True)
+        ]
         torch._foreach_copy_(sums, list(grads.values()))
         if self.share == 1:
             flat /= self.accelerator.num_processes

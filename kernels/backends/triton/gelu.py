@@ -45,7 +45,7 @@ def _work(D: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def _place(first, d, rows, D: tl.constexpr, ROWS: tl.constexpr):
     """Returns (places of a tile in memory, which of them exist); its first row is `first`."""
-    row = first.to(tl.int64) + tl.arange(0, ROWS)[:, None]
+    row = first + tl.arange(0, ROWS)[:, None]
     return row * D + d[None, :], (row < rows) & (d < D)[None, :]
 
 
@@ -57,7 +57,7 @@ def _load_bias(bias_ptr, d, D: tl.constexpr):
 @kernel()
 def _gelu_kernel(x_ptr, bias_ptr, y_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     above, d = _work(D, WIDTH)
-    at, ok = _place(above * ROWS, d, rows, D, ROWS)
+    at, ok = _place(above.to(tl.int64) * ROWS, d, rows, D, ROWS)
     v = tl.load(x_ptr + at, mask=ok, other=0).to(tl.float32) + _load_bias(bias_ptr, d, D)
     a, tail = _tail(v)
     # max(v, 0) - a Φ(-a) has no rounding error of 1 - Φ(-a), and keeps infinities and NaN as they are.
@@ -75,7 +75,7 @@ def _gelu_backward_kernel(
     bias = _load_bias(bias_ptr, d, D)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in range(TILES):
-        at, ok = _place((above * TILES + tile) * ROWS, d, rows, D, ROWS)
+        at, ok = _place((above.to(tl.int64) * TILES + tile) * ROWS, d, rows, D, ROWS)
         v = tl.load(x_ptr + at, mask=ok, other=0).to(tl.float32) + bias
         dy = tl.load(dy_ptr + at, mask=ok, other=0).to(tl.float32)
         _a, tail = _tail(v)
