@@ -1,6 +1,7 @@
 """GELU after a bias: y = v Φ(v), v = x + bias, with Φ the normal distribution's function."""
 
 from math import prod
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -9,13 +10,15 @@ from torch import Tensor
 from ...contract import Pair, wide
 
 
-def forward(x: Tensor, bias: Tensor) -> Tensor:
-    """Add `bias` (D,) to x (.., D) and apply GELU. Both have any float dtype; x is contiguous.
+def forward(x: Tensor, bias: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """Add `bias` (D,) to x (.., D) and apply GELU. Both have any float dtype; x is contiguous. The result is written to
+    `out`, which may be x, if given.
 
     Returns:
         (.., D) in the dtype of x, computed in float32 (float64).
     """
-    return F.gelu(x.to(wide(x)) + bias.to(wide(x))).to(x.dtype)
+    y = torch.empty_like(x) if out is None else out
+    return y.copy_(F.gelu(x.to(wide(x)) + bias.to(wide(x))))
 
 
 def backward(dy: Tensor, x: Tensor, bias: Tensor) -> Pair:
