@@ -1,4 +1,4 @@
-"""GELU after a bias as an operator, for the first linear layer of an MLP; `bias_gelu_` writes over its x."""
+"""GELU after a bias as an operator, for the first linear layer of an MLP."""
 
 import torch
 from torch import Tensor
@@ -51,25 +51,6 @@ def _backward(dy: Tensor, x: Tensor, bias: Tensor, backend: str) -> tuple[Tensor
     return dx, dbias.to(bias.dtype)
 
 
-def _overwrite(x: Tensor, bias: Tensor, backend: str) -> None:
-    _check(x, bias)
-    with torch.autocast(x.device.type, enabled=False):
-        dense = x.contiguous()  # x itself, if it is contiguous
-        backend_for(backend, x.device).gelu_forward(dense, bias.contiguous(), dense)
-        if dense is not x:
-            x.copy_(dense)
-
-
-def _overwrite_nothing(x: Tensor, bias: Tensor, backend: str) -> None:
-    _check(x, bias)
-
-
 _ARGUMENTS = "Tensor x, Tensor bias, str backend"
 _operator = define("bias_gelu", _ARGUMENTS, 1, _forward, _shape)
 define_gradients("bias_gelu", _operator, f"Tensor dy, {_ARGUMENTS}", 1, 2, _backward)
-torch.library.custom_op(
-    "vision_longhorn::bias_gelu_",
-    _overwrite,
-    mutates_args=("x",),
-    schema="(Tensor(a!) x, Tensor bias, str backend) -> ()",
-).register_fake(_overwrite_nothing)

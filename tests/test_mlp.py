@@ -95,19 +95,6 @@ def test_opcheck():
     torch.library.opcheck(torch.ops.vision_longhorn.bias_gelu.default, arguments)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_in_place_it_gives_the_same_bits(backend):
-    x, bias, _ = make((70, 300), torch.float32)
-    wanted, place = bias_gelu(x, bias, backend), x.data_ptr()
-    torch.ops.vision_longhorn.bias_gelu_(x, bias, backend)
-    assert torch.equal(x, wanted) and x.data_ptr() == place
-    turned = make((6, 5, 8), torch.float32)[0].transpose(0, 1)
-    wanted = bias_gelu(turned, bias[:8], backend)
-    torch.ops.vision_longhorn.bias_gelu_(turned, bias[:8], backend)
-    assert torch.equal(turned, wanted)
-    torch.library.opcheck(torch.ops.vision_longhorn.bias_gelu_.default, (x, bias, backend))
-
-
 def test_a_bias_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"x \(2, 3\) and bias \(4,\)"):
         bias_gelu(torch.randn(2, 3), torch.randn(4))
@@ -170,20 +157,14 @@ def test_the_kernel_gives_the_layers_results(taken):
     torch.testing.assert_close(torch.autograd.grad(y.square().sum(), [*one.parameters()]), wanted)
 
 
-def test_compiled_inference_writes_in_place(monkeypatch):
+def test_it_compiles_and_takes_many_weights_at_once(monkeypatch):
     monkeypatch.setattr(mlp, "_takes_kernel", lambda *_: True)
-    one, x, programs = GeluMlp(6, 24), torch.randn(3, 5, 6), []
-
-    def keep(program, _inputs):
-        programs.append(program.code)
-        return program
-
+    one, x = GeluMlp(6, 24), torch.randn(3, 5, 6)
     y = one(x)
     with torch.no_grad():
-        assert torch.equal(torch.compile(one, backend=keep, fullgraph=True)(x), y)
-        many = torch.vmap(lambda p: torch.func.functional_call(one, p, x))
+        torch.testing.assert_close(torch.compile(one, backend="aot_eager", fullgraph=True)(x), y)
+        many = torch.vmap(lambda weights: torch.func.functional_call(one, weights, x))
         found = many({name: torch.stack([value, 2 * value]) for name, value in one.state_dict().items()})
-    assert "bias_gelu_(" in programs[0] or "bias_gelu__" in programs[0]
     torch.testing.assert_close(found[0], y)
 
 

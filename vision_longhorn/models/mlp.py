@@ -15,7 +15,7 @@ class GeluMlp(Mlp):
 
     On a GPU one kernel adds the first layer's bias and applies GELU (`kernels.bias_gelu`). The layers are called one by
     one where that would pass over something: where one of them has a hook, another `forward` or another class (LoRA,
-    quantised layers). So they are in float64, and while a model is traced or exported.
+    quantised layers). They also are in float64, and while a model is traced or exported.
 
     Args:
         dim: width of the tokens.
@@ -31,12 +31,7 @@ class GeluMlp(Mlp):
         if not torch.jit.is_scripting():
             fused = _takes_kernel(self.fc1, self.act, x)
         if fused:
-            h = F.linear(x, self.fc1.weight)
-            # The compiler would keep both, in inference as well. Outside of it, torch.vmap takes no operator in place.
-            if torch.compiler.is_dynamo_compiling() and not torch.is_grad_enabled():
-                torch.ops.vision_longhorn.bias_gelu_(h, self.fc1.bias, "auto")
-            else:
-                h = torch.ops.vision_longhorn.bias_gelu(h, self.fc1.bias, "auto")
+            h = torch.ops.vision_longhorn.bias_gelu(F.linear(x, self.fc1.weight), self.fc1.bias, "auto")
         else:
             h = self.act(self.fc1(x))
         return self.drop2(self.fc2(self.norm(self.drop1(h))))  # (.., hidden) to (.., dim)

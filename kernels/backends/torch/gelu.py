@@ -1,7 +1,6 @@
 """GELU after a bias: y = v Φ(v), v = x + bias, with Φ the normal distribution's function."""
 
 from math import prod
-from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -10,15 +9,13 @@ from torch import Tensor
 from ...contract import Pair, wide
 
 
-def forward(x: Tensor, bias: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """Add `bias` (D,) to x (.., D) and apply GELU. Both have any float dtype; x is contiguous. The result is written to
-    `out`, which may be x, if given.
+def forward(x: Tensor, bias: Tensor) -> Tensor:
+    """Add `bias` (D,) to x (.., D) and apply GELU. Both have any float dtype; x is contiguous.
 
     Returns:
         (.., D) in the dtype of x, computed in float32 (float64).
     """
-    y = torch.empty_like(x) if out is None else out
-    return y.copy_(F.gelu(x.to(wide(x)) + bias.to(wide(x))))
+    return F.gelu(x.to(wide(x)) + bias.to(wide(x))).to(x.dtype)
 
 
 def backward(dy: Tensor, x: Tensor, bias: Tensor) -> Pair:

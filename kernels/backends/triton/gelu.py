@@ -1,7 +1,5 @@
-"""`backends.torch.gelu` on a GPU. Each tensor is read and written once, and instructions hide behind that: the error
-function of CUDA's library would take longer than memory does."""
-
-from typing import Optional
+"""`backends.torch.gelu` on a GPU. Each number is read or written once, which should take longer than the arithmetic. So
+Φ is a polynomial in an exponent: CUDA's own error function would take longer than the memory."""
 
 import torch
 import triton
@@ -39,7 +37,8 @@ def _tail(v):
 
 @triton.jit
 def _work(D: tl.constexpr, WIDTH: tl.constexpr):
-    """Returns (how many programs stand above this one, its channels). Those side by side follow each other."""
+    """Returns (how many programs stand above this one, its channels). Programs side by side come one after the other,
+    so that they read memory in its order."""
     BLOCKS: tl.constexpr = (D + WIDTH - 1) // WIDTH
     return tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * WIDTH + tl.arange(0, WIDTH)
 
@@ -97,9 +96,9 @@ def _tiles(x: Tensor, tiles: int) -> tuple[int, int, dict[str, int]]:
     return rows, ceil_div(rows, height * tiles), dict(D=D, ROWS=height, WIDTH=width, num_warps=4)
 
 
-def forward(x: Tensor, bias: Tensor, out: Optional[Tensor] = None) -> Tensor:
+def forward(x: Tensor, bias: Tensor) -> Tensor:
     """See `backends.torch.gelu.forward`."""
-    y = torch.empty_like(x) if out is None else out
+    y = torch.empty_like(x)
     if x.numel():
         rows, programs, options = _tiles(x, 1)
         with torch.cuda.device_of(x):
