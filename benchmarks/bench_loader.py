@@ -33,7 +33,6 @@ from statistics import median
 
 import numpy as np
 import PIL
-import timm
 import torch
 import torch.nn.functional as F
 import torchvision
@@ -370,8 +369,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     sides = [decode_image(data).size for data in files]
     results = {
-        "environment": environment()
-        | dict(timm=timm.__version__, torchvision=torchvision.__version__, pillow=PIL.__version__),
+        "environment": environment() | dict(torchvision=torchvision.__version__, pillow=PIL.__version__),
         "images": dict(
             files=len(files),
             mean_bytes=float(np.mean([len(data) for data in files])),

@@ -403,7 +403,7 @@ def main(argv: Optional[list[str]] = None) -> None:
     args = parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / ("model_documented.json" if args.documented else "model.json")
-    own = environment() | {"timm": timm.__version__}
+    own = environment()
     print_environment(own)
     results: dict = {}
     official: list[Model] = []

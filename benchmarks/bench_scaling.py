@@ -138,7 +138,7 @@ def main() -> None:
         return
     if count and max(args.processes) > count:
         raise UserError(f"--processes {max(args.processes)}: there are {count} GPUs here, and each takes one process")
-    found = environment() | {"timm": timm.__version__}
+    found = environment()
     print_environment(found)
     rows = []
     for processes in args.processes:

@@ -102,8 +102,9 @@ def measure_eager(fn: Callable[[], object], rep: float) -> float:
     return triton.testing.do_bench(fn, rep=rep, return_mode="median")
 
 
-def measure_rates(rep: float, size: int = 2**28, steps: int = 64) -> Rates:
-    """Measure the rates that floors are made of: a copy of `size` float32 numbers, and arithmetic in registers."""
+def measure_rates(rep: float) -> Rates:
+    """Measure the rates that floors are made of: a copy of float32 numbers, and arithmetic in registers."""
+    size, steps = 2**28, 64
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     source = torch.randn(size, device=device)
     target = torch.empty_like(source)
@@ -313,7 +314,7 @@ def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
 
 
 @contextmanager
-def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
+def forced(kernel: str, choice: "Optional[tuning.Choice]") -> Iterator[dict]:
     """Launch `kernel` with `choice` only, or if that is None by the table. Yields what was taken, by kernel."""
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
@@ -332,11 +333,11 @@ def forced(kernel: str, choice: Optional[tuning.Choice]) -> Iterator[dict]:
         yield taken
 
 
-def choice_rows(rep: float, shapes: Optional[tuple] = None) -> list[dict]:
+def choice_rows(rep: float) -> list[dict]:
     """Time each pass with each choice of the table; kernels that only the parallel regime has, at one long sequence."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = []
-    for shape in shapes or (IMAGES, SMALL_IMAGES, ONE):
+    for shape in (IMAGES, SMALL_IMAGES, ONE):
         parallel = shape[0] == 1
         for rule in DECAYS if parallel else RULES:
             scan = make_scan(make_inputs(shape, 16, rule, torch.bfloat16, device), rule)

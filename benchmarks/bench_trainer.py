@@ -19,7 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import timm
 import torch
 import yaml
 
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model-kwargs", nargs="*", default=[], metavar="KEY=VALUE", help="arguments of the model")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="for trainer.json")
     args = parser.parse_args(argv)
-    found = environment() | {"timm": timm.__version__}
+    found = environment()
     print_environment(found)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:

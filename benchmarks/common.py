@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Optional
 
+import timm
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +48,7 @@ def environment() -> dict:
         python=platform.python_version(),
         torch=torch.__version__,
         triton=triton.__version__ if HAS_TRITON else None,
+        timm=timm.__version__,
         commit=commit,
         dirty=dirty,
         threads=torch.get_num_threads(),

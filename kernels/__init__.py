@@ -1,6 +1,6 @@
 """Scans of state-space models for vision, in either or both directions. `rules` says what they compute, `contract` what
-they are given; `reference` is a plain loop, `backends` has a vectorised one for CPUs and Triton kernels for GPUs.
-`docs/scan.md` has the mathematics.
+they are given; `reference` is a plain loop over tokens; `backends` has vectorised torch, compiled loops (Numba) for
+CPUs, and Triton kernels for GPUs. `docs/scan.md` has the mathematics.
 """
 
 from typing import Any, Optional

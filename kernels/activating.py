@@ -23,7 +23,7 @@ def bias_gelu(x: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
         (.., D) in the dtype of x, computed in float32 (float64).
 
     Raises:
-        ValueError: a shape is not as above.
+        ValueError: a shape, dtype or backend is not as above.
         RuntimeError: a backend was forced that cannot run on this device.
     """
     y: Tensor = torch.ops.vision_longhorn.bias_gelu(x, bias, backend)

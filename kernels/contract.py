@@ -1,6 +1,6 @@
 """The inputs of a scan, as every implementation takes them: `reference` and the backends differ only in speed."""
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ class Scan(NamedTuple):
     A: Optional[Tensor]            # ([2,] D, N), or per token ([2,] B, L, N); None where the rule takes none
     z: Optional[Tensor]            # ([2,] B, L, D)
     D: Optional[Tensor]            # ([2,] D)
-    bias: Optional[Tensor]         # ([2,] D, 1 or N), as `step`
+    bias: Optional[Tensor]         # ([2,] C), C = D, 1 or N: the last axis of `step`
     initial_state: Optional[Tensor]  # ([2,] B, D, N)
     rule: str
     direction: str = "forward"
@@ -76,6 +76,12 @@ class Scan(NamedTuple):
 def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}")
+
+
+def check_window(given: str, size: Any, instead: str = "") -> None:
+    """Raise ValueError unless `size`, the side of a convolution's window in patches, is an odd whole number."""
+    if type(size) is not int or size < 1 or size % 2 == 0:
+        raise ValueError(f"{given}: give an odd number of patches, such as 3{instead}")
 
 
 def wide(value: Tensor) -> torch.dtype:

@@ -25,7 +25,7 @@ def grid_conv(x: Tensor, weight: Tensor, bias: Tensor, rows: int, backend: str =
         (B, L, D) in the dtype of x.
 
     Raises:
-        ValueError: a shape is not as above.
+        ValueError: a shape, dtype or backend is not as above.
         RuntimeError: a backend was forced that cannot run on this device.
     """
     y: Tensor = torch.ops.vision_longhorn.grid_conv(x, weight, bias, rows, backend)

@@ -19,13 +19,13 @@ from .operators import schema
 
 __all__ = ["fvcore_handles"]
 
-_OF_A_STATE = 3
+_MACS_PER_STATE = 3
 
 
 def _scan_macs(scan: Any) -> int:
     """Count the multiply-adds of a scan, from the operator's arguments with shapes in the place of tensors."""
     B, L, D = scan.x[-3:]
-    return _OF_A_STATE * (2 if scan.direction == "both" else 1) * B * L * D * scan.k[-1]
+    return _MACS_PER_STATE * (2 if scan.direction == "both" else 1) * B * L * D * scan.k[-1]
 
 
 def _mix_macs(mix: Any) -> int:
@@ -35,7 +35,7 @@ def _mix_macs(mix: Any) -> int:
     states = (mix.x_proj[1] - mix.dt_proj[-1]) // (3 if per_token_A else 2)
     directions = S if mix.norm_weight is None else 2
     of_token = (
-        prod(mix.conv_weight) + prod(mix.x_proj) + prod(mix.dt_proj) + _OF_A_STATE * directions * channels * states
+        prod(mix.conv_weight) + prod(mix.x_proj) + prod(mix.dt_proj) + _MACS_PER_STATE * directions * channels * states
     )
     return prod(mix.xz[:-1]) * of_token
 

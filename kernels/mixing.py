@@ -89,7 +89,8 @@ class Mix(NamedTuple):
         return len(self.conv_weight) + (S if with_steps else 0), B, L, D
 
     def parts(self, kept: Tensor) -> list[Tensor]:
-        """Return the parts of what `kept_shape` is the shape of: none, the convolved x, or with it the step sizes."""
+        """Split `kept`, which has the shape `kept_shape`, into [convolved x, step sizes], or [convolved x] if no step
+        sizes are kept; [] if nothing is."""
         if kept.ndim != 4 or self.shared:
             return []
         return [part for part in kept.tensor_split([len(self.conv_weight)]) if len(part)]
@@ -203,7 +204,7 @@ def _rates(A_log: Optional[Tensor], a: Optional[Tensor] = None) -> Optional[Tens
     return -torch.exp((A_log.to(wide(a))[:, None, None] + a).clamp(max=_MAX_LOG_RATE))
 
 
-def token_facts(
+def scan_inputs(
     x: Tensor,
     x_proj: Tensor,
     dt_proj: Tensor,

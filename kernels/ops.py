@@ -63,8 +63,15 @@ def backward(
 
 
 def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, int, str]]:
-    """Tell how the Triton kernels would run `scan`: for "forward" and "backward" a named tuple of the segments into
-    which time is cut, their tokens, the channels of a program, and the regime. Empty if `scan` takes the torch path."""
+    """Tell how the Triton kernels would run `scan`, whose values are not read.
+
+    Returns:
+        For "forward" and "backward" a named tuple: `segments` into which time is cut, `span`, the tokens of each,
+        `channels` of a program, and `regime`. The dict is empty if the torch or the numba backend runs.
+
+    Raises:
+        ValueError, RuntimeError: as in `recurrent_scan`.
+    """
     check(scan)
     return backend_for(backend, scan.x.device).plan(rule_of(scan).prepare(scan))
 

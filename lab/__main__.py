@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from lab.plan import STUDIES, read_studies
 from vision_longhorn.command_line.parser import Parser, run_cli
 from vision_longhorn.errors import UserError, nearest
-from vision_longhorn.settings import Range
+from vision_longhorn.settings import COUNT
 
 EXAMPLE = """a whole file of studies, for --file:
   studies:
@@ -42,7 +42,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     option("--merge", nargs="+", default=[], metavar="JSON", help="earlier results, such as another machine's: "
            "finished runs of the same settings, data and seed count as done")  # fmt: skip
     option("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
-    option("--per-gpu", type=Range(1, kind=int), default=1, help="runs side by side on each GPU, or on the CPU [1]")
+    option("--per-gpu", type=COUNT, default=1, help="runs side by side on each GPU, or on the CPU [1]")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--list", action="store_true", help="show each study's name, question and number of runs done")
     what.add_argument("--dry-run", action="store_true", help="show every run with its state; start nothing")

@@ -8,7 +8,7 @@ At each later key the model has to predict the value that came with the key.
 """
 
 import inspect
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +83,8 @@ class RecallModel(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names, with wildcards, what timm's optimisers must not decay (they spare 1-D parameters by themselves)."""
-        return {f"*.mixer.{name}" for block in self.blocks for name in cast(Any, block).mixer.NO_WEIGHT_DECAY}
+        names = {name for module in self.blocks.modules() for name in getattr(module, "NO_WEIGHT_DECAY", ())}
+        return {f"*.mixer.{name}" for name in names}
 
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         """Maps tokens (B, L) to scores (B, K, vocab_size) at the `places` (B, K) of the queries. At all tokens the head

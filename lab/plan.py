@@ -11,7 +11,7 @@ from typing import Any
 
 from lab.recall_config import RecallConfig
 from vision_longhorn.errors import UserError, nearest, one_line
-from vision_longhorn.models.names import OF_LONGHORN, RENAMED, all_arguments
+from vision_longhorn.models.names import LONGHORN_OPTIONS, RENAMED, all_arguments
 from vision_longhorn.settings import read_yaml
 from vision_longhorn.training.config import Config, read_config_file
 
@@ -57,14 +57,14 @@ class Arm:
     def key(self) -> str:
         """Eight hexadecimal digits that stand for its data's name and its settings. Defaults are left out, so that a
         new field of the config changes no key."""
-        usual, settings = type(self.config)().values(), spelled(self.settings())
+        usual, settings = type(self.config)().values(), canonical_settings(self.settings())
         values = {key: value for key, value in self.config.decisive(settings).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
     @cached_property
     def speed_key(self) -> str:
         """A key of only those settings that the speed of a training step depends on."""
-        return _digest({key: value for key, value in spelled(self.settings()).items() if key in STEP})
+        return _digest({key: value for key, value in canonical_settings(self.settings()).items() if key in STEP})
 
     def settings(self) -> Mapping:
         """Returns the effective settings, without the seed and what concerns only the machine or the run's files. They
@@ -123,9 +123,9 @@ class Study:
         return sorted({*native, *self.resolutions})
 
 
-def spelled(settings: Mapping) -> Mapping:
-    """Spells the model in settings so that its key outlives a change of names: by the family and size in its name, and
-    by all arguments in which it differs from what that meant in version 0.1.
+def canonical_settings(settings: Mapping) -> Mapping:
+    """Returns settings as keys are made of them, so that a key outlives a change of names: "model" is the family and
+    size in the name, "model_kwargs" only those arguments that differ from what this meant in version 0.1.
 
     Settings that do not state all arguments are of records of version 0.1.
     """
@@ -299,7 +299,8 @@ def _recall_config(whole: Mapping, parts: tuple[Mapping, ...], _: Mapping) -> Re
     """Makes the settings of a variant's mixer in a language model."""
     values, model = _merge(RecallConfig, {}, parts), whole.get("model", "vlonghorn")
     given = values["model_kwargs"]
-    own = {key: value for key, value in all_arguments(model, given).items() if key in OF_LONGHORN}  # others: of images
+    # A name's other options are for images.
+    own = {key: value for key, value in all_arguments(model, given).items() if key in LONGHORN_OPTIONS}
     kwargs = {"mixer": MIXERS.get(model.partition("_")[0]), **own, **given}
     mixer = kwargs.pop("mixer")
     if mixer is None:

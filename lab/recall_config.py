@@ -40,8 +40,6 @@ class RecallConfig(Settings):
     track = None
     keep_checkpoints = 1
     grad_accum = 1
-    eval_interval = 1
-    ema_decay = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lab.plan import Arm, Study, Trial, missing_or_wrong, spelled
+from lab.plan import Arm, Study, Trial, canonical_settings, missing_or_wrong
 from lab.recall_config import RecallConfig
 from lab.runs import Record, TrialFolder
 from vision_longhorn.errors import UserError, one_line
@@ -74,8 +74,10 @@ class Known:
     def check(self, arms: Iterable[Arm]) -> None:
         """Raises UserError if a default, which an arm's key leaves out, has changed since an earlier result of it."""
         for arm in arms:
-            now = arm.config.decisive(spelled(json.loads(json.dumps(arm.settings()))))
-            before = arm.config.decisive(spelled({"model_kwargs": {}, **self.configs.get(arm.key, arm.settings())}))
+            now = arm.config.decisive(canonical_settings(json.loads(json.dumps(arm.settings()))))
+            before = arm.config.decisive(
+                canonical_settings({"model_kwargs": {}, **self.configs.get(arm.key, arm.settings())})
+            )
             for key, value in before.items():
                 if key in now and now[key] != value:
                     raise UserError(

@@ -228,14 +228,16 @@ def test_a_model_trains_with_every_mixer_and_rule(options):
     names = {parameter.rpartition(".mixer.")[2] for parameter, _ in model.named_parameters()}
     kept = {f"*.mixer.{parameter}" for parameter in names} & model.no_weight_decay()
     assert len(kept) == sum(
-        getattr(model.blocks[0].mixer, parameter) is not None for parameter in model.blocks[0].mixer.NO_WEIGHT_DECAY
+        getattr(model.blocks[0].mixer, parameter) is not None
+        for parameter in getattr(model.blocks[0].mixer, "NO_WEIGHT_DECAY", ())
     )
 
 
 @pytest.mark.parametrize("name", MIXERS)
 def test_initialising_again_changes_every_matrix(name):
     model = small_model(**of_mixer(name))
-    constant = model.blocks[0].mixer.NO_WEIGHT_DECAY  # those of no matrices, most of which start at one value
+    # These are no matrices, and most of them start at one value.
+    constant = getattr(model.blocks[0].mixer, "NO_WEIGHT_DECAY", ())
     matrices = [key for key, value in model.named_parameters() if ".mixer." in key and value.ndim > 1]
     before = {key: model.get_parameter(key).clone() for key in matrices if key.split(".")[-1] not in constant}
     model.init_weights()
@@ -255,6 +257,12 @@ def test_initialising_again_changes_every_matrix(name):
         (dict(mixer="attention", wiring="alternate"), "'wiring'; beside the model's own, mixer='attention' takes"),
         (dict(mixer="attention", num_heads=0), "num_heads=0"),
         (dict(mixer="conv", d_conv=4, class_token="none", global_pool="avg"), "d_conv=4: give an odd number"),
+        (dict(d_conv=0), "d_conv=0: give a number of tokens"),
+        (dict(mixer="mamba2", d_conv=0), "d_conv=0: give a number of tokens"),
+        (dict(conv="grid", d_conv=3.0), "d_conv=3.0 with conv='grid': give an odd number"),
+        (dict(dt_rank=0), "dt_rank=0: give 1 or more"),
+        (dict(d_state=0), "d_state=0: give 1 or more"),
+        (dict(expand=0), "int(expand * dim)=0: give 1 or more"),
         (dict(mixer="mamba2", head_dim=48), "head_dim=48 does not divide the inner width of 128"),
         (dict(mixer="mamba2", head_dim=0), "head_dim=0 does not divide"),
         (dict(mixer="mamba2", wiring="vim"), "wiring='vim' is not known"),
@@ -288,6 +296,12 @@ class Own(nn.Module):
 
     def forward(self, x):
         return self.conv(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_a_card_calls_only_longhorns_rules_longhorn():
+    words = {rule: small_model(rule=rule).blocks[0].mixer.describe() for rule in ("diagonal", "exact", "gla", "delta")}
+    assert [word for word in words if words[word].startswith("longhorn, ")] == ["diagonal", "exact"]
+    assert words["gla"].startswith("gla, state size")
 
 
 def test_a_mixer_of_ones_own(tmp_path, monkeypatch):

@@ -21,7 +21,7 @@ from vision_longhorn.errors import UserError
 from vision_longhorn.models.conv_stem import ConvStem, convolve_pixels
 from vision_longhorn.models.create import create_model
 from vision_longhorn.models.grid_conv import GridConv
-from vision_longhorn.models.names import OF_SCANS, OLD_NAMES
+from vision_longhorn.models.names import OLD_NAMES, SCAN_OPTIONS
 from vision_longhorn.models.pos_embed import resample_pos_embed
 from vision_longhorn.models.tokens import join_class
 
@@ -323,7 +323,7 @@ def test_what_a_name_says_of_its_mixer_is_not_for_another_mixer_or_rule(given, s
     models = []
     trunk = BEST
     if same.get("mixer") in ("attention", "mamba2", "conv"):
-        trunk = {key: value for key, value in BEST.items() if key not in OF_SCANS}
+        trunk = {key: value for key, value in BEST.items() if key not in SCAN_OPTIONS}
     for name, arguments in ("vlonghorn_tiny", given), ("vlonghorn_tiny_paper", {**trunk, **same}):
         torch.manual_seed(0)
         models.append(timm.create_model(name, **sizes, **arguments))

@@ -374,6 +374,7 @@ for name in ("vlonghorn_test", "vim_test"):
     model = timm.create_model(name, depth=1, img_size=32, num_classes=5)
     model(torch.randn(2, 3, 32, 32)).square().sum().backward()
     print(name, all(value.grad.isfinite().all() and value.grad.any() for value in model.parameters()))
+import bench_scan, profile_model
 print("imported", "triton" in sys.modules)
 x = torch.randn(1, 3, 4)
 try:
@@ -384,13 +385,14 @@ except RuntimeError as error:
 
 
 def test_trains_where_triton_cannot_be_imported():
-    root = str(Path(vision_longhorn.__file__).parent.parent)
+    root = Path(vision_longhorn.__file__).parent.parent
+    paths = [str(root), str(root / "benchmarks"), os.environ.get("PYTHONPATH")]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )
     assert done.returncode == 0, done.stderr
     *lines, refusal = done.stdout.splitlines()

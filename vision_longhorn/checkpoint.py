@@ -76,10 +76,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def stated_model(checkpoint: dict[str, Any], name: str | None = None) -> tuple[str | None, dict[str, Any]]:
-    """Returns the name of the model in a checkpoint, and its arguments, for `create_model`.
+    """Returns a checkpoint's model as (name, arguments) for `create_model`; the name is None if it is unknown.
 
-    A checkpoint that states no arguments of its name is of version 0.1, and means what the name meant then. A `name`
-    from the user is taken as it is, with what the run's user gave, unless it is the name of a run's own model.
+    The arguments are those that the checkpoint states. One of version 0.1 states none, so its name is taken as 0.1
+    meant it. A `name` is returned as it is, with the `model_kwargs` of the run's config, unless it is the name of a
+    run's own model.
     """
     arch, config = checkpoint.get("arch"), checkpoint.get("config")
     given = (config.get("model_kwargs") or {}) if isinstance(config, dict) else {}

@@ -13,7 +13,7 @@ import torch
 
 from vision_longhorn import __version__
 
-LIBRARIES = "torch", "torchvision", "triton", "timm", "accelerate", "webdataset", "numpy", "pillow"
+LIBRARIES = "torch", "torchvision", "triton", "numba", "timm", "accelerate", "webdataset", "numpy", "pillow"
 
 
 def find_commit() -> tuple[str | None, bool | None]:
@@ -32,6 +32,7 @@ def find_commit() -> tuple[str | None, bool | None]:
 
 
 def describe_environment() -> dict[str, Any]:
+    """Returns the package's version, the command line, the commit, the libraries' versions and the hardware."""
     versions: dict[str, str | None] = dict.fromkeys(LIBRARIES)
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError):

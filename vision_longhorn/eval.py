@@ -10,7 +10,7 @@ from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import read_json
 from vision_longhorn.model_arguments import check_names
 from vision_longhorn.outputs import check_output
-from vision_longhorn.settings import Range, parse_pairs
+from vision_longhorn.settings import COUNT, parse_pairs
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -24,11 +24,10 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads and checks the command line."""
-    count = Range(1, kind=int)
     parser = Parser(description=str(__doc__).splitlines()[0])
     source = "a run's folder (then best.pt) or file, or a state dict with --model, or a folder in the hub's layout"
     parser.add_argument("run", metavar="RUN", nargs="?", help=source)
-    parser.add_argument("--checkpoint", metavar="RUN", help="the same")
+    parser.add_argument("--checkpoint", metavar="RUN", help="another way to give RUN")
     weights = parser.add_mutually_exclusive_group()
     weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [where there are]")
     weights.add_argument("--raw", dest="ema", action="store_false", default=None, help="weights as trained")
@@ -37,10 +36,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pretrained", action="store_true", help="timm's pretrained weights of --model")
     parser.add_argument("--data", help="folder of shards or of images, pattern or URL, or 'digits' [the checkpoint's]")
     parser.add_argument("--split", help="[the checkpoint's, or val]")
-    parser.add_argument("--samples", type=count, help="size of the split, for shards without an index")
+    parser.add_argument("--samples", type=COUNT, help="size of the split, for shards without an index")
     pipe = "run the command of --data pipe:COMMAND, or of the checkpoint's data, which prints shards"
     parser.add_argument("--allow-pipe", action="store_true", help=pipe)
-    parser.add_argument("--num-classes", type=count, help="[the checkpoint's]")
+    parser.add_argument("--num-classes", type=COUNT, help="[the checkpoint's]")
     paired = "data with other classes: evaluate those that model and data both have, paired by name"
     parser.add_argument("--map-classes", action="store_true", help=paired)
     add_compute_options(parser, batch_size=256)

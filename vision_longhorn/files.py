@@ -134,7 +134,7 @@ def check_whole(path: str | os.PathLike[str]) -> None:
                             pass
     except (EOFError, RuntimeError, ValueError, struct.error, zipfile.BadZipFile, zlib.error) as error:
         # A damaged zip directory may call a member compressed or encrypted, which raises types beside BadZipFile.
-        raise UserError(f"{path} is damaged ({one_line(error)})") from error
+        raise UserError(f"{path} is damaged ({one_line(error)}): copy or download it again") from error
 
 
 @contextlib.contextmanager

@@ -124,6 +124,9 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     """Write a training run as a folder in the hub's layout: model.safetensors and its hash, config.json, README.md.
 
     `path` is a run's folder or checkpoint, `license` the hub's identifier of the weights' licence, such as "mit".
+
+    Raises:
+        UserError: the run cannot be read, `folder` is not new or empty or cannot be written, or the licence is none.
     """
     from safetensors import SafetensorError
     from timm.models import save_for_hf
@@ -155,7 +158,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = Parser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("checkpoint", help="of train_imagenet.py, a run's folder or file")
+    parser.add_argument("checkpoint", help="a run's folder (then its best.pt), or a checkpoint of it")
     parser.add_argument("target", help="the folder to make")
     parser.add_argument("--license", metavar="ID", help="the hub's identifier, such as mit [the card says unknown]")
     args = parser.parse_args(argv)

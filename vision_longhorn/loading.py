@@ -12,6 +12,8 @@ from vision_longhorn.settings import DIGITS
 
 
 class Loaded(NamedTuple):
+    """A model with its weights, and what is known about both, as `load_model` returns it."""
+
     model: Any  # timm's, in training mode on the CPU
     name: str  # timm's
     weights: str  # "EMA", "raw" or "pretrained"
@@ -36,7 +38,7 @@ def load_model(
     ema: bool | None = None,
     **model_kwargs: Any,
 ) -> Loaded:
-    """Loads a model and its weights onto the CPU. `timm.data.resolve_data_config` gives its evaluation transform.
+    """Loads a model and its weights onto the CPU.
 
     Args:
         source: A run's folder (then its best.pt), a checkpoint, or a source of `runs.timm_source`.
@@ -44,6 +46,12 @@ def load_model(
         num_classes: Number of classes of a checkpoint; default: what it says.
         ema: Whether to take a checkpoint's averaged weights or the raw ones; None: the averaged ones if there are any.
         **model_kwargs: Arguments of the model; they override the source's.
+
+    Returns:
+        The model, in training mode; `timm.data.create_transform(**loaded.settings)` is its evaluation transform.
+
+    Raises:
+        UserError: There is no such file or model, the file is damaged, or its weights do not fit the model.
     """
     # Commands import this module before they read their command line, which need not wait for torch.
     from vision_longhorn.checkpoint import load_checkpoint, load_weights, stated_model

@@ -92,7 +92,7 @@ def _unit(value: Any) -> Any:
     return value / op.Sqrt(op.ReduceSumSquare(value, [-1], keepdims=1) + EPS)
 
 
-def _turned(v: Any, rows: Any, N: int) -> Any:
+def _rotated(v: Any, rows: Any, N: int) -> Any:
     """Turn keys or queries (L, B, N) by their place in the grid, see `backends.torch.rope`."""
     speeds = [
         FASTEST * 2 ** (-octaves_per_point(N) * (n // 2)) for n in range(N // 2)
@@ -166,18 +166,18 @@ def scan(*values: Any) -> Any:
     ys, states = [], []
     for g, backward in enumerate(s.reversed):
 
-        def turned(value: Any, ndim: int, *perm: int, g: int = g) -> Any:
+        def transposed(value: Any, ndim: int, *perm: int, g: int = g) -> Any:
             """Transpose direction g's part of a tensor of `ndim` axes, or one more if each direction has its own."""
             if value is not None and len(value.shape) > ndim:
                 value = _entry(value, g)
             return op.Transpose(value, perm=perm) if value is not None and perm else value
 
-        tokens = {name: turned(getattr(s, name), 3, 1, 0, 2) for name in ("x", "step", "k", "q")}
-        A = turned(s.A, 3, 1, 0, 2) if s.A_per_token else turned(s.A, 2, 1, 0)
-        state, D, bias = turned(s.initial_state, 3, 0, 2, 1), turned(s.D, 1), turned(s.bias, 1)
+        tokens = {name: transposed(getattr(s, name), 3, 1, 0, 2) for name in ("x", "step", "k", "q")}
+        A = transposed(s.A, 3, 1, 0, 2) if s.A_per_token else transposed(s.A, 2, 1, 0)
+        state, D, bias = transposed(s.initial_state, 3, 0, 2, 1), transposed(s.D, 1), transposed(s.bias, 1)
         y, state = _recurrence(s._replace(**tokens, A=A, initial_state=state, D=D, bias=bias), backward)
         y = op.Transpose(y, perm=[1, 0, 2])
-        ys.append(y if s.z is None else y * _silu(turned(s.z, 3)))
+        ys.append(y if s.z is None else y * _silu(transposed(s.z, 3)))
         states.append(op.Transpose(state, perm=[0, 2, 1]))
     y, state = ys[0], states[0]
     if s.direction == "both":
@@ -221,7 +221,7 @@ def mix(*values: Any) -> Any:
         step = op.MatMul(_slice(low, 0, rank, 2), op.Transpose(_entry(m.dt_proj, s), perm=[1, 0]))
         k, q, a = (_slice(low, start, start + d_state, 2) for start in range(rank, rank + 3 * d_state, d_state))
         if m.rope:
-            k, q = (_turned(v, op.Reshape(m.rows, [1]), d_state) for v in (k, q))
+            k, q = (_rotated(v, op.Reshape(m.rows, [1]), d_state) for v in (k, q))
         A = None
         if m.A_log is not None:
             log = _entry(m.A_log, s)

@@ -14,7 +14,7 @@ from pathlib import Path
 from vision_longhorn.command_line.parser import Parser, add_compute_options
 from vision_longhorn.errors import UserError
 from vision_longhorn.outputs import check_output
-from vision_longhorn.settings import Range
+from vision_longhorn.settings import COUNT
 
 FORMATS = ("text", "csv", "json")
 
@@ -45,7 +45,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--pretrained", action="store_true", help="as in eval.py; --model always means these weights here"
     )
-    parser.add_argument("--top-k", type=Range(1, kind=int), default=5, help="classes to name for each image [5]")
+    parser.add_argument("--top-k", type=COUNT, default=5, help="classes to name for each image [5]")
     parser.add_argument("--format", choices=FORMATS, help="[by the ending of --out, else text]")
     parser.add_argument("--out", metavar="FILE", help="a new file for the results [standard output]")
     parser.add_argument(
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="a new folder for a picture of each image: what the model forgets and writes at each of its patches",
     )
     parser.add_argument(
-        "--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be read [stop]"
+        "--on-bad", choices=("stop", "skip"), default="stop", help="what to do at an image that cannot be read [stop]"
     )
     add_compute_options(parser, batch_size=64)
     args = parser.parse_args(argv)

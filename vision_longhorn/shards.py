@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vision_longhorn.command_line.parser import Parser
-from vision_longhorn.settings import Range
+from vision_longhorn.settings import COUNT, Range
 
 
 def __getattr__(name: str) -> Any:
@@ -25,17 +25,20 @@ def _parser() -> Parser:
     parser = Parser(description=__doc__.split(":")[0] + ".")
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     making = argparse.ArgumentParser(add_help=False)
-    making.add_argument("--shard-size", type=Range(1, kind=int), default=1000, help="images per shard at most (1000)")
-    making.add_argument("--seed", type=Range(0, kind=int), default=0, help="of the order (0)")
-    making.add_argument("--on-bad", choices=("stop", "skip"), default="stop", help="at an image that cannot be decoded")
+    making.add_argument("--shard-size", type=COUNT, default=1000, help="images per shard at most [1000]")
+    making.add_argument("--seed", type=Range(0, kind=int), default=0, help="seed of the images' order [0]")
     making.add_argument(
-        "--max-side", type=Range(1, kind=int), help="store larger images with this longer side, for faster training"
+        "--on-bad",
+        choices=("stop", "skip"),
+        default="stop",
+        help="what to do at an image that cannot be decoded [stop]",
     )
+    making.add_argument("--max-side", type=COUNT, help="store larger images with this longer side, for faster training")
 
     folder = commands.add_parser("imagefolder", parents=[making], help="from a folder of one folder per class")
     folder.add_argument("src", metavar="SRC", help="folder with CLASS/IMAGE.jpg, or train/CLASS/IMAGE.jpg and val/...")
     folder.add_argument("out", metavar="OUT")
-    folder.add_argument("--split", help="name of the split, where SRC holds classes (train)")
+    folder.add_argument("--split", help="name of the split, where SRC holds classes [train]")
 
     imagenet = commands.add_parser("imagenet", parents=[making], help="from the ILSVRC-2012 tars as downloaded")
     imagenet.add_argument("train_tar", metavar="TRAIN_TAR", help="ILSVRC2012_img_train.tar, or - for validation only")

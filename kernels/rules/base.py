@@ -50,7 +50,7 @@ class Functions:
 
     def __init__(self, rule: type["Rule"], **functions: Any):
         self.name = rule.name
-        self.undoes, self.takes_norm, self.takes_A = rule.kind == "error", rule.takes_norm, rule.needs_A
+        self.undoes, self.takes_norm, self.needs_A = rule.kind == "error", rule.takes_norm, rule.needs_A
         self.has_step, self.halves_key_sums = rule.step_per == "channel", rule.halves_key_sums
         self.all = functions
         self.__dict__.update(functions)
@@ -134,7 +134,8 @@ class Rule:
 
     def maps(self, step: Tensor, k: Tensor, A: Optional[Tensor]) -> Tensor:
         """Compute forgetting and write strength of each token, (2, S, B, L), as `vision_longhorn.maps` defines them,
-        from the logits with their bias (S, B, L, D, 1 or N), keys (S, B, L, N), and A (S, D, N) or (S, B, L, N)."""
+        from the logits with their bias (S, B, L, C), C = D, 1 or N, keys (S, B, L, N), and A (S, D, N) or
+        (S, B, L, N)."""
         found = []
         for s in range(k.shape[0]):
             for b in range(k.shape[1]):  # one image after the other: their states are large
@@ -163,7 +164,7 @@ class UnitKeys(Rule):
     """A rule over k^ = k / ||k||; zero keys stay zero."""
 
     def prepare(self, scan: Scan) -> Scan:
-        return scan._replace(k=unit(scan.k.to(scan.accumulator)))
+        return scan._replace(k=unit_or_zero(scan.k.to(scan.accumulator)))
 
     def restore(self, scan: Scan, prepared: Scan, grads: dict[str, Tensor]) -> dict[str, Tensor]:
         dk = grads["k"]
@@ -171,7 +172,8 @@ class UnitKeys(Rule):
         return grads | {"k": (across * inverse_norm(scan.k.to(scan.accumulator))).to(scan.k.dtype)}
 
 
-def unit(k: Tensor) -> Tensor:
+def unit_or_zero(k: Tensor) -> Tensor:
+    """Return k / ||k||, and zeros for a zero key (`inverse_norm`). `backends.torch.unit.unit` adds an eps instead."""
     return k.sign() * (inverse_norm(k) > 0) if k.shape[-1] == 1 else k * inverse_norm(k)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import HAS_TRITON, Functions, Sizes, UnitKeys, unit
+from .base import HAS_TRITON, Functions, Sizes, UnitKeys, unit_or_zero
 
 
 class Delta(UnitKeys):
@@ -21,7 +21,7 @@ class Delta(UnitKeys):
     operations = {"forward": (3, 0), "backward": (8, 0)}
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
-        k = unit(k).unsqueeze(1)  # (B, 1, N)
+        k = unit_or_zero(k).unsqueeze(1)  # (B, 1, N)
         error = x - (state * k).sum(-1)
         return state + (torch.sigmoid(step) * error).unsqueeze(-1) * k
 

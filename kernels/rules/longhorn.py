@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from .base import HAS_TRITON, Functions, Rule, Sizes, UnitKeys, over_channels, over_states, unit
+from .base import HAS_TRITON, Functions, Rule, Sizes, UnitKeys, over_channels, over_states, unit_or_zero
 
 # Keeps exp finite. Where -logit is larger, beta is below 1e-37, and the token writes nothing that float32 could show.
 MAX_EXPONENT = {torch.float32: 87.0, torch.float64: 700.0}
@@ -79,7 +79,7 @@ class DiagonalUnit(UnitKeys, Diagonal):
     name = "diagonal_unit"
 
     def update(self, state: Tensor, x: Tensor, step: Tensor, k: Tensor, A: Optional[Tensor], softplus: bool) -> Tensor:
-        return super().update(state, x, step, unit(k), A, softplus)
+        return super().update(state, x, step, unit_or_zero(k), A, softplus)
 
     def prepare(self, scan: Any) -> Any:
         return super().prepare(scan)._replace(rule=Diagonal.name)

@@ -16,7 +16,7 @@ from vision_longhorn.signals import outlive_signals, signals_blocked
 
 from .images import DataError
 from .places import ShardSet
-from .streams import Batch, EvalStream, Faults, Stream, TrainStream, heavy
+from .streams import Batch, EvalStream, Faults, Stream, TrainStream, to_tensors
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Loader(wds.WebLoader):
             "persistent_workers": num_workers > 0,
             "pin_memory": pin_memory,
             "worker_init_fn": outlive_signals,
-            "collate_fn": tuple,  # leaves batches as they are; torch's would make tensors of the arrays of `light`
+            "collate_fn": tuple,  # leaves batches as they are; torch's would make tensors of the arrays of `to_arrays`
         }
         if stream.shards.kept is not None and num_workers and sys.platform == "linux":
             self.options["multiprocessing_context"] = "fork"  # the only way to share that memory
@@ -167,7 +167,7 @@ class Loader(wds.WebLoader):
                         # Raise a new error. `batch` itself would form a reference cycle with this frame, and workers
                         # that the garbage collector frees are not told to end: each costs a wait of five seconds.
                         raise DataError(*batch.args)
-                    batch = tuple(map(heavy, batch))
+                    batch = tuple(map(to_tensors, batch))
                     yield (*batch, report.places) if self.stream.keys else batch
                     taken += 1
                 break

@@ -291,7 +291,9 @@ def index_shards(directory: str | os.PathLike[str], class_names: list[str] | Non
         )
     named = class_names or display_names
     if named and len(named) <= most:
-        raise DataError(f"the shards in {directory} have a label {most}, but only {len(named)} classes are named")
+        raise DataError(
+            f"the shards in {directory} have a label {most}, but only {len(named)} classes are named: name all of them"
+        )
     write_index(directory, splits, class_names, len(named or range(most + 1)), display_names)
 
 

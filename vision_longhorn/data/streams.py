@@ -61,19 +61,19 @@ class Report:
     places: list[tuple[str, str]]  # shard and key of each sample in the batch, if they are wanted
 
 
-def light(value: Any) -> Any:
+def to_arrays(value: Any) -> Any:
     """Turn the small tensors of a batch into arrays, which are pickled. A tensor would go through shared memory, for
-    which the receiver connects to the worker. `heavy` undoes this."""
+    which the receiver connects to the worker. `to_tensors` undoes this."""
     if isinstance(value, list):
-        return [light(part) for part in value]
+        return [to_arrays(part) for part in value]
     is_small = isinstance(value, torch.Tensor) and value.dtype in (torch.int64, torch.float64) and value.nbytes < 2**16
     return value.numpy() if is_small else value
 
 
-def heavy(value: Any) -> Any:
-    """Turn arrays back into the tensors that were given to `light`."""
+def to_tensors(value: Any) -> Any:
+    """Turn arrays back into the tensors that were given to `to_arrays`."""
     if isinstance(value, list):
-        return [heavy(part) for part in value]
+        return [to_tensors(part) for part in value]
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
@@ -106,7 +106,7 @@ class Stream(IterableDataset):
 
         try:
             for inputs, targets, *places in self.batches(worker, num_workers):
-                yield (light(inputs), light(targets)), report(*places or [[]])
+                yield (to_arrays(inputs), to_arrays(targets)), report(*places or [[]])
         except DataError as error:
             # If it were raised here, torch would wrap it in a traceback of many lines.
             yield error, report([])

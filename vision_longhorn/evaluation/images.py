@@ -44,7 +44,7 @@ def predict(args: argparse.Namespace) -> int:
     loaded = load_model(args.source, args.model)
     loaded.check_classes()
     loaded.model.to(accelerator.device).eval()
-    told = 0
+    count = 0
     with text_file(args.out) if args.out else contextlib.nullcontext(sys.stdout) as file:
         table = csv.writer(file, lineterminator="\n")
         if args.format == "csv":
@@ -58,16 +58,16 @@ def predict(args: argparse.Namespace) -> int:
                     share = f"{one['probability']:.6f}"
                     table.writerow([path, rank, one["index"], one["class"] or "", one["name"], share])
             else:
-                file.write((",\n" if told else "[\n") + json.dumps({"image": path, "predictions": found}))
-            told += 1
-        if not told:
-            raise UserError("none of the images can be read")
+                file.write((",\n" if count else "[\n") + json.dumps({"image": path, "predictions": found}))
+            count += 1
+        if not count:
+            raise UserError("none of the images can be read: the lines above say why")
         if args.format == "json":
             file.write("\n]\n")
     written = " and ".join(filter(None, [args.out, args.maps and f"the maps in {args.maps}"]))
     if written:
         print(f"wrote {written}", file=sys.stdout if args.out else sys.stderr)
-    return told
+    return count
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def _results(
     known = loaded.class_names or []
     workers = min(args.workers, -(-len(paths) // args.batch_size) - 1)
     samples: Any = _Images(paths, create_transform(**loaded.settings))  # DataLoader wants a Dataset and needs no more
-    bad, told = 0, 0
+    bad, count = 0, 0
     batches = DataLoader(samples, args.batch_size, num_workers=workers, collate_fn=list)
     for batch in tqdm(batches, unit="batch", dynamic_ncols=True, disable=None if args.out else True):
         errors = [image for _, image in batch if isinstance(image, str)]
@@ -95,9 +95,9 @@ def _results(
             # topk has no defined order of ties.
             scores, classes = logits.float().softmax(1).sort(dim=1, descending=True, stable=True)
         for i, (path, image) in enumerate(good):
-            told += 1
+            count += 1
             if maps:
-                out = Path(args.maps, f"{str(told).zfill(len(str(len(paths))))}-{Path(path).stem}.png")
+                out = Path(args.maps, f"{str(count).zfill(len(str(len(paths))))}-{Path(path).stem}.png")
                 plot_maps(maps, shown(image, loaded.settings), out, sample=i)
             found = []
             for k, score in zip(classes[i, : args.top_k].tolist(), scores[i, : args.top_k].tolist(), strict=True):
@@ -134,7 +134,7 @@ def find_images(places: Sequence[str]) -> list[str]:
         elif os.path.isfile(place):
             found.append(place)
         else:
-            raise UserError(f"{place} is no file or folder")
+            raise UserError(f"{place} is no file or folder: check the path")
     if not found:
         raise UserError("standard input named no images: give one path a line")
     return found

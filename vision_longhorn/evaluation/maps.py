@@ -120,7 +120,7 @@ def plot_maps(maps: TokenMaps, image: Any, out: str | Path, layers: list[int] | 
     depth = len(maps.write)
     layers = list(range(depth)) if layers is None else layers
     if not layers or not all(-depth <= i < depth for i in layers):
-        raise UserError(f"layers={layers}: the model has blocks 0 to {depth - 1}")
+        raise UserError(f"layers={layers}: choose from blocks 0 to {depth - 1}")
     rows, columns = maps.write.shape[-2:]
     figure = new_figure(9, 0.4 + 1.6 * len(layers) * min(max(rows / columns, 0.5), 2))
     grid = figure.subplots(len(layers), 5, squeeze=False)

@@ -151,12 +151,13 @@ class VisionLonghorn(nn.Module):
         pos_drop_rate: dropout after the position embedding.
         drop_path_rate: stochastic depth of the last block; it grows linearly from 0 at the first.
         norm_eps: added to the mean square in all RMS norms, and to the variance in the stem's norms.
-        residual_in_fp32: keep the sum of the blocks, the residual stream, in float32 in a model of lower precision and
-            under autocast, else in what the stem computes in, unless that is float16.
+        residual_in_fp32: keep the residual stream, the running sum of the blocks' outputs, in float32 even if the model
+            or autocast is in lower precision. If False, it has the stem's dtype, or float32 if that is float16.
         dynamic_img_size: take images of any size in whole patches, and resample the position embedding for each size.
         dynamic_img_pad: pad images to whole patches.
         mixer_args: options of the mixer; those of the state-space ones are in `BidirectionalMixer`: d_state, conv,
-            d_conv, expand, dt_rank, rule, wiring, beta, beta_min, beta_max, gate, qk_norm, rope, save_states.
+            d_conv, expand, dt_rank, rule, wiring, beta, beta_min, beta_max, gate, qk_norm, rope, save_states,
+            A_per_token.
 
     Raises:
         TypeError: the mixer has no such option.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
+from vision_longhorn.kernels.contract import check_window
 
 
 class ConvMlp(nn.Module):
@@ -23,8 +24,7 @@ class ConvMlp(nn.Module):
 
     def __init__(self, dim: int, hidden: int, size: int, device: Any = None, dtype: Any = None):
         super().__init__()
-        if type(size) is not int or size < 1 or size % 2 == 0:
-            raise ValueError(f"mlp_conv={size!r}: give an odd number of patches, such as 3, or 0 for none")
+        check_window(f"mlp_conv={size!r}", size, ", or 0 for none")
         self.fc1 = nn.Linear(dim, hidden, device=device, dtype=dtype)
         self.conv_weight = nn.Parameter(torch.empty(hidden, size, size, device=device, dtype=dtype))
         self.conv_bias = nn.Parameter(torch.empty(hidden, device=device, dtype=dtype))

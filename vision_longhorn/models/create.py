@@ -48,7 +48,7 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
 
 
 def _make(name: str, kwargs: dict[str, Any]) -> TimmModel:
-    """Makes a model. If it has no `img_size`, that leaves `kwargs`, too, so that errors name what was tried."""
+    """Make a model. If it has no `img_size`, that leaves `kwargs`, too, so that errors name what was tried."""
     try:
         return timm.create_model(name, **kwargs)
     except TypeError as error:
@@ -59,7 +59,7 @@ def _make(name: str, kwargs: dict[str, Any]) -> TimmModel:
 
 
 def _wrong_in_config(model: TimmModel, other_classes: bool) -> str:
-    """Names what timm took from a config.json and goes wrong with, in silence; "" if there is nothing."""
+    """Return the fields of a config.json that timm would silently misuse; "" if there are none."""
     cfg, transform = getattr(model, "pretrained_cfg", {}), create_transform(**resolve_data_config(model=model))
     black, white = (transform(Image.new("RGB", (8, 8), colour)).amax((1, 2)) for colour in ("black", "white"))
     names, texts, classes = cfg.get("label_names") or [], cfg.get("label_descriptions") or {}, cfg.get("num_classes")

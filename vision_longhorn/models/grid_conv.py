@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_longhorn.kernels.contract import check_window
 from vision_longhorn.models.tokens import join_class, split_class
 
 
@@ -22,8 +23,7 @@ class GridConv(nn.Module):
 
     def __init__(self, dim: int, size: int, class_token: str, device: Any = None, dtype: Any = None):
         super().__init__()
-        if type(size) is not int or size < 1 or size % 2 == 0:
-            raise ValueError(f"grid_conv={size!r}: give an odd number of patches, such as 3, or 0 for none")
+        check_window(f"grid_conv={size!r}", size, ", or 0 for none")
         self.class_token = class_token
         self.weight = nn.Parameter(torch.empty(dim, 1, size, size, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))

@@ -8,8 +8,8 @@ _TINY: dict[str, Any] = dict(embed_dim=192, depth=24)
 _SMALL: dict[str, Any] = dict(embed_dim=384, depth=24)
 _BASE: dict[str, Any] = dict(embed_dim=768, depth=24)
 _MAMBA: dict[str, Any] = dict(mixer="mamba")
-# The best that is known to stand around a mixer, and the best Longhorn in it. A change of these is one of what names
-# mean, but of no file, as files state all arguments. What names with paper mean, and vim without best, stays.
+# The trunk around the mixers and Longhorn's options with the best results so far. A change here changes what names
+# mean, but no saved file, because files store all arguments. Names with "paper", and vim_* without "best", stay.
 _MLP: dict[str, Any] = dict(depth=12, expand=1, mlp_ratio=4, mlp_conv=0)
 _POOLED: dict[str, Any] = dict(scan_order="rows_columns", class_token="none", global_pool="avg")
 _TRUNK: dict[str, Any] = dict(stem="conv", conv="grid", rope=True, **_MLP, **_POOLED)
@@ -18,8 +18,10 @@ _TRUNK: dict[str, Any] = dict(stem="conv", conv="grid", rope=True, **_MLP, **_PO
 _BEST: dict[str, Any] = dict(rule="exact", qk_norm=True, beta_min=1e-3, beta_max=0.9, gate="none", **_TRUNK)
 _MAMBA_BEST: dict[str, Any] = _MAMBA | _TRUNK | dict(gate="skip", mlp_conv=3)
 _FAST: dict[str, Any] = dict(wiring="alternate", **_BEST)
-# What names may say of a mixer: of Longhorn, and of what Mamba has, too. All of ours have `expand`.
-OF_LONGHORN, OF_SCANS = ("rule", "qk_norm", "beta_min", "beta_max"), ("wiring", "conv", "d_conv", "rope", "gate")
+# Options that a name may set for its mixer: Longhorn's own, and those that Mamba takes, too. `all_arguments` leaves
+# them out for another mixer. All of our mixers take `expand`.
+LONGHORN_OPTIONS = "rule", "qk_norm", "beta_min", "beta_max"
+SCAN_OPTIONS = "wiring", "conv", "d_conv", "rope", "gate"
 
 # Arguments of each model that timm lists
 MODELS: dict[str, dict[str, Any]] = {
@@ -70,11 +72,11 @@ DEFINITIONS = MODELS | {old: MODELS[name] | arguments for old, (name, arguments)
 
 
 def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all arguments of the model that `name` makes with those `given`: what files state.
+    """Return all arguments of the model that `name` makes with the arguments `given`, for files to store.
 
-    With `all_arguments=True` among them the name adds none of its own, so that they make the same model even if the
-    name has another meaning by then. Of a model that is not ours they are those given. What the name says of its mixer
-    is meant for this mixer and its rule: another one has the usual options.
+    The result has `all_arguments=True`. If `given` has it already, or the model is not ours, `given` is returned
+    without its None values. So a stored model stays the same when its name gets a new meaning. Options that the name
+    sets for its own mixer and rule are left out if `given` names another mixer or rule.
     """
     given = {key: value for key, value in given.items() if value is not None}  # as timm does
     own = DEFINITIONS.get(name.partition(".")[0])
@@ -87,14 +89,15 @@ def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "longhorn": (),
             "mamba": (),
             "mamba2": ("wiring", "rope", "gate"),
-            "attention": OF_SCANS,
+            "attention": SCAN_OPTIONS,
             "conv": ("wiring", "conv", "rope", "gate"),
         }
-        left_out = (*OF_LONGHORN, *others.get(mixers[1], (*OF_SCANS, "expand")))
+        left_out = (*LONGHORN_OPTIONS, *others.get(mixers[1], (*SCAN_OPTIONS, "expand")))
     return {**{key: own[key] for key in own.keys() - left_out}, **given, "all_arguments": True}
 
 
 def former_name(model: Any) -> str:
-    """Returns an end for messages about weights that do not fit `model`: where those of version 0.1 do, or ""."""
+    """Return a clause for error messages about weights that do not fit `model`: what its name in version 0.1 is called
+    now; "" if that has not changed."""
     name = getattr(model, "pretrained_cfg", {}).get("architecture")
     return f"; weights that version 0.1 called {name} are those of {RENAMED[name]}" if name in RENAMED else ""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def class_index(class_token: str, num_patches: int) -> int:
-    """Return the index of the class token among the tokens. The patches from there on stand one later."""
+    """Return the index of the class token among the tokens; the patches from this index on follow it."""
     if class_token == "middle":
         return num_patches // 2
     return 0 if class_token == "first" else num_patches

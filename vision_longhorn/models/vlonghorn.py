@@ -23,7 +23,7 @@ _WEIGHTS = {
 
 
 def _first_conv(stem: str = "patch", **_: Any) -> str:
-    """Names the layer whose weights timm fits to images of other channels."""
+    """Name the layer whose weights timm fits to images of other channels."""
     return "patch_embed.proj.0" if stem == "conv" else "patch_embed.proj"
 
 
@@ -72,7 +72,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
 
 
 def _tell_former_name(model: Any, state_dict: dict[str, Any], prefix: str, _: Any, strict: bool, *__: Any) -> None:
-    """Raises RuntimeError for weights with a class token, which the model lacks: a hook before `load_state_dict`, and
+    """Raise RuntimeError for weights with a class token, which the model lacks: a hook before `load_state_dict`, and
     before the stem's own."""
     foreign = state_dict.keys() - model.state_dict(prefix=prefix).keys()
     if strict and any(name.endswith("cls_token") for name in foreign):

@@ -17,9 +17,10 @@ def capture(
 ) -> None:
     """Lets `model` replay its training passes as CUDA graphs, with the same bits. In eval mode it runs as before.
 
-    What the model decides or draws on the host during the capture stays so. Its parameters must keep their place in
-    memory, and its batches the shape of `images`, (B, 3, H, W) on the GPU, whose values do not matter. `passes` is the
-    number of backward passes in an update. If `compiled`, the training passes are compiled first.
+    Whatever the model decides or draws on the host during the capture is the same in every replay. Its parameters must
+    keep their place in memory, and its batches the shape of `images`, (B, 3, H, W) on the GPU, whose values do not
+    matter. `passes` is the number of backward passes in an update. If `compiled`, the training passes are compiled
+    first.
 
     Raises:
         UserError: The model does something that torch cannot capture, such as waiting for the GPU.

@@ -25,8 +25,8 @@ def model_from_weights(
 
     Position embedding and patches are resampled where the sizes differ, and a classifier of other classes starts anew.
     All other tensors of the file must match those of the model. `path` is a run's folder or checkpoint (its
-    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. Where it holds a
-    model of the same `name`, the name means what it meant there, but for what `kwargs` say. The `class_names` are the
+    averaged weights, if it has any), bare weights, safetensors, or a source of `runs.timm_source`. If the file's model
+    has the same `name`, its arguments are taken from the file, and `kwargs` override them. The `class_names` are the
     model's; where names are unknown (None), they are not compared.
 
     Returns:
@@ -72,8 +72,11 @@ def model_from_weights(
 
 
 def _as_stated(file: dict[str, Any], name: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the name and arguments of the model for a file's weights. If the name is the file's, what it stands for
-    is what it stood for there."""
+    """Returns the name and the arguments to build the model for a file's weights.
+
+    If the file holds a model of this name, the file's arguments are used, because the name may have had another meaning
+    then. Image and patch sizes are the name's, and `kwargs` override both.
+    """
     found, stated = stated_model(file, name)
     if not found or not stated.get("all_arguments"):
         return name, kwargs

@@ -1,4 +1,4 @@
-"""Muon (Jordan et al., 2024), with many matrices in one update."""
+"""Muon (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon), with many matrices in one update."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -33,13 +33,13 @@ class Muon(torch.optim.AdamW):
     update and keeps its part.
 
     Args:
-        like: timm's "muon", new, with any rates, weight decay and betas, and otherwise as timm makes it. Groups are
-            taken from it, and either loads what the other saved.
+        like: a new "muon" of timm, with any learning rate, weight decay and betas, and timm's defaults otherwise. Its
+            parameter groups are used. State dicts of timm's Muon and of this class are interchangeable.
         cuda_graphs: On a GPU, replay the matrices' update as a CUDA graph, with the same bits. The host could not
             launch its small kernels as fast as the GPU runs them. The graph keeps some 12 bytes for each number.
     """
 
-    cuda_graphs = False  # of a copy, which has only what torch's optimisers have
+    cuda_graphs = False  # the default of copied and unpickled optimisers, for which torch does not call __init__
 
     def __init__(self, like: torch.optim.Optimizer, cuda_graphs: bool = False) -> None:
         super().__init__(like.param_groups, fused=True)

@@ -244,7 +244,11 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
     The settings stay those of `cfg`, which may have changed.
     """
     if checkpoint["config"]["opt"] != cfg.opt:
-        raise UserError(f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {checkpoint['config']['opt']!r}")
+        before = checkpoint["config"]["opt"]
+        raise UserError(
+            f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {before!r}: give --opt {before}, or begin "
+            f"a new run with --init {cfg.resume}"
+        )
     saved = checkpoint["optimizer"]
     # Some of timm's optimisers keep a count of steps among the settings; a new one has no count yet.
     groups = [

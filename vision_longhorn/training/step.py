@@ -38,7 +38,8 @@ class TrainStep:
         self.parameters = list(model.parameters())
         averaged = isinstance(net, DistributedDataParallel) or is_sharded(model)
         self.sums = accelerator.num_processes > 1 and not averaged
-        # Of this process's loss in the mean; but float16 needs the gradients as large as the scaler makes them.
+        # This process's weight in the mean over processes. With float16 the gradients must stay as large as the scaler
+        # makes them: then the weight is 1, and `sum_gradients` divides.
         self.share = 1 / accelerator.num_processes if self.sums and not accelerator.scaler else 1
 
     def __call__(self, batches: Iterable[tuple[Any, Any]], number: int = 1) -> tuple[Tensor, Tensor]:

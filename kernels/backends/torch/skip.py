@@ -1,6 +1,6 @@
-"""The gated skip, which joins the convolution to the output of the scans where the gate is not theirs.
+"""The gated skip of gate="skip": what the scans read from their states goes on as it is, and only D x is gated.
 
-y += sum_i weight[i] x[i] silu(z), over one convolved x for both directions, or one for each
+y += sum_i weight[i] x[i] silu(z), with one convolved x for both directions (over the grid), or one for each
 """
 
 import torch

@@ -54,7 +54,7 @@ def _adjoint_kernel(
     if at.segment == 0:
         return  # no segment follows it on the way back
     U: tl.constexpr = form.U
-    TAKES_A: tl.constexpr = RULE.value.takes_A
+    TAKES_A: tl.constexpr = RULE.value.needs_A
     d, g, sequence = at.d, at.g, at.g * B + at.b
     step = walk.channels_at(step_ptr, at, step_g, step_b, step_l, step_d, form)
     z = walk.channels_at(z_ptr, at, z_g, z_b, z_l, 1, form)
@@ -207,7 +207,7 @@ def _backward_kernel(
     T: tl.constexpr = form.T
     U: tl.constexpr = form.U
     UNDOES: tl.constexpr = RULE.value.undoes
-    TAKES_A: tl.constexpr = RULE.value.takes_A
+    TAKES_A: tl.constexpr = RULE.value.needs_A
     x = walk.channels_at(x_ptr, at, x_g, x_b, x_l, 1, form)
     step = walk.channels_at(step_ptr, at, step_g, step_b, step_l, step_d, form)
     z = walk.channels_at(z_ptr, at, z_g, z_b, z_l, 1, form)

@@ -180,7 +180,7 @@ def load_norms(ptr, i, RULE: tl.constexpr, form):
 def load_A(ptr, at, A_d, A_n, RULE: tl.constexpr, form):
     """Loads A of all tokens, for exp2; it is empty if each token has its own, or the rule takes none."""
     A = ()
-    if RULE.value.takes_A:
+    if RULE.value.needs_A:
         if not form.A_PER_TOKEN:
             A = scale_row(load_state(ptr + at.d * A_d + at.first * A_n, A_n, at, form), LOG2E)
     return A

@@ -32,8 +32,6 @@ class GatedAttention(nn.Module):
         ValueError: `num_heads` is less than 1.
     """
 
-    NO_WEIGHT_DECAY: tuple[str, ...] = ()
-
     def __init__(
         self,
         dim: int,
@@ -62,6 +60,7 @@ class GatedAttention(nn.Module):
         self.out_proj.weight.data.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Map tokens (B, L, dim) to (B, L, dim)."""
         q, k, v, z = self.in_proj(h).chunk(4, -1)  # (B, L, inner)
         # (B, heads, L, ..)
         q, k, v = (value.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for value in (q, k, v))

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
+from vision_longhorn.kernels.contract import check_window
 
 
 class GatedConv(nn.Module):
@@ -39,8 +40,7 @@ class GatedConv(nn.Module):
         dtype: Any = None,
     ):
         super().__init__()
-        if type(d_conv) is not int or d_conv < 1 or d_conv % 2 == 0:
-            raise ValueError(f"d_conv={d_conv!r}: give an odd number of patches, such as 3")
+        check_window(f"d_conv={d_conv!r}", d_conv)
         inner = int(expand * dim)
         self.residual_layers = residual_layers
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False, device=device, dtype=dtype)
@@ -59,6 +59,7 @@ class GatedConv(nn.Module):
         self.out_proj.weight.data.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor, rows: int) -> Tensor:
+        """Map patches (B, L, dim) in `rows` rows to (B, L, dim)."""
         x, z = self.in_proj(h).chunk(2, -1)  # (B, L, inner)
         x = torch.ops.vision_longhorn.grid_conv(x, self.conv_weight, self.conv_bias, rows, "auto")
         return self.out_proj(x * F.silu(z))

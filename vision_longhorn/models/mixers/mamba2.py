@@ -141,7 +141,9 @@ class Mamba2Mixer(nn.Module):
         d_inner = int(expand * dim)
         head_dim = min(64, d_inner) if head_dim is None else head_dim
         if head_dim < 1 or d_inner % head_dim:
-            raise ValueError(f"head_dim={head_dim} does not divide the inner width of {d_inner} into heads")
+            raise ValueError(
+                f"head_dim={head_dim} does not divide the inner width of {d_inner} into heads: give a divisor of it"
+            )
         self.num_heads, self.d_state, self.wiring = d_inner // head_dim, d_state, wiring
         self.residual_layers, self.needs_grid = residual_layers, conv == "grid"
         self.widths = [d_inner, d_inner + 2 * d_state, self.num_heads]  # z; x, B and C; step sizes

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
-from vision_longhorn.kernels.contract import check_option
+from vision_longhorn.kernels.contract import check_option, check_window, wide
 from vision_longhorn.kernels.dispatch import get_backend
-from vision_longhorn.kernels.mixing import GATES, token_facts
+from vision_longhorn.kernels.mixing import GATES, scan_inputs
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
 WIRINGS = ("vim", "shared", "forward", "alternate")
@@ -36,12 +36,14 @@ def conv_shape(conv: str, width: Optional[int], wiring: str, sets: int, channels
     """Return the shape of the convolution's weight. `width` is None for its default."""
     check_option("conv", conv, CONVS)
     if conv == "causal":
-        return sets, channels, 4 if width is None else width
+        width = 4 if width is None else width
+        if type(width) is not int or width < 1:
+            raise ValueError(f"d_conv={width!r}: give a number of tokens, 1 or more, such as 4")
+        return sets, channels, width
     width = 3 if width is None else width
     if wiring == "forward":
         raise ValueError("conv='grid' with wiring='forward', where no token may see a later one: use conv='causal'")
-    if width < 1 or width % 2 == 0:
-        raise ValueError(f"d_conv={width} with conv='grid': give an odd number of patches, such as 3")
+    check_window(f"d_conv={width!r} with conv='grid'", width)
     return 1, channels, width, width
 
 
@@ -131,12 +133,12 @@ class BidirectionalMixer(nn.Module):
         check_option("gate", gate, GATES)
         if gate != "output" and wiring == "shared":
             raise ValueError(f"gate={gate!r} with wiring='shared', whose gate follows norms: use gate='output'")
-        law = get_rule(rule)
-        if beta == "scalar" and law.step_per != "channel":
+        update_rule = get_rule(rule)
+        if beta == "scalar" and update_rule.step_per != "channel":
             raise ValueError(
                 f"beta='scalar' with rule={rule!r}, which has a decay for each state: leave it at 'vector'"
             )
-        if A_per_token and not law.takes_A:
+        if A_per_token and not update_rule.takes_A:
             raise ValueError(f"A_per_token=True with rule={rule!r}, which has no A: it belongs to Mamba")
         if rope and d_state % 4:
             raise ValueError(f"rope=True with d_state={d_state}: give a multiple of 4, since points of two axes turn")
@@ -144,14 +146,17 @@ class BidirectionalMixer(nn.Module):
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
+        for name, value in (("d_state", d_state), ("dt_rank", self.dt_rank), ("int(expand * dim)", d_inner)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: give 1 or more")
         self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
         self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
         self.qk_norm, self.rope, self.over_grid, self.gate = qk_norm, rope, conv == "grid", gate
-        self.sets = sets = 2 if wiring == "vim" else 1
+        sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
         self.needs_grid = rope or self.over_grid
         taps = conv_shape(conv, d_conv, wiring, sets, d_inner)
-        steps = d_state if law.step_per == "state" else d_inner if beta == "vector" else 1
+        steps = d_state if update_rule.step_per == "state" else d_inner if beta == "vector" else 1
         of_token = 3 if A_per_token else 2  # key, query, and perhaps A
 
         self.in_proj = nn.Linear(dim, d_inner if gate == "none" else 2 * d_inner, bias=False, **dd)
@@ -161,7 +166,7 @@ class BidirectionalMixer(nn.Module):
         self.dt_proj = nn.Parameter(torch.empty(sets, steps, dt_rank, **dd))
         self.dt_bias = nn.Parameter(torch.empty(sets, steps, **dd))
         A_shape = (sets, d_state) if A_per_token else (sets, d_inner, d_state)
-        self.A_log = nn.Parameter(torch.empty(*A_shape, **dd)) if law.takes_A else None
+        self.A_log = nn.Parameter(torch.empty(*A_shape, **dd)) if update_rule.takes_A else None
         self.D = nn.Parameter(torch.empty(sets, d_inner, **dd))
         self.norm_weight = nn.Parameter(torch.empty(2, d_inner, **dd)) if wiring == "shared" else None
         self.out_proj = nn.Linear(d_inner, dim, bias=False, **dd)
@@ -210,10 +215,9 @@ class BidirectionalMixer(nn.Module):
     def forgetting_and_write(self, h: Tensor, rows: int = 0) -> Tensor:
         """Compute forgetting and write strength of what `forward` is given, as `vision_longhorn.maps` defines them:
         (2, B, 2, L). The last 2 are the directions, which are equal if there is a single scan."""
-        wide = torch.float64 if h.dtype == torch.float64 else torch.float32
         x = self.in_proj(h)[..., : self.d_inner]
         with torch.autocast(h.device.type, enabled=False):
-            x = x.to(wide)
+            x = x.to(wide(x))
             weight, bias = self.conv_weight.contiguous(), self.conv_bias.contiguous()
             backend = get_backend("torch")
             if self.over_grid:
@@ -221,13 +225,13 @@ class BidirectionalMixer(nn.Module):
             else:
                 x = backend.conv_forward(x, weight, bias, self.reversed)  # (S, B, L, D)
             parameters = (self.x_proj, self.dt_proj, self.dt_bias, self.A_log)
-            step, k, A = token_facts(x, *parameters, self.qk_norm, rows if self.rope else 0)
+            step, k, A = scan_inputs(x, *parameters, self.qk_norm, rows if self.rope else 0)
             found = get_rule(self.rule).maps(step, k, A)
         return found.expand(2, 2, -1, -1).transpose(1, 2)
 
     def describe(self) -> str:
         """Describe the mixer for a model card."""
-        name = self.rule if get_rule(self.rule).takes_A else f"longhorn, {self.rule} rule"
+        name = f"longhorn, {self.rule} rule" if self.rule in ("diagonal", "exact", "diagonal_unit") else self.rule
         conv = ", convolution over the grid" if self.over_grid else ""
         rope = ", rotary positions" if self.rope else ""
         gate = {"output": "", "skip": ", gated skip", "none": ", no gate", "value": ", values of their own"}[self.gate]
