@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .checks import check_tensors
 from .dispatch import backend_for
 from .operators import define, define_gradients
 
@@ -33,6 +34,7 @@ def bias_gelu(x: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
 def _check(x: Tensor, bias: Tensor) -> None:
     if not x.ndim or tuple(bias.shape) != (x.shape[-1],):
         raise ValueError(f"x {tuple(x.shape)} and bias {tuple(bias.shape)}: they must be (.., D) and (D,)")
+    check_tensors(dict(x=x, bias=bias))
 
 
 def _forward(x: Tensor, bias: Tensor, backend: str) -> Tensor:

@@ -1,6 +1,7 @@
 """Checks that a scan's arguments are what the contract allows."""
 
 import torch
+from torch import Tensor
 
 from .contract import COMBINES, DIRECTIONS, REGIMES, Scan, check_option
 from .rules import Rule, get_rule
@@ -21,12 +22,17 @@ def check(scan: Scan) -> None:
     _check_shapes(scan, rule)
     if (scan.A is not None) != rule.takes_A:
         raise ValueError(f"rule={scan.rule!r} {'needs A' if rule.takes_A else 'has no A: leave it out'}")
-    for name, value in scan.tensors().items():
-        name = rule.names.get(name, name)
+    check_tensors({rule.names.get(name, name): value for name, value in scan.tensors().items()})
+
+
+def check_tensors(tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError unless all tensors, by name, have a float dtype and are on the device of the one named x."""
+    x = tensors["x"]
+    for name, value in tensors.items():
         if value.dtype not in _DTYPES:
             raise ValueError(f"{name} is {value.dtype}; use bfloat16, float16, float32 or float64")
-        if value.device != scan.x.device:
-            raise ValueError(f"{name} is on {value.device} and x on {scan.x.device}; put them on one device")
+        if value.device != x.device:
+            raise ValueError(f"{name} is on {value.device} and x on {x.device}; put them on one device")
 
 
 def _check_shapes(scan: Scan, rule: Rule) -> None:

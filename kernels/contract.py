@@ -78,6 +78,20 @@ def check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, allowed))}")
 
 
+def check_sizes(sizes: dict[str, int]) -> None:
+    """Raise ValueError for a size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: give 1 or more")
+
+
+def check_switches(switches: dict[str, Any]) -> None:
+    """Raise ValueError for what is neither True nor False."""
+    for name, value in switches.items():
+        if value not in (True, False):
+            raise ValueError(f"{name}={value!r}: give True or False")
+
+
 def check_window(given: str, size: Any, instead: str = "") -> None:
     """Raise ValueError unless `size`, the side of a convolution's window in patches, is an odd whole number."""
     if type(size) is not int or size < 1 or size % 2 == 0:

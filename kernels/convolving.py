@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .checks import check_tensors
 from .dispatch import backend_for
 from .operators import define, define_gradients
 
@@ -33,12 +34,15 @@ def grid_conv(x: Tensor, weight: Tensor, bias: Tensor, rows: int, backend: str =
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, rows: int) -> None:
-    D, K = x.shape[-1], weight.shape[-1]
+    D, K = x.shape[-1] if x.ndim else 0, weight.shape[-1] if weight.ndim else 0
     if x.ndim != 3 or tuple(weight.shape) != (D, K, K) or K % 2 == 0 or tuple(bias.shape) != (D,):
         raise ValueError(
             f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and bias {tuple(bias.shape)}: they must be (B, L, D), "
             "(D, K, K) with an odd K, and (D,)"
         )
+    if x.shape[1] < 1 or D < 1:
+        raise ValueError(f"x has {x.shape[1]} tokens and {D} channels; give at least 1 of each")
+    check_tensors(dict(x=x, weight=weight, bias=bias))
     if rows < 1 or x.shape[1] % rows:
         raise ValueError(
             f"rows={rows} with {x.shape[1]} tokens: give the number of the grid's rows, which divides them"

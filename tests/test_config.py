@@ -7,10 +7,19 @@ import pytest
 import timm
 import torch
 import yaml
+from PIL import Image
+from timm.data import create_transform
+from vision_longhorn.kernels.mixing import GATES
+from vision_longhorn.kernels.rules import NAMES
 
 import vision_longhorn  # noqa: F401, registers the models
-from vision_longhorn.data.transforms import train_transform
+from vision_longhorn.data.transforms import input_settings, train_transform
 from vision_longhorn.errors import UserError
+from vision_longhorn.models.backbone import CLASS_TOKENS, SCAN_ORDERS
+from vision_longhorn.models.mixers import MIXERS
+from vision_longhorn.models.mixers.state_space import BETAS, CONVS, WIRINGS
+from vision_longhorn.models.patch_embed import STEMS
+from vision_longhorn.settings import parse_pairs
 from vision_longhorn.train import load_config
 from vision_longhorn.training.config import CONFIGS, Config, config_names
 
@@ -45,11 +54,12 @@ def test_command_line_overrides_the_file(tmp_path):
     file.write_text("model: vim_tiny\nmodel_kwargs: {img_size: 64, depth: 4}\nlr: 1e-3\nmean: [0, 0.5, 1]\n")
     config, name = load_config([
         "--config", str(file), "--model-kwargs", "img_size=[32,48]", "beta=scalar", "depth=none", "class_token=none",
+        "gate=NONE",
         "--batch_size", "64",
         "--std", "0.1", "2e-1", "0.3", "--clip-grad=1", "--auto-augment", "none", "--compile", "--ema-warmup", "false",
     ])  # fmt: skip
     assert name == "mine"
-    assert config.model_kwargs == {"img_size": [32, 48], "beta": "scalar", "class_token": "none"}
+    assert config.model_kwargs == {"img_size": [32, 48], "beta": "scalar", "class_token": "none", "gate": "none"}
     twice = ["--data", "DIR", "--model-kwargs", "img_size=64", "depth=2", "--model-kwargs", "depth=3"]
     assert load_config(twice)[0].model_kwargs == {"img_size": 64, "depth": 3}
     assert (config.model, config.lr, config.batch_size, config.clip_grad) == ("vim_tiny", 1e-3, 64, 1.0)
@@ -66,6 +76,27 @@ def test_policies_of_timm_are_taken_as_they_are_and_timm_takes_them(policy):
     config, _ = load_config(["--data", "x", "--auto-augment", policy])
     settings = dict(input_size=(3, 8, 8), interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3)
     assert len(train_transform(settings, config.values()).transforms) >= 4
+
+
+@pytest.mark.parametrize("interpolation", ("random", "lanczos"))
+@pytest.mark.parametrize("policy", ("none", "rand-m9-mstd0.5-inc1", "augmix-m3-w3", "original", "cifar10"))
+def test_every_resampling_trains_with_every_policy_and_evaluates(interpolation, policy):
+    config, _ = load_config(["--data", "x", "--auto-augment", policy, "--interpolation", interpolation])
+    settings = input_settings(timm.create_model("vlonghorn_test"), config.values())
+    image = Image.effect_noise((50, 40), 99).convert("RGB")
+    train, padded = (
+        train_transform(settings, {**config.values(), "crop_padding": padding, "ratio": (1.0, 1.0)})
+        for padding in (None, 2)
+    )
+    for transform in (*[train] * 20, padded, create_transform(**settings)):
+        assert transform(image).shape == (3, 96, 96)
+
+
+def test_a_value_called_none_reaches_the_model():
+    """On a command line "none" takes an argument away, except where a model has a value of this name."""
+    known = dict(class_token=CLASS_TOKENS, gate=GATES, wiring=WIRINGS, conv=CONVS, stem=STEMS, beta=BETAS)
+    for key, words in {**known, "scan_order": SCAN_ORDERS, "rule": NAMES, "mixer": tuple(MIXERS)}.items():
+        assert [parse_pairs([f"{key}={word}"]) for word in words] == [{key: word} for word in words]
 
 
 @pytest.mark.parametrize(

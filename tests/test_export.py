@@ -19,6 +19,7 @@ import vision_longhorn
 from vision_longhorn import export
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import export_program, largest_error, load_onnx, main, to_onnx, to_package
+from vision_longhorn.models import mlp
 
 GRID = dict(conv="grid", rope=True, class_token="none", global_pool="avg")
 # Between them every mixer, wiring, kind of step size, pooling, order of the patches and place of the class token.
@@ -365,6 +366,20 @@ def test_scans_of_ones_own_module_become_onnx_scans(rule, onnx, tmp_path):
 
 
 # What cannot be exported, and the command
+
+
+def test_gelu_of_a_strict_export_becomes_standard_onnx(onnx, tmp_path, monkeypatch):
+    """On a GPU such a program has the operator."""
+    from vision_longhorn.onnx_ops import OPSET, TRANSLATIONS
+
+    monkeypatch.setattr(mlp, "_takes_kernel", lambda *_: True)
+    model, x, file = mlp.GeluMlp(6, 24).eval(), torch.randn(3, 5, 6), str(tmp_path / "mlp.onnx")
+    program = torch.export.export(model, (x,), strict=True)
+    assert any(node.target is torch.ops.vision_longhorn.bias_gelu.default for node in program.graph.nodes)
+    options = dict(custom_translation_table=TRANSLATIONS, opset_version=OPSET, verbose=False)
+    torch.onnx.export(program, dynamo=True, **options).save(file)
+    assert {node.domain for node in nodes_of(onnx.load(file).graph)} == {""}
+    torch.testing.assert_close(load_onnx(file)(x)[0], model(x).detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.usefixtures("converted_once")

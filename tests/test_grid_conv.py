@@ -220,9 +220,19 @@ def test_operator_keeps_torchs_rules():
         (((12, 10), (10, 3, 3), (10,)), 3, "x (12, 10)"),
         (((2, 12, 10), (10, 3, 3), (10,)), 5, "rows=5 with 12 tokens"),
         (((2, 12, 10), (10, 3, 3), (10,)), 0, "rows=0"),
+        (((), (10, 3, 3), (10,)), 3, "x ()"),
+        (((2, 12, 10), (), (10,)), 3, "weight ()"),
+        (((2, 0, 10), (10, 3, 3), (10,)), 3, "0 tokens and 10 channels"),
+        (((2, 12, 0), (0, 3, 3), (0,)), 3, "12 tokens and 0 channels"),
     ],
 )
 def test_operator_names_what_is_wrong(shapes, rows, words):
     with pytest.raises(ValueError) as error:
         grid_conv(*map(torch.empty, shapes), rows)
     assert words in str(error.value)
+
+
+def test_operator_takes_only_floats():
+    x, weight, bias = operands()
+    with pytest.raises(ValueError, match="x is torch.int64; use bfloat16"):
+        grid_conv(x.long(), weight, bias, 4)

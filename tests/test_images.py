@@ -101,6 +101,13 @@ def test_jpeg_flavours(options):
     assert difference(decode_image(encode(scene(), **options)), scene()) <= 12
 
 
+def test_floating_point_pixels_are_refused():
+    """PIL would take 0 to 1 for black."""
+    data = b"Pf\n2 2\n-1.0\n" + np.full(4, 0.5, "<f4").tobytes()
+    with pytest.raises(DataError, match="floating-point numbers.* save it with 8 bits"):
+        decode_image(data)
+
+
 @pytest.mark.parametrize("mode", ["L", "1", "P", "LA", "RGBA", "RGB"])
 def test_png_modes_come_as_rgb(mode):
     source = scene(mode)

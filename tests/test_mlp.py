@@ -100,6 +100,16 @@ def test_a_bias_of_another_width_is_refused():
         bias_gelu(torch.randn(2, 3), torch.randn(4))
 
 
+@pytest.mark.parametrize("dtype", (torch.int64, torch.complex64, torch.bool))
+def test_only_floats_are_taken(dtype):
+    with pytest.raises(ValueError, match=f"x is {dtype}; use bfloat16, float16"):
+        bias_gelu(torch.ones(2, 3, dtype=dtype), torch.zeros(3))
+    with pytest.raises(ValueError, match=f"bias is {dtype}"):
+        bias_gelu(torch.ones(2, 3), torch.zeros(3, dtype=dtype))
+    with pytest.raises(ValueError, match="bias is on meta and x on cpu"):
+        bias_gelu(torch.ones(2, 3), torch.zeros(3, device="meta"))
+
+
 # The MLP
 
 
@@ -180,6 +190,21 @@ def test_what_somebody_changed_is_not_passed_over(taken, change):
     assert not torch.allclose(before, after, rtol=1e-4, atol=1e-5)
     h = one.fc1(x)
     torch.testing.assert_close(after, one.fc2(one.act(h)))
+
+
+def test_a_hook_of_all_modules_is_not_passed_over(taken):
+    one, x, seen = GeluMlp(6, 24), torch.randn(3, 5, 6), []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(module))
+    one(x)
+    hook.remove()
+    one(x)
+    assert taken == [False, True] and one.fc1 in seen and one.act in seen
+
+
+def test_it_compiles_with_all_its_checks(taken):
+    one, x = GeluMlp(6, 24), torch.randn(3, 5, 6)
+    compiled = torch.compile(one, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), one.fc2(F.gelu(one.fc1(x))))
 
 
 def test_what_follows_is_called(taken):

@@ -610,6 +610,9 @@ def test_options_that_are_wrong_are_named(options, words):
         *(("drop_rate", value, "a number (0 or more, below 1)") for value in (1, "a", -0.1, math.nan)),
         ("num_classes", -1, "a whole number (0 or more)"),
         ("dynamic_img_size", "x", "true or false"),
+        ("qk_norm", "yes", "true or false"),
+        ("rope", "no", "true or false"),
+        ("mlp_ratio", -1, "a number"),
     ],
 )  # fmt: skip
 def test_values_that_no_model_takes_are_said_with_what_is_right(name, argument, value, right):
@@ -626,7 +629,9 @@ def test_values_that_no_model_takes_are_said_with_what_is_right(name, argument, 
 def test_options_of_a_mixer_that_are_wrong_are_one_line(options):
     with pytest.raises(UserError, match=f"{next(iter(options))} is .*: give "):
         create_model("vlonghorn_test", depth=1, img_size=8, patch_size=4, **options)
-    create_model("vlonghorn_test", depth=1, img_size=[8, 8], patch_size=(4, 4), dt_rank=None, save_states=1)
+    create_model(
+        "vlonghorn_test", depth=1, img_size=[8, 8], patch_size=(4, 4), dt_rank=None, save_states=1, mlp_ratio=0
+    )
 
 
 def test_whatever_a_model_makes_of_an_argument_is_one_line():

@@ -136,3 +136,14 @@ def test_it_gives_the_same_bits_in_cuda_graphs():
         for one, two in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(one, two)
     assert optimizers[1]._graph[1] and not optimizers[0]._graph
+
+
+def test_takes_groups_later():
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    optimizer = Muon(timms(first))
+    optimizer.add_param_group({"params": [second.weight], "use_muon": True})
+    before = second.weight.clone()
+    for one in (*first.parameters(), second.weight):
+        one.grad = torch.randn_like(one)
+    optimizer.step()
+    assert not torch.equal(before, second.weight)

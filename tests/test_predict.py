@@ -209,6 +209,20 @@ def test_a_pipe_among_paths_from_standard_input_is_not_waited_for(run, images, t
     assert f"skipped: {tmp_path / 'z.jpg'}: it is a pipe" in capsys.readouterr().err
 
 
+def test_an_image_that_fits_no_memory_is_skipped(run, images, tmp_path, capsys, monkeypatch):
+    def resize(image, *args, **kwargs):
+        if image.width > 1000:
+            raise MemoryError
+        return resized(image, *args, **kwargs)
+
+    resized = Image.Image.resize
+    monkeypatch.setattr(Image.Image, "resize", resize)
+    Image.new("RGB", (3000, 1)).save(tmp_path / "thin.png")
+    arguments = [str(run), str(tmp_path / "thin.png"), str(images / "1.png"), "--on-bad", "skip", "--workers", "0"]
+    assert predict.main(arguments) == 1
+    assert f"skipped: {tmp_path / 'thin.png'}: 3000 x 1 pixels do not fit into memory" in capsys.readouterr().err
+
+
 def test_a_model_folder_says_what_the_run_says(run, images, tmp_path, capsys, monkeypatch):
     hub.main([str(run), str(tmp_path / "model")])
     capsys.readouterr()

@@ -12,11 +12,15 @@ RATE = Range(0, below=1)
 NUMBERS = {
     **dict.fromkeys(("depth", "embed_dim", "num_heads", "in_chans", "d_state", "d_conv", "dt_rank", "head_dim"), COUNT),
     **dict.fromkeys(("drop_rate", "pos_drop_rate", "drop_path_rate", "attn_drop_rate", "proj_drop_rate"), RATE),
-    **dict.fromkeys(("expand", "mlp_ratio", "norm_eps"), POSITIVE),
+    **dict.fromkeys(("expand", "norm_eps"), POSITIVE),
+    "mlp_ratio": Range(0),
     "num_classes": Range(0, kind=int),
 }
 SIZES = ("img_size", "patch_size", "patch_stride")
-FLAGS = tuple("dynamic_img_size dynamic_img_pad residual_in_fp32 save_states A_per_token all_arguments".split())
+FLAGS = (
+    *("dynamic_img_size", "dynamic_img_pad", "residual_in_fp32", "save_states", "A_per_token", "all_arguments"),
+    *("qk_norm", "rope", "causal"),
+)
 # Arguments that configs and commands take elsewhere, and where
 ELSEWHERE = {
     "num_classes": "num_classes",

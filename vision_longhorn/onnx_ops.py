@@ -254,5 +254,11 @@ def grid_conv(x: Any, weight: Any, bias: Any, rows: Any, backend: Any) -> Any:
     return op.Transpose(_silu(y), perm=[0, 2, 1])
 
 
+@_translates
+def bias_gelu(x: Any, bias: Any, backend: Any) -> Any:
+    v = x + op.CastLike(bias, x)
+    return v * (0.5 + 0.5 * op.Erf(v * 0.5**0.5))
+
+
 # For `torch.onnx.export(..., dynamo=True, custom_translation_table=TRANSLATIONS, opset_version=OPSET)`.
-TRANSLATIONS = {getattr(torch.ops.vision_longhorn, f.__name__).default: f for f in (mix, scan, grid_conv)}
+TRANSLATIONS = {getattr(torch.ops.vision_longhorn, f.__name__).default: f for f in (mix, scan, grid_conv, bias_gelu)}

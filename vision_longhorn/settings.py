@@ -152,10 +152,13 @@ def without_none(kind: Any) -> Any:
     return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
 
 
+NAMED_NONE = "class_token", "gate"  # arguments of models that have a value of this name
+
+
 def parse_pairs(words: Sequence[str]) -> dict[str, Any]:
     """Reads KEY=VALUE words. A value is a number, true, false, none, a [list], or else a string.
 
-    The value in `class_token=none` is a string, too: it names the model without a class token.
+    Where "none" names something, as in `class_token=none` and `gate=none`, it is a string, too.
 
     Raises:
         UserError: For a word without "=".
@@ -166,7 +169,7 @@ def parse_pairs(words: Sequence[str]) -> dict[str, Any]:
         if not equals:
             hint = ": a run to evaluate or export goes before the options" if os.path.exists(word) else ""
             raise UserError(f"{word!r} is not KEY=VALUE, such as img_size=32{hint}")
-        pairs[key] = value if word == "class_token=none" else _parse_word(value)
+        pairs[key] = "none" if key in NAMED_NONE and value.lower() == "none" else _parse_word(value)
     return pairs
 
 

@@ -59,6 +59,8 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
     profile = image.info.get("icc_profile")
     with contextlib.suppress(Exception):  # broken EXIF data in a picture that is fine
         ImageOps.exif_transpose(image, in_place=True)
+    if image.mode == "F":
+        raise DataError("it holds floating-point numbers, whose range it does not say: save it with 8 bits a channel")
     if image.mode.startswith("I"):  # 16-bit gray, which PIL would clip at 255
         image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).clip(0, 255).astype(np.uint8))
     elif image.mode == "P" and "transparency" in image.info:

@@ -7,7 +7,7 @@ from PIL import Image
 from timm.data import auto_augment, create_transform, resolve_data_config
 from timm.data.transforms import RandomResizedCropAndInterpolation, ResizeKeepRatio
 from torch import nn
-from torchvision.transforms import AutoAugment, AutoAugmentPolicy, RandomCrop
+from torchvision.transforms import AutoAugment, AutoAugmentPolicy, InterpolationMode, RandomCrop
 
 from vision_longhorn.errors import UserError, bad_input
 
@@ -31,7 +31,10 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
     wanted = {key: values.get(key) for key in ("mean", "std", "interpolation", "crop_pct")}
     if size is not None:
         wanted["input_size"] = (3, *size) if isinstance(size, (list, tuple)) else (3, size, size)
-    return resolve_data_config(wanted, model=model)
+    settings: dict[str, Any] = resolve_data_config(wanted, model=model)
+    if settings["interpolation"] == "random":  # for training only
+        settings["interpolation"] = "bilinear"
+    return settings
 
 
 def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
@@ -39,14 +42,18 @@ def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> A
     `input_settings` and the augmentation that a config's `values` ask for."""
     mend_posterize()
     policy, is_cifar = values["auto_augment"], values["auto_augment"] == CIFAR_POLICY
-    options: dict[str, Any] = {key: settings[key] for key in ("input_size", "interpolation", "mean", "std")}
+    options: dict[str, Any] = {key: settings[key] for key in ("input_size", "mean", "std")}
     options |= {key: values[key] for key in ("scale", "ratio", "hflip", "color_jitter", "re_prob", "re_mode")}
+    is_lanczos = values["interpolation"] == "lanczos"  # which crops take, but not what a policy turns or shears
+    options["interpolation"] = "bicubic" if is_lanczos else values["interpolation"]
     with bad_input(f"auto_augment={policy}"):
         transform: Any = create_transform(is_training=True, auto_augment="original" if is_cifar else policy, **options)
     steps = transform.transforms
     for number, step in enumerate(steps):
         if isinstance(step, auto_augment.AutoAugment) and is_cifar:
             step.policy = _cifar_policy(step.policy[0][0].hparams)
+        if isinstance(step, RandomResizedCropAndInterpolation) and is_lanczos:
+            step.interpolation = InterpolationMode.LANCZOS
         if isinstance(step, RandomResizedCropAndInterpolation) and values["crop_padding"] is not None:
             size = settings["input_size"][-2:]
             resize = ResizeKeepRatio(size, interpolation=settings["interpolation"])

@@ -181,4 +181,8 @@ def read_image(path: str, transform: Callable[[Any], torch.Tensor]) -> torch.Ten
     except (OSError, ValueError) as error:  # ValueError: a DataError, or a path with a null byte
         raise UserError(f"{path}: {reason(error)}") from error
     warn_if_dark(data, image, path)
-    return transform(image)
+    try:
+        return transform(image)
+    except MemoryError:
+        size = f"{image.width} x {image.height} pixels"
+        raise UserError(f"{path}: {size} do not fit into memory once their shorter side is enlarged: crop it") from None

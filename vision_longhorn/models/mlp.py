@@ -6,8 +6,16 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules import module
 
 from vision_longhorn import kernels  # also registers torch.ops.vision_longhorn
+
+_GLOBAL_HOOKS = (
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks,
+    module._global_backward_pre_hooks,
+    module._global_backward_hooks,
+)
 
 
 class GeluMlp(Mlp):
@@ -15,7 +23,8 @@ class GeluMlp(Mlp):
 
     On a GPU one kernel adds the first layer's bias and applies GELU (`kernels.bias_gelu`). The layers are called one by
     one where that would pass over something: where one of them has a hook, another `forward` or another class (LoRA,
-    quantised layers). They also are in float64, and while a model is traced or exported.
+    quantised layers), and where all modules have one. They also are in float64, and while a model is traced or
+    exported; a strict export records the kernel.
 
     Args:
         dim: width of the tokens.
@@ -47,6 +56,7 @@ def _takes_kernel(fc1: Any, act: Any, x: Any) -> bool:
         and not torch.jit.is_tracing()
         # In torch 2.7 is_exporting() is true under torch.compile as well.
         and (torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting())
+        and not any(_GLOBAL_HOOKS)
         and _is_bare(fc1, nn.Linear)
         and fc1.bias is not None
         and _is_bare(act, nn.GELU)
@@ -54,13 +64,13 @@ def _takes_kernel(fc1: Any, act: Any, x: Any) -> bool:
     )
 
 
-def _is_bare(module: Any, kind: type[nn.Module]) -> bool:
-    """Tell whether a call of `module` runs nothing but `kind.forward`."""
+def _is_bare(layer: Any, kind: type[nn.Module]) -> bool:
+    """Tell whether a call of `layer` runs nothing but `kind.forward`."""
     return (
-        module.__class__ is kind
-        and "forward" not in module.__dict__
-        and not module._forward_pre_hooks
-        and not module._forward_hooks
-        and not module._backward_pre_hooks
-        and not module._backward_hooks
+        layer.__class__ is kind
+        and "forward" not in layer.__dict__
+        and not layer._forward_pre_hooks
+        and not layer._forward_hooks
+        and not layer._backward_pre_hooks
+        and not layer._backward_hooks
     )

@@ -43,6 +43,7 @@ class Muon(torch.optim.AdamW):
 
     def __init__(self, like: torch.optim.Optimizer, cuda_graphs: bool = False) -> None:
         super().__init__(like.param_groups, fused=True)
+        self.defaults |= like.defaults  # for groups that are added
         self.cuda_graphs = cuda_graphs
         self._graph: Any = None  # what is fixed in it, and it with its inputs once it is captured
 

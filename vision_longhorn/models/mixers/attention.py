@@ -6,6 +6,8 @@ from typing import Any, Optional
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vision_longhorn.kernels.contract import check_switches
+
 
 def _inner_width(dim: int, heads: int, expand: float) -> int:
     """Choose the width of queries, keys, values and gate so that the mixer has about as many parameters as a
@@ -46,7 +48,8 @@ class GatedAttention(nn.Module):
         self.num_heads = max(1, dim // 64) if num_heads is None else num_heads
         if self.num_heads < 1:
             raise ValueError(f"num_heads={num_heads} is too few; give 1 or more")
-        self.causal = causal
+        check_switches({"causal": causal})
+        self.causal = bool(causal)
         self.residual_layers = residual_layers
         inner = _inner_width(dim, self.num_heads, expand)
         self.in_proj = nn.Linear(dim, 4 * inner, bias=False, device=device, dtype=dtype)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
-from vision_longhorn.kernels.contract import check_window
+from vision_longhorn.kernels.contract import check_sizes, check_window
 
 
 class GatedConv(nn.Module):
@@ -42,6 +42,7 @@ class GatedConv(nn.Module):
         super().__init__()
         check_window(f"d_conv={d_conv!r}", d_conv)
         inner = int(expand * dim)
+        check_sizes({"int(expand * dim)": inner})
         self.residual_layers = residual_layers
         self.in_proj = nn.Linear(dim, 2 * inner, bias=False, device=device, dtype=dtype)
         self.conv_weight = nn.Parameter(torch.empty(inner, d_conv, d_conv, device=device, dtype=dtype))

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vision_longhorn.kernels.contract import check_option, wide
+from vision_longhorn.kernels.contract import check_option, check_sizes, wide
 from vision_longhorn.kernels.rules import get_rule
 from vision_longhorn.models.mixers.state_space import conv_shape
 
@@ -139,6 +139,7 @@ class Mamba2Mixer(nn.Module):
         check_option("wiring", wiring, WIRINGS)
         dd = {"device": device, "dtype": dtype}
         d_inner = int(expand * dim)
+        check_sizes({"d_state": d_state, "int(expand * dim)": d_inner})
         head_dim = min(64, d_inner) if head_dim is None else head_dim
         if head_dim < 1 or d_inner % head_dim:
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vision_longhorn import kernels  # noqa: F401  (registers torch.ops.vision_longhorn)
-from vision_longhorn.kernels.contract import check_option, check_window, wide
+from vision_longhorn.kernels.contract import check_option, check_sizes, check_switches, check_window, wide
 from vision_longhorn.kernels.dispatch import get_backend
 from vision_longhorn.kernels.mixing import GATES, scan_inputs
 from vision_longhorn.kernels.rules import NAMES, get_rule
@@ -131,6 +131,7 @@ class BidirectionalMixer(nn.Module):
         check_option("wiring", wiring, WIRINGS)
         check_option("beta", beta, BETAS)
         check_option("gate", gate, GATES)
+        check_switches(dict(qk_norm=qk_norm, rope=rope, save_states=save_states, A_per_token=A_per_token))
         if gate != "output" and wiring == "shared":
             raise ValueError(f"gate={gate!r} with wiring='shared', whose gate follows norms: use gate='output'")
         update_rule = get_rule(rule)
@@ -146,12 +147,10 @@ class BidirectionalMixer(nn.Module):
         dd = {"device": device, "dtype": dtype}
         self.d_inner = d_inner = int(expand * dim)
         self.dt_rank = dt_rank = math.ceil(dim / 16) if dt_rank is None else dt_rank
-        for name, value in (("d_state", d_state), ("dt_rank", self.dt_rank), ("int(expand * dim)", d_inner)):
-            if value < 1:
-                raise ValueError(f"{name}={value}: give 1 or more")
+        check_sizes({"d_state": d_state, "dt_rank": dt_rank, "int(expand * dim)": d_inner})
         self.d_state, self.rule, self.wiring, self.eps = d_state, rule, wiring, eps
-        self.residual_layers, self.save_states, self.scan_backend = residual_layers, save_states, "auto"
-        self.qk_norm, self.rope, self.over_grid, self.gate = qk_norm, rope, conv == "grid", gate
+        self.residual_layers, self.save_states, self.scan_backend = residual_layers, bool(save_states), "auto"
+        self.qk_norm, self.rope, self.over_grid, self.gate = bool(qk_norm), bool(rope), conv == "grid", gate
         sets = 2 if wiring == "vim" else 1
         self.reversed = wiring == "alternate" and index % 2 == 1
         self.needs_grid = rope or self.over_grid
