@@ -39,9 +39,8 @@ if HAS_TRITON:
     import triton.language as tl
 
     from ..backends.triton.lanes import LOG2E, reciprocal
+    from ..backends.triton.lanes import MAX_EXPONENT as _MAX_EXPONENT
     from .longhorn import Exact
-
-    _MAX_EXPONENT = tl.constexpr(125.0)
 
     @triton.jit
     def _step_size(u, bias, norm, keep, form):

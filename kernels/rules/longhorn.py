@@ -92,8 +92,7 @@ if HAS_TRITON:
     import triton.language as tl
 
     from ..backends.triton.lanes import LOG2E, dot, fill, reciprocal
-
-    _MAX_EXPONENT = tl.constexpr(125.0)
+    from ..backends.triton.lanes import MAX_EXPONENT as _MAX_EXPONENT
 
     @triton.jit
     def scaled_bias(bias):

@@ -26,7 +26,7 @@ from .fragments import (
     sum_lanes,
     transposed,
 )
-from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
+from .lanes import LOG2E, copies, kernel, offset_of, part_of, reciprocal, scale_row
 
 # The results of a chunk: states and adjoints before it; gradients of x, logits and z of the lane's tokens; dD and dbias
 # so far; sums over channels, in pairs of states; and `pairs`, the products of dO (above) and -U (below) with W.
@@ -252,12 +252,12 @@ def _backward_kernel(
     kept = place + (form.STAGES * form.STAGE + form.EXCHANGE)
     if form.RP > 0:
         loads.keep_projection(kept, proj_ptr + G * proj_g, lane, form)
-    S = tiles.zeros(probed, 4 * form.CP * form.NP)
+    S = copies(probed, 4 * form.CP * form.NP)
     P = S
     if form.HAS_ADJOINT:
         P = loads.load_state(adjoint_ptr + G * adjoint_g + b * adjoint_b, lane, adjoint_d, adjoint_n, probed, form)
-    dskip = tiles.zeros(probed, 2 * form.CP)
-    dbias = tiles.zeros(probed, 2 * form.CP)
+    dskip = copies(probed, 2 * form.CP)
+    dbias = copies(probed, 2 * form.CP)
     for early in tl.static_range(form.STAGES - 1):
         loads.start_chunk(place, rows, lane, 0, early, chunks - 1 - early, form)
     for n in tl.range(0, chunks, num_stages=1):
@@ -267,7 +267,7 @@ def _backward_kernel(
         chunk = loads.next_chunk(place, rows, lane, 0, n, c, form)
         first = 8 * c + 2 * t
         shared = _shared(chunk.k, chunk.q, zero, lane, form)
-        found = Found((), (), (), (), (), (), (), tiles.zeros(zero, 4 * form.NP), (zero, zero, zero, zero))
+        found = Found((), (), (), (), (), (), (), copies(zero, 4 * form.NP), (zero, zero, zero, zero))
         for cp in tl.static_range(form.CP):
             found = _tile_back(found, chunk, S, P, dskip, dbias, shared, kept, bias, skip, unscale, cp, form)
         S = found.S

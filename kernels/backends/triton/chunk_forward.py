@@ -7,7 +7,7 @@ import triton.language as tl
 from . import chunk_loads as loads
 from . import chunk_tiles as tiles
 from .fragments import DIRECT, exp2, hidden, packed, probe, product_8, product_tf32, shared_room
-from .lanes import LOG2E, kernel, offset_of, part_of, reciprocal, scale_row
+from .lanes import LOG2E, copies, kernel, offset_of, part_of, reciprocal, scale_row
 
 
 @triton.jit
@@ -175,7 +175,7 @@ def _forward_kernel(
     if form.HAS_START:
         S = loads.load_state(start_ptr + G * start_g + b * start_b, lane, start_d, start_n, probed, form)
     else:
-        S = tiles.zeros(probed, 4 * form.CP * form.NP)
+        S = copies(probed, 4 * form.CP * form.NP)
     place = r * 8 + shared_room(form.ROOM, r)
     kept = place + form.STAGES * form.STAGE
     if form.RP > 0:

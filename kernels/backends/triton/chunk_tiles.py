@@ -6,20 +6,9 @@ import triton.language as tl
 
 from .chunk_loads import kept_projection
 from .fragments import exp2, from_lane, high, low, packed, product_8, product_16, transposed
-from .lanes import LOG2E, reciprocal
+from .lanes import LOG2E, MAX_EXPONENT, reciprocal
 
 SIGNS = tl.constexpr(-2147450880)  # the sign bits of both halves of a word
-# Keeps e = exp(-logit) below 2^125 in the backward pass, so that eps e of (28) is not 0 times infinity. Beyond, float32
-# could not show eps.
-MAX_EXPONENT = tl.constexpr(125.0)
-
-
-@triton.jit
-def zeros(zero, COUNT: tl.constexpr):
-    values = ()
-    for _ in tl.static_range(COUNT):
-        values = values + (zero,)
-    return values
 
 
 @triton.jit

@@ -18,7 +18,20 @@ from torch import Tensor
 
 from ...contract import ceil_div
 from .finish import sum_taps
-from .lanes import LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of
+from .lanes import (
+    LOG2E,
+    all_from,
+    all_lanes,
+    channels_of,
+    fill,
+    gate,
+    kernel,
+    load_floats,
+    reciprocal,
+    takes_ptx,
+    warp_lanes,
+    work_of,
+)
 from .launch import aligned, refuse_float64, run
 from .tuning import multiprocessors
 
@@ -50,28 +63,11 @@ def _load_tokens(row, t, step, L, U: tl.constexpr, BC: tl.constexpr):
 
 
 @triton.jit
-def _load_floats(ptr, N: tl.constexpr, stride: tl.constexpr):
-    """Loads N numbers of each channel, each (1, BC), as float32."""
-    values = ()
-    for i in tl.static_range(N):
-        values = values + (tl.load(ptr + i * stride).to(tl.float32),)
-    return values
-
-
-@triton.jit
 def _floats(values):
     converted = ()
     for i in tl.static_range(len(values)):
         converted = converted + (values[i].to(tl.float32),)
     return converted
-
-
-@triton.jit
-def _but_first(values):
-    rest = ()
-    for i in tl.static_range(1, len(values)):
-        rest = rest + (values[i],)
-    return rest
 
 
 @triton.jit
@@ -111,11 +107,11 @@ def _conv_forward_kernel(
 
     window = _floats(_load_tokens(x_row, begin - PAST + AHEAD, x_step, L, PAST, BC))
     xs = _load_tokens(x_row, begin + AHEAD, x_step, L, U, BC)
-    weight = _load_floats(weight_ptr + d * K, K, 1)
-    bias = _load_floats(bias_ptr + d, G, D)
+    weight = load_floats(weight_ptr + d * K, K, 1)
+    bias = load_floats(bias_ptr + d, G, D)
     weight2 = ()
     if G == 2:
-        weight2 = _load_floats(weight_ptr + D * K + d * K, K, 1)
+        weight2 = load_floats(weight_ptr + D * K + d * K, K, 1)
     for i in tl.range(0, end - begin, U, num_stages=1):
         s = begin + i
         next_xs = _load_tokens(x_row, s + U + AHEAD, x_step, L, U, BC)
@@ -130,7 +126,7 @@ def _conv_forward_kernel(
                 pre = _convolve(window, weight2, bias[1], K, True)
                 y = pre * reciprocal(1.0 + tl.exp2(pre * -LOG2E), PTX)
                 tl.store(y2_at + j * D, y.to(y_ptr.dtype.element_ty), mask=d_ok & _exists(s + j - PAST, L, BC))
-            window = _but_first(window)
+            window = all_from(window, 1)
         xs = next_xs
 
 
@@ -171,11 +167,11 @@ def _conv_backward_kernel(
     if G == 2:
         early_gs2 = _load_tokens(dy2_row, begin - PAST, D, L, PAST, BC)
         gs2 = _load_tokens(dy2_row, begin, D, L, U, BC)
-        weight2 = _load_floats(weight_ptr + D * K + d * K, K, 1)
+        weight2 = load_floats(weight_ptr + D * K + d * K, K, 1)
     xs = _load_tokens(x_row, begin + PAST, x_step, L, U, BC)
     gs = _load_tokens(dy_row, begin + AHEAD, D, L, U, BC)
-    weight = _load_floats(weight_ptr + d * K, K, 1)
-    bias = _load_floats(bias_ptr + d, G, D)
+    weight = load_floats(weight_ptr + d * K, K, 1)
+    bias = load_floats(bias_ptr + d, G, D)
 
     grads = ()  # those of the pre-activations that dx of the present step needs
     grads2 = ()
@@ -184,7 +180,7 @@ def _conv_backward_kernel(
         grads = grads + (_grad_of_pre(early_gs[j], window, weight, bias[0], K, REVERSED, PTX),)
         if G == 2:
             grads2 = grads2 + (_grad_of_pre(early_gs2[j], window, weight2, bias[1], K, True, PTX),)
-        window = _but_first(window)
+        window = all_from(window, 1)
     dweight = fill(0.0, K, 1, BC)
     dbias = tl.zeros([1, BC], tl.float32)
     dweight2 = fill(0.0, K if G == 2 else 0, 1, BC)
@@ -220,10 +216,10 @@ def _conv_backward_kernel(
                     new = new + (dweight2[n] + x * grads2[n],)
                 dweight2 = new
                 dbias2 += grad
-                grads2 = _but_first(grads2)
+                grads2 = all_from(grads2, 1)
             tl.store(dx_at + j * dx_step, dx.to(dx_ptr.dtype.element_ty), mask=d_ok & _exists(u + j, L, BC))
-            window = _but_first(window)
-            grads = _but_first(grads)
+            window = all_from(window, 1)
+            grads = all_from(grads, 1)
         xs = next_xs
         gs = next_gs
         gs2 = next_gs2

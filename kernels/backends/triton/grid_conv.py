@@ -19,7 +19,21 @@ from torch import Tensor
 
 from ...contract import ceil_div
 from .finish import sum_taps
-from .lanes import LOG2E, all_lanes, channels_of, fill, gate, kernel, reciprocal, takes_ptx, warp_lanes, work_of
+from .lanes import (
+    LOG2E,
+    all_from,
+    all_lanes,
+    channels_of,
+    copies,
+    fill,
+    gate,
+    kernel,
+    load_floats,
+    reciprocal,
+    takes_ptx,
+    warp_lanes,
+    work_of,
+)
 from .launch import aligned, refuse_float64, run
 from .tuning import multiprocessors
 
@@ -58,31 +72,6 @@ def _store_column(at, row, rows, column, columns, step, values, ok, BC: tl.const
         there = ok & (all_lanes(row + i, 1, BC) < rows)
         tl.store(ptrs, values[i].to(at.dtype.element_ty), mask=there)
         ptrs += line
-
-
-@triton.jit
-def _load_taps(weight_ptr, d, TAPS: tl.constexpr):
-    taps = ()
-    for n in tl.static_range(TAPS):
-        taps = taps + (tl.load(weight_ptr + d * TAPS + n).to(tl.float32),)
-    return taps
-
-
-@triton.jit
-def _copies(value, COUNT: tl.constexpr):
-    copies = ()
-    for _n in tl.static_range(COUNT):
-        copies = copies + (value,)
-    return copies
-
-
-@triton.jit
-def _from(values, first: tl.constexpr):
-    """Drops what comes before number `first`."""
-    rest = ()
-    for n in tl.static_range(first, len(values)):
-        rest = rest + (values[n],)
-    return rest
 
 
 @triton.jit
@@ -135,7 +124,7 @@ def _grid_conv_kernel(
     DYS: tl.constexpr = R if GRAD else 0
     x_step = x_l.to(tl.int64) * UNIT
     y_step = y_l.to(tl.int64) * UNIT
-    weights = _load_taps(weight_ptr, d, K * K)
+    weights = load_floats(weight_ptr + d * (K * K), K * K, 1)
     start = tl.zeros([1, BC], tl.float32)
     if not BACK:
         start += tl.load(bias_ptr + d).to(tl.float32)
@@ -147,13 +136,13 @@ def _grid_conv_kernel(
         x_at = x_ptr + b * x_b * UNIT + d
         dy_at = dy_ptr + b * rows * columns * D + d
         y_at = y_ptr + b * y_b * UNIT + d
-        sums = _copies(start, (K - 1) * R)
+        sums = copies(start, (K - 1) * R)
         window = fill(0.0, (K - 1) * HIGH if GRAD else 0, 1, BC)
         for column in tl.range(tl.maximum(begin - NEAR, 0), begin + NEAR, num_stages=1):
             x = _load_column(x_at, first - NEAR, rows, column, columns, x_step, HIGH, BC)
-            sums = _from(_spread(sums, x, weights, start, R, K, BACK), R)
+            sums = all_from(_spread(sums, x, weights, start, R, K, BACK), R)
             if GRAD:
-                window = _from(window + x, HIGH)
+                window = all_from(window + x, HIGH)
         x = _load_column(x_at, first - NEAR, rows, begin + NEAR, columns, x_step, HIGH, BC)
         dy = _load_column(dy_at, first, rows, begin, columns, D, DYS, BC)
         for column in tl.range(begin, tl.minimum(begin + span, columns), num_stages=1):
@@ -172,9 +161,9 @@ def _grid_conv_kernel(
                     out = out * reciprocal(1.0 + tl.exp2(out * -LOG2E), PTX)
                 outs = outs + (out,)
             _store_column(y_at, first, rows, column, columns, y_step, outs, d_ok, BC)
-            sums = _from(sums, R)
+            sums = all_from(sums, R)
             if GRAD:
-                window = _from(window, HIGH)
+                window = all_from(window, HIGH)
             x = next_x
             dy = next_dy
     for n in tl.static_range(len(found)):
@@ -197,7 +186,7 @@ def _grid_conv_backward_kernel(
     TALL: tl.constexpr = HIGH + K - 1  # numbers of x in a column
     x_step = x_l.to(tl.int64) * UNIT
     y_step = y_l.to(tl.int64) * UNIT
-    weights = _load_taps(weight_ptr, d, K * K)
+    weights = load_floats(weight_ptr + d * (K * K), K * K, 1)
     bias = tl.load(bias_ptr + d).to(tl.float32)
     zero = tl.zeros([1, BC], tl.float32)
     found = fill(0.0, K * K + 1, 1, BC)
@@ -207,19 +196,19 @@ def _grid_conv_backward_kernel(
         x_at = x_ptr + b * x_b * UNIT + d
         dy_at = dy_ptr + b * rows * columns * D + d
         y_at = y_ptr + b * y_b * UNIT + d
-        pres = _copies(bias, (K - 1) * HIGH)
+        pres = copies(bias, (K - 1) * HIGH)
         dxs = fill(0.0, (K - 1) * R, 1, BC)
         window = fill(0.0, (K - 1) * HIGH, 1, BC)
         for column in tl.range(0, NEAR, num_stages=1):
             x = _load_column(x_at, first - 2 * NEAR, rows, column, columns, x_step, TALL, BC)
-            pres = _from(_spread(pres, x, weights, bias, HIGH, K, False), HIGH)
-            window = _from(window + _first(_from(x, NEAR), HIGH), HIGH)
+            pres = all_from(_spread(pres, x, weights, bias, HIGH, K, False), HIGH)
+            window = all_from(window + _first(all_from(x, NEAR), HIGH), HIGH)
         x = _load_column(x_at, first - 2 * NEAR, rows, NEAR, columns, x_step, TALL, BC)
         dy = _load_column(dy_at, first - NEAR, rows, 0, columns, D, HIGH, BC)
         for column in tl.range(0, columns, num_stages=1):
             next_x = _load_column(x_at, first - 2 * NEAR, rows, column + (1 + NEAR), columns, x_step, TALL, BC)
             next_dy = _load_column(dy_at, first - NEAR, rows, column + 1, columns, D, HIGH, BC)
-            window = window + _first(_from(x, NEAR), HIGH)
+            window = window + _first(all_from(x, NEAR), HIGH)
             pres = _spread(pres, x, weights, bias, HIGH, K, False)
             grads = ()
             for r in tl.static_range(HIGH):
@@ -230,15 +219,15 @@ def _grid_conv_backward_kernel(
             _store_column(y_at, first, rows, column - NEAR, columns, y_step, _first(dxs, R), there, BC)
             for r in tl.static_range(R):
                 found = _sum_taps(found, grads[NEAR + r], window, r, HIGH, K)
-            pres = _from(pres, HIGH)
-            dxs = _from(dxs, R)
-            window = _from(window, HIGH)
+            pres = all_from(pres, HIGH)
+            dxs = all_from(dxs, R)
+            window = all_from(window, HIGH)
             x = next_x
             dy = next_dy
         for j in tl.static_range(NEAR):  # complete, since columns beyond the last would add zeros
             there = d_ok & (all_lanes(columns + j, 1, BC) >= NEAR)
             _store_column(y_at, first, rows, columns - NEAR + j, columns, y_step, _first(dxs, R), there, BC)
-            dxs = _from(dxs, R)
+            dxs = all_from(dxs, R)
     for n in tl.static_range(len(found)):
         tl.store(sums_ptr + (program * len(found) + n) * D + d, found[n], mask=d_ok)
 

@@ -79,6 +79,9 @@ def warp_lanes(device: torch.device) -> int:
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Keeps e = exp(-logit) below 2^125, so that eps e, as in (28) of docs/scan.md, is not 0 times infinity. Beyond, float32
+# could not show eps.
+MAX_EXPONENT = tl.constexpr(125.0)
 TENSOR_CORES = 80  # the compute capability from which on GPUs multiply bfloat16 and TF32 matrices
 _INTERPRETED = tl.constexpr(INTERPRETED)  # for kernels, which read constexprs only
 
@@ -89,6 +92,32 @@ def operand(value):
     if _INTERPRETED:
         value = value.to(tl.float32)
     return value
+
+
+@triton.jit
+def copies(value, COUNT: tl.constexpr):
+    values = ()
+    for _ in tl.static_range(COUNT):
+        values = values + (value,)
+    return values
+
+
+@triton.jit
+def all_from(values, first: tl.constexpr):
+    """Drops what comes before number `first`."""
+    rest = ()
+    for n in tl.static_range(first, len(values)):
+        rest = rest + (values[n],)
+    return rest
+
+
+@triton.jit
+def load_floats(ptr, COUNT: tl.constexpr, stride):
+    """Loads COUNT numbers of each channel, `stride` apart, as float32."""
+    values = ()
+    for i in tl.static_range(COUNT):
+        values = values + (tl.load(ptr + i * stride).to(tl.float32),)
+    return values
 
 
 @triton.jit

@@ -5,7 +5,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from ...contract import Scan, stack
+from ...contract import Scan, power_of_2, stack
 from .lanes import form_of
 
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
@@ -58,6 +58,15 @@ def pointer(name: str, value: Optional[Tensor], axes: str, absent: Optional[Tens
 def aligned(value: Tensor) -> bool:
     """Tell whether every row of channels starts at a multiple of 16 bytes (and 16 numbers, as the kernels are told)."""
     return value.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in value.stride()[:-1])
+
+
+def row_options(numbers: int, *views: Tensor) -> dict[str, Any]:
+    """Return the options of a kernel that takes whole rows of D channels, about `numbers` of each tensor at a time.
+    The `views` are those of its tensors that have strides, (B, L, D)."""
+    D = views[0].shape[-1]
+    block = power_of_2(D)
+    whole = D % 16 == 0 and all(s % 16 == 0 for view in views for s in view.stride()[:2])
+    return dict(D=D, ROWS=max(1, numbers // block), BLOCK=block, ALIGNED=whole, num_warps=min(8, max(4, block // 256)))
 
 
 def run(kernel: Any, grid: tuple[int, ...], args: dict[str, Any]) -> None:

@@ -5,23 +5,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import ceil_div, power_of_2
+from ...contract import ceil_div
 from .lanes import LOG2E, kernel, row_at
+from .launch import row_options
 from .tuning import multiprocessors
 
 _NUMBERS = 2048  # of a tensor, that a program holds at once
 
 
 @triton.jit
-def _load_weights(weight_ptr, d, ok, SETS: tl.constexpr, D: tl.constexpr):
-    weights = ()
-    for i in tl.static_range(SETS):
-        weights = weights + (tl.load(weight_ptr + i * D + d, mask=ok, other=0).to(tl.float32),)
-    return weights
-
-
-@triton.jit
 def _load_sets(x_ptr, at, set_at, ok, SETS: tl.constexpr):
+    """Loads the numbers at `at` of each set, as float32; sets are `set_at` apart."""
     xs = ()
     for i in tl.static_range(SETS):
         xs = xs + (tl.load(x_ptr + i * set_at + at, mask=ok, other=0).to(tl.float32),)
@@ -37,7 +31,7 @@ def _skip_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     ok = (row < rows)[:, None] & (d < D)
     at = row[:, None] * D + d
-    weights = _load_weights(weight_ptr, d, d < D, SETS, D)
+    weights = _load_sets(weight_ptr, d, D, d < D, SETS)
     xs = _load_sets(x_ptr, at, rows.to(tl.int64) * D, ok, SETS)
     total = weights[0] * xs[0]
     if SETS == 2:
@@ -55,7 +49,7 @@ def _skip_backward_kernel(
     """Takes every `programs`-th group of ROWS rows, and leaves its sum over them in dweight (programs, SETS, D)."""
     d = tl.arange(0, BLOCK)[None, :]
     set_at = rows.to(tl.int64) * D
-    weights = _load_weights(weight_ptr, d, d < D, SETS, D)
+    weights = _load_sets(weight_ptr, d, D, d < D, SETS)
     sums = ()
     for _ in tl.static_range(SETS):
         sums = sums + (tl.zeros([ROWS, BLOCK], tl.float32),)
@@ -89,19 +83,11 @@ def _skip_backward_kernel(
         tl.store(dweight_ptr + (program * SETS + s) * D + first, tl.sum(sums[s], 0), mask=first < D)
 
 
-def _options(SETS: int, *views: Tensor) -> dict[str, int]:
-    D = views[0].shape[-1]
-    block = power_of_2(D)
-    rows = max(1, _NUMBERS // block)
-    aligned = D % 16 == 0 and all(s % 16 == 0 for view in views for s in view.stride()[:2])
-    return dict(D=D, SETS=SETS, ROWS=rows, BLOCK=block, ALIGNED=aligned, num_warps=min(8, max(4, block // 256)))
-
-
 def forward(y: Tensor, x: Tensor, z: Tensor, weight: Tensor) -> None:
     """See `backends.torch.skip.forward`."""
     B, L, _ = z.shape
     if y.numel():
-        options = _options(len(x), z)
+        options = row_options(_NUMBERS, z) | dict(SETS=len(x))
         with torch.cuda.device_of(y):
             _skip_kernel[(ceil_div(B * L, options["ROWS"]),)](y, x, z, weight, B * L, L, *z.stride()[:2], **options)
 
@@ -109,7 +95,7 @@ def forward(y: Tensor, x: Tensor, z: Tensor, weight: Tensor) -> None:
 def backward(dy: Tensor, x: Tensor, z: Tensor, weight: Tensor, dx: Tensor, dz: Tensor) -> Tensor:
     """See `backends.torch.skip.backward`."""
     B, L, D = z.shape
-    options = _options(len(x), dy, z, dz)
+    options = row_options(_NUMBERS, dy, z, dz) | dict(SETS=len(x))
     programs = min(ceil_div(B * L, options["ROWS"]), 4 * multiprocessors(z.device))
     dweight = x.new_empty(programs, len(x), D, dtype=torch.float32)
     if programs:

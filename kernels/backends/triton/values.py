@@ -4,8 +4,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import ceil_div, power_of_2
+from ...contract import ceil_div
 from .lanes import LOG2E, kernel, row_at
+from .launch import row_options
 
 _NUMBERS = 2048  # of a tensor, that a program holds at once
 
@@ -40,17 +41,9 @@ def _values_backward_kernel(
     tl.store(dz_ptr + row_at(row, L, dz_b, dz_l, ALIGNED)[:, None] + d, dz.to(dz_ptr.dtype.element_ty), mask=ok)
 
 
-def _options(*views: Tensor) -> dict[str, int]:
-    D = views[0].shape[-1]
-    block = power_of_2(D)
-    aligned = D % 16 == 0 and all(s % 16 == 0 for view in views for s in view.stride()[:2])
-    return dict(D=D, ROWS=max(1, _NUMBERS // block), BLOCK=block, ALIGNED=aligned,
-                num_warps=min(8, max(4, block // 256)))  # fmt: skip
-
-
 def forward(z: Tensor) -> Tensor:
     """See `backends.torch.values.forward`."""
-    (B, L, _), options = z.shape, _options(z)
+    (B, L, _), options = z.shape, row_options(_NUMBERS, z)
     v = z.new_empty(z.shape)
     if v.numel():
         with torch.cuda.device_of(z):
@@ -60,7 +53,7 @@ def forward(z: Tensor) -> Tensor:
 
 def backward(dv: Tensor, z: Tensor, dz: Tensor) -> None:
     """See `backends.torch.values.backward`."""
-    (B, L, _), options = z.shape, _options(z, dz)
+    (B, L, _), options = z.shape, row_options(_NUMBERS, z, dz)
     if z.numel():
         with torch.cuda.device_of(z):
             _values_backward_kernel[(ceil_div(B * L, options["ROWS"]),)](
