@@ -17,6 +17,7 @@ import yaml
 from vision_longhorn.errors import UserError, one_line
 
 WORDS = {"none": None, "null": None, "": None, "true": True, "false": False}
+NAMED_NONE = "class_token", "gate"  # arguments of models for which "none" is a value
 TYPES = {
     int: "a whole number",
     float: "a number",
@@ -150,9 +151,6 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
 def without_none(kind: Any) -> Any:
     """Returns T for the type `T | None`, and other types as they are."""
     return typing.get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
-
-
-NAMED_NONE = "class_token", "gate"  # arguments of models that have a value of this name
 
 
 def parse_pairs(words: Sequence[str]) -> dict[str, Any]:

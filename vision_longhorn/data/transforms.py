@@ -44,7 +44,7 @@ def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> A
     policy, is_cifar = values["auto_augment"], values["auto_augment"] == CIFAR_POLICY
     options: dict[str, Any] = {key: settings[key] for key in ("input_size", "mean", "std")}
     options |= {key: values[key] for key in ("scale", "ratio", "hflip", "color_jitter", "re_prob", "re_mode")}
-    is_lanczos = values["interpolation"] == "lanczos"  # which crops take, but not what a policy turns or shears
+    is_lanczos = values["interpolation"] == "lanczos"  # Pillow crops by it, but does not rotate or shear
     options["interpolation"] = "bicubic" if is_lanczos else values["interpolation"]
     with bad_input(f"auto_augment={policy}"):
         transform: Any = create_transform(is_training=True, auto_augment="original" if is_cifar else policy, **options)

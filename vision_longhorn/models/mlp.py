@@ -22,9 +22,9 @@ class GeluMlp(Mlp):
     """timm's `Mlp` with GELU: two linear layers, and GELU between them.
 
     On a GPU one kernel adds the first layer's bias and applies GELU (`kernels.bias_gelu`). The layers are called one by
-    one where that would pass over something: where one of them has a hook, another `forward` or another class (LoRA,
-    quantised layers), and where all modules have one. They also are in float64, and while a model is traced or
-    exported; a strict export records the kernel.
+    one where the kernel would pass over something: a hook of one of them or of all modules, another `forward`, or
+    another class (LoRA, quantised layers). The same holds in float64, and while a model is traced or exported; only a
+    strict export records the kernel.
 
     Args:
         dim: width of the tokens.

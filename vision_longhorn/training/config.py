@@ -35,7 +35,9 @@ class Config(Settings):
     # Model
     model: str = option("vlonghorn_tiny", "timm's name of the model, such as vlonghorn_* and vim_*", group="model")
     model_kwargs: dict = option(
-        {}, "arguments of the model, KEY=VALUE ..., added to the file's; KEY=none takes one away"
+        {},
+        "arguments of the model, KEY=VALUE ..., added to the file's; KEY=none takes one away, but class_token and gate "
+        "have a value of this name",
     )
     drop_path: float = option(0.0, "stochastic depth rate", BELOW_ONE)
     init: str | None = option(
@@ -79,7 +81,9 @@ class Config(Settings):
         None, "channel standard deviations in 0..1; default: the model's", FRACTION, lengths=(1, 3)
     )
     interpolation: str = option(
-        "bicubic", "resampling in training and evaluation", ("bilinear", "bicubic", "nearest", "lanczos", "random")
+        "bicubic",
+        "resampling; random draws bilinear or bicubic in training, and evaluates by bilinear",
+        ("bilinear", "bicubic", "nearest", "lanczos", "random"),
     )
     crop_pct: float = option(0.875, "evaluation crop, as a fraction of the resized image", FRACTION)
     scale: list[float] = option(

@@ -16,6 +16,7 @@ from vision_longhorn.kernels.contract import check_option, check_sizes, check_sw
 from vision_longhorn.kernels.dispatch import get_backend
 from vision_longhorn.kernels.mixing import GATES, scan_inputs
 from vision_longhorn.kernels.rules import NAMES, get_rule
+from vision_longhorn.kernels.rules.longhorn import RULES as LONGHORN
 
 WIRINGS = ("vim", "shared", "forward", "alternate")
 CONVS = ("causal", "grid")
@@ -230,7 +231,7 @@ class BidirectionalMixer(nn.Module):
 
     def describe(self) -> str:
         """Describe the mixer for a model card."""
-        name = f"longhorn, {self.rule} rule" if self.rule in ("diagonal", "exact", "diagonal_unit") else self.rule
+        name = f"longhorn, {self.rule} rule" if get_rule(self.rule) in LONGHORN else self.rule
         conv = ", convolution over the grid" if self.over_grid else ""
         rope = ", rotary positions" if self.rope else ""
         gate = {"output": "", "skip": ", gated skip", "none": ", no gate", "value": ", values of their own"}[self.gate]
