@@ -3,14 +3,14 @@
     python benchmarks/bench_scan.py             # everything that this machine's GPU can run; without one, the CPU
     python benchmarks/bench_scan.py --quick     # the same in about a minute
     python benchmarks/bench_scan.py --choices   # every entry of kernels/backends/triton/tuning.py's table, to check it
-    python benchmarks/bench_scan.py --exact     # the exact rule alone, on tensor cores and walking
     python benchmarks/bench_scan.py --once exact   # one forward and backward pass of a rule, for a profiler
 
-Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. On a GPU
-they are of `ops.forward` and `ops.backward` of `kernels`, replayed in a CUDA graph. The operator around them costs
-about half a millisecond of the CPU's time, which would hide the kernels here, while a network in training hides it
-behind the GPU's work. One row times the operator as it is called, through autograd. The replays follow one another, so
-inputs that fit into the GPU's L2 cache may be found there.
+Times are medians, in milliseconds, for both directions of the scan together, gated, with a skip and a bias. The rows
+"as in vlonghorn" have no gate, and keys and queries of unit length. On a GPU times are of `ops.forward` and
+`ops.backward` of `kernels`, replayed in a CUDA graph. The operator around them costs about half a millisecond of the
+CPU's time, which would hide the kernels here, while a network in training hides it behind the GPU's work. One row times
+the operator as it is called, through autograd. The replays follow one another, so inputs that fit into the GPU's L2
+cache may be found there.
 
 The floor is what no implementation on this GPU can undercut: the bytes that must move once (inputs, outputs,
 gradients, and what is saved between the passes) at the bandwidth of a copy, or the arithmetic of a walk at the rate of
@@ -52,12 +52,12 @@ if kernels.HAS_TRITON:
 
     TRITON = get_backend("triton")
 
-RULES = NAMES
-DECAYS = [name for name in NAMES if get_rule(name).kind == "decay"]  # time can be cut into segments
+RULES = tuple(name for name in NAMES if name != "diagonal_unit")  # an older name of "diagonal" with qk_norm
+DECAYS = [name for name in RULES if get_rule(name).kind == "decay"]  # time can be cut into segments
 IMAGES, SMALL_IMAGES = (128, 197, 768), (128, 197, 384)
 LONG, WIDE_LONG, ONE = (8, 6085, 384), (8, 6085, 768), (1, 16384, 768)
 # The other rules have no regime for few long sequences: one such shape shows what that costs.
-SHAPES = {name: (IMAGES, SMALL_IMAGES, LONG, *((WIDE_LONG, ONE) if name in DECAYS else ())) for name in NAMES}
+SHAPES = {name: (IMAGES, SMALL_IMAGES, LONG, *((WIDE_LONG, ONE) if name in DECAYS else ())) for name in RULES}
 QUICK_SHAPES = (SMALL_IMAGES, LONG)
 SWEEP_TOKENS, SWEEP_CHANNELS = 16384, 768
 
@@ -198,6 +198,9 @@ def attempt(row: dict, fn: Callable[[], float]) -> dict:
 
 
 PASSES = ("forward", "forward, saves", "backward", "backward, nothing saved")
+# What the exact rule is timed with besides: as the models call it, with one step size for all channels, and without
+# chunks, as on GPUs that cannot run them.
+AS_MODEL, SCALAR, WALKING = EXACT = "as in vlonghorn", "scalar beta", "walking"
 
 
 def time_scan(
@@ -209,30 +212,32 @@ def time_scan(
     rep: float,
     passes: tuple[str, ...] = PASSES,
     directions: int = 2,
-    scalar: bool = False,
-    regime: str = "auto",
+    variant: str = "",
 ) -> list[dict]:
-    """Make a row for each pass of one scan; `scalar`: with one step size for all channels."""
+    """Make a row for each pass of one scan; `variant` is one of `EXACT`'s."""
     B, L, D = shape
-    base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule)
-    base |= {"beta": "scalar"} if scalar else {}
+    base = dict(B=B, L=L, D=D, N=N, dtype=str(dtype).removeprefix("torch."), rule=rule, variant=variant)
     try:
         inputs = make_inputs(shape, N, rule, dtype, "cuda" if torch.cuda.is_available() else "cpu")
-        scan = make_scan(inputs, rule, directions)._replace(regime=regime)
-        if scalar:
+        scan = make_scan(inputs, rule, directions)
+        if variant == AS_MODEL:
+            scan = scan._replace(z=None, qk_norm=True)
+        if variant == SCALAR:
             scan = scan._replace(step=scan.step[..., :1].contiguous(), bias=scan.bias[..., :1].contiguous())
+        if variant == WALKING:
+            scan = scan._replace(regime="sequential")
         saved = ops.forward(scan, True, TRITON)[2]
         plans = {name: plan._asdict() for name, plan in kernels.scan_plan(scan, "triton").items()}
     except Exception as error:  # as in `attempt`
         return [failed(base | {"pass": "all"}, error)]
-    dy, empty = torch.randn_like(scan.z), saved.new_empty(0)
+    dy, empty = torch.randn_like(inputs["z"]), saved.new_empty(0)
     runs = {
         "forward": lambda: ops.forward(scan, False, TRITON),
         "forward, saves": lambda: ops.forward(scan, True, TRITON),
         "backward": lambda: ops.backward(scan, dy, None, saved, TRITON),
         "backward, nothing saved": lambda: ops.backward(scan, dy, None, empty, TRITON),
     }
-    read, written = sum(t.nbytes for t in scan.tensors().values()), scan.z.nbytes
+    read, written = sum(t.nbytes for t in scan.tensors().values()), dy.nbytes
     rows = []
     for name in passes:
         direction = name.split(",")[0]
@@ -261,45 +266,29 @@ def time_scan(
     return rows
 
 
-def gpu_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
-    """Time all shapes and rules, other sizes of the state, float32, and the operator as it is called."""
+def gpu_rows(rates: Rates, quick: bool, rep: float) -> Iterator[list[dict]]:
+    """Time all shapes and rules, what else the exact rule has, other sizes of the state, float32, and the operator as
+    it is called. Yields all rows so far after each case, since compilation takes long."""
     cases = [
-        (shape, 16, torch.bfloat16, rule)
+        (shape, 16, torch.bfloat16, rule, variant)
         for rule in RULES
+        for variant in ("", *(EXACT if rule == "exact" else ()))
         for shape in SHAPES[rule]
         if not quick or shape in QUICK_SHAPES
     ]
     if not quick:
-        cases += [(SMALL_IMAGES, N, torch.bfloat16, "diagonal") for N in (8, 32, 64)]
-        cases += [(SMALL_IMAGES, 16, torch.float32, "diagonal")]
+        cases += [(SMALL_IMAGES, N, torch.bfloat16, rule, "") for rule in ("exact", "diagonal") for N in (8, 32, 64)]
+        cases += [(SMALL_IMAGES, 16, torch.float32, rule, "") for rule in ("exact", "diagonal")]
     rows = []
-    for case in cases:
-        rows += time_scan(rates, *case, rep)
+    for shape, N, dtype, rule, variant in cases:
+        rows += time_scan(rates, shape, N, dtype, rule, rep, variant=variant)
         torch.cuda.empty_cache()
-    B, L, D = SMALL_IMAGES
+        yield rows
     inputs = make_inputs(SMALL_IMAGES, 16, "diagonal", torch.bfloat16, "cuda")
-    row = {
-        "B": B,
-        "L": L,
-        "D": D,
-        "N": 16,
-        "dtype": "bfloat16",
-        "rule": "diagonal",
-        "pass": "operator, forward + backward",
-    }
+    row = dict(zip("BLD", SMALL_IMAGES), N=16, dtype="bfloat16", rule="diagonal", variant="")
+    row["pass"] = "operator, forward + backward"
     rows.append(attempt(row, lambda: measure_eager(through_autograd(inputs, "diagonal"), rep)))
-    return rows
-
-
-def exact_rows(rates: Rates, rep: float) -> Iterator[list[dict]]:
-    """Time the exact rule on tensor cores, with a step size per channel and with one for all, beside its walk. Yields
-    all rows so far after each case, since compilation takes long."""
-    rows = []
-    for scalar, regime in ((False, "chunked"), (True, "chunked"), (False, "sequential")):
-        for shape in (IMAGES, SMALL_IMAGES, LONG, WIDE_LONG):
-            rows += time_scan(rates, shape, 16, torch.bfloat16, "exact", rep, scalar=scalar, regime=regime)
-            torch.cuda.empty_cache()
-            yield rows
+    yield rows
 
 
 def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
@@ -400,7 +389,7 @@ def first_use(rule: str) -> list[dict]:
 
 def first_use_rows(quick: bool) -> list[dict]:
     rows = []
-    for rule in RULES[:1] if quick else RULES:
+    for rule in RULES[:1] if quick else ("exact", "diagonal", "mamba"):  # those of the named models
         with tempfile.TemporaryDirectory() as folder:
             try:
                 run = subprocess.run(
@@ -558,7 +547,7 @@ SIZES = dict(B=("B", "d"), L=("L", "d"), D=("D", "d"))
 def print_passes(title: str, rows: list[dict]) -> None:
     shown = []
     for row in rows:
-        row = dict(beta="", plan=None) | row
+        row = dict(variant="", plan=None) | row
         plan = row["plan"]
         words = (
             ""
@@ -570,7 +559,7 @@ def print_passes(title: str, rows: list[dict]) -> None:
             else f"{plan['segments']} segments of {plan['span']}, {plan['channels']} channels"
         )
         shown.append(row | {"plan": words})
-    table(title, shown, **SIZES, N=("N", "d"), dtype=("dtype", ""), rule=("rule", ""), beta=("beta", ""),
+    table(title, shown, **SIZES, N=("N", "d"), dtype=("dtype", ""), rule=("rule", ""), variant=("", ""),
           **{"pass": ("pass", "")}, ms=("ms", ".3f"), floor_ms=("floor", ".3f"), binds=("binds", ""),
           times_floor=("x floor", ".1f"), saved_MB=("saved MB", ".0f"), saved_bytes_per_token=("B/token", ".0f"),
           plan=("plan", ""))  # fmt: skip
@@ -618,7 +607,6 @@ def main() -> None:
     parser.add_argument(
         "--only-first-use", action="store_true", help="how long a first use takes and nothing else, to first_use.json"
     )
-    parser.add_argument("--exact", action="store_true", help="time the exact rule and nothing else, to exact.json")
     parser.add_argument("--once", choices=RULES, help="run a rule once and time nothing, for a profiler")
     parser.add_argument("--rep", type=float, metavar="MS", help="length of one timing (50; with --quick 10)")
     parser.add_argument("--first-use", choices=RULES, help=argparse.SUPPRESS)  # for the process it starts itself
@@ -630,8 +618,8 @@ def main() -> None:
         once(args.once)
         return
     gpu = torch.cuda.is_available() and kernels.HAS_TRITON
-    if (args.choices or args.only_first_use or args.exact) and not gpu:
-        raise UserError("--choices, --only-first-use and --exact time GPU kernels, and there is no GPU here")
+    if (args.choices or args.only_first_use) and not gpu:
+        raise UserError("--choices and --only-first-use time GPU kernels, and there is no GPU here")
     rep = args.rep or (10 if args.quick else 50)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / (
@@ -639,8 +627,6 @@ def main() -> None:
         if args.choices
         else "first_use.json"
         if args.only_first_use
-        else "exact.json"
-        if args.exact
         else "scan.json"
         if gpu
         else "scan_cpu.json"
@@ -692,12 +678,8 @@ def main() -> None:
             f"copy {rates.bytes / 1e12:.2f} TB/s, {rates.fma / 1e12:.1f} T multiply-adds/s, "
             f"{rates.exp / 1e12:.2f} T exponentials/s"
         )
-        if args.exact:
-            for rows in exact_rows(rates, rep):
-                keep("scans", rows)
-            print_passes("the exact rule, both directions, gated", results["scans"])
-            return
-        keep("scans", gpu_rows(rates, args.quick, rep))
+        for rows in gpu_rows(rates, args.quick, rep):
+            keep("scans", rows)
         print_passes("scans, both directions, gated", results["scans"])
         keep("peers", peer_rows(args.quick, rep))
         table(

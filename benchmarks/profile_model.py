@@ -9,8 +9,8 @@ the profiler; the part of it that no kernel fills is idle.
 
 The budget, for the models of this package, is what the parts would take if each did only its own work:
 
-- scan: as many scans of the block's shape as there are blocks, timed alone as bench_scan.py times them, both directions
-  gated; the backward pass with what the model saves for it. All kernels of a pass of the scan are counted in its row.
+- scan: as many scans of the block's shape as there are blocks, timed alone as bench_scan.py times them; the backward
+  pass with what the model saves for it. All kernels of a pass of the scan are counted in its row.
 - matrix products: of each projection its multiply-adds at the rate of a large bf16 product, or its inputs and outputs
   at the bandwidth of a copy, whichever takes longest; the backward pass is two more of the same.
 - short convolution, gated norm, and norm and residual: each tensor that they must read or write once, at the bandwidth
@@ -138,6 +138,7 @@ def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training
         REP,
         tuple(names)[: 2 if training else 1],
         1 if mixer.wiring in ("forward", "alternate") else 2,
+        bench_scan.AS_MODEL if mixer.qk_norm else "",
     )
     return {names[row["pass"]]: len(model.blocks) * row["ms"] for row in rows if row["ms"] is not None}
 
