@@ -572,7 +572,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
     for axis, name in zip(axes, ("forward", "backward")):
         for i, rule in enumerate(RULES):
             points = [row for row in rows if row["pass"] == name and row["rule"] == rule and row["ms"]]
@@ -584,7 +584,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
         axis.set(title=name, xlabel=f"tokens in a sequence ({SWEEP_TOKENS:,} in all)")
         axis.grid(which="both", alpha=0.3)
     axes[0].set_ylabel("ms, both directions")
-    axes[1].legend(fontsize=8)
+    axes[1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     plt.close(figure)

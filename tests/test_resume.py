@@ -801,7 +801,7 @@ def test_a_loader_outlives_a_schedulers_signals_but_not_its_parent(arguments):
 def test_a_step_on_a_gpu_is_skipped_without_waiting_for_it(opt):
     model = torch.nn.Linear(5, 6, device="cuda")
     optimizer = build_optimizer(Config(opt=opt), model, 0.1)
-    step = TrainStep(SimpleNamespace(scaler=None), model, None, None, optimizer)
+    step = TrainStep(SimpleNamespace(scaler=None, num_processes=1), model, None, None, optimizer)
 
     def apply(value):
         for weight in model.parameters():
