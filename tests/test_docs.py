@@ -27,7 +27,8 @@ DOCUMENTS = [
 SOURCES = [
     "vision_longhorn/**/*.py",
     "kernels/**/*.py",
-    "lab/*",
+    "lab/*.py",
+    "lab/*.yaml",
     "benchmarks/*.py",
     "examples/*.py",
     "configs/*.yaml",
