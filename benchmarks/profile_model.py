@@ -138,7 +138,7 @@ def scan_ms(model: VisionLonghorn, batch: int, rates: bench_scan.Rates, training
         REP,
         tuple(names)[: 2 if training else 1],
         1 if mixer.wiring in ("forward", "alternate") else 2,
-        bench_scan.AS_MODEL if mixer.qk_norm else "",
+        bench_scan.AS_MODEL if mixer.qk_norm and mixer.gate == "none" else "",
     )
     return {names[row["pass"]]: len(model.blocks) * row["ms"] for row in rows if row["ms"] is not None}
 
