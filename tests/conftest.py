@@ -43,7 +43,7 @@ def pytest_configure(config):
 
 def pytest_collection_finish():
     gc.freeze()  # what the modules hold is there to the end, and need not be looked through again and again
-    gc.set_threshold(200_000, 50, 100)  # what tests make seldom has cycles that are worth a search
+    gc.set_threshold(200_000, 50, 100)  # tests seldom leave cycles that are worth a search
 
 
 @pytest.fixture(scope="session", autouse=True)
