@@ -33,7 +33,8 @@ def lacks_amd_linker():
         return "linker" in str(error)
 
 
-# Runs the script with each of the command lines. Its processes, which would import the same once more, are forked. The
+# Runs the script with each of the command lines. Its processes, which would import the same once more, are forked. They
+# keep what they compile in Triton's usual cache, so that the next run of the tests need not compile the same code. The
 # tests' own process interprets kernels, and the script's stand-in for a driver would stay in it.
 FORKING = """
 import os, runpy, subprocess, sys, traceback
@@ -53,7 +54,7 @@ def fork(command, env=os.environ, **options):
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         return subprocess.CompletedProcess(command, code, stderr="")
     try:
-        os.environ.update(env)
+        os.environ.update({name: value for name, value in env.items() if name != "TRITON_CACHE_DIR"})
         sys.argv = command[1:]
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:
@@ -104,7 +105,7 @@ def test_a_scan_of_16_bits_compiles(target, script):
     limits = compiled["targets"][target]
     for row in rows.values():
         assert 0 < row["registers"] <= limits["registers"] and row["shared"] <= limits["shared_KiB"] * 1024
-        assert row["spills"] >= 0 and row["seconds"] > 0
+        assert row["spills"] >= 0
 
 
 def test_every_kernel_of_the_package_is_among_the_cases(script):
