@@ -120,9 +120,8 @@ def recurrent_scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Run the scan of any rule in `rules.NAMES`. Each rule's file has its formula.
 
-    Inputs may be of any float dtypes (float64 not with Triton); sums and states are in float32 (float64). With
-    `direction="both"` every tensor may have a leading axis of 2, one entry for each direction; without it both
-    directions read the same values.
+    Inputs may be of any float dtypes; sums and states are in float32 (float64). With `direction="both"` every tensor
+    may have a leading axis of 2, one entry for each direction; without it both directions read the same values.
 
     Args:
         x, k, q, z, D, initial_state: as in `longhorn_scan`.
@@ -139,8 +138,8 @@ def recurrent_scan(
         save_states: keep the states that the backward pass starts from, instead of computing them again. They take
             D N / 2 bytes a token and direction (with Triton, the exact rule takes D (4 + N / 16), or D (2 + N / 64) in
             chunks; with Numba, nothing). By default they are kept if an input requires a gradient.
-        backend: "auto" (triton on a GPU, numba on a CPU, else torch), "torch", "triton", "numba", or "reference", the
-            plain loop.
+        backend: "auto" (triton on a GPU, numba on a CPU, torch elsewhere and for float64), "torch", "triton", "numba",
+            or "reference", the plain loop.
         regime: how Triton goes through time: "sequential"; "parallel", in segments side by side, for few long sequences
             (rules that decay); "chunked", in chunks of 8 tokens on tensor cores ("exact" only: tokens in bfloat16, N 8,
             16 or 32, an NVIDIA GPU of compute capability 8.0 or more); "auto" chooses, `scan_plan` says which.
@@ -148,7 +147,7 @@ def recurrent_scan(
 
     Returns:
         y of shape (B, L, D), or (2, B, L, D) for both directions uncombined, in the dtype of x; with
-        `return_final_state` also the state, shaped like `initial_state`, in float32.
+        `return_final_state` also the state, shaped like `initial_state`, in float32 (float64).
 
     Raises:
         ValueError: a shape, dtype, device or option is not as above.

@@ -16,7 +16,7 @@ def bias_gelu(x: Tensor, bias: Tensor, backend: str = "auto") -> Tensor:
     bits.
 
     Args:
-        x: (.., D) of any float dtype (float64 not with Triton).
+        x: (.., D) of any float dtype.
         bias: (D,) of any float dtype.
         backend: "auto" (triton on a GPU, else torch), "torch", "triton" or "numba".
 
@@ -39,7 +39,7 @@ def _check(x: Tensor, bias: Tensor) -> None:
 
 def _forward(x: Tensor, bias: Tensor, backend: str) -> Tensor:
     _check(x, bias)
-    return backend_for(backend, x.device).gelu_forward(x.contiguous(), bias.contiguous())
+    return backend_for(backend, x).gelu_forward(x.contiguous(), bias.contiguous())
 
 
 def _shape(x: Tensor, bias: Tensor, backend: str) -> Tensor:
@@ -49,7 +49,7 @@ def _shape(x: Tensor, bias: Tensor, backend: str) -> Tensor:
 
 def _backward(dy: Tensor, x: Tensor, bias: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     given = dy.contiguous(), x.contiguous(), bias.contiguous()
-    dx, dbias = backend_for(backend, x.device).gelu_backward(*given)
+    dx, dbias = backend_for(backend, x).gelu_backward(*given)
     return dx, dbias.to(bias.dtype)
 
 

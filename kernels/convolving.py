@@ -16,7 +16,7 @@ def grid_conv(x: Tensor, weight: Tensor, bias: Tensor, rows: int, backend: str =
     Sums are in float32 (float64), whatever the dtypes. There are no atomics, so all runs give the same bits.
 
     Args:
-        x: (B, L, D), the patches row by row, of any float dtype (float64 not with Triton).
+        x: (B, L, D), the patches row by row, of any float dtype.
         weight: (D, K, K) of any float dtype; K is odd, and small.
         bias: (D,) of any float dtype.
         rows: number of rows of the grid, which divides L.
@@ -56,7 +56,7 @@ def _last_contiguous(x: Tensor) -> Tensor:
 def _forward(x: Tensor, weight: Tensor, bias: Tensor, rows: int, backend: str) -> Tensor:
     _check(x, weight, bias, rows)
     taps = weight.contiguous()[None], bias.contiguous()[None]
-    return backend_for(backend, x.device).grid_conv_forward(_last_contiguous(x), *taps, rows)[0]
+    return backend_for(backend, x).grid_conv_forward(_last_contiguous(x), *taps, rows)[0]
 
 
 def _shape(x: Tensor, weight: Tensor, bias: Tensor, rows: int, backend: str) -> Tensor:
@@ -67,7 +67,7 @@ def _shape(x: Tensor, weight: Tensor, bias: Tensor, rows: int, backend: str) -> 
 def _backward(dy: Tensor, x: Tensor, weight: Tensor, bias: Tensor, rows: int, backend: str) -> tuple[Tensor, ...]:
     dx = x.new_empty(x.shape)
     given = dy.contiguous()[None], _last_contiguous(x), weight.contiguous()[None], bias.contiguous()[None], dx
-    dweight, dbias = backend_for(backend, x.device).grid_conv_backward(*given, rows)
+    dweight, dbias = backend_for(backend, x).grid_conv_backward(*given, rows)
     return dx, dweight[0].to(weight.dtype), dbias[0].to(bias.dtype)
 
 

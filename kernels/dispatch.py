@@ -1,9 +1,10 @@
-"""Which backend runs: chosen by the device of the inputs, or forced."""
+"""Which backend runs: chosen by the device and dtype of the inputs, or forced."""
 
 import os
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from .backends import Backend
 from .contract import BACKENDS, check_option
@@ -34,17 +35,18 @@ def has_numba() -> bool:
     return True
 
 
-def backend_for(backend: str, device: torch.device, regime: str = "auto") -> Backend:
-    """Return the backend that `backend` means on `device`. "auto" is triton on a GPU where it is installed, numba
-    on a CPU where it is, else torch.
+def backend_for(backend: str, x: Tensor, regime: str = "auto") -> Backend:
+    """Return the backend that `backend` means for x. "auto" is triton on a GPU where it is installed (not for float64),
+    numba on a CPU where it is, else torch.
 
     Raises:
         ValueError: `backend` is not known, or does not have the regime.
         RuntimeError: a forced backend cannot run here.
     """
     check_option("backend", backend, BACKENDS)
+    device = x.device
     if backend == "auto":
-        backend = "triton" if device.type == "cuda" and HAS_TRITON else "torch"
+        backend = "triton" if device.type == "cuda" and HAS_TRITON and x.dtype != torch.float64 else "torch"
         if device.type == "cpu" and has_numba():
             backend = "numba"
     on_gpu = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

@@ -329,7 +329,7 @@ def _mix(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `forward`. The first result is y, (B, L, D) in the dtype of xz; the others are for the backward pass."""
     fields, (save_states, backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
     mix = Mix(*fields, *later)
-    return forward(mix, save_states, backend_for(backend, mix.xz.device))
+    return forward(mix, save_states, backend_for(backend, mix.xz))
 
 
 def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -340,7 +340,7 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low = empty(S, B, L, mix.low_width)
     scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
-    saved = backend_for(backend, mix.xz.device).saved_shape(scan) if save_states else (0,)
+    saved = backend_for(backend, mix.xz).saved_shape(scan) if save_states else (0,)
     kept = (2, B, L, D) if mix.shared else mix.kept_shape(save_states)
     return empty(B, L, D), low, empty(saved, dtype=scan.accumulator), empty(kept)
 
@@ -349,7 +349,7 @@ def _mix_backward(dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, *values:
     """Return the gradient of each of TENSORS, empty where the tensor is absent."""
     fields, (backend, *later) = values[: len(FIELDS)], values[len(FIELDS) :]
     mix = Mix(*fields, *later)
-    grads = backward(mix, dy.contiguous(), low, saved, kept, backend_for(backend, mix.xz.device))
+    grads = backward(mix, dy.contiguous(), low, saved, kept, backend_for(backend, mix.xz))
     return tuple(
         mix.xz.new_empty(0) if value is None else grads[name].to(value.dtype).contiguous()
         for name, value in zip(TENSORS, values)

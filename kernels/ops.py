@@ -73,7 +73,7 @@ def scan_plan(scan: Scan, backend: str = "auto") -> dict[str, tuple[int, int, in
         ValueError, RuntimeError: as in `recurrent_scan`.
     """
     check(scan)
-    return backend_for(backend, scan.x.device).plan(rule_of(scan).prepare(scan))
+    return backend_for(backend, scan.x).plan(rule_of(scan).prepare(scan))
 
 
 def read_scan(values: tuple[Any, ...], count: int) -> tuple[Scan, tuple[Any, ...]]:
@@ -89,14 +89,14 @@ def _scan(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     unless `save_states`; the backward pass then computes them again)."""
     scan, (return_final_state, save_states, backend) = read_scan(values, 3)
     check(scan)
-    y, final_state, saved = forward(scan, save_states, backend_for(backend, scan.x.device, scan.regime))
+    y, final_state, saved = forward(scan, save_states, backend_for(backend, scan.x, scan.regime))
     return y, final_state if return_final_state else final_state.new_empty(0), saved
 
 
 def _scan_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
     scan, (return_final_state, save_states, backend) = read_scan(values, 3)
     check(scan)
-    saved = backend_for(backend, scan.x.device, scan.regime).saved_shape(scan) if save_states else (0,)
+    saved = backend_for(backend, scan.x, scan.regime).saved_shape(scan) if save_states else (0,)
     return (
         scan.x.new_empty(scan.output_shape),
         scan.x.new_empty(scan.state_shape if return_final_state else (0,), dtype=scan.accumulator),
@@ -108,7 +108,7 @@ def _scan_backward(dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor
     """Return the gradient of each of TENSORS, empty where the tensor is absent."""
     scan, (backend,) = read_scan(values, 1)
     dfinal = dfinal if dfinal is not None and dfinal.numel() else None  # empty if no final state was asked for
-    grads = backward(scan, dy, dfinal, saved, backend_for(backend, scan.x.device, scan.regime))
+    grads = backward(scan, dy, dfinal, saved, backend_for(backend, scan.x, scan.regime))
     return tuple(grads[name] if name in grads else scan.x.new_empty(0) for name in TENSORS)
 
 

@@ -1,5 +1,7 @@
 """Devices and precisions that are not those of the tests' machine, and training that is not the trainer's."""
 
+from types import SimpleNamespace
+
 import pytest
 import timm
 import torch
@@ -21,7 +23,7 @@ def test_on_a_mac_commands_take_the_cpu_and_scans_of_ones_own_code_the_torch_pat
     found = accelerator.device.type, accelerator.mixed_precision
     AcceleratorState._reset_state(reset_partial_state=True)
     assert found == ("cpu", "no")
-    assert backend_for("auto", torch.device("mps")) is get_backend("torch")
+    assert backend_for("auto", SimpleNamespace(device=torch.device("mps"), dtype=torch.float32)) is get_backend("torch")
 
 
 @pytest.mark.parametrize("name", ["vlonghorn_tiny", "vim_tiny_best"])

@@ -34,14 +34,15 @@ def logits_and_gradients(model, images, autocast=False, compiled=False):
     return [logits.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
 
 
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-4), (torch.float64, 1e-11)])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_gpu_agrees_with_cpu(variant):
-    images = torch.randn(3, 3, 64, 64)
-    model = build(variant)
+def test_gpu_agrees_with_cpu(variant, dtype, bound):
+    images = torch.randn(3, 3, 64, 64, dtype=dtype)
+    model = build(variant).to(dtype)
     on_cpu = logits_and_gradients(model, images)
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products leave TF32 off by themselves
         on_gpu = logits_and_gradients(model.cuda(), images.cuda())
-    assert max(relative_rms(a.cpu(), b.cpu()) for a, b in zip(on_gpu, on_cpu)) < 1e-4
+    assert max(relative_rms(a.cpu(), b.cpu()) for a, b in zip(on_gpu, on_cpu)) < bound
 
 
 @pytest.mark.parametrize("variant", [VARIANTS[0], VARIANTS[2], VARIANTS[4], *VARIANTS[6:]], ids=str)

@@ -102,11 +102,11 @@ def test_without_numba_the_torch_path_runs(monkeypatch):
             patch.delitem(sys.modules, name)
         patch.setitem(sys.modules, "numba", None)
         forget()
-        assert dispatch.backend_for("auto", torch.device("cpu")).name == "torch"
+        assert dispatch.backend_for("auto", torch.zeros(1)).name == "torch"
         with pytest.raises(RuntimeError, match="numba cannot be imported"):
-            dispatch.backend_for("numba", torch.device("cpu"))
+            dispatch.backend_for("numba", torch.zeros(1))
     forget()
-    assert dispatch.backend_for("auto", torch.device("meta")).name == "torch"
+    assert dispatch.backend_for("auto", torch.zeros(1, device="meta")).name == "torch"
 
 
 @needs_numba
