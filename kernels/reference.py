@@ -41,6 +41,9 @@ def longhorn_step(
 
     Returns:
         y (B, D) and the new state (B, D, N).
+
+    Raises:
+        ValueError: no rule is called `rule`.
     """
     beta = beta if beta_bias is None else beta + beta_bias
     k, q = (unit(k), unit(q)) if qk_norm else (k, q)

@@ -10,6 +10,7 @@ from vision_longhorn.plots import check_png, plot_runs
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Draws as the command line `argv` says, by default the process's own."""
     parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("--out", default="curves.png", help="the PNG to write [curves.png]")

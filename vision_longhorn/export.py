@@ -197,6 +197,7 @@ def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Seque
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Exports as the command line `argv` says, by default the process's own."""
     args = _parse(argv)
     if args.kind == "folder":
         save_run_for_hub(args.model, args.target, args.license)

@@ -157,6 +157,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+    """Writes a model folder as the command line `argv` says, by default the process's own."""
     parser = Parser(description=str(__doc__).splitlines()[0])
     parser.add_argument("checkpoint", help="a run's folder (then its best.pt), or a checkpoint of it")
     parser.add_argument("target", help="the folder to make")

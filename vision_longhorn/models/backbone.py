@@ -282,10 +282,15 @@ class VisionLonghorn(nn.Module):
 
     @torch.jit.ignore
     def get_classifier(self) -> nn.Module:
+        """Return the head, an Identity if there are no classes."""
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: Optional[str] = None) -> None:
-        """Make a new head for `num_classes` (0 for none), and change the pooling if one is given."""
+        """Make a new head for `num_classes` (0 for none), and change the pooling if one is given.
+
+        Raises:
+            ValueError: no pooling is called `global_pool`, or it needs a class token and there is none.
+        """
         if global_pool is not None:
             self._set_pool(global_pool)
         self._make_head(num_classes)
@@ -394,6 +399,10 @@ class VisionLonghorn(nn.Module):
 
         Returns:
             The list of intermediates, or (final features, intermediates).
+
+        Raises:
+            ValueError: `output_fmt` is another.
+            AssertionError: an index is that of no block (timm's error).
         """
         check_option("output_fmt", output_fmt, ("NCHW", "NLC"))
         take, last = feature_take_indices(len(self.blocks), indices)

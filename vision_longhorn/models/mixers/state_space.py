@@ -52,7 +52,7 @@ class BidirectionalMixer(nn.Module):
     """Projection, short convolution, a scan in each direction, gate, projection: (B, L, dim) to (B, L, dim).
 
     Per direction, x is convolved and gives the step size (through a head of rank `dt_rank`), the key and the query (B
-    and C for Mamba) of each token; the scan runs over x, and both directions meet under one gate silu(z):
+    and C for Mamba) of each token; the scan runs over x, and both directions meet under one gate silu(z) (see `gate`):
 
     - wiring "vim": each direction has its own convolution, projections, step bias and skip; the gated outputs are
       averaged.
