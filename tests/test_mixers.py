@@ -1,6 +1,7 @@
 """Mixers beside the scans, and what all have in common as the parts of a block."""
 
 import itertools
+from fnmatch import fnmatch
 from functools import partial
 
 import pytest
@@ -225,12 +226,13 @@ def test_a_model_trains_with_every_mixer_and_rule(options):
     model = small_model(**options)
     model(torch.randn(2, 3, 32, 32)).square().mean().backward()
     assert all(value.grad is not None and value.grad.isfinite().all() for value in model.parameters())
-    names = {parameter.rpartition(".mixer.")[2] for parameter, _ in model.named_parameters()}
-    kept = {f"*.mixer.{parameter}" for parameter in names} & model.no_weight_decay()
-    assert len(kept) == sum(
-        getattr(model.blocks[0].mixer, parameter) is not None
-        for parameter in getattr(model.blocks[0].mixer, "NO_WEIGHT_DECAY", ())
-    )
+    mixer = model.blocks[0].mixer
+    spared = {name for name in getattr(mixer, "NO_WEIGHT_DECAY", ()) if getattr(mixer, name) is not None}
+    for place, wrapped in ("mixer", mixer), ("mixer.0", nn.Sequential(mixer)):
+        model.blocks[0].mixer = wrapped
+        of_block = [name for name, _ in model.named_parameters() if name.startswith("blocks.0.")]
+        kept = {name for name in of_block if any(fnmatch(name, pattern) for pattern in model.no_weight_decay())}
+        assert kept == {f"blocks.0.{place}.{name}" for name in spared}
 
 
 @pytest.mark.parametrize("name", MIXERS)

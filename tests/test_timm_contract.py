@@ -326,3 +326,13 @@ def test_lines_added_to_the_suite_reach_its_lists():
     assert set(timm.list_models(module=scope["FEAT_INTER_FILTERS"][2:])) == ours
     with pytest.raises(SystemExit, match="NON_STD_FILTERS"):
         run_timm_suite.add_lines("FEAT_INTER_FILTERS = []")
+
+
+def test_features_by_torch_fx():
+    images, options = torch.randn(2, 3, 32, 32), dict(SIZES, num_classes=0, out_indices=(1, 3), features_only=True)
+    torch.manual_seed(0)
+    model = timm.create_model("vlonghorn_tiny", **options, feature_cls="fx").eval()
+    torch.manual_seed(0)
+    other = timm.create_model("vlonghorn_tiny", **options).eval()
+    for tokens, maps in zip(model(images), other(images), strict=True):  # (2, 16, 32) and (2, 32, 4, 4)
+        torch.testing.assert_close(tokens.mT.reshape(maps.shape), maps)

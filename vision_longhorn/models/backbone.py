@@ -267,8 +267,9 @@ class VisionLonghorn(nn.Module):
     def no_weight_decay(self) -> set[str]:
         """Name, with wildcards, what timm's optimisers must not decay (they spare 1-D parameters by themselves)."""
         # Ask all modules, because a mixer may have been wrapped in another one.
-        names = {name for module in self.blocks.modules() for name in getattr(module, "NO_WEIGHT_DECAY", ())}
-        return {"pos_embed", "cls_token", *(f"*.mixer.{name}" for name in names)}
+        modules = self.blocks.named_modules()
+        names = {f"*.{path}.{name}" for path, module in modules for name in getattr(module, "NO_WEIGHT_DECAY", ())}
+        return {"pos_embed", "cls_token", *names}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -417,7 +418,7 @@ class VisionLonghorn(nn.Module):
             if i in take:
                 token, patches = split_class(self._norm(x) if norm else x, self.class_token)
                 if output_fmt == "NCHW":
-                    patches = patches.transpose(1, 2).reshape(x.shape[0], -1, H, W).contiguous()
+                    patches = patches.transpose(1, 2).reshape(x.shape[0], self.embed_dim, H, W).contiguous()
                 intermediates.append((patches, token) if return_prefix_tokens and token is not None else patches)
         return intermediates if intermediates_only else (self._norm(x), intermediates)
 

@@ -43,7 +43,10 @@ class GeluMlp(Mlp):
             h = torch.ops.vision_longhorn.bias_gelu(F.linear(x, self.fc1.weight), self.fc1.bias, "auto")
         else:
             h = self.act(self.fc1(x))
-        return self.drop2(self.fc2(self.norm(self.drop1(h))))  # (.., hidden) to (.., dim)
+        h = self.drop1(h)
+        if not isinstance(self.norm, nn.Identity):  # torch.fx would take its name for that of the block's mlp_norm
+            h = self.norm(h)
+        return self.drop2(self.fc2(h))  # (.., hidden) to (.., dim)
 
 
 def _takes_kernel(fc1: Any, act: Any, x: Any) -> bool:
