@@ -57,6 +57,10 @@ def test_a_run_that_began_under_former_names_of_curves_is_read_as_one(tmp_path):
     assert set(scalars) == {"train/epoch", "accuracy/top1", "accuracy/top1_ema"}
 
 
+def test_dollars_in_the_name_of_a_run_are_no_formula(tmp_path):
+    plots.plot_runs([write_run(tmp_path / "a$b^$", 10, averaged=False)], tmp_path / "curves.png")
+
+
 def test_several_runs_make_one_png(tmp_path):
     one, two = write_run(tmp_path / "one", 10, averaged=True), write_run(tmp_path / "two", 25, averaged=False)
     out = tmp_path / "new" / "curves.png"

@@ -186,6 +186,20 @@ def test_a_thousand_classes_make_a_picture_that_can_be_looked_at(tmp_path):
         assert 500 < picture.width < 4000 and 500 < picture.height < 4000
 
 
+def test_a_run_of_more_classes_than_its_data_has_a_report_and_predictions(run, tmp_path):
+    file, kwargs = tmp_path / "best.pt", load_checkpoint(run / "best.pt")["config"]["model_kwargs"]
+    model = timm.create_model("vlonghorn_test", num_classes=12, **kwargs)
+    names = ["a$b^$", *DIGITS[1:]]
+    config = {**load_checkpoint(run / "best.pt")["config"], "data": str(renamed(run, tmp_path / "data", names, DIGITS))}
+    about = dict(arch="vlonghorn_test", num_classes=12, class_names=names, display_names=None, config=config)
+    save_checkpoint(file, {**about, "state_dict": model.state_dict(), "epoch": 1, "history": []})
+    words = ["--device", "cpu", "--report", str(tmp_path / "report"), "--predictions", str(tmp_path / "all.csv")]
+    eval_script.main([str(file), "--samples", "37", *words])
+    classes = table(tmp_path / "report" / "classes.csv")
+    assert [row["class"] for row in classes] == [*names, "", ""] and [row["name"] for row in classes][10] == "class 10"
+    assert len(table(tmp_path / "all.csv")) == 37
+
+
 def test_only_classes_of_the_map_take_part():
     logits = torch.randn(20, 6, generator=torch.Generator().manual_seed(0))
     targets = torch.arange(20) % 4  # the data's classes 0 to 3 are the model's 5, none, 0 and 2

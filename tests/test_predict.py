@@ -238,6 +238,11 @@ def test_a_model_folder_says_what_the_run_says(run, images, tmp_path, capsys, mo
     assert texts[0] == texts[1] == texts[2]
 
 
+def test_a_folder_of_a_gray_model_is_refused_by_its_channels(images, tmp_path, capsys):
+    timm.models.save_for_hf(timm.create_model("vlonghorn_test", in_chans=1), tmp_path, model_args=dict(in_chans=1))
+    fails_with_one_line(predict.main, [str(tmp_path), str(images)], capsys, "in_chans is 1", "3 channels")
+
+
 def test_maps_of_every_image(run, images, tmp_path, capsys):
     predict.main([str(run), str(images / "sub"), "--batch-size", "2", "--maps", str(tmp_path / "maps")])
     said = capsys.readouterr()

@@ -490,6 +490,14 @@ def test_what_the_command_cannot_use_is_named(words, message, run, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.pt", "shards"]
 
 
+@pytest.mark.parametrize("config", [None, "a.yaml", {"model_kwargs": None}, {"data": {"root": "x"}}])
+def test_a_config_that_is_not_ours_does_not_matter(config, tmp_path):
+    model = small()
+    torch.save({"state_dict": model.state_dict(), "config": config}, tmp_path / "other.pt")
+    loaded = load_model(tmp_path / "other.pt", "vlonghorn_test", num_classes=3, **SIZES)
+    assert all(torch.equal(value, loaded.model.state_dict()[key]) for key, value in model.state_dict().items())
+
+
 def test_a_bare_state_dict_is_no_run(tmp_path):
     torch.save(small().state_dict(), tmp_path / "weights.pt")
     with pytest.raises(UserError, match="which model"):

@@ -69,6 +69,9 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         checkpoint = {"state_dict": checkpoint.get("model", checkpoint)}
     if isinstance(arguments := checkpoint.get("args"), argparse.Namespace):
         checkpoint.setdefault("num_classes", getattr(arguments, "num_classes", None))
+    config = checkpoint.get("config")
+    if not isinstance(config, dict) or not isinstance(config.get("model_kwargs"), dict):  # not one of our runs'
+        checkpoint = {key: value for key, value in checkpoint.items() if key != "config"}
     weights = checkpoint["state_dict"]
     if not isinstance(weights, dict) or not any(map(torch.is_tensor, weights.values())):
         raise UserError(f"{path} holds no weights: give a .pt file of a run, or a state dict")
@@ -83,7 +86,7 @@ def stated_model(checkpoint: dict[str, Any], name: str | None = None) -> tuple[s
     run's own model.
     """
     arch, config = checkpoint.get("arch"), checkpoint.get("config")
-    given = (config.get("model_kwargs") or {}) if isinstance(config, dict) else {}
+    given = config["model_kwargs"] if config else {}
     if name is not None and (name != arch or config is None):
         return name, given
     stated = checkpoint.get("model_args")
@@ -111,11 +114,13 @@ def load_weights(model: nn.Module, checkpoint: dict[str, Any], path: str | os.Pa
         {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
         for state in (weights, model.state_dict())
     )
+    stated = checkpoint.get("model_args")
+    former = "" if isinstance(stated, dict) and stated.get("all_arguments") else former_name(model)
     if wrong := [key for key in sorted(theirs | ours) if theirs.get(key) != ours.get(key)]:
         key = wrong[0]
         raise UserError(
             f"{path} holds another model ({checkpoint.get('arch', 'of unknown name')}): {len(wrong)} tensors do not "
             f"fit, such as {key}, {theirs.get(key, 'absent')} in the file, {ours.get(key, 'absent')} in the model; "
-            f"give the model and model_kwargs it was trained with{former_name(model)}"
+            f"give the model and model_kwargs it was trained with{former}"
         )
     set_model_state_dict(model, weights, options=StateDictOptions(full_state_dict=True))

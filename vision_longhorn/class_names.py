@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -61,9 +62,8 @@ def readable_names(
         for i, name in enumerate(names):
             with contextlib.suppress(KeyError):  # no synset, or one that timm does not know
                 words[i] = table.label_name_to_description(name).partition(", ")[0]
-        names = [
-            word if words.count(word) == 1 else f"{word} ({name})" for name, word in zip(names, words, strict=True)
-        ]
+        counts = Counter(words)
+        names = [word if counts[word] == 1 else f"{word} ({name})" for name, word in zip(names, words, strict=True)]
     return names + [f"class {i}" for i in range(len(names), num_classes or 0)]
 
 
@@ -105,7 +105,7 @@ def match_classes(
         if not by_name:
             raise UserError(f"{differ}: --map-classes evaluates the {len(shared)} classes that both have, by name")
         for whose, known in ((model, names), (data, data_names)):
-            if twice := [name for name in known if name in shared and known.count(name) > 1]:
+            if twice := [name for name, count in Counter(known).items() if name in shared and count > 1]:
                 raise UserError(f"{whose} has two classes {twice[0]!r}: --map-classes needs names that differ")
         classes = [i for i, name in enumerate(data_names) if name in shared]
         column, place = {name: i for i, name in enumerate(names)}, {i: n for n, i in enumerate(classes)}

@@ -102,11 +102,11 @@ def checkpoint_names(checkpoint: dict[str, Any]) -> Names:
 
     if "class_names" in checkpoint:
         return checkpoint["class_names"], checkpoint.get("display_names")
-    config, index = checkpoint.get("config"), None
-    if isinstance(config, dict) and (data := config.get("data")):
+    index = None
+    if data := checkpoint.get("config", {}).get("data"):
         with contextlib.suppress(UserError):  # a broken index does not matter to the model
             index = read_index(Path("data", DIGITS) if data == DIGITS else data)
     names = index.get("class_names") if index else None
-    if not index or not names or len(names) > checkpoint["num_classes"]:
+    if not index or not names or len(names) > (checkpoint.get("num_classes") or 0):
         return None, None
     return names, index.get("display_names")

@@ -53,6 +53,11 @@ def new_figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def plain(text: str) -> str:
+    """Keeps matplotlib from reading what stands between dollars as a formula."""
+    return text.replace("$", r"\$")
+
+
 def save_png(figure: Any, out: str | os.PathLike[str], dpi: float, tool: str) -> None:
     """Writes a figure as a PNG that names the `tool` that made it. Makes the folder if it is missing.
 
@@ -110,7 +115,7 @@ def plot_runs(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str
             keep_to_per_cent(axes)
         axes.set(title=title, xlabel="epoch")
         axes.grid(alpha=0.3)
-    lines = [Line2D([], [], color=f"C{number % 10}", label=name) for number, name in enumerate(curves)]
+    lines = [Line2D([], [], color=f"C{number % 10}", label=plain(name)) for number, name in enumerate(curves)]
     lines += [Line2D([], [], color="black", linestyle=style, label=kind) for style, kind in kinds.items()]
     figure.legend(handles=lines, loc="outside lower center", ncols=6, fontsize="small")
     save_png(figure, out, dpi=110, tool="curves")

@@ -24,10 +24,11 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
     Raises:
         UserError: for a model whose number of channels is not 3.
     """
-    model_kwargs = values.get("model_kwargs") or {}
-    channels, size = model_kwargs.get("in_chans", 3), model_kwargs.get("img_size")
-    if channels != 3:
-        raise UserError(f"in_chans is {channels}: images are read in colour, with 3 channels; leave it out")
+    size = (values.get("model_kwargs") or {}).get("img_size")
+    first = getattr(model, "pretrained_cfg", {}).get("first_conv")
+    layer = dict(model.named_modules()).get(first) if isinstance(first, str) else None
+    if (channels := getattr(layer, "in_channels", 3)) != 3:
+        raise UserError(f"the model's in_chans is {channels}: images are read in colour, with 3 channels")
     wanted = {key: values.get(key) for key in ("mean", "std", "interpolation", "crop_pct")}
     if size is not None:
         wanted["input_size"] = (3, *size) if isinstance(size, (list, tuple)) else (3, size, size)

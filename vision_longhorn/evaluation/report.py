@@ -13,7 +13,7 @@ from sklearn.metrics import ConfusionMatrixDisplay
 
 from vision_longhorn.class_names import ClassMap
 from vision_longhorn.files import csv_file
-from vision_longhorn.plots import new_figure, save_png
+from vision_longhorn.plots import new_figure, plain, save_png
 
 MOST_DRAWN = 1000  # most classes for which a confusion matrix is drawn
 
@@ -84,7 +84,7 @@ class Predictions:
 
         known = self.top[:, 0] >= 0
         rows, columns = (np.searchsorted(self.classes, values[known]) for values in (self.targets, self.top[:, 0]))
-        labels = [class_names[i] if class_names else i for i in self.classes.tolist()]
+        labels = [(class_names and class_names[i]) or i for i in self.classes.tolist()]
         with csv_file(folder / "confusion.csv") as writer:
             writer.writerow(["target", *labels])
             for i, label in enumerate(labels):
@@ -108,7 +108,7 @@ def draw_confusion(
     axes = figure.subplots()
     # On a linear scale rare confusions, the usual kind with many classes, would look as white as none.
     colours: Any = dict(cmap="Blues", im_kw=dict(norm=PowerNorm(0.4, 0, 1)))
-    shown = ConfusionMatrixDisplay(shares, display_labels=[name[:24] for name in names])
+    shown = ConfusionMatrixDisplay(shares, display_labels=[plain(name[:24]) for name in names])
     shown.plot(ax=axes, include_values=k <= 20, values_format=".2g", xticks_rotation="vertical", **colours)
     if k > 40:
         axes.set(xticks=[], yticks=[])

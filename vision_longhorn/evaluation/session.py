@@ -164,6 +164,8 @@ class Session:
         args, class_names, file = self.args, self.shards.class_names or self.names, self.loaded.file
         shown = self.shards.display_names or (self.loaded.display_names if self.class_map is None else None)
         names = readable_names(class_names, shown, self.model.num_classes)
+        if class_names:  # a model may have more classes than its data
+            class_names = [*class_names, *[""] * (len(names) - len(class_names))]
         what = "" if file and file.stem == "best" else f"{file.stem if file else self.name}-"
         stem = re.sub(r"[^A-Za-z0-9._-]+", "_", f"eval-{what}{self.split}")
         out, number = Path(args.out or (file.parent if file else Path()) / f"{stem}.json"), 1
