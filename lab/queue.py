@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vision_longhorn.data.loader import cores
+from vision_longhorn.cores import cores
 from vision_longhorn.errors import UserError
 from vision_longhorn.signals import PARENT, SIGNALS, StopSignals
 

@@ -116,7 +116,7 @@ class TrialFolder(Run):
             _, updates, batch = (environment.pop(key) for key in ("command", "updates_per_epoch", "global_batch"))
         except (AttributeError, KeyError, TypeError):
             raise UserError(f"{self.environment_file} does not describe its run: remove {self.path}") from None
-        curve, scalars = curve_of(history), read_scalars(self.path)
+        curve = curve_of(history, scalars := read_scalars(self.path))
         epochs, rates = scalars["train/images_per_s"]  # an entry for each stretch of updates
         seconds = float((np.diff(epochs, prepend=0) * updates * batch / rates).sum())
         return {
@@ -133,12 +133,15 @@ class TrialFolder(Run):
         }
 
 
-def curve_of(history: list[Record]) -> dict[str, list[Any]]:
-    """Makes lists of "epoch", "train_loss", "raw" and "ema" (top-1 in per cent, None where it was not evaluated)."""
-    curve: dict[str, list[Any]] = {
-        "epoch": [entry["epoch"] for entry in history],
-        "train_loss": [_round(entry["train_loss"]) for entry in history],
-    }
+def curve_of(history: list[Record], scalars: Record | None = None) -> dict[str, list[Any]]:
+    """Makes lists of "epoch", "train_loss", "raw" and "ema" (top-1 in per cent, None where it was not evaluated).
+
+    With a run's `scalars` the loss is that of the epoch's last updates, as in records of runs that knew no other.
+    """
+    epochs, losses = [entry["epoch"] for entry in history], [entry["train_loss"] for entry in history]
+    if scalars:
+        losses = np.interp(epochs, *scalars["train/loss"]).tolist()  # the curve has a point at each epoch's end
+    curve: dict[str, list[Any]] = {"epoch": epochs, "train_loss": [_round(loss) for loss in losses]}
     for name, tag in WEIGHTS.items():
         if any(tag in entry for entry in history):
             curve[name] = [_round(entry[tag]["top1"]) if tag in entry else None for entry in history]

@@ -13,8 +13,8 @@ from lab.results import SPEEDS, Known, build, collect, machine, write_results
 from lab.runs import TrialFolder
 from lab.speed import measure
 from lab.tables import markdown, plot
+from vision_longhorn.cores import cores
 from vision_longhorn.data import open_shards
-from vision_longhorn.data.loader import cores
 from vision_longhorn.data.sharding import make_digits
 from vision_longhorn.errors import UserError, spelled
 from vision_longhorn.files import lock_folder, read_json, write_text

@@ -44,6 +44,11 @@ def test_no_config_and_no_data_is_the_demo():
     assert load_config(["--data", "digits", "--epochs", "2"]) == (config, name)
 
 
+def test_none_empties_a_list_and_the_case_of_an_optimisers_name_is_timms():
+    config, _ = load_config(["--config", "own_data", "--data", "DIR", "--opt", "SGD", "--opt-betas", "none"])
+    assert (config.opt, config.opt_betas) == ("sgd", None)
+
+
 def test_data_without_config_takes_the_defaults_and_not_the_demo():
     config, name = load_config(["--data", "DIR"])
     assert (config.data, config.epochs, name) == ("DIR", Config().epochs, "vlonghorn_tiny")

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from test_old_files import FILES
 from timm.utils import CheckpointSaver
 
 from lab import __main__ as lab
-from vision_longhorn import curves, export, hub, maps, plots, predict, shards
+from vision_longhorn import curves, environment, export, hub, maps, plots, predict, shards, train
 from vision_longhorn import eval as evaluation
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
 from vision_longhorn.errors import UserError
@@ -268,3 +269,27 @@ def test_the_demos_shards_replace_none_of_the_same_name(tmp_path):
     with pytest.raises(UserError, match=r"other data than the digits .val-000000.tar.; name another folder"):
         shards.main(["digits", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["val-000000.tar"]
+
+
+@pytest.mark.skipif(not shutil.which("git"), reason="without git no commit is found anyway")
+def test_the_commit_of_a_users_repository_is_not_taken_for_ours(tmp_path, monkeypatch):
+    monkeypatch.delenv("VISION_LONGHORN_COMMIT", raising=False)
+    (tmp_path / "notes").write_text("mine")
+    for words in (
+        ["init", "-q"],
+        ["add", "notes"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "one"],
+    ):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "notes"))
+    assert environment.find_commit()[0] is not None
+    (tmp_path / "installed").mkdir()
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "installed" / "environment.py"))
+    assert environment.find_commit() == (None, None)
+
+
+def test_a_run_that_fails_at_once_leaves_nothing_in_a_folder(tmp_path):
+    words = ["--model-kwargs", "img_size=3", "--workers", "0", "--device", "cpu", "--run-dir", str(tmp_path)]
+    with pytest.raises(UserError, match="img_size"):
+        train.main(words)
+    assert not list(tmp_path.iterdir())

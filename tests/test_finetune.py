@@ -127,7 +127,7 @@ def test_a_run_compares_the_names_of_its_data(weights, tmp_path, capsys):
 
 
 def test_weights_for_a_model_that_brings_its_own_are_refused(weights):
-    with pytest.raises(UserError, match="hf-hub:a/b brings weights of its own"):
+    with pytest.raises(UserError, match="hf-hub:a/b, which has weights of its own"):
         model_from_weights("hf-hub:a/b", weights[0], 10)
 
 

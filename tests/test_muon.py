@@ -74,7 +74,7 @@ def test_it_and_timms_go_on_where_the_other_stopped(first, second):
     other.load_state_dict(model.state_dict())
     start = copy.deepcopy(model)
     new = build(second, other)
-    settings = SimpleNamespace(opt="muon", resume="last.pt", weight_decay=0.3)
+    settings = SimpleNamespace(opt="muon", resume="last.pt", weight_decay=0.3, layer_decay=None)
     load_optimizer(settings, new, {"optimizer": copy.deepcopy(optimizer.state_dict()), "config": {"opt": "muon"}})
     for number in range(3, 5):
         update(optimizer, model, number)

@@ -744,7 +744,7 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
     saved = torch.load(tmp_path / "saved.pt")
     model.load_state_dict(saved["model"])
     second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
-    settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1)
+    settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1, layer_decay=None)
     load_optimizer(settings, second, {"optimizer": saved["optimizer"], "config": {"opt": name}})
     step(second, inputs[4])
     assert torch.equal(model.weight, wanted)

@@ -195,7 +195,11 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
         for name, value in ends[0][key].items():
             torch.testing.assert_close(ends[1][key][name], value, rtol=0, atol=0, msg=f"{key} {name}")
     assert [entry["epoch"] for entry in ends[1]["history"]] == [1, 2, 3]
-    assert scalars(stopped)["train/loss"] == scalars(whole)["train/loss"]
+    losses = scalars(whole)["train/loss"]
+    assert scalars(stopped)["train/loss"] == losses
+    for number, entry in enumerate(ends[1]["history"]):  # 4 updates an epoch, each with an entry
+        mean = sum(losses[4 * number + update] for update in (1, 2, 3, 4)) / 4
+        assert entry["train_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -214,6 +218,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_never_stopped(tmp_path, shards, monk
         (["--grad-accum", "8"], ["8", "grad_accum"]),
         (["--lr", "1e30"], ["loss", "lr"]),
         (["--opt", "adamq"], ["adamq"]),
+        (["--model", "hf-hub:a/b"], ["model is hf-hub:a/b", "--init"]),
         (["--auto-augment", "foo"], ["auto_augment is 'foo'"]),
         (["--interpolation", "bicubi"], ["bicubi", "bicubic"]),
         (["--data", "nowhere/train-{0..3}.tar"], ["nowhere/train-0.tar"]),

@@ -20,11 +20,13 @@ def find_commit() -> tuple[str | None, bool | None]:
     """Finds this code's commit (in a copy without git, VISION_LONGHORN_COMMIT), and whether there are changes."""
     if told := os.environ.get("VISION_LONGHORN_COMMIT"):
         return told, None
-    here: Any = dict(cwd=Path(__file__).parent, stderr=subprocess.DEVNULL, text=True)
+    file = Path(__file__)
+    here: Any = dict(cwd=file.parent, stderr=subprocess.DEVNULL, text=True)
     try:
-        commit, changes = (
+        # The first fails in a repository of somebody else, into which this package was installed.
+        _, commit, changes = (
             subprocess.check_output(["git", *words], **here).strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain"))
+            for words in (("ls-files", "--error-unmatch", file.name), ("rev-parse", "HEAD"), ("status", "--porcelain"))
         )
     except (OSError, subprocess.CalledProcessError):  # no git on this machine, or no clone
         return None, None

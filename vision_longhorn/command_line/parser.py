@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from vision_longhorn.cores import share_of_cores
 from vision_longhorn.errors import UserError, nearest, one_line
 from vision_longhorn.settings import COUNT, Range
 from vision_longhorn.signals import end_commands, note_launcher
@@ -102,7 +103,7 @@ def add_compute_options(parser: argparse.ArgumentParser, batch_size: int) -> Non
     """Adds the options that say how a model computes; `batch_size` is the default of --batch-size."""
     about = f"images at a time, per process [{batch_size}]"
     parser.add_argument("--batch-size", type=COUNT, default=batch_size, help=about)
-    workers, about = min(4, os.cpu_count() or 1), "processes that read images, per process that computes [4 at most]"
+    workers, about = share_of_cores(4), "processes that read images, per process that computes [4 at most]"
     parser.add_argument("--workers", type=Range(0, kind=int), default=workers, help=about)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="[cuda if there is one]")
     kinds, about = ("auto", "bf16", "fp16", "fp32"), "[bf16 on a GPU, fp16 on one without bf16, fp32 on a CPU]"

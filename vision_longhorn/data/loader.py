@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import signal
 import sys
 import threading
@@ -12,6 +11,7 @@ from typing import Any
 import webdataset as wds
 from torch.utils.data import DataLoader
 
+from vision_longhorn.cores import share_of_cores
 from vision_longhorn.signals import outlive_signals, signals_blocked
 
 from .images import DataError
@@ -201,11 +201,6 @@ def _raise_here_only() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def cores() -> int:
-    """Count the processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def default_workers() -> int:
     """Choose the workers of each process that a launcher started on this machine: one per core, at most 8."""
-    return max(1, min(8, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return share_of_cores(8)

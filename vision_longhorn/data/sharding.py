@@ -22,6 +22,7 @@ import webdataset as wds
 from PIL import Image
 from tqdm import tqdm
 
+from vision_longhorn.cores import cores
 from vision_longhorn.errors import spelled
 from vision_longhorn.files import clear_aside, read_json, write_text, written_aside
 from vision_longhorn.settings import DIGITS
@@ -30,7 +31,6 @@ from . import sources
 from .folders import alike, find_splits, known_split, read_lines, read_names, same_split
 from .images import DataError, check_image, decode_image, warn_if_dark
 from .index import INDEX_NAMES, read_index, write_index
-from .loader import cores
 from .places import find_shards
 from .samples import RawSample, decoded, image_of, label_of
 from .tars import read_shard

@@ -181,6 +181,7 @@ class Config(Settings):
             low, high = getattr(self, key)
             if low > high:
                 raise UserError(f"{key} is {low} {high}: give the smaller number first")
+        self.opt = self.opt.lower()  # as timm reads it
         self.model_kwargs = {key: value for key, value in self.model_kwargs.items() if value is not None}
         check_names(self.model_kwargs, {"drop_path_rate": "drop_path", "pretrained": "init"})
         if self.batch_size % 2 and (self.mixup or self.cutmix):

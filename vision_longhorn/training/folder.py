@@ -15,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from vision_longhorn.environment import describe_environment
-from vision_longhorn.files import clear_aside, lock_folder, second_name, write_text
+from vision_longhorn.files import LOCK, clear_aside, lock_folder, second_name, write_text
 from vision_longhorn.runs import Run
 
 # TensorBoard sorts settings by name. The others begin with "setting.", so that these come first.
@@ -42,6 +42,13 @@ class RunFolder:
         accelerator.wait_for_everyone()  # all have looked before the first one writes
         if path.exists() and accelerator.is_main_process:
             self.lock = held.enter_context(lock_folder(path))
+            held.callback(self._leave_no_lock)
+
+    def _leave_no_lock(self) -> None:
+        """Removes the lock's file from a folder in which no run has begun."""
+        if not self.run.has_begun():
+            with contextlib.suppress(OSError):  # Windows keeps files that are open
+                (self.path / LOCK).unlink()
 
     def open(self, facts: dict[str, Any], started: str, updates: int) -> None:
         """Makes the folder. To be called after the first update, so that a command that fails at once leaves none.

@@ -36,7 +36,7 @@ def model_from_weights(
         UserError: As for `create_model`, and for weights of another model.
     """
     if ":" in name:
-        raise UserError(f"model {name} brings weights of its own: leave init out, or name the architecture")
+        raise UserError(f"model is {name}, which has weights of its own: with init, give the name of an architecture")
     place, file = _open(path)
     name, kwargs = _as_stated(file, name, kwargs)
     kind = next((key for key in ("state_dict_ema", "model_ema") if isinstance(file.get(key), dict)), "state_dict")
@@ -48,8 +48,7 @@ def model_from_weights(
     # If the model has the file's number of classes, timm requires every tensor.
     of_file = num_classes if classifier is None else 0 if head is None else len(head)
     overlay = {"state_dict": dict(weights), "num_classes": of_file}
-    config = file.get("config")
-    size = (config.get("model_kwargs") or {}).get("img_size") if isinstance(config, dict) else None
+    size = file.get("config", {}).get("model_kwargs", {}).get("img_size")
     if size is not None and cfg.fixed_input_size:
         # timm takes this size of the file's position embedding for the model's, too, unless img_size is given.
         overlay["input_size"] = (3, *(size if isinstance(size, (list, tuple)) else (size, size)))

@@ -89,7 +89,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
 
 def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet, int, dict[str, list[str] | None]]:
     """Finds the splits to train and to evaluate on, the number of classes, and the "class_names" and "display_names",
-    each None unless every class has one."""
+    each None if there are none; later classes of `num_classes` may lack one."""
     if cfg.data is None:
         raise UserError("no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and val/...")
     if cfg.data == DIGITS:
@@ -113,7 +113,7 @@ def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet
     if num_classes is None:
         raise UserError(f"the shards in {place} do not say how many classes they have: give --num-classes")
     found = {"class_names": train.class_names, "display_names": train.display_names}
-    names = {key: list(words) if words and len(words) == num_classes else None for key, words in found.items()}
+    names = {key: list(words) if words and len(words) <= num_classes else None for key, words in found.items()}
     return train, val, num_classes, names
 
 
@@ -145,6 +145,8 @@ def build_model(
         elif cfg.init:
             model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
             accelerator.print(f"init    {loaded}")
+        elif ":" in cfg.model:  # without its weights, of which the name speaks
+            raise UserError(f"model is {cfg.model}: give it as --init, and the name of its architecture as --model")
         else:
             model = create_model(cfg.model, **kwargs)
     except UserError as error:
@@ -227,7 +229,7 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
     if cfg.opt_betas:
         options["betas"] = tuple(cfg.opt_betas)
     with bad_input(f"opt={cfg.opt}"):
-        info = get_optimizer_info(cfg.opt.lower().removeprefix("lookahead_"))
+        info = get_optimizer_info(cfg.opt.removeprefix("lookahead_"))
         if cfg.opt_betas and not info.has_betas:  # timm would drop them without a word
             raise UserError(f"it has no betas; leave opt_betas={cfg.opt_betas} out, as by `--opt-betas none`")
         if info.second_order:
@@ -243,8 +245,7 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
 
     The settings stay those of `cfg`, which may have changed.
     """
-    if checkpoint["config"]["opt"] != cfg.opt:
-        before = checkpoint["config"]["opt"]
+    if (before := checkpoint["config"]["opt"].lower()) != cfg.opt:
         raise UserError(
             f"opt is {cfg.opt!r}, but {cfg.resume} has the moments of {before!r}: give --opt {before}, or begin "
             f"a new run with --init {cfg.resume}"
@@ -261,7 +262,8 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
         for key, value in values.items() if isinstance(one, DTensor) else ():
             if torch.is_tensor(value) and value.shape == one.shape:
                 values[key] = distribute_tensor(value.to(one.device), one.device_mesh, one.placements)
-    with bad_input(f"resuming with weight_decay={cfg.weight_decay}"):  # 0 makes one group of parameters instead of two
+    # Weight decay and layer decay decide on the groups of parameters.
+    with bad_input(f"resuming with weight_decay={cfg.weight_decay} and layer_decay={cfg.layer_decay}"):
         optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
 
 

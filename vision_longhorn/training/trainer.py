@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 from timm.models import get_model_args
 from tqdm import tqdm
 
@@ -64,6 +64,7 @@ class Trainer:
         # The processes, and the run's folder
         run_dir = Path(cfg.run_dir or f"runs/{name}-{self.started}")
         self.accelerator = accelerator = setup.start_processes(cfg, run_dir)
+        self.started, run_dir = broadcast_object_list([self.started, run_dir])  # another may have started later
         self.say, self.device = accelerator.print, accelerator.device
         for note in cfg.notes:
             self.say(f"Note: {note}.")

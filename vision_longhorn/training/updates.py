@@ -28,9 +28,10 @@ class UpdateMonitor:
 
     Attributes:
         stop: A signal that one of the processes has received, or 0.
-        state: What a checkpoint keeps of the curves that are still to be written: sum and number of the losses, all
-            skipped updates, those ("bad") since the last good one, and the latest entry's "train_loss", "lr" and
-            "images_per_s" ("last"). Call `read_all` first.
+        state: What a checkpoint keeps of the curves that are still to be written: sum and number of the losses since
+            the latest entry, all skipped updates, those ("bad") since the last good one, of the "epoch" so far the sum
+            and number of losses, the seconds and their images, and its "train_loss", "lr" and "images_per_s" at the
+            latest entry ("last"). Call `read_all` first.
     """
 
     def __init__(self, folder: Any, signals: Any, images: int, updates_per_epoch: int, say: Any = None) -> None:
@@ -40,7 +41,7 @@ class UpdateMonitor:
         self.log_interval = folder.cfg.log_interval
         self.max_bad_steps = min(folder.cfg.max_bad_steps, updates_per_epoch)
         self.stop = 0
-        self.state: dict[str, Any] = dict(loss_sum=0.0, losses=0, skipped=0, bad=[], last={})
+        self.state: dict[str, Any] = dict(loss_sum=0.0, losses=0, skipped=0, bad=[], epoch=[0.0, 0, 0.0, 0], last={})
         self.bad_places: list[Any] = []  # of this process's samples in the bad updates; no checkpoint keeps them
         # For the update in progress: begin and end of each wait for a batch, and the places of its samples
         self.waits: list[tuple[Any, Any]] = []
@@ -50,7 +51,7 @@ class UpdateMonitor:
 
     def load(self, state: dict[str, Any]) -> None:
         """Goes on from the `state` in a checkpoint."""
-        self.state = {**state, "bad": [{**bad, "before_resuming": True} for bad in state["bad"]]}
+        self.state = {**self.state, **state, "bad": [{**bad, "before_resuming": True} for bad in state["bad"]]}
         self.bad_places = [None] * len(state["bad"])
 
     def start_clock(self) -> None:
@@ -119,7 +120,10 @@ class UpdateMonitor:
             scalars = dict(loss=loss, lr=lr, images_per_s=rate, grad_norm=grad_norm, skipped=state["skipped"])
             scalars.update(epoch=number / self.updates_per_epoch, data_wait=self.waited / seconds, **self._memory())
             self.folder.add({f"train/{tag}": value for tag, value in scalars.items()}, number)
-        state.update(loss_sum=0.0, losses=0, last={"train_loss": loss, "lr": lr, "images_per_s": rate})
+        entry = state["loss_sum"], state["losses"], seconds, self.updates * self.images
+        total, losses, seconds, images = whole = [a + b for a, b in zip(state["epoch"], entry, strict=True)]
+        last = {"train_loss": total / losses if losses else math.nan, "lr": lr, "images_per_s": images / seconds}
+        state.update(loss_sum=0.0, losses=0, last=last, epoch=whole if done else [0.0, 0, 0.0, 0])
         self.since, self.updates, self.waited = end, 0, 0.0
 
     def _memory(self) -> dict[str, float]:
