@@ -45,6 +45,7 @@ from vision_longhorn.command_line import parser
 from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import open_shards, train_loader
 from vision_longhorn.devices import make_accelerator
+from vision_longhorn.plots import read_scalars
 from vision_longhorn.signals import StopSignals
 from vision_longhorn.training import trainer, updates
 from vision_longhorn.training.config import Config
@@ -407,6 +408,15 @@ def quick(folder, arguments, *more):
         *arguments, "--run-dir", str(folder), "--epochs", "1", "--batch-size", "32",
         "--checkpoint-interval", "1", "--keep-checkpoints", "9", "--log-interval", "1", *more,
     ])  # fmt: skip
+
+
+def test_curves_and_checkpoints_go_on_where_the_batches_have_grown(tmp_path, arguments):
+    folder = tmp_path / "run"
+    train_imagenet.main([*arguments, "--run-dir", str(folder), "--batch-size", "32", "--epochs", "1"])  # 4 updates
+    train_imagenet.main(["--resume", str(folder), "--batch-size", "64", "--epochs", "3"])  # 2 in each of 2 epochs
+    assert list(scalars(folder)["accuracy/top1"]) == [4, 6, 8]
+    assert read_scalars(folder)["accuracy/top1"][0].tolist() == [1, 2, 3]
+    assert sorted(file.name for file in folder.glob("update-*.pt")) == ["update-0000006.pt", "update-0000008.pt"]
 
 
 @pytest.mark.parametrize(

@@ -47,12 +47,13 @@ class Run:
         """Saves a checkpoint as update-NUMBER.pt, of which `keep` stay, as last.pt, and perhaps as best.pt."""
         from vision_longhorn.checkpoint import save_checkpoint  # imports torch, for which --help need not wait
 
-        newest = self.path / f"update-{state['updates']:07d}.pt"
+        last = state["updates"] + state.get("step_shift", 0)
+        newest = self.path / f"update-{last:07d}.pt"
         save_checkpoint(newest, state)
         for name in (self.best, self.last) if is_best else (self.last,):  # best.pt first, in case a kill comes between
             second_name(newest, name)
         # By number, as clocks may be set back. Checkpoints after this one are from before the run went back to it.
-        earlier = [file for number, file in self.checkpoints().items() if number < state["updates"]]
+        earlier = [file for number, file in self.checkpoints().items() if number < last]
         for file in earlier[: max(0, len(earlier) + 1 - keep)]:
             file.unlink()
 

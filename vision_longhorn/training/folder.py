@@ -27,6 +27,10 @@ class RunFolder:
 
     All processes have one; only the first writes. The end of `held` closes the curves and unlocks the folder.
 
+    Attributes:
+        step_shift: What curves and names of checkpoints count beyond the updates, so that they never go back where a
+            run has gone on with larger batches, and so with fewer updates.
+
     Raises:
         UserError: Where the folder holds another run, or another process writes to it.
     """
@@ -35,6 +39,7 @@ class RunFolder:
         self.run, self.path = Run(path), path
         self.cfg, self.accelerator, self.held = cfg, accelerator, held
         self.checkpoint = Path(cfg.resume) if cfg.resume and Path(cfg.resume).exists() else None
+        self.step_shift = 0
         self.lock: TextIO | None = None
         self.writer: SummaryWriter | None = None  # from `open` on, in the first process
         str(path).encode()  # fails here if it is not UTF-8; TensorBoard would fail after the folder has been made
@@ -70,7 +75,7 @@ class RunFolder:
         write_text(self.run.environment_file, json.dumps({**describe_environment(), **facts}, indent=2) + "\n")
         config = yaml.safe_dump(self.cfg.values(), sort_keys=False)
         write_text(self.run.config_file, config)
-        hidden = updates + 1 if self.checkpoint else None
+        hidden = updates + self.step_shift + 1 if self.checkpoint else None
         keep_order(self.run)
         self.writer = self.held.enter_context(SummaryWriter(self.path, purge_step=hidden))
         self.writer.add_text("config", f"```yaml\n{config}```")
@@ -85,8 +90,8 @@ class RunFolder:
         """Adds numbers to the curves, by tag, at the update `step`."""
         if self.writer:
             for tag, value in scalars.items():
-                self.writer.add_scalar(tag, value, step)
-            self.accelerator.log(scalars, step)
+                self.writer.add_scalar(tag, value, step + self.step_shift)
+            self.accelerator.log(scalars, step + self.step_shift)
 
     def add_results(self, results: dict[str, dict[str, float]], step: int) -> None:
         """Adds the results of an evaluation, "val" of the raw weights and "val_ema" of averaged ones."""

@@ -231,6 +231,7 @@ class Trainer:
             facts=self.facts(),
             epoch=self.epoch,
             updates=self.updates,
+            step_shift=self.folder.step_shift,
             watch=self.monitor.state,
             state_dict=whole(self.model.state_dict(), keep),
             optimizer=whole(self.optimizer.state_dict(), keep),
@@ -256,6 +257,7 @@ class Trainer:
         before = state["facts"]["updates_per_epoch"]
         done = (state["updates"] - self.epoch * before) * self.updates_per_epoch // before
         self.updates = self.epoch * self.updates_per_epoch + done
+        self.folder.step_shift = max(0, state["updates"] + state.get("step_shift", 0) - self.updates)
 
     def resume(self, checkpoint: dict[str, Any]) -> None:
         """Goes on where the checkpoint stopped, and says what has changed since."""
