@@ -59,7 +59,7 @@ class GatedAttention(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise as the projections of `BidirectionalMixer`."""
         self.in_proj.reset_parameters()
-        nn.init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        self.out_proj.reset_parameters()
         self.out_proj.weight.data.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class GatedConv(nn.Module):
         bound = 1 / self.conv_weight.shape[-1]
         nn.init.uniform_(self.conv_weight, -bound, bound)
         nn.init.uniform_(self.conv_bias, -bound, bound)
-        nn.init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        self.out_proj.reset_parameters()
         self.out_proj.weight.data.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor, rows: int) -> Tensor:

@@ -173,7 +173,7 @@ class Mamba2Mixer(nn.Module):
         get_rule("mamba").reset_bias(self.dt_bias)
         self.A_log.uniform_(1, 16).log_()
         nn.init.ones_(self.D)
-        nn.init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        self.out_proj.reset_parameters()
         self.out_proj.weight.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor, rows: int = 0) -> Tensor:

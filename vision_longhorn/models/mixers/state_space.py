@@ -199,7 +199,7 @@ class BidirectionalMixer(nn.Module):
         nn.init.ones_(self.D)
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
-        nn.init.kaiming_uniform_(self.out_proj.weight, a=math.sqrt(5))
+        self.out_proj.reset_parameters()
         self.out_proj.weight.div_(math.sqrt(self.residual_layers))
 
     def forward(self, h: Tensor, rows: int = 0) -> Tensor:
