@@ -767,7 +767,7 @@ def test_the_best_epoch_is_known_after_a_stop():
         made.optimizer = torch.optim.SGD(made.model.parameters(), lr=0.1)
         made.accelerator = SimpleNamespace(scaler=None, is_main_process=True)
         made.monitor = SimpleNamespace(state={}, load=lambda state: None)
-        made.num_classes, made.names = 2, {}
+        made.num_classes, made.names, made.folder = 2, {}, SimpleNamespace(step_shift=0)
         made.facts = lambda: {"updates_per_epoch": 4}
         made.updates_per_epoch, made.epoch, made.updates = 4, 0, 0
         made.best, made.history, made.started = -1.0, [], "now"
