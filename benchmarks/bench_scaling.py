@@ -64,7 +64,7 @@ def work(args: argparse.Namespace) -> None:
         shard(accelerator, model, compress_gradients=cfg.compress_gradients)
     optimizer = setup.build_optimizer(cfg, model, cfg.lr)
     net = setup.wrap(cfg, model, optimizer, size, accelerator).train()
-    step = TrainStep(accelerator, model, net, F.cross_entropy, optimizer)
+    step = TrainStep(accelerator, model, net, F.cross_entropy, optimizer, compress=cfg.compress_gradients)
     images = torch.randn(args.batch, *size, device=device)
     labels = torch.randint(CLASSES, (args.batch,), device=device)
 

@@ -61,7 +61,7 @@ def _make_update(cfg: Config, accelerator: Accelerator) -> Callable[[], Any]:
     images = torch.randn(cfg.batch_size, 3, side, side, device=accelerator.device)
     labels = torch.randint(classes, (cfg.batch_size,), device=accelerator.device)
     net = setup.wrap(cfg, model, optimizer, images.shape[1:], accelerator).train()
-    step = TrainStep(accelerator, model, net, criterion, optimizer, ema, cfg.clip_grad)
+    step = TrainStep(accelerator, model, net, criterion, optimizer, ema, cfg.clip_grad, cfg.compress_gradients)
     # Mixing overwrites the images, so that they would fade over the updates.
     make = (lambda: mixup(images.clone(), labels)) if mixup else (lambda: (images, labels))
     return lambda: step(make() for _ in range(cfg.grad_accum))

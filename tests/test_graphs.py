@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import timm
 import torch
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs
 from test_resume import PROCESSES, server  # noqa: F401  (the latter is a fixture)
 from torch import nn
 
@@ -105,12 +106,14 @@ def test_a_model_that_waits_for_the_gpu_is_refused():
     torch.multiprocessing.spawn(refuse_what_waits_for_the_gpu, nprocs=1)
 
 
-def gradients_of_an_update(rank, port):
+def gradients_of_an_update(rank, port, compress):
     """In each of two processes: an update of two passes, with and without a wrapper that averages gradients."""
     place = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     os.environ.update({key: str(value) for key, value in place.items()}, ACCELERATE_USE_CPU="true")
     torch.set_num_threads(1)
-    accelerator = make_accelerator("cpu", "fp32", grad_accum=2)
+    hook = DDPCommunicationHookType.BF16 if compress else DDPCommunicationHookType.NO
+    ddp = DistributedDataParallelKwargs(comm_hook=hook)
+    accelerator = make_accelerator("cpu", "fp32", grad_accum=2, kwargs_handlers=[ddp])
     found = []
     for prepare in accelerator.prepare, lambda model: model:
         torch.manual_seed(0)
@@ -118,7 +121,8 @@ def gradients_of_an_update(rank, port):
         torch.manual_seed(1 + rank)
         batches = [(torch.randn(2, 3, 32, 32), torch.randint(3, (2,))) for _ in range(2)]
         optimizer = torch.optim.SGD(model.parameters())
-        step = TrainStep(accelerator, model, prepare(model), nn.functional.cross_entropy, optimizer)
+        loss = nn.functional.cross_entropy
+        step = TrainStep(accelerator, model, prepare(model), loss, optimizer, compress=compress)
         _, norm = step.gradients(batches)
         found.append({name: one.grad for name, one in model.named_parameters()} | {"norm": norm})
     wrapped, plain = found
@@ -128,11 +132,12 @@ def gradients_of_an_update(rank, port):
     os._exit(0)  # in torch 2.7, leaving gloo's group can hang
 
 
-def test_gradients_of_two_processes_are_averaged_without_a_wrapper_too():
+@pytest.mark.parametrize("compress", [False, True])
+def test_gradients_of_two_processes_are_averaged_without_a_wrapper_too(compress):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    processes = [PROCESSES.Process(target=gradients_of_an_update, args=(rank, port)) for rank in range(2)]
+    processes = [PROCESSES.Process(target=gradients_of_an_update, args=(rank, port, compress)) for rank in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -144,7 +149,7 @@ def test_gradients_of_two_processes_are_averaged_without_a_wrapper_too():
     "model, more, wrapper",
     [
         (nn.Linear(4, 4), {}, False),
-        (nn.Linear(4, 4), {"compress_gradients": True}, True),
+        (nn.Linear(4, 4), {"compress_gradients": True}, False),
         (nn.Linear(4, 4), {"cuda_graphs": False}, True),
         (nn.BatchNorm1d(4), {}, True),  # its buffers are the first process's
     ],

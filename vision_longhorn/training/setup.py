@@ -315,7 +315,7 @@ def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, a
         model.compile()
     # A graph gives all gradients at once, and `TrainStep` averages them in one exchange. DistributedDataParallel would
     # copy each by itself. What is sharded averages by itself. Both need autocast only.
-    at_once = graphs and not cfg.compress_gradients and not any(True for _ in model.buffers())
+    at_once = graphs and not any(True for _ in model.buffers())
     if at_once:
         broadcast([parameter.data for parameter in model.parameters()])
     if is_sharded(model) or at_once:

@@ -19,8 +19,8 @@ class TrainStep:
     """Forward and backward passes, clipping, then a step of the optimiser and of the averaged weights.
 
     `net` is `model` as it is called: wrapped for several processes, under autocast, compiled. Where no wrapper averages
-    the gradients over the processes, this does. `criterion` maps what `net` returns and the targets to the mean loss,
-    () float32. `clip_grad` is the largest norm of the gradient.
+    the gradients over the processes, this does, with `compress` in bfloat16. `criterion` maps what `net` returns and
+    the targets to the mean loss, () float32. `clip_grad` is the largest norm of the gradient.
     """
 
     def __init__(
@@ -32,9 +32,10 @@ class TrainStep:
         optimizer: torch.optim.Optimizer,
         ema: ModelEmaV3 | None = None,
         clip_grad: float | None = None,
+        compress: bool = False,
     ) -> None:
         self.accelerator, self.model, self.net, self.criterion = accelerator, model, net, criterion
-        self.optimizer, self.ema, self.clip_grad = optimizer, ema, clip_grad
+        self.optimizer, self.ema, self.clip_grad, self.compress = optimizer, ema, clip_grad, compress
         self.parameters = list(model.parameters())
         averaged = isinstance(net, DistributedDataParallel) or is_sharded(model)
         self.sums = accelerator.num_processes > 1 and not averaged
@@ -94,7 +95,10 @@ class TrainStep:
         torch._foreach_copy_(sums, list(grads.values()))
         if self.share == 1:
             flat /= self.accelerator.num_processes
-        torch.distributed.all_reduce(flat)
+        sent = flat.bfloat16() if self.compress else flat
+        torch.distributed.all_reduce(sent)
+        if self.compress:
+            flat.copy_(sent)
         for one, total in zip(grads, sums, strict=True):
             one.grad = total.to(one.dtype)
 

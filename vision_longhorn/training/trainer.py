@@ -108,7 +108,8 @@ class Trainer:
         self.scheduler.step_update(self.updates)
         self.describe()
         self.net = setup.wrap(cfg, self.model, self.optimizer, self.settings["input_size"], accelerator)
-        self.step = TrainStep(accelerator, self.model, self.net, criterion, self.optimizer, self.ema, cfg.clip_grad)
+        options: dict[str, Any] = dict(clip_grad=cfg.clip_grad, compress=cfg.compress_gradients)
+        self.step = TrainStep(accelerator, self.model, self.net, criterion, self.optimizer, self.ema, **options)
         self.progress = tqdm(
             initial=self.updates * self.global_batch,
             unit="img",
