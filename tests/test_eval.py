@@ -25,6 +25,7 @@ from test_train import (  # noqa: F401  (two are fixtures)
 
 import eval as eval_script
 import train_imagenet
+from vision_longhorn import hub
 from vision_longhorn.checkpoint import load_checkpoint, save_checkpoint
 from vision_longhorn.class_names import ClassMap, imagenet_names, match_classes, model_names, readable_names
 from vision_longhorn.command_line.parser import run_cli
@@ -198,6 +199,8 @@ def test_a_run_of_more_classes_than_its_data_has_a_report_and_predictions(run, t
     classes = table(tmp_path / "report" / "classes.csv")
     assert [row["class"] for row in classes] == [*names, "", ""] and [row["name"] for row in classes][10] == "class 10"
     assert len(table(tmp_path / "all.csv")) == 37
+    hub.main([str(file), str(tmp_path / "hub")])
+    assert json.loads((tmp_path / "hub/config.json").read_text())["label_names"] == [*names, "class 10", "class 11"]
 
 
 def test_only_classes_of_the_map_take_part():

@@ -111,13 +111,13 @@ def _public(place: str | None) -> str:
 
 def _labels(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """Return class names for timm's config.json: the data's, and readable ones beside them where they differ."""
-    names, shown = (
-        known if known and len(known) == checkpoint["num_classes"] else None for known in checkpoint_names(checkpoint)
-    )
-    words = readable_names(names, shown)
-    if not names or words == names:
-        return dict(label_names=words) if words else {}
-    return dict(label_names=names, label_descriptions=dict(zip(names, words)))
+    classes = checkpoint["num_classes"]
+    names, shown = (known if known and len(known) <= classes else None for known in checkpoint_names(checkpoint))
+    if not names and not shown:
+        return {}
+    words = readable_names(names, shown, classes)
+    names = [*names, *words[len(names) :]] if names else words  # timm wants a name for each class
+    return dict(label_names=names) | ({} if words == names else dict(label_descriptions=dict(zip(names, words))))
 
 
 def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str], license: str | None = None) -> None:
