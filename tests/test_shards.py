@@ -707,7 +707,7 @@ def test_folders_without_an_index_or_samples(tmp_path):
         with pytest.raises(DataError, match=f"empty {words}"):
             maker.main([command, str(tmp_path / "empty")])
     write_tar(tmp_path / "train-0.tar", [("no-ending", b"x")])
-    with pytest.raises(DataError, match="has no index; `python -m vision_longhorn.shards index .*` writes it"):
+    with pytest.raises(DataError, match="has no index; `vision-longhorn shards index .*` writes it"):
         maker.main(["verify", str(tmp_path)])
     with pytest.raises(DataError, match="holds no shards with samples"):
         maker.main(["index", str(tmp_path)])

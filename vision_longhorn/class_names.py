@@ -113,7 +113,7 @@ def match_classes(
         return ClassMap([column[data_names[i]] for i in classes], classes, targets), ""
     unknown = [whose for whose, known in ((model, names), (data, data_names)) if not known]
     text = f"the class names of {' and '.join(unknown)} are unknown"
-    remedy = "`python -m vision_longhorn.shards index DIR --classes FILE` gives data their names"
+    remedy = "`vision-longhorn shards index DIR --classes FILE` gives data their names"
     if by_name:
         raise UserError(f"{text}, and --map-classes goes by them: {remedy}")
     if data_classes is None:

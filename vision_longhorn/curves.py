@@ -1,6 +1,6 @@
 """Draws accuracy, loss and learning rate of one or several runs, from their TensorBoard events, as one PNG.
 
-python -m vision_longhorn.curves runs/A runs/B --out curves.png
+vision-longhorn curves runs/A runs/B --out curves.png
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Models for other runtimes: exported programs, packages of AOTInductor, ONNX, and folders for timm and the hub.
 
-    python -m vision_longhorn.export runs/NAME/best.pt model.onnx
-    python -m vision_longhorn.export runs/NAME/best.pt FOLDER
-    python -m vision_longhorn.export vim_tiny model.pt2 --pretrained --device cuda
+    vision-longhorn export runs/NAME/best.pt model.onnx
+    vision-longhorn export runs/NAME/best.pt FOLDER
+    vision-longhorn export vim_tiny model.pt2 --pretrained --device cuda
 
 docs/export.md says what each of them needs where it is loaded.
 """
@@ -226,7 +226,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", help="the device that a .pt2 is for [cpu]")
     parser.add_argument("--pretrained", action="store_true", help="with a name: timm's pretrained weights")
     parser.add_argument("--model-kwargs", nargs="+", metavar="KEY=VALUE", help="arguments of the model")
-    parser.add_argument("--license", metavar="ID", help="with a folder: as `python -m vision_longhorn.hub` takes it")
+    parser.add_argument("--license", metavar="ID", help="with a folder: as `vision-longhorn hub` takes it")
     args = parser.parse_args(argv)
     given, target = Path(args.model), Path(args.target)
     args.kind = "folder" if args.target.endswith(("/", os.sep)) or not target.suffix else target.suffix

@@ -1,6 +1,6 @@
 """Writes a training run as a model folder in the Hugging Face hub's layout, with a model card.
 
-    python -m vision_longhorn.hub runs/NAME/best.pt FOLDER      # timm.create_model("local-dir:FOLDER", ...)
+    vision-longhorn hub runs/NAME/best.pt FOLDER      # timm.create_model("local-dir:FOLDER", ...)
     hf upload USER/MODEL FOLDER                                 # timm.create_model("hf-hub:USER/MODEL", ...)
 
 timm's `save_for_hf` does the work. This module adds the run's own class names, the card, and what transformers needs in

@@ -1,6 +1,6 @@
 """Draws maps over an image: how much each token makes a model's states forget, and how strongly it writes to them.
 
-    python -m vision_longhorn.maps runs/NAME/best.pt IMAGE --out maps.png
+    vision-longhorn maps runs/NAME/best.pt IMAGE --out maps.png
 
 In Python, the functions are those of `vision_longhorn.evaluation.maps`, under the same names.
 """

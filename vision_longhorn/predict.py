@@ -1,8 +1,8 @@
 """Predicts the most probable classes of images, with a run, a model folder or a pretrained timm model.
 
-    python -m vision_longhorn.predict runs/NAME IMAGES...                  # files and folders
-    python -m vision_longhorn.predict --model resnet50 --pretrained photos --out photos.csv
-    find . -name '*.jpg' | python -m vision_longhorn.predict runs/NAME - --format json
+    vision-longhorn predict runs/NAME IMAGES...                  # files and folders
+    vision-longhorn predict --model resnet50 --pretrained photos --out photos.csv
+    find . -name '*.jpg' | vision-longhorn predict runs/NAME - --format json
 
 Images go through the transform with which the model is evaluated.
 """

@@ -1,4 +1,4 @@
-"""Make, check and index shards: `python -m vision_longhorn.shards --help`.
+"""Make, check and index shards: `vision-longhorn shards --help`.
 
 In Python, the functions are those of `vision_longhorn.data.sharding`, which this module has under the same names.
 """

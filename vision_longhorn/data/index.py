@@ -36,7 +36,7 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, Any] | None:
             why = str(error) if isinstance(error, DataError) else f"it is not JSON in UTF-8: {one_line(error)}"
             raise DataError(
                 f"{path} is not an index of shards ({why}); repair it, or remove it and write a new one with "
-                f"`python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}`"
+                f"`vision-longhorn shards index {shlex.quote(os.fspath(directory))}`"
             ) from None
         return index
     return None

@@ -199,7 +199,7 @@ def _count_samples(spec: str, found: ShardSet, num_samples: int | None) -> int:
     if num_samples is None:
         raise DataError(
             f"the number of samples in {spec!r} ({found.split}) is unknown; give num_samples, or write the index of a "
-            "local folder with `python -m vision_longhorn.shards index FOLDER`"
+            "local folder with `vision-longhorn shards index FOLDER`"
         )
     if num_samples < 1:
         raise DataError(f"num_samples={num_samples} for {spec!r}; it must be at least 1")

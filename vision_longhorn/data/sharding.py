@@ -1,4 +1,4 @@
-"""Makes, checks and indexes shards: what the commands of `python -m vision_longhorn.shards` do."""
+"""Makes, checks and indexes shards: what the commands of `vision-longhorn shards` do."""
 
 import concurrent.futures
 import filecmp
@@ -234,7 +234,7 @@ def verify(directory: str | os.PathLike[str], full: bool = False) -> list[str]:
     index = read_index(directory)
     if index is None:
         find_shards(directory)  # raises if it is no folder
-        command = f"python -m vision_longhorn.shards index {shlex.quote(os.fspath(directory))}"
+        command = f"vision-longhorn shards index {shlex.quote(os.fspath(directory))}"
         raise DataError(f"{directory} has no index; `{command}` writes it")
     problems = [] if index["splits"] else [f"the index of {directory} names no shards"]
 
