@@ -19,7 +19,7 @@ from vision_longhorn.models.backbone import CLASS_TOKENS, SCAN_ORDERS
 from vision_longhorn.models.mixers import MIXERS
 from vision_longhorn.models.mixers.state_space import BETAS, CONVS, WIRINGS
 from vision_longhorn.models.patch_embed import STEMS
-from vision_longhorn.settings import parse_pairs
+from vision_longhorn.settings import coerce, parse_pairs
 from vision_longhorn.train import load_config
 from vision_longhorn.training.config import CONFIGS, Config, config_names
 
@@ -47,6 +47,9 @@ def test_no_config_and_no_data_is_the_demo():
 def test_none_empties_a_list_and_the_case_of_an_optimisers_name_is_timms():
     config, _ = load_config(["--config", "own_data", "--data", "DIR", "--opt", "SGD", "--opt-betas", "none"])
     assert (config.opt, config.opt_betas) == ("sgd", None)
+    for kind in int, bool, float | None:
+        with pytest.raises(UserError, match="epochs is"):
+            coerce("epochs", ["3"], kind)
 
 
 def test_data_without_config_takes_the_defaults_and_not_the_demo():

@@ -59,6 +59,7 @@ def test_a_run_that_began_under_former_names_of_curves_is_read_as_one(tmp_path):
 
 def test_dollars_in_the_name_of_a_run_are_no_formula(tmp_path):
     plots.plot_runs([write_run(tmp_path / "a$b^$", 10, averaged=False)], tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").exists()
 
 
 def test_several_runs_make_one_png(tmp_path):

@@ -10,4 +10,4 @@ def cores() -> int:
 
 def share_of_cores(most: int) -> int:
     """Counts the cores for each process that a launcher started on this machine: 1 to `most`."""
-    return max(1, min(most, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+    return max(1, min(most, cores() // int(os.environ.get("LOCAL_WORLD_SIZE") or 1)))

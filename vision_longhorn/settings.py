@@ -131,10 +131,9 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
     YAML 1.1 takes 1e-3 for a string, so strings may be numbers.
     """
     inner = without_none(kind)
-    only = value[0] if isinstance(value, list) and len(value) == 1 else value  # `--mean none` is a list
-    word = only.strip().lower() if isinstance(only, str) else value
+    word = value.strip().lower() if isinstance(value, str) else value
     with contextlib.suppress(TypeError, ValueError, OverflowError):
-        if inner is not kind and word in (None, "none", "null", ""):
+        if inner is not kind and word in (None, "none", "null", "", ["none"]):  # `--mean none` gives a list
             return None
         if inner is str and isinstance(value, str):
             return value
