@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint, or any timm model, on image shards: prints top-1, top-5, loss and count, and saves JSON."""
+"""Evaluates a checkpoint, or any timm model, on images: prints top-1, top-5, loss and count, and saves JSON."""
 
 import argparse
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads and checks the command line."""
     parser = Parser(description=str(__doc__).splitlines()[0])
-    source = "a run's folder (then best.pt) or file, or a state dict with --model, or a folder in the hub's layout"
+    source = "a run's folder (its best.pt) or checkpoint, a model folder, or with --model a file of bare weights"
     parser.add_argument("run", metavar="RUN", nargs="?", help=source)
     parser.add_argument("--checkpoint", metavar="RUN", help="another way to give RUN")
     weights = parser.add_mutually_exclusive_group()
-    weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [where there are]")
+    weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [if any]")
     weights.add_argument("--raw", dest="ema", action="store_false", default=None, help="weights as trained")
     parser.add_argument("--model", help="timm name [the checkpoint's]")
     parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="[the checkpoint's]")
@@ -37,7 +37,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", help="folder of shards or of images, pattern or URL, or 'digits' [the checkpoint's]")
     parser.add_argument("--split", help="[the checkpoint's, or val]")
     parser.add_argument("--samples", type=COUNT, help="size of the split, for shards without an index")
-    pipe = "run the command of --data pipe:COMMAND, or of the checkpoint's data, which prints shards"
+    pipe = "run the shell command in --data pipe:COMMAND, or in the checkpoint's data"
     parser.add_argument("--allow-pipe", action="store_true", help=pipe)
     parser.add_argument("--num-classes", type=COUNT, help="[the checkpoint's]")
     paired = "data with other classes: evaluate those that model and data both have, paired by name"

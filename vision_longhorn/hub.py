@@ -29,7 +29,7 @@ USAGE = """`import vision_longhorn` makes timm know the architecture.
 import timm, torch, vision_longhorn
 from PIL import Image
 
-model = timm.create_model("{source}", pretrained=True).eval()    # of the hub: "hf-hub:USER/MODEL"
+model = timm.create_model("{source}", pretrained=True).eval()    # on the hub: "hf-hub:USER/MODEL"
 transform = timm.data.create_transform(**timm.data.resolve_data_config(model=model))
 with torch.no_grad():
     scores = model(transform(Image.open("image.png").convert("RGB"))[None])   # (1, {num_classes})

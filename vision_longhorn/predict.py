@@ -37,13 +37,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "images",
         metavar="MODEL IMAGES",
         nargs="*",
-        help="a run's folder (then best.pt), a checkpoint "
-        "of it, or a folder in the hub's layout, if there is no --model; and image files, folders of "
-        "them, or - for paths from standard input, one a line",
+        help="MODEL, unless --model names one: a run's "
+        "folder (its best.pt), checkpoint or a model folder; IMAGES: files, folders, or - for "
+        "paths from standard input, one a line",
     )
     parser.add_argument("--model", help="timm name, hf-hub:USER/MODEL or local-dir:FOLDER, with its pretrained weights")
     parser.add_argument(
-        "--pretrained", action="store_true", help="as in eval.py; --model always means these weights here"
+        "--pretrained", action="store_true", help="implied: --model always takes timm's pretrained weights here"
     )
     parser.add_argument("--top-k", type=COUNT, default=5, help="classes to name for each image [5]")
     parser.add_argument("--format", choices=FORMATS, help="[by the ending of --out, else text]")

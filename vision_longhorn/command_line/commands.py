@@ -11,12 +11,12 @@ from vision_longhorn.command_line.parser import Parser, run_cli
 COMMANDS = {
     "train": "train on shards or a folder of images",
     "eval": "evaluate a checkpoint, or any timm model",
-    "predict": "images to class names",
+    "predict": "classify images",
     "shards": "make, check and index shards",
     "curves": "draw the curves of runs",
-    "export": "a run as ONNX, AOTInductor package or model folder",
-    "hub": "a run as a model folder for timm and the Hugging Face hub",
-    "maps": "what a model's states forget and write, as pictures",
+    "export": "write a model as ONNX, .pt2 or model folder",
+    "hub": "write a run as a model folder for timm and the hub",
+    "maps": "draw what a model's states forget and write",
 }
 
 

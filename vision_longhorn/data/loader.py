@@ -36,7 +36,7 @@ def train_loader(
     max_bad_samples: float = 0,
     keys: bool = False,
 ) -> "Loader":
-    """Make a loader of batches to train on. Each epoch has a new order of shards and samples, fixed by (seed, epoch).
+    """Make a loader of batches to train on. Each epoch has a new order, fixed by seed, epoch, batch, ranks and workers.
 
     An epoch has `num_samples // (batch_size * world_size)` batches on each rank. No sample comes twice in an epoch,
     except for the few that a worker borrows from the next epoch when its own share is too small.

@@ -17,8 +17,8 @@ _GIB = 2**30
 def keep_in_memory(shards: ShardSet, num_workers: int = 0) -> ShardSet:
     """Decode all images and keep them, three bytes a pixel. Passes over the result give the same samples, to the bit.
 
-    Images that cannot be decoded are kept as files, so each pass raises their errors. So are pictures with a colour
-    profile, since the crop decides whether it is applied before or after resampling. A shard that cannot be read to its
+    Images that cannot be decoded stay files, so each pass raises their errors. Pictures with a colour profile stay
+    files, since the crop decides whether it is applied before or after resampling. A shard that cannot be read to its
     end is not kept: each pass reads it again. On Linux a loader's workers share the pixels; elsewhere each has a copy.
 
     Args:

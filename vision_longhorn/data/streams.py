@@ -172,7 +172,7 @@ class EvalStream(Stream):
 
 
 class TrainStream(Stream):
-    """An epoch of full batches, in an order fixed by seed and epoch."""
+    """An epoch of full batches, in the order that `train_loader` fixes."""
 
     def __init__(self, *args: Any, seed: int, repeats: int, shuffle_buffer: int) -> None:
         super().__init__(*args)

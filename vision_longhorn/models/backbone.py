@@ -44,7 +44,7 @@ class Block(nn.Module):
         drop_path: probability of leaving the mixer out for a sample, and likewise the MLP.
         eps: added to the mean square in the norm.
         mixer: name of the mixer, or what makes it, see `vision_longhorn.models.mixers`.
-        reads_columns: give the mixer the patches, which come in row by row, column by column.
+        reads_columns: give the mixer the patches column by column; they come in row by row.
         class_token: its place among the tokens, "middle", "first", "last" or "none".
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mlp_ratio: inner width of the MLP over `dim`; 0 for no MLP.
@@ -133,7 +133,7 @@ class VisionLonghorn(nn.Module):
     Args:
         img_size: height and width of the images, or one number for both.
         patch_size: side of a patch in pixels; a border that does not fill a patch is left out.
-        patch_stride: pixels from one patch to the next; `patch_size` if None, and patches that overlap if less.
+        patch_stride: pixels from one patch to the next; `patch_size` if None. With less, patches overlap.
         in_chans: channels of the images.
         num_classes: outputs of the head; 0 leaves it out.
         global_pool: "token" (the class token's output), "avg" or "max" over the patches, or "" for all tokens.
@@ -242,8 +242,8 @@ class VisionLonghorn(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, needs_reset: bool = True) -> None:
-        """Initialise as ViM does, and a stem of convolutions as torch does. Blocks, norm and such a stem, which did so
-        when built, do it again only if `needs_reset`."""
+        """Initialise as ViM does, and a stem of convolutions as torch does. With `needs_reset` also blocks, norm and
+        such a stem, which are initialised when built."""
         if needs_reset:
             for part in (*self.blocks, self.norm):
                 reset_mixer(part)
@@ -402,8 +402,8 @@ class VisionLonghorn(nn.Module):
             The list of intermediates, or (final features, intermediates).
 
         Raises:
-            ValueError: `output_fmt` is another.
-            AssertionError: an index is that of no block (timm's error).
+            ValueError: `output_fmt` is not known.
+            AssertionError: no block has such an index (timm's error).
         """
         check_option("output_fmt", output_fmt, ("NCHW", "NLC"))
         take, last = feature_take_indices(len(self.blocks), indices)

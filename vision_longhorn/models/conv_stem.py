@@ -11,7 +11,7 @@ from torch import Tensor, nn
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
     """Convolve images (B, C, H, W) with windows (dim, C, 2 n + 1, 2 n + 1) every n pixels, to (B, dim, H / n, W / n).
 
-    n x n pixels become one place with n * n * C channels, of which 3 x 3 hold a window. Channels of zeros make them a
+    n x n pixels become one place with n * n * C channels; 3 x 3 places hold a window. Channels of zeros make them a
     multiple of 8. With three channels in bfloat16, cuDNN's own convolution takes as long as a block.
     """
     dim, C, side, _ = weight.shape

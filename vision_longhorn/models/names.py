@@ -61,7 +61,7 @@ OLD_NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "vim_small_cross": ("vim_small", _POOLED),
     "vim_base_cross": ("vim_base", _POOLED),
 }
-# Names that meant another model in version 0.1, whose files state no arguments of names: what that model is called now
+# Names that meant another model in version 0.1, whose files state no arguments, and what that model is called now
 RENAMED = {
     "vlonghorn_tiny": "vlonghorn_tiny_paper",
     "vlonghorn_small": "vlonghorn_small_paper",

@@ -36,8 +36,8 @@ class Config(Settings):
     model: str = option("vlonghorn_tiny", "timm's name of the model, such as vlonghorn_* and vim_*", group="model")
     model_kwargs: dict = option(
         {},
-        "arguments of the model, KEY=VALUE ..., added to the file's; KEY=none takes one away, but class_token and gate "
-        "have a value of this name",
+        "arguments of the model, KEY=VALUE ..., added to the config's; KEY=none removes one (for class_token and gate, "
+        "none is a value)",
     )
     drop_path: float = option(0.0, "stochastic depth rate", BELOW_ONE)
     init: str | None = option(
@@ -82,7 +82,7 @@ class Config(Settings):
     )
     interpolation: str = option(
         "bicubic",
-        "resampling; random draws bilinear or bicubic in training, and evaluates by bilinear",
+        "resampling; random: by chance bilinear or bicubic in training, bilinear in evaluation",
         ("bilinear", "bicubic", "nearest", "lanczos", "random"),
     )
     crop_pct: float = option(0.875, "evaluation crop, as a fraction of the resized image", FRACTION)
@@ -91,16 +91,16 @@ class Config(Settings):
     )
     ratio: list[float] = option([0.75, 1.3333], "aspect ratio of the random resized crop", POSITIVE, lengths=(2,))
     crop_padding: int | None = option(
-        None, "pad the image by so many black pixels, then crop to its size; scale and ratio are not used then", WHOLE
+        None, "pad by so many black pixels, then crop to the input size; scale and ratio are then unused", WHOLE
     )
     hflip: float = option(0.5, "probability of a horizontal flip", SHARE)
-    color_jitter: float | None = option(0.3, "strength of colour jitter; auto_augment takes its place", NOT_NEGATIVE)
+    color_jitter: float | None = option(0.3, "strength of colour jitter; unused with auto_augment", NOT_NEGATIVE)
     auto_augment: str | None = option(
         "rand-m9-mstd0.5-inc1", "timm's policy, such as RandAugment's; cifar10 is AutoAugment's for CIFAR-10"
     )
     re_prob: float = option(0.25, "probability of random erasing", SHARE)
     re_mode: str = option("pixel", "filling of the erased part", ("const", "rand", "pixel"))
-    repeats: int = option(3, "repeated augmentation: views of each image in an epoch, which gets no longer", COUNT)
+    repeats: int = option(3, "repeated augmentation: views of each image; an epoch gets no longer", COUNT)
 
     # Loss
     smoothing: float = option(0.1, "label smoothing", BELOW_ONE, group="loss")

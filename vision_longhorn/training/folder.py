@@ -28,8 +28,8 @@ class RunFolder:
     All processes have one; only the first writes. The end of `held` closes the curves and unlocks the folder.
 
     Attributes:
-        step_shift: What curves and names of checkpoints count beyond the updates, so that they never go back where a
-            run has gone on with larger batches, and so with fewer updates.
+        step_shift: Added to the updates in curves and names of checkpoints, so that they never go back where a run
+            has gone on with larger batches, and so with fewer updates.
 
     Raises:
         UserError: Where the folder holds another run, or another process writes to it.

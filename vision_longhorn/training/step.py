@@ -48,7 +48,7 @@ class TrainStep:
 
         Args:
             batches: (inputs, targets) of each pass, on the device.
-            number: The update's number, from 1, on which the decay of a growing average depends.
+            number: The update's number, from 1, on which a growing decay of the average depends.
 
         Returns:
             (loss, norm): this process's mean loss, and the norm of the whole gradient before clipping, both () float32

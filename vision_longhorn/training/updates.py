@@ -28,10 +28,10 @@ class UpdateMonitor:
 
     Attributes:
         stop: A signal that one of the processes has received, or 0.
-        state: What a checkpoint keeps of the curves that are still to be written: sum and number of the losses since
-            the latest entry, all skipped updates, those ("bad") since the last good one, of the "epoch" so far the sum
-            and number of losses, the seconds and their images, and its "train_loss", "lr" and "images_per_s" at the
-            latest entry ("last"). Call `read_all` first.
+        state: What a checkpoint keeps, after `read_all`. Since the latest entry: "loss_sum" and number of "losses".
+            "skipped" counts all skipped updates, "bad" has those since the last good one. "epoch" has sum and number
+            of losses, seconds and images of the epoch so far; "last" its "train_loss", "lr" and "images_per_s" at
+            the latest entry.
     """
 
     def __init__(self, folder: Any, signals: Any, images: int, updates_per_epoch: int, say: Any = None) -> None:

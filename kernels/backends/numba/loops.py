@@ -40,7 +40,7 @@ def _loop(function):
 
 @_jit
 def _exp(v):
-    """Return exp(v) in float32, with a relative error of 1e-7. Beyond -87 and 87 it stays what it is there."""
+    """Return exp(v) in float32, with a relative error of 1e-7. v is cut off at -87 and 87."""
     v = min(max(v, np.float32(-87.0)), np.float32(87.0))  # NaN stays NaN
     whole = np.floor(v * np.float32(1.44269504) + np.float32(0.5))
     # v - whole log(2), whose first part has zeros at its end
@@ -424,7 +424,7 @@ def backward_of(step_form, form, takes_norm):
         """Walk back with programs `first` to `last`.
 
         Args:
-            dy: by its strides, the last of `at`; empty for zeros. dfinal: (G, B, D, N) or empty. saved: as of
+            dy: by its strides, the last of `at`; empty for zeros. dfinal: (G, B, D, N) or empty. saved: as in
                 `forward`; empty if the states are to be found again, as they always are for rules of kind "error".
             out_at: strides of dx, dstep and dz, flat arrays; a direction whose stride is zero adds to the first one's.
             sums: (blocks, G, B, L, 3 N + 1), a program's part of the gradients of k, q, A (of a token) and one logit.

@@ -23,7 +23,7 @@ _FORMS = {
 
 
 def takes(scan: Scan) -> bool:
-    """Tell whether the loops compute `scan`, or the torch path."""
+    """Tell whether the loops compute `scan`, not the torch path."""
     return scan.accumulator == torch.float32 and scan.sizes[1] > 0 and rule_of(scan).name in _FORMS
 
 

@@ -1,5 +1,5 @@
 """`backends.torch.gelu` on a GPU. Each number is read or written once, which should take longer than the arithmetic. So
-Φ is a polynomial in an exponent: CUDA's own error function would take longer than the memory."""
+Φ is a polynomial in an exponent: CUDA's own error function would take longer than that."""
 
 import torch
 import triton

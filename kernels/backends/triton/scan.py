@@ -84,7 +84,7 @@ class _Walk(Launch):
 
     def norms(self, saved: Tensor, found: bool = False) -> None:
         """Compute ||k||^2 of each token, in the order of the scan and infinite beyond its end, if the rule takes it:
-        once for all programs and passes. `saved`, if not empty, keeps them at its end; if `found`, they are there."""
+        once for all programs and passes. `saved`, if not empty, keeps them at its end; if `found`, it has them."""
         G, B, L, D, N = self.sizes
         k, count, padded = self.args["k_ptr"], _norms(self.scan), ceil_div(L, CHUNK) * CHUNK
         norm = saved[-count:] if count and saved.numel() else k.new_empty(count, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """Mixers: modules from (B, L, dim) to (B, L, dim) that take the place of a transformer's attention in a block.
 
 A mixer is made by a class or function, which is called with the width of the tokens, and with as many of these keyword
-arguments as it takes: `residual_layers` (blocks whose outputs add up), `eps` (of norms), `device`, `dtype` and `index`
+arguments as it takes: `residual_layers` (branches that add up), `eps` (of norms), `device`, `dtype` and `index`
 (of its block, from 0). All its other arguments are its options. Beside `forward`, the module may have
 
 - `reset_parameters()`; without it, those of its parts are called,

@@ -27,8 +27,8 @@ class GatedAttention(nn.Module):
         dim: width of the tokens.
         num_heads: heads; dim / 64, at least 1, if None.
         causal: whether a token sees only itself and those before it.
-        expand: that of the scan whose number of parameters it has.
-        residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
+        expand: that of a scan with about as many parameters.
+        residual_layers: number of residual branches that add up; scales `out_proj` at initialisation.
 
     Raises:
         ValueError: `num_heads` is less than 1.

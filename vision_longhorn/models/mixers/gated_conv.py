@@ -21,7 +21,7 @@ class GatedConv(nn.Module):
         dim: width of the tokens.
         d_conv: side of the convolution's window in patches.
         expand: inner width over `dim`.
-        residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
+        residual_layers: number of residual branches that add up; scales `out_proj` at initialisation.
 
     Raises:
         ValueError: `d_conv` is not an odd whole number.

@@ -111,7 +111,7 @@ class Mamba2Mixer(nn.Module):
         wiring: "shared" for both directions, or "forward" for one scan from the first token to the last.
         conv: "causal", a convolution along the tokens, or "grid", one over the grid of patches, row by row; the mixer
             is then called with the number of rows, and has no place for a class token.
-        residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
+        residual_layers: number of residual branches that add up; scales `out_proj` at initialisation.
         eps: of the norm.
 
     Raises:

@@ -79,7 +79,7 @@ class BidirectionalMixer(nn.Module):
         beta: "vector" for a step size per channel, "scalar" for one per token.
         A_per_token: give each token its own decay rate A = -exp(A_log + linear(x)), in the place of one for all (Mamba
             only). The exponent is cut off at 60, where a token forgets everything.
-        residual_layers: number of blocks whose outputs add up; scales `out_proj` at initialisation.
+        residual_layers: number of residual branches that add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
         save_states: in training, keep the states that the scan's backward pass starts from, instead of computing them
             again, and the convolved x. This is faster, and takes d_inner N / 2 bytes a token and direction for each
@@ -91,7 +91,7 @@ class BidirectionalMixer(nn.Module):
             differ from the start. 0 < beta_min <= beta_max < 1; None for 0.5 everywhere. (Only rules with a beta.)
         conv: "causal", a convolution along the scan of each set of parameters, or "grid".
         rope: turn keys and queries (B and C) by the row and column of their patch, so that their products depend on the
-            distance of the patches (2-D rotary position embedding, `kernels/backends/torch/rope.py`). The tokens are
+            offset of the patches (2-D rotary position embedding, `kernels/backends/torch/rope.py`). The tokens are
             patches, row by row, and `d_state` is a multiple of 4.
         gate: what the gate silu(z) multiplies: "output", all that the scans give, or "skip", their skip D x alone, so
             that what they read from their states, S q, goes on as it is. With "none" there is no gate: `in_proj` gives
