@@ -32,14 +32,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     weights.add_argument("--ema", action="store_true", default=None, help="averaged weights [if any]")
     weights.add_argument("--raw", dest="ema", action="store_false", default=None, help="weights as trained")
     parser.add_argument("--model", help="timm name [the checkpoint's]")
-    parser.add_argument("--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="[the checkpoint's]")
+    parser.add_argument(
+        "--model-kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="of the model [the checkpoint's]"
+    )
     parser.add_argument("--pretrained", action="store_true", help="timm's pretrained weights of --model")
     parser.add_argument("--data", help="folder of shards or of images, pattern or URL, or 'digits' [the checkpoint's]")
-    parser.add_argument("--split", help="[the checkpoint's, or val]")
+    parser.add_argument("--split", help="part of the data, such as train [the checkpoint's, or val]")
     parser.add_argument("--samples", type=COUNT, help="size of the split, for shards without an index")
     pipe = "run the shell command in --data pipe:COMMAND, or in the checkpoint's data"
     parser.add_argument("--allow-pipe", action="store_true", help=pipe)
-    parser.add_argument("--num-classes", type=COUNT, help="[the checkpoint's]")
+    parser.add_argument("--num-classes", type=COUNT, help="of the model [the checkpoint's]")
     paired = "data with other classes: evaluate those that model and data both have, paired by name"
     parser.add_argument("--map-classes", action="store_true", help=paired)
     add_compute_options(parser, batch_size=256)

@@ -35,9 +35,10 @@ def _parser() -> Parser:
     )
     making.add_argument("--max-side", type=COUNT, help="scale larger images to this longer side, for faster training")
 
+    out = "folder for the shards and their index"
     folder = commands.add_parser("imagefolder", parents=[making], help="from a folder of one folder per class")
     folder.add_argument("src", metavar="SRC", help="folder with CLASS/IMAGE.jpg, or train/CLASS/IMAGE.jpg and val/...")
-    folder.add_argument("out", metavar="OUT")
+    folder.add_argument("out", metavar="OUT", help=out)
     folder.add_argument("--split", help="name of the split, where SRC holds classes [train]")
 
     imagenet = commands.add_parser("imagenet", parents=[making], help="from the ILSVRC-2012 tars as downloaded")
@@ -48,17 +49,17 @@ def _parser() -> Parser:
         metavar="GROUND_TRUTH",
         help="ILSVRC2012_devkit_t12.tar.gz, its folder, or one WordNet id a line; - without VAL_TAR",
     )
-    imagenet.add_argument("out", metavar="OUT")
+    imagenet.add_argument("out", metavar="OUT", help=out)
 
     demo = commands.add_parser("digits", help="scikit-learn's handwritten digits, the built-in demo set")
-    demo.add_argument("out", metavar="OUT")
+    demo.add_argument("out", metavar="OUT", help=out)
 
     check = commands.add_parser("verify", help="read shards again and compare them with their index")
-    check.add_argument("out", metavar="DIR")
+    check.add_argument("out", metavar="DIR", help="folder of shards")
     check.add_argument("--full", action="store_true", help="decode every image")
 
     count = commands.add_parser("index", help="write the index of shards made by others")
-    count.add_argument("out", metavar="DIR")
+    count.add_argument("out", metavar="DIR", help="folder of shards")
     count.add_argument("--classes", help="text file, the name of class n on line n + 1")
     return parser
 
