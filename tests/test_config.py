@@ -216,6 +216,7 @@ def test_help_shows_groups_and_every_default(capsys):
         ("lr: [1]\n", ["lr", "[1]"]),
         ("hflip: 2\n", ["hflip", "2"]),
         ("seed: true\n", ["seed", "True"]),
+        ("model_kwargs: [1]\n", ["model_kwargs", "[1]"]),
         ("- a\n", ["mine.yaml"]),
         ("a: b: c\n", ["mine.yaml", "YAML"]),
         ("? [a, b]\n: 1\n", ["mine.yaml", "YAML"]),

@@ -150,7 +150,7 @@ def test_maps_in_low_precision_are_those_of_full_precision():
 
 
 def test_another_model_is_named():
-    with pytest.raises(UserError, match="not a FeatureGetterNet"):
+    with pytest.raises(UserError, match="not a Features"):
         token_maps(small(features_only=True), torch.randn(1, 3, 12, 20))
 
 

@@ -539,6 +539,8 @@ def test_what_does_not_fill_a_patch_is_cropped_or_padded():
     torch.testing.assert_close(padded(images), small(**options).eval()(F.pad(images, (0, 4, 0, 2))))
     maps = padded.forward_intermediates(images, intermediates_only=True)
     assert maps[-1].shape == (2, 32, 4, 6)
+    fixed, whole = small(dynamic_img_pad=True, img_size=(30, 44)).eval(), small(img_size=(32, 48)).eval()
+    torch.testing.assert_close(fixed(images), whole(F.pad(images, (0, 4, 0, 2))))
 
 
 def test_wrong_image_size_is_one_line_with_the_remedy():
@@ -926,6 +928,24 @@ def test_features_only_gives_maps():
     for found, right in zip(model(images), expected, strict=True):
         assert found.shape == (2, 32, 4, 4)
         torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("name", ["vlonghorn_test", "vim_test"])
+def test_optimisers_decay_of_a_models_maps_what_they_decay_of_the_model(name):
+    """And their layers' rates fall from the last block to the stem."""
+
+    def decayed(model, **options):
+        names = {parameter: name.removeprefix("model.") for name, parameter in model.named_parameters()}
+        groups = create_optimizer_v2(model, "adamw", weight_decay=0.1, **options).param_groups
+        return {
+            names[one]: group.get("lr_scale") for group in groups if group["weight_decay"] for one in group["params"]
+        }
+
+    maps, whole = small(name, features_only=True, out_indices=(0, 1)), small(name)
+    assert decayed(maps).keys() == {key for key in decayed(whole) if not key.startswith("head")}
+    scales = decayed(maps, layer_decay=0.5)
+    ratio = {scales[key] / scales[key.replace("blocks.1", "blocks.0")] for key in scales if "blocks.1" in key}
+    assert ratio == {2} and scales["patch_embed.proj.weight"] < min(scales[key] for key in scales if "blocks" in key)
 
 
 def test_reset_classifier_and_pruning():

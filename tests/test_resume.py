@@ -734,11 +734,11 @@ def test_a_resumed_run_takes_new_settings_but_no_other_optimiser(tmp_path, argum
     assert sorted(group["weight_decay"] for group in groups) == [0, 0.7]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lamb", "muon", "nadamw"])
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon", "nadamw", "lookahead_adamw"])
 def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name, tmp_path):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 5)
-    inputs = torch.randn(5, 8, 4)
+    inputs = torch.randn(13, 8, 4)
 
     def step(optimizer, x):
         optimizer.zero_grad()
@@ -746,17 +746,19 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
         optimizer.step()
 
     first = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
-    for x in inputs[:4]:
+    for x in inputs[:8]:
         step(first, x)
     torch.save({"model": model.state_dict(), "optimizer": first.state_dict()}, tmp_path / "saved.pt")
-    step(first, inputs[4])
+    for x in inputs[8:]:
+        step(first, x)
     wanted = model.weight.detach().clone()
     saved = torch.load(tmp_path / "saved.pt")
     model.load_state_dict(saved["model"])
     second = create_optimizer_v2(model, name, lr=0.1, weight_decay=0.1)
     settings = SimpleNamespace(opt=name, resume="saved.pt", weight_decay=0.1, layer_decay=None)
     load_optimizer(settings, second, {"optimizer": saved["optimizer"], "config": {"opt": name}})
-    step(second, inputs[4])
+    for x in inputs[8:]:
+        step(second, x)
     assert torch.equal(model.weight, wanted)
 
 

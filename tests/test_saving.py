@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from scan_cases import relative_rms
 from test_official_vim import official_weights, set_directly
 from timm.data import resolve_data_config, resolve_input_data_config
-from timm.models import resolve_model_input_args, save_for_hf
+from timm.models import get_model_args, resolve_model_input_args, save_for_hf
 
 from vision_longhorn import VisionLonghorn, export, hub, maps
 from vision_longhorn import eval as eval_command
@@ -437,6 +437,21 @@ def test_maps_of_a_folder_are_those_of_the_run(run, tmp_path):
 def test_a_run_folder_is_a_place_to_start_from(run):
     path, _, averaged = run
     assert same(model_from_weights("vlonghorn_test", path.parent, 3, **SIZES)[0], averaged)
+
+
+def test_a_file_tells_all_arguments_of_its_model_but_those_of_training(tmp_path):
+    options = dict(norm_eps=0.1, d_state=3, drop_rate=0.3, save_states=True)
+    model = small(**options)
+    save_checkpoint(
+        tmp_path / "model.pt",
+        dict(arch="vlonghorn_test", model_args=get_model_args(model), num_classes=3, state_dict=model.state_dict(),
+             config=dict(model_kwargs={**SIZES, **options})),
+    )  # fmt: skip
+    sizes = {key: SIZES[key] for key in ("img_size", "patch_size")}
+    found, _ = model_from_weights("vlonghorn_test", tmp_path / "model.pt", 3, **sizes)
+    images = torch.randn(2, 3, 16, 24)
+    assert torch.equal(found.eval()(images), model.eval()(images))
+    assert found.head_drop.p == 0 and not found.blocks[0].mixer.save_states
 
 
 def test_the_licence_is_the_users_to_give(run, tmp_path):

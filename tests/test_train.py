@@ -569,7 +569,23 @@ def test_decays_of_the_optimisers_averages_are_those_asked_for(tmp_path, shards,
     assert all(tuple(group["betas"]) == (0.8, 0.95) for group in groups)
     words += ["--opt", "momentum", "--run-dir", tmp_path / "other"]
     fails_with_one_line(train_imagenet.main, words, capsys, "opt=momentum", "leave opt_betas=[0.8, 0.95] out")
+    words += ["--opt", "adan"]
+    fails_with_one_line(train_imagenet.main, words, capsys, "opt=adan", "opt_betas is [0.8, 0.95]", "has 3")
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        (["dynamic_img_size=true", "img_size=18"], "images are 18 x 18, which patches of 4 x 4"),
+        (['global_pool=""'], "scores of (1, 17, 10), where (1, 10) are due"),
+    ],
+    ids=["size", "pool"],
+)
+def test_a_model_that_cannot_score_the_runs_images_is_one_line(tmp_path, capsys, more, words):
+    arguments = [*PLAIN, "--data", "digits", "--model", "vlonghorn_test", "--run-dir", tmp_path / "run"]
+    sizes = ["depth=1", "embed_dim=32", "img_size=16", "patch_size=4"]
+    fails_with_one_line(train_imagenet.main, [*arguments, "--model-kwargs", *sizes, *more], capsys, words)
 
 
 def test_a_folder_that_tensorboard_cannot_name_is_one_line_before_it_is_made(tmp_path, shards, capsys):

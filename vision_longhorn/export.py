@@ -179,7 +179,9 @@ def load_onnx(path: str | os.PathLike) -> Callable[[Tensor], list[Tensor]]:
 
     session = InferenceSession(os.fspath(path), providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    return lambda images: [torch.from_numpy(value) for value in session.run(None, {name: images.numpy()})]
+    return lambda images: [
+        torch.from_numpy(value) for value in session.run(None, {name: torch.as_tensor(images).numpy()})
+    ]
 
 
 def largest_error(model: nn.Module, run: Callable[[Tensor], Any], batches: Sequence[int] = (1, 3)) -> float:

@@ -135,6 +135,7 @@ def save_run_for_hub(path: str | os.PathLike[str], folder: str | os.PathLike[str
     if license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", license):
         raise UserError(f"--license is {license!r}: give an identifier of the hub, in small letters, such as mit")
     folder = Path(folder)
+    str(folder).encode()  # fails here if it is not UTF-8, which the model card would have to be
     check_output("folder", folder)
     model, checkpoint = load_run(path)
     model.pretrained_cfg["license"] = license

@@ -54,8 +54,8 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def plain(text: str) -> str:
-    """Keeps matplotlib from reading what stands between dollars as a formula."""
-    return text.replace("$", r"\$")
+    """Keeps matplotlib from reading what stands between dollars as a formula, and from failing at stray bytes."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
 
 
 def save_png(figure: Any, out: str | os.PathLike[str], dpi: float, tool: str) -> None:

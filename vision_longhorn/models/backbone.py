@@ -274,7 +274,9 @@ class VisionLonghorn(nn.Module):
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that group parameters by depth, for layer-wise learning-rate decay."""
-        return dict(stem=r"^cls_token|pos_embed|patch_embed", blocks=[(r"^blocks\.(\d+)", None), (r"^norm", (99999,))])
+        start = r"^(?:model\.)?"  # timm's wrapper with features_only=True has these parameters in its "model"
+        blocks = [(start + r"blocks\.(\d+)", None), (start + "norm", (99999,))]
+        return dict(stem=start + "(?:cls_token|pos_embed|patch_embed)", blocks=blocks)
 
     @torch.jit.ignore
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -150,7 +150,8 @@ class StridedPatchEmbed(PatchEmbed):
                 self.proj.weight = nn.Parameter(resample_patch_embed(old.detach(), list(patch)), old.requires_grad)
             self.proj.kernel_size, self.proj.stride = patch, stride
         self.img_size, self.patch_size, self.patch_stride = size, patch, stride
-        self.grid_size = patch_grid(size, patch, stride)
+        # What pads images that must have this size counts their padding.
+        self.grid_size = self.dynamic_feat_size(size) if self.strict_img_size else patch_grid(size, patch, stride)
         self.num_patches = self.grid_size[0] * self.grid_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:

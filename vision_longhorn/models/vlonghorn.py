@@ -3,7 +3,9 @@
 from functools import partial
 from typing import Any
 
+import torch
 from timm.models import _registry, build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._features import FeatureGetterNet
 from timm.models._input import update_model_args
 
 from vision_longhorn.models.backbone import Block, VisionLonghorn
@@ -45,6 +47,22 @@ default_cfgs = generate_default_cfgs(
 )
 
 
+class Features(FeatureGetterNet):
+    """The feature maps of a model (`features_only=True`), whose parameters timm's optimisers treat as the model's."""
+
+    model: Any
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> set[str]:
+        """Name, with wildcards, what timm's optimisers must not decay."""
+        return {name if name.startswith("*") else f"model.{name}" for name in self.model.no_weight_decay()}
+
+    @torch.jit.ignore
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Return patterns that group parameters by depth, for layer-wise learning-rate decay."""
+        return self.model.group_matcher(coarse)
+
+
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
     cfg = kwargs.get("pretrained_cfg")
     if isinstance(cfg, dict) and cfg.get("source") and "all_arguments" not in kwargs:  # a model folder of version 0.1
@@ -60,7 +78,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls="getter"),
+        feature_cfg=dict(out_indices=out_indices, feature_cls=Features),
         **kwargs,
     )
     if not isinstance(model, VisionLonghorn):  # features_only=True

@@ -114,7 +114,7 @@ class Config(Settings):
         None,
         "decays of the optimiser's averages, such as 0.9 0.95; default: the optimiser's own",
         BELOW_ONE,
-        lengths=(2,),
+        lengths=(2, 3),
     )
     lr: float = option(1e-3, "peak learning rate, for a batch of lr_base_batch", POSITIVE)
     lr_base_batch: int | None = option(1024, "batch for which lr is given; none: lr is used as it is", COUNT)

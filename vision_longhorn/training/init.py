@@ -14,8 +14,16 @@ from vision_longhorn.errors import UserError, one_line
 from vision_longhorn.loading import checkpoint_names, load_model
 from vision_longhorn.model_arguments import SIZES
 from vision_longhorn.models.create import create_model
-from vision_longhorn.models.names import DEFINITIONS, RENAMED, all_arguments
+from vision_longhorn.models.names import RENAMED, all_arguments
 from vision_longhorn.runs import run_file, timm_source
+
+# What a checkpoint states and another training decides anew
+OF_TRAINING = frozenset(
+    (
+        *("num_classes", "in_chans", "drop_rate", "pos_drop_rate", "drop_path_rate"),
+        *("save_states", "residual_in_fp32", "dynamic_img_size", "dynamic_img_pad"),
+    )
+)
 
 
 def model_from_weights(
@@ -73,15 +81,15 @@ def model_from_weights(
 def _as_stated(file: dict[str, Any], name: str, kwargs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Returns the name and the arguments to build the model for a file's weights.
 
-    If the file holds a model of this name, the file's arguments are used, because the name may have had another meaning
-    then. Image and patch sizes are the name's, and `kwargs` override both.
+    If the file holds a model of this name, the file's arguments are used, but for those that only training has. Image
+    and patch sizes are the name's, and `kwargs` override both.
     """
     found, stated = stated_model(file, name)
     if not found or not stated.get("all_arguments"):
         return name, kwargs
-    own = {key for arguments in DEFINITIONS.values() for key in arguments} - {*SIZES}
     sizes = {key: value for key, value in all_arguments(found, {}).items() if key in SIZES}
-    return found, {**sizes, **{key: stated[key] for key in own & stated.keys()}, "all_arguments": True, **kwargs}
+    own = {key: value for key, value in stated.items() if key not in SIZES and key not in OF_TRAINING}
+    return found, {**own, **sizes, **kwargs}
 
 
 def _fit_classifier(

@@ -232,6 +232,10 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
         info = get_optimizer_info(cfg.opt.removeprefix("lookahead_"))
         if cfg.opt_betas and not info.has_betas:  # timm would drop them without a word
             raise UserError(f"it has no betas; leave opt_betas={cfg.opt_betas} out, as by `--opt-betas none`")
+        if cfg.opt_betas:
+            usual = create_optimizer_v2(model, cfg.opt).param_groups[0].get("betas", cfg.opt_betas)
+            if len(usual) != len(cfg.opt_betas):
+                raise UserError(f"opt_betas is {cfg.opt_betas}, where it has {len(usual)}, by default {usual}")
         if info.second_order:
             raise UserError("it takes second derivatives; give another, such as adamw or lamb")
         optimizer = create_optimizer_v2(
@@ -251,9 +255,9 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
             f"a new run with --init {cfg.resume}"
         )
     saved = checkpoint["optimizer"]
-    # Some of timm's optimisers keep a count of steps among the settings; a new one has no count yet.
+    # Some of timm's optimisers keep counts of steps among the settings.
     groups = [
-        {**group, **own, "params": group["params"]}
+        {**group, **own, "params": group["params"], **{key: group[key] for key in group if key.endswith("step")}}
         for own, group in zip(optimizer.param_groups, saved["param_groups"], strict=False)
     ]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -264,7 +268,7 @@ def load_optimizer(cfg: Config, optimizer: torch.optim.Optimizer, checkpoint: di
                 values[key] = distribute_tensor(value.to(one.device), one.device_mesh, one.placements)
     # Weight decay and layer decay decide on the groups of parameters.
     with bad_input(f"resuming with weight_decay={cfg.weight_decay} and layer_decay={cfg.layer_decay}"):
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        optimizer.load_state_dict({**saved, "param_groups": groups})
 
 
 def build_scheduler(cfg: Config, optimizer: torch.optim.Optimizer, peak_lr: float, updates_per_epoch: int) -> Any:
@@ -294,6 +298,16 @@ def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: A
                 f"run has {updates:,}, so its decay grows from 0 (ema_warmup)."
             )
     ema.use_warmup = cfg.ema_warmup
+
+
+def check_scores(cfg: Config, model: Any, size: Any, num_classes: int, accelerator: Accelerator) -> None:
+    """Raises UserError unless `model` scores `num_classes` classes for an image of a size (3, H, W)."""
+    training = model.training
+    with bad_input(f"model={cfg.model}, model_kwargs={cfg.model_kwargs}"), torch.no_grad(), accelerator.autocast():
+        scores = model.eval()(torch.zeros(1, *size, device=accelerator.device))
+        if scores.shape != (1, num_classes):
+            raise UserError(f"it gives an image scores of {tuple(scores.shape)}, where (1, {num_classes}) are due")
+    model.train(training)
 
 
 def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, accelerator: Accelerator) -> Any:

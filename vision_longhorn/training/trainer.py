@@ -80,6 +80,7 @@ class Trainer:
         self.model, self.ema = setup.build_model(cfg, self.num_classes, accelerator, checkpoint, names)
         self.evaluated = {"val": self.model, **({"val_ema": self.ema.module} if self.ema else {})}
         self.settings = input_settings(self.model, cfg.values())
+        setup.check_scores(cfg, self.model, self.settings["input_size"], self.num_classes, accelerator)
         if cfg.fsdp:
             shard(accelerator, *self.evaluated.values(), compress_gradients=cfg.compress_gradients)
         self.loader, self.val_loader, self.finish_images = setup.build_loaders(
