@@ -2,6 +2,7 @@
 
 import logging
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def save_png(figure: Any, out: str | os.PathLike[str], dpi: float, tool: str) ->
 
     If writing fails, an OSError names the file, and an earlier one at `out` is still there.
     """
-    with written_aside(out) as aside:
+    with written_aside(out) as aside, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # letters that no font here has are boxes
         figure.savefig(aside, format="png", dpi=dpi, metadata={"Software": _SOFTWARE + tool})
 
 
