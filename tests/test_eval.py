@@ -182,9 +182,8 @@ def table(path):
 def test_a_thousand_classes_make_a_picture_that_can_be_looked_at(tmp_path, recwarn):
     numbers = torch.arange(5000).numpy() % 1000
     draw_confusion(tmp_path / "many.png", numbers, numbers[::-1], [f"class {i}" for i in range(1000)])
-    draw_confusion(
-        tmp_path / "none.png", numbers[:0], numbers[:0], ["\u732b", "\udcff"]
-    )  # no score of the model was a number
+    # No score of the model was a number, no font here has the first name, and the second is no text.
+    draw_confusion(tmp_path / "none.png", numbers[:0], numbers[:0], ["\u732b", "\udcff"])
     with Image.open(tmp_path / "many.png") as picture:
         assert 500 < picture.width < 4000 and 500 < picture.height < 4000
     assert not [one for one in recwarn if "Glyph" in str(one.message)]

@@ -83,23 +83,26 @@ class TrainStep:
     def sum_gradients(self) -> None:
         """Sums the gradients over the processes, in one exchange."""
         grads = {one: one.grad for one in self.parameters if one.grad is not None}
-        sizes = [one.numel() for one in grads]
         dtype = reduce(torch.promote_types, {one.dtype for one in grads})
-        flat = torch.empty(sum(sizes), dtype=dtype, device=self.accelerator.device)
         # Each lies as its parameter does. Fused optimisers want that, and if it already did torch copies all at once.
         dense = torch.ops.aten.is_non_overlapping_and_dense
-        sums = [
-            part.as_strided(one.shape, one.stride()) if dense(one) else part.view(one.shape)
-            for one, part in zip(grads, flat.split(sizes), strict=True)
-        ]
-        torch._foreach_copy_(sums, list(grads.values()))
+
+        def parts(flat: Tensor) -> list[Tensor]:
+            pairs = zip(grads, flat.split([one.numel() for one in grads]), strict=True)
+            return [
+                part.as_strided(one.shape, one.stride()) if dense(one) else part.view(one.shape) for one, part in pairs
+            ]
+
+        sent = torch.empty(
+            sum(one.numel() for one in grads),
+            dtype=torch.bfloat16 if self.compress else dtype,
+            device=self.accelerator.device,
+        )
+        torch._foreach_copy_(parts(sent), list(grads.values()))
         if self.share == 1:
-            flat /= self.accelerator.num_processes
-        sent = flat.bfloat16() if self.compress else flat
+            sent /= self.accelerator.num_processes
         torch.distributed.all_reduce(sent)
-        if self.compress:
-            flat.copy_(sent)
-        for one, total in zip(grads, sums, strict=True):
+        for one, total in zip(grads, parts(sent.to(dtype)), strict=True):
             one.grad = total.to(one.dtype)
 
     def apply(self, norm: Tensor) -> None:
