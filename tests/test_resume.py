@@ -762,6 +762,19 @@ def test_an_optimiser_goes_on_where_it_stopped_wherever_it_counts_its_steps(name
     assert torch.equal(model.weight, wanted)
 
 
+def test_an_optimiser_draws_the_numbers_that_it_would_have_drawn():
+    model, settings = (
+        torch.nn.Linear(4, 5),
+        SimpleNamespace(opt="kron", resume="saved.pt", weight_decay=0.1, layer_decay=None),
+    )
+    first, second = (create_optimizer_v2(model, "kron", lr=0.1, weight_decay=0.1) for _ in range(2))
+    model(torch.randn(8, 4)).square().sum().backward()
+    first.step()
+    saved = copy.deepcopy(first.state_dict())
+    load_optimizer(settings, second, {"optimizer": saved, "config": {"opt": "kron"}})
+    assert second.state_dict()["rng_state"] == first.state_dict()["rng_state"]
+
+
 def test_the_best_epoch_is_known_after_a_stop():
     def new():
         made = object.__new__(trainer.Trainer)

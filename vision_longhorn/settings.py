@@ -143,12 +143,10 @@ def coerce(key: str, value: Any, kind: Any) -> Any:
             return inner(float(word))
         if typing.get_origin(inner) is list and isinstance(value, list):
             return [coerce(key, item, typing.get_args(inner)[0]) for item in value]
-        if inner is dict:
-            return (
-                parse_pairs(value)
-                if isinstance(value, list) and all(isinstance(one, str) for one in value)
-                else dict(value)
-            )
+        if inner is dict and isinstance(value, list) and all(isinstance(one, str) for one in value):
+            return parse_pairs(value)
+        if inner is dict and isinstance(value, Mapping):
+            return dict(value)
     raise UserError(f"{key} is {value!r}: give {TYPES[inner]}{'' if inner is kind else ', or none'}")
 
 

@@ -122,8 +122,8 @@ class StridedPatchEmbed(PatchEmbed):
         If no `patch_stride` is given, overlapping patches keep theirs in pixels, and others still do not overlap.
 
         Raises:
-            ValueError: an image is smaller than a patch, the stride is not between 1 and the patch size, or a
-                `ConvStem` would get other patches. Nothing has changed then.
+            ValueError: an image is smaller than a patch, or would be padded though its size is fixed; the stride is not
+                between 1 and the patch size; or a `ConvStem` would get other patches. Nothing has changed then.
         """
         size = to_2tuple(self.img_size if img_size is None else img_size)
         patch = to_2tuple(self.patch_size if patch_size is None else patch_size)
@@ -138,6 +138,12 @@ class StridedPatchEmbed(PatchEmbed):
                 f"img_size={size} holds no patch of patch_size={patch}; "
                 "make the images at least one patch high and wide"
             )
+        left = [(length - side) % step for length, side, step in zip(size, patch, stride)]
+        if self.dynamic_img_pad and self.strict_img_size and any(left):
+            raise ValueError(
+                f"img_size={size} is not filled by patches of {patch}, and with dynamic_img_pad=True images become "
+                "larger: give dynamic_img_size=True, too, or a size that patches fill"
+            )
         if isinstance(self.proj, ConvStem):
             if not self.patch_size == patch == stride:
                 raise ValueError(
@@ -150,8 +156,7 @@ class StridedPatchEmbed(PatchEmbed):
                 self.proj.weight = nn.Parameter(resample_patch_embed(old.detach(), list(patch)), old.requires_grad)
             self.proj.kernel_size, self.proj.stride = patch, stride
         self.img_size, self.patch_size, self.patch_stride = size, patch, stride
-        # What pads images that must have this size counts their padding.
-        self.grid_size = self.dynamic_feat_size(size) if self.strict_img_size else patch_grid(size, patch, stride)
+        self.grid_size = patch_grid(size, patch, stride)
         self.num_patches = self.grid_size[0] * self.grid_size[1]
 
     def feat_ratio(self, as_scalar: bool = True) -> int | tuple[int, int]:

@@ -1,7 +1,7 @@
 """The models by name, registered with timm: Vision Longhorn and Vision Mamba (ViM), with their configurations."""
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from timm.models import _registry, build_model_with_cfg, generate_default_cfgs, register_model
@@ -50,17 +50,15 @@ default_cfgs = generate_default_cfgs(
 class Features(FeatureGetterNet):
     """The feature maps of a model (`features_only=True`), whose parameters timm's optimisers treat as the model's."""
 
-    model: Any
-
     @torch.jit.ignore
     def no_weight_decay(self) -> set[str]:
         """Name, with wildcards, what timm's optimisers must not decay."""
-        return {name if name.startswith("*") else f"model.{name}" for name in self.model.no_weight_decay()}
+        return {name if name.startswith("*") else f"model.{name}" for name in cast(Any, self.model).no_weight_decay()}
 
     @torch.jit.ignore
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Return patterns that group parameters by depth, for layer-wise learning-rate decay."""
-        return self.model.group_matcher(coarse)
+        return cast(Any, self.model).group_matcher(coarse)
 
 
 def _create(variant: str, pretrained: bool, **kwargs: Any) -> VisionLonghorn:

@@ -39,7 +39,7 @@ from vision_longhorn.data import (
 from vision_longhorn.data.sharding import locate_data
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.devices import make_accelerator
-from vision_longhorn.errors import UserError, bad_input, spelled
+from vision_longhorn.errors import UserError, bad_input, one_line, spelled
 from vision_longhorn.models.create import create_model
 from vision_longhorn.models.names import RENAMED
 from vision_longhorn.settings import DIGITS
@@ -232,12 +232,12 @@ def build_optimizer(cfg: Config, model: nn.Module, peak_lr: float) -> torch.opti
         info = get_optimizer_info(cfg.opt.removeprefix("lookahead_"))
         if cfg.opt_betas and not info.has_betas:  # timm would drop them without a word
             raise UserError(f"it has no betas; leave opt_betas={cfg.opt_betas} out, as by `--opt-betas none`")
-        if cfg.opt_betas:
-            usual = create_optimizer_v2(model, cfg.opt).param_groups[0].get("betas", cfg.opt_betas)
-            if len(usual) != len(cfg.opt_betas):
-                raise UserError(f"opt_betas is {cfg.opt_betas}, where it has {len(usual)}, by default {usual}")
         if info.second_order:
             raise UserError("it takes second derivatives; give another, such as adamw or lamb")
+        if cfg.opt_betas:
+            known = len(create_optimizer_v2(model, cfg.opt).param_groups[0].get("betas", (0, 0)))
+            if known != len(cfg.opt_betas):
+                raise UserError(f"opt_betas is {cfg.opt_betas}, where it has {known}")
         optimizer = create_optimizer_v2(
             model, cfg.opt, lr=peak_lr, weight_decay=cfg.weight_decay, layer_decay=cfg.layer_decay, **options
         )
@@ -303,11 +303,15 @@ def choose_ema_warmup(cfg: Config, ema: ModelEmaV3, updates: int, accelerator: A
 def check_scores(cfg: Config, model: Any, size: Any, num_classes: int, accelerator: Accelerator) -> None:
     """Raises UserError unless `model` scores `num_classes` classes for an image of a size (3, H, W)."""
     training = model.training
-    with bad_input(f"model={cfg.model}, model_kwargs={cfg.model_kwargs}"), torch.no_grad(), accelerator.autocast():
-        scores = model.eval()(torch.zeros(1, *size, device=accelerator.device))
-        if scores.shape != (1, num_classes):
-            raise UserError(f"it gives an image scores of {tuple(scores.shape)}, where (1, {num_classes}) are due")
+    what = f"model={cfg.model}, model_kwargs={cfg.model_kwargs}"
+    try:
+        with torch.no_grad(), accelerator.autocast():
+            scores = model.eval()(torch.zeros(1, *size, device=accelerator.device))
+    except (AssertionError, ValueError) as error:  # of images that it does not take
+        raise UserError(f"{what}: {one_line(error)}") from error
     model.train(training)
+    if scores.shape != (1, num_classes):
+        raise UserError(f"{what}: an image gets scores of {tuple(scores.shape)}, where (1, {num_classes}) are due")
 
 
 def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, accelerator: Accelerator) -> Any:
