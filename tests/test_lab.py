@@ -652,6 +652,9 @@ def test_the_data_of_the_studies_are_made_of_tiny_imagenet(tmp_path, monkeypatch
         reds = [Image.open(io.BytesIO(image_of(sample))).getpixel((1, 1))[0] for sample in found]
         assert all(abs(red - 30 * (2 * int(sample["cls"]) + 1)) < 9 for red, sample in zip(reds, found, strict=True))
     assert tiny_imagenet.samples_of(source, 2)[1] == ["n1", "n5"]
+    assert tiny_imagenet.samples_of(source, 2, 1)[1] == ["n3", "n7"]
+    with pytest.raises(UserError, match="first is 1, which leaves 3 classes, not 4"):
+        tiny_imagenet.samples_of(source, 4, 1)
     (source / "train" / "n1" / "images" / "n1_0.JPEG").unlink()
     (source / "train" / "n1" / "images" / "n1_1.JPEG").unlink()
     with pytest.raises(UserError, match="n1/images has 1 JPEG files, not 2 or more"):
