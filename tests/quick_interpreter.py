@@ -11,6 +11,7 @@ import math
 import numpy as np
 
 NUMBERS = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
+CASTS = {**NUMBERS, "fp16": np.float16, "fp64": np.float64, "int1": bool}
 # Operators: what numpy does, for which types, and whether it tells true from false.
 OPERATORS = {
     **{f"__{r}{name}__": (getattr(np, ufunc), NUMBERS, False)
@@ -45,6 +46,7 @@ def is_known(interpreter, tl):
         Semantic = interpreter.TritonSemantic
         parameters = {
             interpreter._patch_attr: ["obj", "name", "member", "builder", "scope"],
+            interpreter._patch_builtin: ["pkg", "builder", "scope"],
             interpreter._get_np_dtype: ["tt_dtype"],
             interpreter.TensorHandle.__init__: ["self", "data", "dtype", "attr"],
             tl.tensor.__init__: ["self", "handle", "type"],
@@ -52,6 +54,7 @@ def is_known(interpreter, tl):
             tl.core._unwrap_if_constexpr: ["o"],
             tl.block_type.with_element_ty: ["self", "scalar_ty"],
             Semantic.broadcast_impl_value: ["self", "lhs", "rhs"],
+            Semantic.cast: ["self", "input", "dst_ty", "fp_downcast_rounding"],
             Semantic.scalar_constant: ["self", "value", "dtype"],
         }
         shape = tl.block_type(tl.float32, [1, 2]).shape
@@ -87,9 +90,24 @@ def change_language_once_a_launch(patch, interpreter):
 
 
 def call_at_once(patch, interpreter, tl):
-    """What is put into `triton.language` calls what computes, not first what looks whether `_semantic` is given."""
+    """What is put into `triton.language` calls what computes, not first what looks whether `_semantic` is given. It is
+    made once, not for each launch."""
+    made = {}
+
+    def put_functions(pkg, builder, scope):
+        if pkg not in made:
+            made[pkg] = {name: (None, None) for name, member in inspect.getmembers(pkg) if tl.core.is_builtin(member)}
+        for name, (member, call) in made[pkg].items():
+            now = getattr(pkg, name)
+            if now is not member and tl.core.is_builtin(now):  # a test may have put another one there
+                member, call = made[pkg][name] = now, make(pkg, name, now)
+            if now is member:  # and not what a launch that is under way has put there
+                scope.set_attr(pkg, name, call)
 
     def put_function(obj, name, member, builder, scope):
+        scope.set_attr(obj, name, make(obj, name, member))
+
+    def make(obj, name, member):
         inner = getattr(member, "__wrapped__", member)
 
         def call(*args, **kwargs):
@@ -100,9 +118,10 @@ def call_at_once(patch, interpreter, tl):
             call = go_on_at_once(interpreter, tl, call)
         if obj is tl.tensor and name in OPERATORS:
             call = operate_at_once(interpreter, tl, name, call)
-        scope.set_attr(obj, name, call)
+        return call
 
     patch.setattr(interpreter, "_patch_attr", put_function)
+    patch.setattr(interpreter, "_patch_builtin", put_functions)
 
 
 def operate_at_once(interpreter, tl, name, call):
@@ -200,7 +219,7 @@ def describe_when_asked(patch, core, TensorHandle):
 def convert_what_differs(patch, interpreter, tl):
     """Operands of one type and shape are left as they are, and a type that was made before is found again."""
     Semantic, block_type = interpreter.TritonSemantic, tl.block_type
-    check, broadcast = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value
+    check, broadcast, cast = Semantic.binary_op_type_checking_impl, Semantic.broadcast_impl_value, Semantic.cast
     np_dtype, with_element = interpreter._get_np_dtype, block_type.with_element_ty
     np_dtypes, blocks, whole = {}, {}, ("int32", "int64")
 
@@ -213,6 +232,17 @@ def convert_what_differs(patch, interpreter, tl):
             elif type(rhs) is int and name in whole and abs(rhs) < 2**31 or type(rhs) is float and name == "fp32":
                 return broadcast_different(self, lhs, self.scalar_constant(rhs, lhs.dtype))
         return check(self, lhs, rhs, *args, **kwargs)
+
+    def cast_different(self, input, dst_ty, fp_downcast_rounding=None):
+        given, wanted = input.dtype.name, dst_ty.scalar
+        if fp_downcast_rounding is None and given in CASTS and wanted.name in CASTS:
+            if given == wanted.name:
+                return input
+            if wanted.name != "int1":  # whatever is not 0 is true
+                data = input.handle.data.astype(CASTS[wanted.name])
+                block = known_block(input.type, wanted) if input.type.is_block() else wanted
+                return tl.tensor(interpreter.TensorHandle(data, wanted), block)
+        return cast(self, input, dst_ty, fp_downcast_rounding)
 
     def broadcast_different(self, lhs, rhs):
         left, right = getattr(lhs.type, "shape", None), getattr(rhs.type, "shape", None)
@@ -246,6 +276,7 @@ def convert_what_differs(patch, interpreter, tl):
     patch.setattr(tl.dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     patch.setattr(Semantic, "binary_op_type_checking_impl", check_different)
     patch.setattr(Semantic, "broadcast_impl_value", broadcast_different)
+    patch.setattr(Semantic, "cast", cast_different)
     patch.setattr(interpreter, "_get_np_dtype", known_np_dtype)
     patch.setattr(block_type, "with_element_ty", known_block)
     patch.setattr(block_type, "to_ir", lambda self, builder: self)  # as the interpreter's builder would make it

@@ -113,8 +113,8 @@ class Settings:
 
     def values(self) -> dict[str, Any]:
         """Returns the values that are kept with a run: all but those for a single start."""
-        values = dataclasses.asdict(self)
-        return {key: value for key, value in values.items() if key not in self.named("start")}
+        values, left_out = dataclasses.asdict(self), self.named("start")
+        return {key: value for key, value in values.items() if key not in left_out}
 
     @classmethod
     def decisive(cls, values: Mapping[str, Any]) -> dict[str, Any]:
