@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 NUMBERS = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
-CASTS = {**NUMBERS, "fp16": np.float16, "fp64": np.float64, "int1": bool}
+CASTS = {**NUMBERS, "fp16": np.float16, "fp64": np.float64}  # what numpy converts to as Triton does
 # Operators: what numpy does, for which types, and whether it tells true from false.
 OPERATORS = {
     **{f"__{r}{name}__": (getattr(np, ufunc), NUMBERS, False)
@@ -235,13 +235,12 @@ def convert_what_differs(patch, interpreter, tl):
 
     def cast_different(self, input, dst_ty, fp_downcast_rounding=None):
         given, wanted = input.dtype.name, dst_ty.scalar
-        if fp_downcast_rounding is None and given in CASTS and wanted.name in CASTS:
+        if fp_downcast_rounding is None and (given in CASTS or given == "int1") and wanted.name in CASTS:
             if given == wanted.name:
                 return input
-            if wanted.name != "int1":  # whatever is not 0 is true
-                data = input.handle.data.astype(CASTS[wanted.name])
-                block = known_block(input.type, wanted) if input.type.is_block() else wanted
-                return tl.tensor(interpreter.TensorHandle(data, wanted), block)
+            data = input.handle.data.astype(CASTS[wanted.name])
+            block = known_block(input.type, wanted) if input.type.is_block() else wanted
+            return tl.tensor(interpreter.TensorHandle(data, wanted), block)
         return cast(self, input, dst_ty, fp_downcast_rounding)
 
     def broadcast_different(self, lhs, rhs):
