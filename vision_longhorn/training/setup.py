@@ -332,8 +332,8 @@ def wrap(cfg: Config, model: Any, optimizer: torch.optim.Optimizer, size: Any, a
     elif cfg.compile:
         model.compile()
     # A graph gives all gradients at once, and `TrainStep` averages them in one exchange. DistributedDataParallel would
-    # copy each by itself. In two graphs, one half's gradients can travel while the other's are computed: on two H200s,
-    # whose power limits them, that took as long. What is sharded averages by itself. Both need autocast only.
+    # copy each by itself. In two graphs one half's gradients could travel while the other's are computed: with the
+    # small model on two H200s, that took as long. What is sharded averages by itself. Both need autocast only.
     at_once = graphs and not any(True for _ in model.buffers())
     if at_once:
         broadcast([parameter.data for parameter in model.parameters()])
