@@ -108,6 +108,7 @@ def test_a_folder_opens_as_it_was_written_whatever_its_name_means_later(name, tm
     save_for_hf(model, str(tmp_path / "folder"), safe_serialization=True)
     stated = json.loads((tmp_path / "folder" / "config.json").read_text())["model_args"]
     assert stated.items() >= {**names.DEFINITIONS[name], **GIVEN, "img_size": [32, 32], "all_arguments": True}.items()
+    assert [key for key in stated if key in names.DEFINITIONS[name]] == [*names.DEFINITIONS[name]]  # files compare
     other_meanings(monkeypatch)
     assert create_model(name, **GIVEN).class_token == "first"
     opened = timm.create_model(f"local-dir:{tmp_path / 'folder'}", pretrained=True)

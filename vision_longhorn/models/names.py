@@ -93,7 +93,9 @@ def all_arguments(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             "conv": ("wiring", "conv", "rope", "gate"),
         }
         left_out = (*LONGHORN_OPTIONS, *others.get(mixers[1], (*SCAN_OPTIONS, "expand")))
-    return {**{key: own[key] for key in own.keys() - left_out}, **given, "all_arguments": True}
+    # In the order of the definition, so that files of one model are alike.
+    kept = {key: value for key, value in own.items() if key not in left_out}
+    return {**kept, **given, "all_arguments": True}
 
 
 def former_name(model: Any) -> str:

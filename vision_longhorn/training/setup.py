@@ -141,7 +141,8 @@ def build_model(
         if checkpoint:
             name, stated = stated_model(checkpoint, cfg.model)
             before = {key for key, value in checkpoint["config"]["model_kwargs"].items() if value is not None}
-            model = create_model(name or cfg.model, **{key: stated[key] for key in stated.keys() - before} | kwargs)
+            stated = {key: value for key, value in stated.items() if key not in before}
+            model = create_model(name or cfg.model, **stated | kwargs)
         elif cfg.init:
             model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
             accelerator.print(f"init    {loaded}")
