@@ -305,9 +305,11 @@ def length_rows(rates: Rates, quick: bool, rep: float) -> list[dict]:
 @contextmanager
 def forced(kernel: str, choice: "Optional[tuning.Choice]") -> Iterator[dict]:
     """Launch `kernel` with `choice` only, or if that is None by the table. Yields what was taken, by kernel."""
+    from vision_longhorn.kernels import replaying
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
     taken = {}
+    replaying.forget()
 
     def replace(original: Callable) -> Callable:
         def chosen(name: str, *args, **options) -> tuning.Choice:
@@ -320,6 +322,7 @@ def forced(kernel: str, choice: "Optional[tuning.Choice]") -> Iterator[dict]:
         triton_scan, choose=replace(triton_scan.choose), first_choice=replace(triton_scan.first_choice)
     ):
         yield taken
+    replaying.forget()
 
 
 def choice_rows(rep: float) -> list[dict]:

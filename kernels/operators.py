@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from . import replaying
+
 _TYPES = {Tensor: "Tensor", Optional[Tensor]: "Tensor?", str: "str", bool: "bool", float: "float"}
 
 
@@ -28,6 +30,8 @@ def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fak
     """Define the operator `vision_longhorn::NAME`, whose results are tensors. `fake` makes uninitialised ones of the
     same shapes. Both functions get the arguments in order; those at the end that have their defaults are left out."""
 
+    repeat = replaying.repeating(run)
+
     def undisturbed(*values: Any) -> Any:
         # An operator would silently lose the tangents.
         if getattr(forward_ad, "_current_level", -1) >= 0 and not name.endswith("_backward"):
@@ -35,9 +39,12 @@ def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fak
                 f"{name} has no forward-mode derivative (torch.func.jvp, jacfwd, torch.autograd.forward_ad): use "
                 "backward(), torch.autograd.grad or torch.autograd.functional, and call models outside of forward mode"
             )
-        device = next(value.device.type for value in values if isinstance(value, Tensor))
-        with torch.autocast(device, enabled=False):  # compute in the dtypes of the arguments
-            return run(*values)
+        device = next(value.device for value in values if isinstance(value, Tensor))
+        act = repeat if device.type in replaying.DEVICES else run
+        if not torch.is_autocast_enabled(device.type):
+            return act(*values)
+        with torch.autocast(device.type, enabled=False):  # compute in the dtypes of the arguments
+            return act(*values)
 
     operator = torch.library.custom_op(
         f"vision_longhorn::{name}",

@@ -46,6 +46,15 @@ def pytest_collection_finish():
     gc.set_threshold(200_000, 50, 100)  # tests seldom leave cycles that are worth a search
 
 
+@pytest.fixture(autouse=True)
+def operators_decide_anew(request):
+    """Let no test on a GPU repeat what an operator decided in another one, for which it may have been patched."""
+    if request.node.get_closest_marker("gpu"):
+        from vision_longhorn.kernels import replaying
+
+        replaying.forget()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def triton_interprets_quickly():
     if os.environ.get("TRITON_INTERPRET") != "1":

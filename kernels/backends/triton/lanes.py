@@ -5,7 +5,7 @@ and shapes are those of `walk`.
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any, Optional
 
@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+
+from ...replaying import launch
 
 # Decorating kernels depends on it, so the variable must be set before the first import.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -38,6 +40,7 @@ def kernel(
             do_not_specialize_on_alignment=[name for name in unaligned if name in parameters],
         )(function)
         jitted.form = form
+        jitted.run = partial(launch, jitted)
         return jitted
 
     return decorate

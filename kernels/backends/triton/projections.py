@@ -47,7 +47,7 @@ def _move(plain_ptr, wide_ptr, i, size, ROWS: tl.constexpr, INNER: tl.constexpr,
         tl.store(wide_ptr + i, value.to(wide_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@kernel(specialized=["x_size", "dt_size", "x_blocks"])
 def _pad_kernel(
     x_ptr, dt_ptr, wide_x_ptr, wide_dt_ptr, x_size, dt_size, x_blocks,
     ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,

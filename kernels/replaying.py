@@ -1,0 +1,296 @@
+"""Repeats what an operator did on a GPU, without the Python that decided it.
+
+The shapes of an operator's arguments decide which kernels it launches, with which options, and what it allocates. The
+CPU often takes longer to decide that than the GPU takes for the work, and does so for every block and every step. So
+the second call with arguments of the same shapes is recorded as a list of allocations, launches and calls of torch, and
+later calls only go through that list. An operator that does what such a list cannot hold decides at every call.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICES: tuple[str, ...] = ("cuda",)  # on a CPU the work itself takes longer
+MOST = 1024  # recordings that are kept
+_aten = torch.ops.aten
+_EMPTY = (
+    _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)  # fmt: skip
+_known: dict[Any, Optional[Callable[..., Any]]] = {}  # by operator and arguments; None after the first call
+
+
+class _Thread(threading.local):
+    recorder: Optional["Recorder"] = None  # of the call that this thread records
+
+
+_thread = _Thread()
+
+
+class Unrecordable(Exception):
+    """A list of steps cannot hold what was done."""
+
+
+class Part(NamedTuple):
+    """A tensor that begins `offset` numbers behind that of a slot. Without a size, it is that of the slot."""
+
+    slot: int
+    offset: int = 0
+    size: Optional[tuple[int, ...]] = None
+    stride: tuple[int, ...] = ()
+
+    def of(self, slots: list[Any]) -> Tensor:
+        base = slots[self.slot]
+        if self.size is None:
+            return base
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+def filled(value: Any, slots: list[Any]) -> Any:
+    """Put tensors in the places of the parts in `value`."""
+    kind = type(value)
+    if kind is Part:
+        return value.of(slots)
+    return kind([filled(one, slots) for one in value]) if kind in (list, tuple) else value
+
+
+def found(kind: Any, value: Any) -> Iterator[Any]:
+    """Find what is of a kind in `value`."""
+    if isinstance(value, kind):
+        yield value
+    elif type(value) in (list, tuple):
+        for one in value:
+            yield from found(kind, one)
+
+
+class Step(NamedTuple):
+    """A call of `run` with the slots. It reads the slots `used`."""
+
+    run: Callable[[list[Any]], None]
+    used: set[int]
+
+
+class Recording:
+    """What a call did: steps over slots that first hold the call's arguments, then what the steps allocate."""
+
+    def __init__(self, steps: list[Step], values: Sequence[Any], slots: int, results: Any):
+        arguments = len(values)
+        self.more, self.results = slots - arguments, results
+        self.tensor = next(index for index, value in enumerate(values) if isinstance(value, Tensor))
+        last = {slot: number for number, step in enumerate(steps) for slot in step.used if slot >= arguments}
+        for part in found(Part, results):
+            last.pop(part.slot, None)
+        self.steps = []
+        for number, step in enumerate(steps):
+            self.steps.append(step.run)
+            if done := [slot for slot, at in last.items() if at == number]:
+                self.steps.append(partial(self.free, done))  # memory as soon as without a recording
+
+    def __call__(self, *values: Any) -> Any:
+        slots = [*values, *[None] * self.more]
+        with torch.cuda.device_of(values[self.tensor]):
+            for step in self.steps:
+                step(slots)
+        return filled(self.results, slots)
+
+    @staticmethod
+    def free(done: list[int], slots: list[Any]) -> None:
+        for slot in done:
+            slots[slot] = None
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what a call with the arguments `values` does while it is entered."""
+
+    def __init__(self, values: Sequence[Any]):
+        super().__init__()
+        self.steps: list[Step] = []
+        self.slots: list[Any] = []
+        self.problem, self.pauses = "", False
+        for value in values:
+            self.add(value)
+        places = sorted(slot[:2] for slot in self.slots if slot)
+        if any(end > start for (_, end), (start, _) in zip(places, places[1:])):
+            self.problem = "arguments share memory"
+
+    def __enter__(self) -> "Recorder":
+        _thread.recorder = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _thread.recorder = None
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self.pauses:
+            self.note(self.call, func, args, kwargs or {}, out)
+        return out
+
+    def note(self, how: Callable[..., None], *what: Any) -> None:
+        if not self.problem:
+            try:
+                how(*what)
+            except Unrecordable as error:
+                self.problem = str(error)
+
+    def add(self, value: Any) -> int:
+        """Give `value` a slot, which tells where and how the numbers of a tensor lie in memory."""
+        slot = None
+        if isinstance(value, Tensor) and value.numel():
+            start, last = value.data_ptr(), sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
+            end = start + (last + 1) * value.element_size()
+            slot = start, end, value.dtype, tuple(value.shape), value.stride()
+        self.slots.append(slot)
+        return len(self.slots) - 1
+
+    def allocate(self, value: Tensor) -> int:
+        """Note that a tensor like `value` was made, and return its slot."""
+        make = partial(torch.empty_strided, tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
+        number = self.add(value)
+
+        def run(slots: list[Any]) -> None:
+            slots[number] = make()
+
+        self.steps.append(Step(run, {number}))
+        return number
+
+    def parts(self, value: Any) -> Any:
+        """Put parts of slots in the places of the tensors in `value`."""
+        if type(value) in (list, tuple):
+            return type(value)([self.parts(one) for one in value])
+        if not isinstance(value, Tensor):
+            return value
+        if not value.numel():
+            return Part(self.allocate(value))
+        address = value.data_ptr()
+        # The newest first, since memory that was freed may have been given out again.
+        for number in range(len(self.slots) - 1, -1, -1):
+            if not (slot := self.slots[number]):
+                continue
+            start, end, dtype, size, stride = slot
+            if start <= address < end:
+                if value.dtype != dtype:
+                    raise Unrecordable(f"a view of {dtype} as {value.dtype}")
+                if (address, tuple(value.shape), value.stride()) == (start, size, stride):
+                    return Part(number)
+                return Part(number, (address - start) // value.element_size(), tuple(value.shape), value.stride())
+        raise Unrecordable("a tensor that is neither an argument nor made of one")
+
+    def call(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """Note a call of torch."""
+        if func.namespace != "aten":
+            raise Unrecordable(str(func))
+        if func in _EMPTY:
+            self.allocate(out)
+            return
+        names, given = tuple(kwargs), (tuple(args), tuple(kwargs.values()))
+        changes = func._schema.is_mutable
+        memory = {one.untyped_storage().data_ptr() for one in found(Tensor, given)}
+        results = [one.untyped_storage().data_ptr() for one in found(Tensor, (out,))]
+        if not changes and memory.issuperset(results) and (results or func.is_view):
+            return  # views
+        if not isinstance(out, Tensor):
+            raise Unrecordable(f"{func} returns no tensor")
+        parts = self.parts(given)
+        used = {part.slot for part in found(Part, parts)}
+        made = None if changes else self.add(out)
+
+        def run(slots: list[Any]) -> None:
+            args, options = filled(parts, slots)
+            result = func(*args, **dict(zip(names, options)))
+            if made is not None:
+                slots[made] = result
+
+        self.steps.append(Step(run, used if made is None else {*used, made}))
+
+    def launch(self, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note a launch of one of Triton's kernels."""
+        given = dict(zip(kernel.arg_names, args)) | kwargs
+        values = [given.pop(name) for name in kernel.arg_names]
+        parts = self.parts(values)
+        if compiled is None:  # by the interpreter, which takes tensors
+            interpret = partial(kernel[grid], **given)
+
+            def run(slots: list[Any]) -> None:
+                interpret(*filled(parts, slots))
+
+        else:
+            start = compiled[(*grid, 1, 1)[:3]]
+            addresses = [
+                (index, part.slot, part.offset * value.element_size())
+                for index, (part, value) in enumerate(zip(parts, values))
+                if type(part) is Part
+            ]
+
+            def run(slots: list[Any]) -> None:
+                arguments = parts.copy()
+                for index, slot, offset in addresses:
+                    arguments[index] = slots[slot].data_ptr() + offset
+                start(*arguments)
+
+        self.steps.append(Step(run, {part.slot for part in found(Part, parts)}))
+
+
+def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+    """Launch one of Triton's kernels as its own `run` does, and note it if this thread records."""
+    run, recorder = partial(type(kernel).run, kernel, *args, grid=grid, warmup=warmup, **options), _thread.recorder
+    if recorder is None:
+        return run()
+    recorder.pauses = True  # the interpreter calls torch
+    try:
+        compiled = run()
+    finally:
+        recorder.pauses = False
+    recorder.note(recorder.launch, kernel, compiled, grid, args, options)
+    return compiled
+
+
+def record(run: Callable[..., Any], values: Sequence[Any]) -> tuple[Any, Optional[Recording]]:
+    """Return what `run` returns for `values`, and its recording if it can be recorded."""
+    with Recorder(values) as recorder:
+        results = run(*values)
+    try:
+        parts = recorder.parts(results)
+    except Unrecordable as error:
+        recorder.problem = recorder.problem or str(error)
+    if recorder.problem:
+        return results, None
+    return results, Recording(recorder.steps, values, len(recorder.slots), parts)
+
+
+def repeating(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `run`, which makes new tensors of tensors on a GPU, decide what it does only twice for the same shapes."""
+
+    def repeat(*values: Any) -> Any:
+        key = (
+            run,
+            *(
+                (value.shape, value.stride(), value.dtype, value.device, value.data_ptr() % 16)
+                if isinstance(value, Tensor)
+                else value
+                for value in values
+            ),
+        )
+        if known := _known.get(key):
+            return known(*values)
+        if key not in _known:
+            if len(_known) >= MOST:
+                _known.pop(next(iter(_known)))
+            _known[key] = None
+            return run(*values)
+        results, recording = record(run, values)
+        _known[key] = recording or run
+        return results
+
+    return repeat
+
+
+def forget() -> None:
+    """Forget all recordings, after a change of what operators depend on beside their arguments."""
+    _known.clear()

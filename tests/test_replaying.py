@@ -1,0 +1,180 @@
+"""Operators that repeat what they did: the same bits as when they decide anew, and a decision wherever one is due."""
+
+import importlib
+import pkgutil
+
+import pytest
+import timm
+import torch
+from test_mixing import build, needs_triton, output_and_gradients
+from vision_longhorn.kernels import bias_gelu, grid_conv, replaying
+
+import vision_longhorn  # noqa: F401
+from vision_longhorn import kernels
+
+MIXERS = [
+    dict(rule="exact", conv="grid", qk_norm=True, rope=True, gate="none"),
+    dict(rule="exact", conv="grid", qk_norm=True, rope=True, gate="none", save_states=True, wiring="alternate"),
+    dict(rule="mamba", A_per_token=True, save_states=True, gate="skip"),
+    dict(rule="diagonal", wiring="shared"),
+    dict(rule="gla", gate="value"),
+]
+
+
+@pytest.fixture
+def replays(monkeypatch):
+    """Operators repeat what they did on a CPU, too, where Triton interprets the kernels."""
+    replaying.forget()
+    monkeypatch.setattr(replaying, "DEVICES", ("cpu",))
+    yield
+    replaying.forget()
+
+
+def recordings():
+    return [known for known in replaying._known.values() if isinstance(known, replaying.Recording)]
+
+
+def bits(results):
+    return [result.detach().clone() for result in results]
+
+
+@needs_triton
+@pytest.mark.parametrize("options", MIXERS, ids=str)
+def test_a_mixer_repeats_itself_with_the_bits_of_a_decision(options, replays, monkeypatch):
+    mixer, rows = build("triton", **options), 3 if options.get("conv") == "grid" else 0
+    inputs = [(torch.randn(2, 12, 6, requires_grad=True), torch.randn(2, 12, 6)) for _ in range(3)]
+    found = [bits(output_and_gradients(mixer, *given, rows)) for given in inputs]
+    assert len(recordings()) == 2  # of the forward and the backward pass
+    monkeypatch.setattr(replaying, "DEVICES", ())
+    for given, values in zip(inputs, found):
+        expected = output_and_gradients(mixer, *given, rows)
+        assert all(torch.equal(value, right) for value, right in zip(values, expected))
+
+
+@needs_triton
+@pytest.mark.parametrize("operator", ["bias_gelu", "grid_conv"])
+def test_an_operator_alone_repeats_itself(operator, replays):
+    def call(x, seed):
+        torch.manual_seed(seed)
+        if operator == "bias_gelu":
+            return bias_gelu(x, torch.randn(5, requires_grad=True), backend="triton")
+        weight, bias = torch.randn(5, 3, 3, requires_grad=True), torch.randn(5, requires_grad=True)
+        return grid_conv(x, weight, bias, rows=3, backend="triton")
+
+    inputs = [torch.randn(2, 6, 5, requires_grad=True) for _ in range(3)]
+    found = [torch.autograd.grad(call(x, seed).square().sum(), x)[0] for seed, x in enumerate(inputs)]
+    assert recordings()
+    for seed, (x, value) in enumerate(zip(inputs, found)):
+        replaying.forget()
+        assert torch.equal(torch.autograd.grad(call(x, seed).square().sum(), x)[0], value)
+
+
+def counted(act):
+    calls = []
+
+    def run(*values):
+        calls.append(values)
+        return act(*values)
+
+    return replaying.repeating(run), calls
+
+
+def test_views_copies_and_sums_in_place_are_repeated(replays):
+    def act(x, y, scale):
+        left, right = x.chunk(2, -1)
+        total = torch.empty_like(left).copy_(left.flip(0))
+        total.add_(right.contiguous() @ y, alpha=scale)
+        return total, total[1:, ::2], x.new_zeros(0), right.to(torch.float64)
+
+    repeat, calls = counted(act)
+    for _ in range(5):
+        x, y = torch.randn(3, 8), torch.randn(4, 4)
+        for value, right in zip(repeat(x, y, 2), act(x, y, 2)):
+            assert torch.equal(value, right) and value.stride() == right.stride() and value.dtype == right.dtype
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x, n: (x.double(), n),
+        lambda x, n: (x[1:], n),
+        lambda x, n: (x.t().contiguous().t(), n),
+        lambda x, n: (torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape), n),  # another alignment
+        lambda x, n: (x, n + 1),
+    ],
+)
+def test_other_arguments_are_decided_anew(change, replays):
+    repeat, calls = counted(lambda x, n: x * n)
+    x = torch.randn(4, 4)
+    for _ in range(3):
+        repeat(x, 2)
+    assert len(calls) == 2
+    other = change(x, 2)
+    assert torch.equal(repeat(*other), other[0] * other[1]) and len(calls) == 3
+
+
+def test_what_depends_on_values_is_decided_every_time(replays):
+    repeat, calls = counted(lambda x: x + 1 if x.sum() > 0 else x - 1)
+    for _ in range(3):
+        assert repeat(torch.ones(2)).tolist() == [2, 2] and repeat(-torch.ones(2)).tolist() == [-2, -2]
+    assert len(calls) == 6
+
+
+@pytest.mark.parametrize("which", ["a tensor from elsewhere", "arguments that share memory"])
+def test_tensors_of_unknown_origin_are_not_repeated(which, replays):
+    elsewhere, both = torch.zeros(2), torch.arange(3.0)
+    repeat, calls = counted(lambda x, y: x * 2 + y + elsewhere)
+    for number in range(4):
+        elsewhere = torch.full((2,), float(number))
+        x, y = (both[:2], both[1:]) if which == "arguments that share memory" else (torch.ones(2), torch.ones(2))
+        assert torch.equal(repeat(x, y), x * 2 + y + elsewhere)
+    assert len(calls) == 4
+
+
+def test_only_so_many_recordings_are_kept(replays, monkeypatch):
+    monkeypatch.setattr(replaying, "MOST", 3)
+    repeat, _ = counted(lambda x: x + 1)
+    for size in range(1, 9):
+        for _ in range(3):
+            assert repeat(torch.ones(size)).tolist() == [2.0] * size
+        assert len(replaying._known) <= 3
+
+
+@needs_triton
+def test_no_launch_goes_unnoticed():
+    modules = pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")
+    values = [value for module in modules for value in vars(importlib.import_module(module.name)).items()]
+    launched = [kernel for name, kernel in values if name.endswith("_kernel") and hasattr(kernel, "arg_names")]
+    assert len(launched) > 20 and all(kernel.run.func is replaying.launch for kernel in launched)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name", ["vlonghorn_test", "vlonghorn_tiny", "vlonghorn_tiny_fast", "vim_test", "vim_tiny_best"]
+)
+@pytest.mark.parametrize("save_states", [False, True])
+def test_training_on_a_gpu_has_the_same_bits_and_memory(name, save_states, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)  # of a stem's convolutions
+
+    def train(repeats):
+        replaying.forget()
+        monkeypatch.setattr(replaying, "DEVICES", ("cuda",) if repeats else ())
+        torch.manual_seed(0)
+        model = timm.create_model(name, img_size=64, num_classes=10, save_states=save_states).cuda()
+        optimizer, losses, peaks = torch.optim.SGD(model.parameters(), lr=0.05), [], []
+        for _ in range(5):
+            images = torch.randn(4, 3, 64, 64, device="cuda")
+            torch.cuda.reset_peak_memory_stats()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(images).logsumexp(1).mean()
+            loss.backward()
+            peaks.append(torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        return [*losses, *model.parameters()], peaks[-1]
+
+    (decided, memory), (repeated, less) = train(False), train(True)
+    assert len(recordings()) >= 2 and less <= memory * 1.01
+    assert all(torch.equal(a, b) for a, b in zip(decided, repeated))
