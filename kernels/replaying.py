@@ -187,7 +187,8 @@ class Recorder(TorchDispatchMode):
         if func.namespace != "aten":
             raise Unrecordable(str(func))
         if func in _EMPTY:
-            self.allocate(out)
+            if out.numel():
+                self.allocate(out)
             return
         names, given = tuple(kwargs), (tuple(args), tuple(kwargs.values()))
         changes = func._schema.is_mutable
@@ -213,14 +214,14 @@ class Recorder(TorchDispatchMode):
         """Note a launch of one of Triton's kernels."""
         given = dict(zip(kernel.arg_names, args)) | kwargs
         values = [given.pop(name) for name in kernel.arg_names]
-        parts = self.parts(values)
         if compiled is None:  # by the interpreter, which takes tensors
-            interpret = partial(kernel[grid], **given)
+            parts, interpret = self.parts(values), partial(kernel[grid], **given)
 
             def run(slots: list[Any]) -> None:
                 interpret(*filled(parts, slots))
 
         else:
+            parts = [self.parts(value) if not isinstance(value, Tensor) or value.numel() else 0 for value in values]
             start = compiled[(*grid, 1, 1)[:3]]
             addresses = [
                 (index, part.slot, part.offset * value.element_size())
