@@ -311,7 +311,7 @@ def launchable() -> set[str]:
     found = set()
     modules = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
     for name in (*modules, "vision_longhorn.data.affine"):
-        values = vars(importlib.import_module(name)).values()
+        values = [getattr(value, "jitted", value) for value in vars(importlib.import_module(name)).values()]
         found |= {value.fn.__name__ for value in values if isinstance(value, JITFunction)}
     return {name for name in found if name.endswith("_kernel")}
 

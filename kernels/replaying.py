@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 DEVICES: tuple[str, ...] = ("cuda",)  # on a CPU the work itself takes longer
 MOST = 1024  # recordings that are kept
+LONGEST = 256  # steps; torch's own path, which few take on a GPU, has more for each token
 _aten = torch.ops.aten
 _EMPTY = (
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
@@ -133,6 +134,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def note(self, how: Callable[..., None], *what: Any) -> None:
+        if len(self.steps) >= LONGEST:
+            self.problem = "too many steps"
         if not self.problem:
             try:
                 how(*what)
@@ -238,9 +241,9 @@ class Recorder(TorchDispatchMode):
         self.steps.append(Step(run, {part.slot for part in found(Part, parts)}))
 
 
-def launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    """Launch one of Triton's kernels as its own `run` does, and note it if this thread records."""
-    run, recorder = partial(type(kernel).run, kernel, *args, grid=grid, warmup=warmup, **options), _thread.recorder
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Launch one of Triton's kernels, and note it if this thread records."""
+    run, recorder = partial(kernel[grid], *args, **options), _thread.recorder
     if recorder is None:
         return run()
     recorder.pauses = True  # the interpreter calls torch

@@ -20,15 +20,25 @@ from ...replaying import launch
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+class Kernel:
+    """One of Triton's kernels, whose launches are noted where an operator is recorded."""
+
+    def __init__(self, jitted: Any, form: Any):
+        self.jitted, self.form, self.arg_names = jitted, form, jitted.arg_names
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return partial(launch, self.jitted, grid)
+
+
 def kernel(
     unaligned: Sequence[str] = (), specialized: Sequence[str] = (), form: Any = None
-) -> Callable[[Callable[..., None]], Any]:
+) -> Callable[[Callable[..., None]], Kernel]:
     """Decorate by `triton.jit`, but compile nothing anew for other numbers, unless they are in `specialized`, or for
     other addresses of pointers in `unaligned`. `form` is the namedtuple of the argument `form`."""
 
     # A pointer and its strides would read better as one tuple, too, but Triton specialises the members of a tuple
     # whatever `do_not_specialize` says, so that another stride would be another kernel.
-    def decorate(function: Callable[..., None]) -> Any:
+    def decorate(function: Callable[..., None]) -> Kernel:
         parameters = inspect.signature(function).parameters
         numbers = [
             name
@@ -39,9 +49,7 @@ def kernel(
             do_not_specialize=[name for name in numbers if name not in specialized],
             do_not_specialize_on_alignment=[name for name in unaligned if name in parameters],
         )(function)
-        jitted.form = form
-        jitted.run = partial(launch, jitted)
-        return jitted
+        return Kernel(jitted, form)
 
     return decorate
 

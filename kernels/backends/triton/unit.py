@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...contract import Pair, ceil_div, power_of_2
 from ..torch.unit import EPS
-from .lanes import kernel
+from .lanes import Kernel, kernel
 
 _NUMBERS = 2048  # in a tile
 
@@ -72,7 +72,7 @@ def _rows(v: Tensor) -> Tensor:
     return v if v.stride(1) == 1 else v.contiguous()
 
 
-def _launch(jitted: triton.JITFunction, k: Tensor, q: Tensor, *others: Tensor) -> None:
+def _launch(jitted: Kernel, k: Tensor, q: Tensor, *others: Tensor) -> None:
     """Launch `jitted` over the rows of k and q. The backward kernel also takes the strides of `others`."""
     N = k.shape[1]
     block = power_of_2(N)
