@@ -24,6 +24,7 @@ _EMPTY = (
     _aten.new_empty_strided.default,
 )  # fmt: skip
 _known: dict[Any, Optional[Callable[..., Any]]] = {}  # by operator and arguments; None after the first call
+_lock = threading.Lock()  # of a change to `_known`; one thread records at a time
 
 
 class _Thread(threading.local):
@@ -112,16 +113,23 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.steps: list[Step] = []
         self.slots: list[Any] = []
-        self.problem, self.pauses = "", False
+        self.problem, self.pauses, self.launches = "", False, False
+        self.device = next(value.device for value in values if isinstance(value, Tensor))
         for value in values:
             self.add(value)
         places = sorted(slot[:2] for slot in self.slots if slot)
         if any(end > start for (_, end), (start, _) in zip(places, places[1:])):
             self.problem = "arguments share memory"
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Tell torch that other threads may compile meanwhile: for the whole process, it compiles in no other mode."""
+        return True
+
     def __enter__(self) -> "Recorder":
+        super().__enter__()
         _thread.recorder = self
-        return super().__enter__()
+        return self
 
     def __exit__(self, *error: Any) -> None:
         _thread.recorder = None
@@ -133,14 +141,15 @@ class Recorder(TorchDispatchMode):
             self.note(self.call, func, args, kwargs or {}, out)
         return out
 
-    def note(self, how: Callable[..., None], *what: Any) -> None:
+    def note(self, how: Callable[..., Any], *what: Any) -> Any:
+        """Return what `how` makes of `what`. Whatever goes wrong, what is recorded goes on."""
         if len(self.steps) >= LONGEST:
             self.problem = "too many steps"
         if not self.problem:
             try:
-                how(*what)
-            except Unrecordable as error:
-                self.problem = str(error)
+                return how(*what)
+            except Exception as error:
+                self.problem = repr(error)
 
     def add(self, value: Any) -> int:
         """Give `value` a slot, which tells where and how the numbers of a tensor lie in memory."""
@@ -189,6 +198,8 @@ class Recorder(TorchDispatchMode):
         """Note a call of torch."""
         if func.namespace != "aten":
             raise Unrecordable(str(func))
+        if any(one.device != self.device for one in found(Tensor, (out,))):
+            raise Unrecordable(f"{func} gives a tensor on another device, where the host may read it")
         if func in _EMPTY:
             if out.numel():
                 self.allocate(out)
@@ -231,6 +242,8 @@ class Recorder(TorchDispatchMode):
                 for index, (part, value) in enumerate(zip(parts, values))
                 if type(part) is Part
             ]
+            if len(addresses) < len(list(found(Part, parts))):
+                raise Unrecordable("tensors in a tuple")
 
             def run(slots: list[Any]) -> None:
                 arguments = parts.copy()
@@ -238,7 +251,17 @@ class Recorder(TorchDispatchMode):
                     arguments[index] = slots[slot].data_ptr() + offset
                 start(*arguments)
 
+        self.launches = True
         self.steps.append(Step(run, {part.slot for part in found(Part, parts)}))
+
+    def recording(self, values: Sequence[Any], results: Any) -> "Recording":
+        """Return the recording of a call with `values` that gave `results`."""
+        if not self.launches:
+            raise Unrecordable("no launch of a kernel: torch's own path would not be faster")
+        if not isinstance(results, Tensor) and type(results) is not tuple:
+            raise Unrecordable(f"results in a {type(results).__name__}")
+        parts = self.parts(results)
+        return Recording(self.steps, values, len(self.slots), parts)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
@@ -259,13 +282,7 @@ def record(run: Callable[..., Any], values: Sequence[Any]) -> tuple[Any, Optiona
     """Return what `run` returns for `values`, and its recording if it can be recorded."""
     with Recorder(values) as recorder:
         results = run(*values)
-    try:
-        parts = recorder.parts(results)
-    except Unrecordable as error:
-        recorder.problem = recorder.problem or str(error)
-    if recorder.problem:
-        return results, None
-    return results, Recording(recorder.steps, values, len(recorder.slots), parts)
+    return results, recorder.note(recorder.recording, values, results)
 
 
 def repeating(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -281,20 +298,29 @@ def repeating(run: Callable[..., Any]) -> Callable[..., Any]:
                 for value in values
             ),
         )
+        if _thread.recorder is not None:  # another operator's, which notes what this one does
+            return run(*values)
         if known := _known.get(key):
             return known(*values)
-        if key not in _known:
+        if not _lock.acquire(blocking=False):
+            return run(*values)
+        try:
+            if key in _known:
+                results, recording = record(run, values)
+                _known[key] = recording or run
+                return results
             if len(_known) >= MOST:
                 _known.pop(next(iter(_known)))
             _known[key] = None
-            return run(*values)
-        results, recording = record(run, values)
-        _known[key] = recording or run
-        return results
+        finally:
+            _lock.release()
+        return run(*values)
 
     return repeat
 
 
 def forget() -> None:
-    """Forget all recordings, after a change of what operators depend on beside their arguments."""
-    _known.clear()
+    """Forget all recordings, after a change of what operators depend on beside their arguments: the table of launches,
+    what Triton does at a launch or how it compiles (`triton.knobs`)."""
+    with _lock:
+        _known.clear()
