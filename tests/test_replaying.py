@@ -36,21 +36,16 @@ def recordings():
     return [known for known in replaying._known.values() if isinstance(known, replaying.Recording)]
 
 
-def bits(results):
-    return [result.detach().clone() for result in results]
-
-
 @needs_triton
 @pytest.mark.parametrize("options", MIXERS, ids=str)
 def test_a_mixer_repeats_itself_with_the_bits_of_a_decision(options, replays, monkeypatch):
     mixer, rows = build("triton", **options), 3 if options.get("conv") == "grid" else 0
-    inputs = [(torch.randn(2, 12, 6, requires_grad=True), torch.randn(2, 12, 6)) for _ in range(3)]
-    found = [bits(output_and_gradients(mixer, *given, rows)) for given in inputs]
+    for _ in range(3):  # decided, recorded, repeated
+        given = torch.randn(2, 12, 6, requires_grad=True), torch.randn(2, 12, 6)
+        found = output_and_gradients(mixer, *given, rows)
     assert len(recordings()) == 2  # of the forward and the backward pass
     monkeypatch.setattr(replaying, "DEVICES", ())
-    for given, values in zip(inputs, found):
-        expected = output_and_gradients(mixer, *given, rows)
-        assert all(torch.equal(value, right) for value, right in zip(values, expected))
+    assert all(map(torch.equal, found, output_and_gradients(mixer, *given, rows)))
 
 
 @needs_triton
@@ -63,12 +58,12 @@ def test_an_operator_alone_repeats_itself(operator, replays):
         weight, bias = torch.randn(5, 3, 3, requires_grad=True), torch.randn(5, requires_grad=True)
         return grid_conv(x, weight, bias, rows=3, backend="triton")
 
-    inputs = [torch.randn(2, 6, 5, requires_grad=True) for _ in range(3)]
-    found = [torch.autograd.grad(call(x, seed).square().sum(), x)[0] for seed, x in enumerate(inputs)]
+    for seed in range(3):
+        x = torch.randn(2, 6, 5, requires_grad=True)
+        (found,) = torch.autograd.grad(call(x, seed).square().sum(), x)
     assert recordings()
-    for seed, (x, value) in enumerate(zip(inputs, found)):
-        replaying.forget()
-        assert torch.equal(torch.autograd.grad(call(x, seed).square().sum(), x)[0], value)
+    replaying.forget()
+    assert torch.equal(torch.autograd.grad(call(x, seed).square().sum(), x)[0], found)
 
 
 def activated(x):
@@ -121,6 +116,31 @@ def test_other_arguments_are_decided_anew(change, replays):
     assert len(calls) == 2
     other = change(x, 2)
     assert torch.equal(repeat(*other), activated(other[0]) * other[1]) and len(calls) == 3
+
+
+def test_a_compiled_kernel_gets_the_addresses_of_each_call(replays):
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append((grid, arguments))
+
+    class Jitted:
+        arg_names = ("x_ptr", "row_ptr", "absent_ptr", "made_ptr", "n")
+
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: Compiled()
+
+    def act(x, made):
+        made = made.clone()
+        replaying.launch(Jitted(), (3,), x, x[1], x[:0], made_ptr=made, n=5, num_warps=4)
+        return (made,)
+
+    launched = []
+    repeat, _ = counted(act)
+    for _ in range(4):
+        x = torch.randn(2, 3)
+        (made,) = repeat(x, x.new_ones(4))
+    assert len(launched) == 2
+    assert launched[-1] == ((3, 1, 1), (x.data_ptr(), x.data_ptr() + 12, 0, made.data_ptr(), 5))
 
 
 def depends_on_values(x):
