@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """Tell torch that other threads may compile meanwhile: for the whole process, it compiles in no other mode."""
+        """Let other threads compile: while a mode of another kind is on, torch 2.7 compiles nothing in any thread."""
         return True
 
     def __enter__(self) -> "Recorder":
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def note(self, how: Callable[..., Any], *what: Any) -> Any:
-        """Return what `how` makes of `what`. Whatever goes wrong, what is recorded goes on."""
+        """Return what `how` makes of `what`. If it fails there is no recording, but the recorded call goes on."""
         if len(self.steps) >= LONGEST:
             self.problem = "too many steps"
         if not self.problem:
