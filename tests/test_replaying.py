@@ -186,6 +186,22 @@ def test_tensors_of_unknown_origin_are_not_repeated(which, replays):
     assert len(calls) == 4
 
 
+def test_memory_that_was_given_out_again_belongs_to_its_last_owner():
+    memory = torch.zeros(8)
+    recorder = replaying.Recorder([torch.zeros(1)])
+    recorder.add(memory[:4])  # as if it had been freed
+    owner = recorder.add(memory)
+    assert recorder.parts(memory[2:]) == replaying.Part(owner, 2, (6,), (1,))
+
+
+def test_a_list_frees_what_no_later_step_needs():
+    steps = [replaying.Step(lambda slots: slots.__setitem__(1, "large"), {1}), replaying.Step(lambda slots: None, {1})]
+    alive = []
+    steps.append(replaying.Step(lambda slots: alive.append(slots[1]), set()))
+    replaying.Recording(steps, [torch.zeros(1)], 2, ())(torch.zeros(1))
+    assert alive == [None]
+
+
 @needs_triton
 def test_an_operator_inside_another_is_noted_by_it(replays):
     inner, _ = counted(lambda x: activated(x) + 1)
