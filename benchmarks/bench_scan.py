@@ -309,7 +309,6 @@ def forced(kernel: str, choice: "Optional[tuning.Choice]") -> Iterator[dict]:
     from vision_longhorn.kernels.backends.triton import scan as triton_scan
 
     taken = {}
-    replaying.forget()
 
     def replace(original: Callable) -> Callable:
         def chosen(name: str, *args, **options) -> tuning.Choice:
@@ -318,11 +317,10 @@ def forced(kernel: str, choice: "Optional[tuning.Choice]") -> Iterator[dict]:
 
         return chosen
 
-    with mock.patch.multiple(
-        triton_scan, choose=replace(triton_scan.choose), first_choice=replace(triton_scan.first_choice)
-    ):
+    chosen_anew = dict(choose=replace(triton_scan.choose), first_choice=replace(triton_scan.first_choice))
+    # With a table of its own for what operators repeat, none repeats what it did with another choice.
+    with mock.patch.multiple(triton_scan, **chosen_anew), mock.patch.object(replaying, "_known", {}):
         yield taken
-    replaying.forget()
 
 
 def choice_rows(rep: float) -> list[dict]:

@@ -24,7 +24,7 @@ _EMPTY = (
     _aten.new_empty_strided.default,
 )  # fmt: skip
 _known: dict[Any, Optional[Callable[..., Any]]] = {}  # by operator and arguments; None after the first call
-_lock = threading.Lock()  # of a change to `_known`; one thread records at a time
+_lock = threading.Lock()  # to change `_known`, so that one thread records at a time
 
 
 class _Thread(threading.local):
@@ -34,12 +34,8 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class Unrecordable(Exception):
-    """A list of steps cannot hold what was done."""
-
-
 class Part(NamedTuple):
-    """A tensor that begins `offset` numbers behind that of a slot. Without a size, it is that of the slot."""
+    """A tensor that begins `offset` numbers behind the start of a slot's. Without a size, it is the slot's itself."""
 
     slot: int
     offset: int = 0
@@ -62,7 +58,7 @@ def filled(value: Any, slots: list[Any]) -> Any:
 
 
 def found(kind: Any, value: Any) -> Iterator[Any]:
-    """Find what is of a kind in `value`."""
+    """Find all of a kind in `value`, and in the lists and tuples inside."""
     if isinstance(value, kind):
         yield value
     elif type(value) in (list, tuple):
@@ -78,7 +74,7 @@ class Step(NamedTuple):
 
 
 class Recording:
-    """What a call did: steps over slots that first hold the call's arguments, then what the steps allocate."""
+    """A call to repeat: its steps take slots that first hold the arguments, and then also what the steps allocate."""
 
     def __init__(self, steps: list[Step], values: Sequence[Any], slots: int, results: Any):
         arguments = len(values)
@@ -152,7 +148,7 @@ class Recorder(TorchDispatchMode):
                 self.problem = repr(error)
 
     def add(self, value: Any) -> int:
-        """Give `value` a slot, which tells where and how the numbers of a tensor lie in memory."""
+        """Give `value` a slot. For a tensor, it tells where and how the numbers lie in memory."""
         slot = None
         if isinstance(value, Tensor) and value.numel():
             start, last = value.data_ptr(), sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
@@ -188,18 +184,18 @@ class Recorder(TorchDispatchMode):
             start, end, dtype, size, stride = slot
             if start <= address < end:
                 if value.dtype != dtype:
-                    raise Unrecordable(f"a view of {dtype} as {value.dtype}")
+                    raise ValueError(f"a view of {dtype} as {value.dtype}")
                 if (address, tuple(value.shape), value.stride()) == (start, size, stride):
                     return Part(number)
                 return Part(number, (address - start) // value.element_size(), tuple(value.shape), value.stride())
-        raise Unrecordable("a tensor that is neither an argument nor made of one")
+        raise ValueError("a tensor that is neither an argument nor made of one")
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """Note a call of torch."""
         if func.namespace != "aten":
-            raise Unrecordable(str(func))
+            raise ValueError(str(func))
         if any(one.device != self.device for one in found(Tensor, (out,))):
-            raise Unrecordable(f"{func} gives a tensor on another device, where the host may read it")
+            raise ValueError(f"{func} gives a tensor on another device, where the host may read it")
         if func in _EMPTY:
             if out.numel():
                 self.allocate(out)
@@ -211,7 +207,7 @@ class Recorder(TorchDispatchMode):
         if not changes and memory.issuperset(results) and (results or func.is_view):
             return  # views
         if not isinstance(out, Tensor):
-            raise Unrecordable(f"{func} returns no tensor")
+            raise ValueError(f"{func} returns no tensor")
         parts = self.parts(given)
         used = {part.slot for part in found(Part, parts)}
         made = None if changes else self.add(out)
@@ -243,7 +239,7 @@ class Recorder(TorchDispatchMode):
                 if type(part) is Part
             ]
             if len(addresses) < len(list(found(Part, parts))):
-                raise Unrecordable("tensors in a tuple")
+                raise ValueError("tensors in a tuple")
 
             def run(slots: list[Any]) -> None:
                 arguments = parts.copy()
@@ -257,9 +253,9 @@ class Recorder(TorchDispatchMode):
     def recording(self, values: Sequence[Any], results: Any) -> "Recording":
         """Return the recording of a call with `values` that gave `results`."""
         if not self.launches:
-            raise Unrecordable("no launch of a kernel: torch's own path would not be faster")
+            raise ValueError("no launch of a kernel: torch's own path would not be faster")
         if not isinstance(results, Tensor) and type(results) is not tuple:
-            raise Unrecordable(f"results in a {type(results).__name__}")
+            raise ValueError(f"results in a {type(results).__name__}")
         parts = self.parts(results)
         return Recording(self.steps, values, len(self.slots), parts)
 
@@ -289,6 +285,8 @@ def repeating(run: Callable[..., Any]) -> Callable[..., Any]:
     """Let `run`, which makes new tensors of tensors on a GPU, decide what it does only twice for the same shapes."""
 
     def repeat(*values: Any) -> Any:
+        if _thread.recorder is not None:  # another operator's, which notes what this one does
+            return run(*values)
         key = (
             run,
             *(
@@ -298,8 +296,6 @@ def repeating(run: Callable[..., Any]) -> Callable[..., Any]:
                 for value in values
             ),
         )
-        if _thread.recorder is not None:  # another operator's, which notes what this one does
-            return run(*values)
         if known := _known.get(key):
             return known(*values)
         if not _lock.acquire(blocking=False):

@@ -67,7 +67,7 @@ def test_an_operator_alone_repeats_itself(operator, replays):
 
 
 def activated(x):
-    """What a kernel makes of x: an operator that launches none has nothing to gain from a list."""
+    """Launch a kernel on x, since what launches none is not recorded."""
     return get_backend("triton").gelu_forward(x.contiguous(), x.new_zeros(x.shape[-1]))
 
 
