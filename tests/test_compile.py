@@ -33,11 +33,12 @@ def lacks_amd_linker():
         return "linker" in str(error)
 
 
-# Runs the script with each of the command lines. Its processes, which would import the same once more, are forked. They
-# keep what they compile in Triton's usual cache, so that the next run of the tests need not compile the same code. The
-# tests' own process interprets kernels, and the script's stand-in for a driver would stay in it.
+# Runs the script with each of the command lines. Its processes, which would import the same once more, are forked, and
+# not by a second thread: a process that is forked while the first thread prints would wait for that thread's lock for
+# ever. The processes keep what they compile in Triton's usual cache, so that the next run of the tests need not compile
+# the same code. The tests' own process interprets kernels, and the script's stand-in for a driver would stay in it.
 FORKING = """
-import os, runpy, subprocess, sys, traceback
+import concurrent.futures, os, runpy, subprocess, sys, traceback
 
 script, *lines = sys.argv[1:]
 sys.path.insert(0, os.path.dirname(script))
@@ -65,7 +66,17 @@ def fork(command, env=os.environ, **options):
     os._exit(1)
 
 
-subprocess.run = fork
+class AtOnce(concurrent.futures.Executor):
+    def __init__(self, jobs):
+        pass
+
+    def submit(self, call, *args):
+        done = concurrent.futures.Future()
+        done.set_result(call(*args))
+        return done
+
+
+subprocess.run, concurrent.futures.ThreadPoolExecutor = fork, AtOnce
 sys.exit(max(fork([sys.executable, script, *line.split()]).returncode for line in lines))
 """
 
