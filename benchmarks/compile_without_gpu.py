@@ -204,10 +204,12 @@ def compile_resample(_: str, dtype: torch.dtype, variant: str) -> None:
 
 
 def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.torch.rope import Turned
     from vision_longhorn.kernels.backends.triton import unit as triton_unit
 
     k, q = _tensor(2, BATCH, TOKENS, 2 * 16, dtype=dtype).chunk(2, -1)
-    triton_unit.backward(k, q, *triton_unit.forward(k, q))
+    turned = Turned(TOKENS, 1, 0, 16) if variant == "turned" else None
+    triton_unit.backward(k, q, *triton_unit.forward(k, q), turned)
 
 
 def compile_rope(_: str, dtype: torch.dtype, variant: str) -> None:
@@ -221,7 +223,7 @@ def compile_padding(_: str, dtype: torch.dtype, variant: str) -> None:
 
     x_proj, dt_proj = _tensor(2, 12 + 2 * 16, CHANNELS), _tensor(2, CHANNELS, 12)
     padded = projections.pad(x_proj, dt_proj, 16, dtype)
-    projections.unpad(*padded, x_proj, dt_proj)
+    projections.unpad(*(wide.float()[:, None].expand(-1, 40, -1, -1) for wide in padded), x_proj, dt_proj)
 
 
 def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
@@ -265,7 +267,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "resample": (compile_resample, ("bicubic", "bilinear")),
     "rope": (compile_rope, ("both_directions",)),
     "skip": (compile_skip, ("one_direction", "both_directions")),
-    "unit": (compile_unit, ("both_directions",)),
+    "unit": (compile_unit, ("both_directions", "turned")),
     "values": (compile_values, ("one_direction", "both_directions")),
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))

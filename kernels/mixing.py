@@ -294,7 +294,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
     dlow = low.new_empty(low.shape)  # contiguous, as the backend takes it
     dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
-    found = ops.backward(scan, dy, None, saved, backend, dz, (dk, dq))
+    found = ops.backward(scan, dy, None, saved, backend, dz, (dk, dq), mix.turned)
     if len(mix.x_proj) == 1:
         found = {name: value.unsqueeze(0) for name, value in found.items()}
     if mix.A_per_token:
@@ -303,7 +303,7 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
         grads["A_log"] = da.sum((1, 2))
     elif mix.A_log is not None:
         grads["A_log"] = found["A"] * (-torch.exp(mix.A_log.to(wide(x))))
-    if mix.turned:
+    if mix.turned and not mix.qk_norm:
         backend.rotate(mix.turned.of(_rows(dlow)), mix.rows, back=True)
     # First dt_proj_backward fills its columns of dlow, then x_proj_backward reads all of them and adds to dconvolved.
     ddt_proj = backend.dt_proj_backward(_rows(found["step"]), _rows(low), dt_proj, _rows(dlow))

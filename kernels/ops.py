@@ -8,6 +8,7 @@ from typing import Any, Optional
 from torch import Tensor
 
 from .backends import Backend
+from .backends.torch.rope import Turned
 from .checks import check
 from .contract import Pair, Scan
 from .dispatch import backend_for
@@ -43,10 +44,11 @@ def normalised(scan: Scan, backend: Backend) -> Scan:
 
 def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: Backend,
-    dz: Optional[Tensor] = None, dkq: Optional[Pair] = None,
+    dz: Optional[Tensor] = None, dkq: Optional[Pair] = None, turned: Optional[Turned] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradient of each tensor of `scan`, by field. If given, `dz` gets that of z instead, and `dkq` those of
-    k and q, (G, B, L, N) each for G sets of parameters."""
+    k and q, (G, B, L, N) each for G sets of parameters. With `turned` and `qk_norm` these are the gradients of what k
+    and q were before they were turned."""
     rule = rule_of(scan)
     unit = normalised(scan, backend)
     prepared = rule.prepare(unit)
@@ -55,7 +57,7 @@ def backward(
     grads = rule.restore(unit, prepared, backend.scan_backward(prepared, dy, dfinal, saved, dz, in_place))
     if scan.qk_norm:
         written = dict(zip("kq", in_place or ())) | grads
-        backend.unit_backward(scan.k, scan.q, written["k"], written["q"])
+        backend.unit_backward(scan.k, scan.q, written["k"], written["q"], turned)
     for name, out in zip(("z", "k", "q"), (dz, *(dkq or ()))):
         if out is not None and name in grads:
             out.copy_(grads.pop(name))

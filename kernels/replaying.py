@@ -3,7 +3,8 @@
 The shapes of an operator's arguments decide which kernels it launches, with which options, and what it allocates. The
 CPU often takes longer to decide that than the GPU takes for the work, and does so for every block and every step. So
 the second call with arguments of the same shapes is recorded as a list of allocations, launches and calls of torch, and
-later calls only go through that list. An operator that does what such a list cannot hold decides at every call.
+later calls only go through that list. One allocation then serves all that is needed no longer than the call. An
+operator that does what such a list cannot hold decides at every call.
 """
 
 import threading
@@ -15,9 +16,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .contract import ceil_div
+
 DEVICES: tuple[str, ...] = ("cuda",)  # on a CPU the work itself takes longer
 MOST = 1024  # recordings that are kept
 LONGEST = 256  # steps; torch's own path, which few take on a GPU, has more for each token
+STREAM, SCRATCH = -2, -1  # slots of a recording
+_ALIGNMENT = 512  # bytes, as of torch's own allocations
 _aten = torch.ops.aten
 _EMPTY = (
     _aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default,
@@ -35,26 +40,34 @@ _thread = _Thread()
 
 
 class Part(NamedTuple):
-    """A tensor that begins `offset` numbers behind the start of a slot's. Without a size, it is the slot's itself."""
+    """A tensor that begins `offset` bytes behind the start of a slot's. Without a dtype, it is the slot's itself."""
 
     slot: int
     offset: int = 0
-    size: Optional[tuple[int, ...]] = None
+    dtype: Optional[torch.dtype] = None
+    size: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
 
     def of(self, slots: list[Any]) -> Tensor:
         base = slots[self.slot]
-        if self.size is None:
+        if self.dtype is None:
             return base
-        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+        if base.dtype != self.dtype:  # the scratch memory
+            base = base.view(self.dtype)
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset // self.dtype.itemsize)
+
+
+def mapped(change: Callable[[Part], Any], value: Any) -> Any:
+    """Change the parts in `value`."""
+    kind = type(value)
+    if kind is Part:
+        return change(value)
+    return kind([mapped(change, one) for one in value]) if kind in (list, tuple) else value
 
 
 def filled(value: Any, slots: list[Any]) -> Any:
     """Put tensors in the places of the parts in `value`."""
-    kind = type(value)
-    if kind is Part:
-        return value.of(slots)
-    return kind([filled(one, slots) for one in value]) if kind in (list, tuple) else value
+    return mapped(lambda part: part.of(slots), value)
 
 
 def found(kind: Any, value: Any) -> Iterator[Any]:
@@ -66,32 +79,88 @@ def found(kind: Any, value: Any) -> Iterator[Any]:
             yield from found(kind, one)
 
 
-class Step(NamedTuple):
-    """A call of `run` with the slots. It reads the slots `used`."""
+class Slot(NamedTuple):
+    """Where and how the numbers of a tensor lie in memory, from address `start` to `end`."""
 
-    run: Callable[[list[Any]], None]
-    used: set[int]
+    start: int
+    end: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def room(self) -> int:
+        """The bytes that an allocation takes for it."""
+        return ceil_div(self.end - self.start, _ALIGNMENT) * _ALIGNMENT
+
+
+class Step(NamedTuple):
+    """A step of a call: `act(parts)` returns what to do with the slots."""
+
+    act: Callable[[Any], Callable[[list[Any]], None]]
+    parts: Any
+    fills: Optional[int] = None  # the slot of the tensor that it makes
+    allocates: bool = False
+
+
+class Block(NamedTuple):
+    """Memory for so many bytes from one step to another."""
+
+    first: int
+    last: int
+    size: int
+
+
+def arranged(blocks: dict[int, Block]) -> tuple[dict[int, int], int]:
+    """Return where each block begins in a memory for all, and the size of that. No two overlap that live together."""
+    places: dict[int, int] = {}
+    for slot, block in sorted(blocks.items(), key=lambda item: -item[1].size):
+        start = 0
+        for place, other in sorted((place, blocks[one]) for one, place in places.items()):
+            if other.first <= block.last and block.first <= other.last and place < start + block.size:
+                start = max(start, place + other.size)
+        places[slot] = start
+    return places, max((place + blocks[slot].size for slot, place in places.items()), default=0)
 
 
 class Recording:
-    """A call to repeat: its steps take slots that first hold the arguments, and then also what the steps allocate."""
+    """A call to repeat: its steps take slots that hold the arguments, what the steps make, the stream, and the memory
+    for what no result needs."""
 
-    def __init__(self, steps: list[Step], values: Sequence[Any], slots: int, results: Any):
-        arguments = len(values)
-        self.more, self.results = slots - arguments, results
+    def __init__(self, steps: list[Step], values: Sequence[Any], slots: list[Any], results: Any):
+        self.more = len(slots) - len(values) + 2
         self.tensor = next(index for index, value in enumerate(values) if isinstance(value, Tensor))
-        last = {slot: number for number, step in enumerate(steps) for slot in step.used if slot >= arguments}
-        for part in found(Part, results):
-            last.pop(part.slot, None)
+        self.results = results
+        kept = {part.slot for part in found(Part, results)}
+        own = {step.fills: number for number, step in enumerate(steps) if step.fills is not None}
+        last = own | {part.slot: number for number, step in enumerate(steps) for part in found(Part, step.parts)}
+        own = {slot: number for slot, number in own.items() if slot not in kept}
+        shared = {
+            slot: Block(number, last[slot], slots[slot].room) for slot, number in own.items() if steps[number].allocates
+        }
+        places, self.scratch = arranged(shared)
+
+        def moved(part: Part) -> Part:
+            if part.slot not in places:
+                return part
+            how = part[2:] if part.dtype else slots[part.slot][2:]
+            return Part(SCRATCH, places[part.slot] + part.offset, *how)
+
         self.steps = []
         for number, step in enumerate(steps):
-            self.steps.append(step.run)
-            if done := [slot for slot, at in last.items() if at == number]:
+            if step.fills not in places:
+                self.steps.append(step.act(mapped(moved, step.parts)))
+            if done := [slot for slot in own if last[slot] == number and slot not in places]:
                 self.steps.append(partial(self.free, done))  # memory as soon as without a recording
 
     def __call__(self, *values: Any) -> Any:
         slots = [*values, *[None] * self.more]
+        device = values[self.tensor].device
         with torch.cuda.device_of(values[self.tensor]):
+            if device.type == "cuda":
+                slots[STREAM] = torch._C._cuda_getCurrentRawStream(device.index)
+            if self.scratch:
+                slots[SCRATCH] = torch.empty(self.scratch, dtype=torch.uint8, device=device)
             for step in self.steps:
                 step(slots)
         return filled(self.results, slots)
@@ -108,7 +177,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, values: Sequence[Any]):
         super().__init__()
         self.steps: list[Step] = []
-        self.slots: list[Any] = []
+        self.slots: list[Optional[Slot]] = []
         self.problem, self.pauses, self.launches = "", False, False
         self.device = next(value.device for value in values if isinstance(value, Tensor))
         for value in values:
@@ -148,12 +217,12 @@ class Recorder(TorchDispatchMode):
                 self.problem = repr(error)
 
     def add(self, value: Any) -> int:
-        """Give `value` a slot. For a tensor, it tells where and how the numbers lie in memory."""
+        """Give `value` a slot."""
         slot = None
         if isinstance(value, Tensor) and value.numel():
             start, last = value.data_ptr(), sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
             end = start + (last + 1) * value.element_size()
-            slot = start, end, value.dtype, tuple(value.shape), value.stride()
+            slot = Slot(start, end, value.dtype, tuple(value.shape), value.stride())
         self.slots.append(slot)
         return len(self.slots) - 1
 
@@ -162,10 +231,13 @@ class Recorder(TorchDispatchMode):
         make = partial(torch.empty_strided, tuple(value.shape), value.stride(), dtype=value.dtype, device=value.device)
         number = self.add(value)
 
-        def run(slots: list[Any]) -> None:
-            slots[number] = make()
+        def act(_: Any) -> Callable[[list[Any]], None]:
+            def run(slots: list[Any]) -> None:
+                slots[number] = make()
 
-        self.steps.append(Step(run, {number}))
+            return run
+
+        self.steps.append(Step(act, (), number, allocates=value.numel() > 0))
         return number
 
     def parts(self, value: Any) -> Any:
@@ -176,18 +248,16 @@ class Recorder(TorchDispatchMode):
             return value
         if not value.numel():
             return Part(self.allocate(value))
-        address = value.data_ptr()
+        address, how = value.data_ptr(), (value.dtype, tuple(value.shape), value.stride())
         # The newest first, since memory that was freed may have been given out again.
         for number in range(len(self.slots) - 1, -1, -1):
-            if not (slot := self.slots[number]):
-                continue
-            start, end, dtype, size, stride = slot
-            if start <= address < end:
-                if value.dtype != dtype:
-                    raise ValueError(f"a view of {dtype} as {value.dtype}")
-                if (address, tuple(value.shape), value.stride()) == (start, size, stride):
+            slot = self.slots[number]
+            if slot and slot.start <= address < slot.end:
+                if value.dtype != slot.dtype:
+                    raise ValueError(f"a view of {slot.dtype} as {value.dtype}")
+                if (address, *how) == (slot.start, *slot[2:]):
                     return Part(number)
-                return Part(number, (address - start) // value.element_size(), tuple(value.shape), value.stride())
+                return Part(number, address - slot.start, *how)
         raise ValueError("a tensor that is neither an argument nor made of one")
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
@@ -209,16 +279,18 @@ class Recorder(TorchDispatchMode):
         if not isinstance(out, Tensor):
             raise ValueError(f"{func} returns no tensor")
         parts = self.parts(given)
-        used = {part.slot for part in found(Part, parts)}
         made = None if changes else self.add(out)
 
-        def run(slots: list[Any]) -> None:
-            args, options = filled(parts, slots)
-            result = func(*args, **dict(zip(names, options)))
-            if made is not None:
-                slots[made] = result
+        def act(parts: Any) -> Callable[[list[Any]], None]:
+            def run(slots: list[Any]) -> None:
+                args, options = filled(parts, slots)
+                result = func(*args, **dict(zip(names, options)))
+                if made is not None:
+                    slots[made] = result
 
-        self.steps.append(Step(run, used if made is None else {*used, made}))
+            return run
+
+        self.steps.append(Step(act, parts, made))
 
     def launch(self, kernel: Any, compiled: Any, grid: Any, args: Any, kwargs: dict[str, Any]) -> None:
         """Note a launch of one of Triton's kernels."""
@@ -227,28 +299,28 @@ class Recorder(TorchDispatchMode):
         if compiled is None:  # by the interpreter, which takes tensors
             parts, interpret = self.parts(values), partial(kernel[grid], **given)
 
-            def run(slots: list[Any]) -> None:
-                interpret(*filled(parts, slots))
+            def act(parts: Any) -> Callable[[list[Any]], None]:
+                return lambda slots: interpret(*filled(parts, slots))
 
         else:
             parts = [self.parts(value) if not isinstance(value, Tensor) or value.numel() else 0 for value in values]
-            start = compiled[(*grid, 1, 1)[:3]]
-            addresses = [
-                (index, part.slot, part.offset * value.element_size())
-                for index, (part, value) in enumerate(zip(parts, values))
-                if type(part) is Part
-            ]
-            if len(addresses) < len(list(found(Part, parts))):
+            if any(type(part) in (list, tuple) and any(found(Part, part)) for part in parts):
                 raise ValueError("tensors in a tuple")
+            start = compiled[(*grid, 1, 1)[:3]]
 
-            def run(slots: list[Any]) -> None:
-                arguments = parts.copy()
-                for index, slot, offset in addresses:
-                    arguments[index] = slots[slot].data_ptr() + offset
-                start(*arguments)
+            def act(parts: Any) -> Callable[[list[Any]], None]:
+                addresses = [(index, part[:2]) for index, part in enumerate(parts) if type(part) is Part]
+
+                def run(slots: list[Any]) -> None:
+                    arguments = parts.copy()
+                    for index, (slot, offset) in addresses:
+                        arguments[index] = slots[slot].data_ptr() + offset
+                    start(*arguments, stream=slots[STREAM])
+
+                return run
 
         self.launches = True
-        self.steps.append(Step(run, {part.slot for part in found(Part, parts)}))
+        self.steps.append(Step(act, parts))
 
     def recording(self, values: Sequence[Any], results: Any) -> "Recording":
         """Return the recording of a call with `values` that gave `results`."""
@@ -257,7 +329,7 @@ class Recorder(TorchDispatchMode):
         if not isinstance(results, Tensor) and type(results) is not tuple:
             raise ValueError(f"results in a {type(results).__name__}")
         parts = self.parts(results)
-        return Recording(self.steps, values, len(self.slots), parts)
+        return Recording(self.steps, values, self.slots, parts)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:

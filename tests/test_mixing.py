@@ -173,6 +173,17 @@ def test_padding_puts_zeros_after_the_rank_and_takes_them_out(backend, S, R, n, 
     assert all(torch.equal(found, value.to(dtype).float()) for found, value in zip(back, (x_proj, dt_proj)))
 
 
+@needs_triton
+@pytest.mark.parametrize("R,x_parts,dt_parts", [(12, 3, 1), (12, 2, 40), (8, 33, 5)])
+def test_parts_of_gradients_are_summed_where_zeros_are_taken_out(R, x_parts, dt_parts):
+    backend, S, n, D = get_backend("triton"), 2, 6, 40
+    width = -(-R // 8) * 8
+    wide_x, wide_dt = torch.randn(S, x_parts, width + n, D), torch.randn(S, dt_parts, D, width)
+    found = backend.unpad(wide_x, wide_dt, torch.empty(S, R + n, D), torch.empty(S, D, R))
+    right = get_backend("torch").unpad(wide_x.sum(1), wide_dt.sum(1), torch.empty(S, R + n, D), torch.empty(S, D, R))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, right))
+
+
 def has_projection_kernels(backend, device):
     return backend == "triton" and (device == "cpu" or torch.cuda.get_device_capability()[0] == 9)
 
@@ -192,11 +203,11 @@ def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
         grad = backend.x_proj_backward(dlow, x, x_proj, place)
         same = backend.x_proj_backward(dlow, x, x_proj, written, False)
         assert torch.equal(grad, same)
-        found.append((low, grad, place[: len(x)], written))
+        found.append((low, grad.sum(1) if grad.ndim == 4 else grad, place[: len(x)], written))
     assert all(map(torch.equal, *found))
-    # The kernel, where it is for these, leaves its sums in float32.
+    # The kernel, where it is for these, leaves its sums in float32 and in parts.
     if has_projection_kernels(backend.name, device) and dtype != torch.float32 and D % 64 == 0 and M <= 64:
-        assert grad.dtype == torch.float32
+        assert grad.dtype == torch.float32 and grad.ndim == 4
     x, dx, dlow, x_proj = (value.double().cpu() for value in (x, dx, dlow, x_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
     right_low, new = x @ x_proj.mT, dlow @ x_proj
@@ -260,11 +271,11 @@ def check_dt_proj(backend, S, T, D, R, M, dtype, device):
         dlow = before.clone()
         grad = get_backend(backend).dt_proj_backward(dstep, low, dt_proj, dlow)
         assert torch.equal(dlow[..., R:], before[..., R:])
-        found.append((torch.bmm(low[..., :R], dt_proj.mT), grad, dlow[..., :R]))
+        found.append((torch.bmm(low[..., :R], dt_proj.mT), grad.sum(1) if grad.ndim == 4 else grad, dlow[..., :R]))
     assert all(map(torch.equal, *found))
-    # The kernel, where it is for these, leaves its sums in float32.
+    # The kernel, where it is for these, leaves its sums in float32 and in parts.
     if has_projection_kernels(backend, device) and dtype != torch.float32 and D % 64 == 0 and T and R <= 64:
-        assert grad.dtype == torch.float32
+        assert grad.dtype == torch.float32 and grad.ndim == 4
     dstep, low, dt_proj = (value.double() for value in (dstep, low[..., :R], dt_proj))
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
     for value, right in zip(found[0], (low @ dt_proj.mT, dstep.mT @ low, dstep @ dt_proj)):

@@ -2,7 +2,9 @@
 
 import importlib
 import pkgutil
+import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import timm
@@ -121,17 +123,20 @@ def test_other_arguments_are_decided_anew(change, replays):
 def test_a_compiled_kernel_gets_the_addresses_of_each_call(replays):
     class Compiled:
         def __getitem__(self, grid):
-            return lambda *arguments: launched.append((grid, arguments))
+            return lambda *arguments, stream=None: launched.append((grid, arguments))
 
     class Jitted:
-        arg_names = ("x_ptr", "row_ptr", "absent_ptr", "made_ptr", "n")
+        arg_names = ("x_ptr", "row_ptr", "absent_ptr", "made_ptr", "scratch_ptr", "part_ptr", "n")
 
         def __getitem__(self, grid):
             return lambda *arguments, **options: Compiled()
 
     def act(x, made):
-        made = made.clone()
-        replaying.launch(Jitted(), (3,), x, x[1], x[:0], made_ptr=made, n=5, num_warps=4)
+        made, first, second = made.clone(), torch.empty(200), torch.empty(9, dtype=torch.float16)
+        launch = partial(replaying.launch, Jitted(), (3,), x, x[1], x[:0], made, num_warps=4)
+        launch(second, first[2:], n=5)
+        del first
+        launch(second, torch.empty(3), n=6)
         return (made,)
 
     launched = []
@@ -139,8 +144,10 @@ def test_a_compiled_kernel_gets_the_addresses_of_each_call(replays):
     for _ in range(4):
         x = torch.randn(2, 3)
         (made,) = repeat(x, x.new_ones(4))
-    assert len(launched) == 2
-    assert launched[-1] == ((3, 1, 1), (x.data_ptr(), x.data_ptr() + 12, 0, made.data_ptr(), 5))
+    assert len(launched) == 4
+    scratch = launched[-1][1][5]  # where one tensor makes room for the next
+    pointers = x.data_ptr(), x.data_ptr() + 12, 0, made.data_ptr(), scratch + 1024
+    assert launched[-2:] == [((3, 1, 1), (*pointers, scratch + 8, 5)), ((3, 1, 1), (*pointers, scratch, 6))]
 
 
 def depends_on_values(x):
@@ -191,15 +198,35 @@ def test_memory_that_was_given_out_again_belongs_to_its_last_owner():
     recorder = replaying.Recorder([torch.zeros(1)])
     recorder.add(memory[:4])  # as if it had been freed
     owner = recorder.add(memory)
-    assert recorder.parts(memory[2:]) == replaying.Part(owner, 2, (6,), (1,))
+    assert recorder.parts(memory[2:]) == replaying.Part(owner, 8, torch.float32, (6,), (1,))
 
 
 def test_a_list_frees_what_no_later_step_needs():
-    steps = [replaying.Step(lambda slots: slots.__setitem__(1, "large"), {1}), replaying.Step(lambda slots: None, {1})]
     alive = []
-    steps.append(replaying.Step(lambda slots: alive.append(slots[1]), set()))
-    replaying.Recording(steps, [torch.zeros(1)], 2, ())(torch.zeros(1))
-    assert alive == [None]
+    steps = [
+        replaying.Step(lambda _: lambda slots: slots.__setitem__(1, "large"), (), fills=1),
+        replaying.Step(lambda _: lambda slots: alive.append(slots[1]), [replaying.Part(1)]),
+        replaying.Step(lambda _: lambda slots: alive.append(slots[1]), ()),
+    ]
+    replaying.Recording(steps, [torch.zeros(1)], [None, None], ())(torch.zeros(1))
+    assert alive == ["large", None]
+
+
+def test_memory_is_shared_by_those_alone_that_do_not_live_together():
+    draw = random.Random(0)
+    for _ in range(200):
+        firsts = [draw.randrange(12) for _ in range(draw.randrange(9))]
+        blocks = {
+            slot: replaying.Block(first, first + draw.randrange(4), draw.randrange(1, 6))
+            for slot, first in enumerate(firsts)
+        }
+        places, size = replaying.arranged(blocks)
+        for moment in range(16):
+            alive = [slot for slot, block in blocks.items() if block.first <= moment <= block.last]
+            used = [places[slot] + byte for slot in alive for byte in range(blocks[slot].size)]
+            assert len(set(used)) == len(used) and max(used, default=0) < max(size, 1)
+    Block = replaying.Block
+    assert replaying.arranged({5: Block(0, 2, 512), 6: Block(3, 4, 512), 9: Block(4, 4, 512)})[1] == 1024
 
 
 @needs_triton

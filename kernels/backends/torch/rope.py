@@ -34,7 +34,7 @@ class Turned(NamedTuple):
 
 def octaves_per_point(N: int) -> float:
     """Return how much slower each point of an axis turns than the one before, in octaves."""
-    return OCTAVES / (N // 4 - 1) if N > 4 else 0.0
+    return OCTAVES / (N // 4 - 1) if N >= 8 else 0.0
 
 
 def angles(rows: int, columns: int, N: int, like: Tensor) -> Tensor:
@@ -54,8 +54,14 @@ def rotate(kq: Tensor, rows: int, back: bool = False) -> None:
         rows: rows of the grid.
         back: turn the other way, as the gradients of turned keys and queries must be.
     """
-    L, N = kq.shape[-2], kq.shape[-1] // 2
-    angle = angles(rows, L // rows, N, kq)[:, None]  # (L, 1, N / 2)
+    for v in kq.chunk(2, -1):
+        v.copy_(turn(v, rows, back))
+
+
+def turn(v: Tensor, rows: int, back: bool = False) -> Tensor:
+    """Return the keys or queries v (.., B, L, N) turned, in float32 (float64); see `rotate`."""
+    L, N = v.shape[-2:]
+    angle = angles(rows, L // rows, N, v)  # (L, N / 2)
     cos, sin = angle.cos(), -angle.sin() if back else angle.sin()
-    x, y = kq.to(wide(kq)).unflatten(-1, (2, N // 2, 2)).unbind(-1)  # (.., L, 2, N / 2)
-    kq.copy_(torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(-3))
+    x, y = v.to(wide(v)).unflatten(-1, (N // 2, 2)).unbind(-1)  # (.., L, N / 2)
+    return torch.stack([x * cos - y * sin, x * sin + y * cos], -1).flatten(-2)

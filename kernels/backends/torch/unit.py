@@ -4,10 +4,13 @@ A vector much shorter than sqrt(EPS) = 1e-3 fades smoothly to zero. A token with
 zero query reads nothing. The gradient of v is at most 1000 times that of v^.
 """
 
+from typing import Optional
+
 import torch
 from torch import Tensor
 
 from ...contract import Pair, wide
+from .rope import Turned, turn
 
 EPS = 1e-6
 
@@ -30,12 +33,15 @@ def forward(k: Tensor, q: Tensor) -> Pair:
     return unit(k).to(k.dtype), unit(q).to(q.dtype)
 
 
-def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor) -> None:
-    """Turn the gradients `dk` and `dq` of k^ and q^ into those of k and q, in place. Shapes are those of `forward`."""
+def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor, turned: Optional[Turned] = None) -> None:
+    """Change the gradients `dk` and `dq` of k^ and q^ into those of k and q, in place. Shapes are those of `forward`.
+    With `turned` they become those of what k and q were before they were turned (`rope.rotate`): shapes are
+    (.., B, L, N), and L and rows are those of `turned`."""
     for v, dv in ((k, dk), (q, dq)):
         v, along = v.to(wide(v)), dv.to(wide(v))
         scale = torch.rsqrt(v.square().sum(-1, keepdim=True) + EPS)
         n = v * scale
         # With one number v^ is little more than its sign: the difference would lose all digits.
         across = along * (EPS * scale.square()) if v.shape[-1] == 1 else along - n * (n * along).sum(-1, keepdim=True)
-        dv.copy_(across * scale)
+        found = across * scale
+        dv.copy_(turn(found, turned.rows, back=True) if turned else found)

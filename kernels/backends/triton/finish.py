@@ -61,7 +61,7 @@ def sum_rows(sums: Tensor, *out: Tensor) -> None:
 
 
 @triton.jit
-def _sum_parts(row, d, parts, D, R: tl.constexpr, C: tl.constexpr):
+def sum_parts(row, d, parts, D, R: tl.constexpr, C: tl.constexpr):
     """Sums columns d (1, C) of `parts` rows of D numbers, the first at `row`."""
     total = tl.zeros([R, C], tl.float32)
     for i in range(0, parts, R):
@@ -81,7 +81,7 @@ def _finish_columns_kernel(
     if tl.program_id(2) == 1:
         source = last_ptr
         target = last_out_ptr
-    total = _sum_parts(source + (g * parts).to(tl.int64) * D, d, parts, D, R, C)
+    total = sum_parts(source + (g * parts).to(tl.int64) * D, d, parts, D, R, C)
     tl.store(target + g * D + d, total, mask=d < D)
 
 
@@ -106,7 +106,7 @@ def _finish_taps_kernel(
 ):  # fmt: skip
     SIZE: tl.constexpr = G * (K + 1) * D
     column = tl.program_id(0) * C + tl.arange(0, C)[None, :]
-    total = _sum_parts(sums_ptr, column, parts, SIZE, R, C)
+    total = sum_parts(sums_ptr, column, parts, SIZE, R, C)
     ok = column < SIZE
     d, tap = column % D, column // D % (K + 1)
     channel = column // (D * (K + 1)) * D + d  # counted over all directions

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...contract import ceil_div, power_of_2
 from ..torch import projections as plain
 from ..torch.rope import Turned
-from .finish import sum_rows, sum_sequences
+from .finish import sum_parts, sum_rows
 from .lanes import kernel, on_hopper, operand
 from .rope import rotate, turn, turn_arguments
 from .tuning import multiprocessors
@@ -30,44 +30,34 @@ _PAD_BLOCK = 1024
 
 
 @triton.jit
-def _move(plain_ptr, wide_ptr, i, size, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-          BACK: tl.constexpr):  # fmt: skip
-    """Copies numbers i of a wide tensor (.., ROWS, INNER) from or (BACK) to the plain one; rows R to WIDTH are zero."""
+def _plain(i, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
+    """Returns which of the numbers i of a wide tensor (.., ROWS, INNER) are in the plain one, and where: rows R to
+    WIDTH are not."""
     GAP: tl.constexpr = WIDTH - R
     row = i // INNER % ROWS
     after = row >= WIDTH
-    plain = plain_ptr + i - (i // (ROWS * INNER) * GAP + tl.where(after, GAP, 0)) * INNER
-    ok = i < size
-    both = ok & (after | (row < R))
-    if BACK:
-        value = tl.load(wide_ptr + i, mask=both, other=0).to(tl.float32)
-        tl.store(plain, value.to(plain_ptr.dtype.element_ty), mask=both)
-    else:
-        value = tl.load(plain, mask=both, other=0).to(tl.float32)
-        tl.store(wide_ptr + i, value.to(wide_ptr.dtype.element_ty), mask=ok)
+    return after | (row < R), i - (i // (ROWS * INNER) * GAP + tl.where(after, GAP, 0)) * INNER
+
+
+@triton.jit
+def _widen(plain_ptr, wide_ptr, i, size, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
+    there, at = _plain(i, ROWS, INNER, R, WIDTH)
+    value = tl.load(plain_ptr + at, mask=there & (i < size), other=0).to(tl.float32)
+    tl.store(wide_ptr + i, value.to(wide_ptr.dtype.element_ty), mask=i < size)
 
 
 @kernel(specialized=["x_size", "dt_size", "x_blocks"])
 def _pad_kernel(
     x_ptr, dt_ptr, wide_x_ptr, wide_dt_ptr, x_size, dt_size, x_blocks,
-    ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, D: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Takes both matrices at once: they are so small that a launch costs more than the copy."""
     block = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     if block < x_blocks:
-        _move(x_ptr, wide_x_ptr, block * BLOCK + i, x_size, ROWS, D, R, WIDTH, BACK)
+        _widen(x_ptr, wide_x_ptr, block * BLOCK + i, x_size, ROWS, D, R, WIDTH)
     else:
-        _move(dt_ptr, wide_dt_ptr, (block - x_blocks) * BLOCK + i, dt_size, WIDTH, 1, R, WIDTH, BACK)
-
-
-def _pad(x_proj: Tensor, dt_proj: Tensor, wide_x: Tensor, wide_dt: Tensor, back: bool) -> None:
-    _, rows, D = wide_x.shape
-    blocks = ceil_div(wide_x.numel(), _PAD_BLOCK)
-    with torch.cuda.device_of(wide_x):
-        _pad_kernel[(blocks + ceil_div(wide_dt.numel(), _PAD_BLOCK),)](
-            x_proj, dt_proj, wide_x, wide_dt, wide_x.numel(), wide_dt.numel(), blocks, ROWS=rows, D=D,
-            R=dt_proj.shape[2], WIDTH=wide_dt.shape[2], BACK=back, BLOCK=_PAD_BLOCK, num_warps=4)  # fmt: skip
+        _widen(dt_ptr, wide_dt_ptr, (block - x_blocks) * BLOCK + i, dt_size, WIDTH, 1, R, WIDTH)
 
 
 def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -77,16 +67,56 @@ def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tupl
         return x_proj, dt_proj
     wide_x = x_proj.new_empty(S, width - R + rows, D, dtype=dtype)
     wide_dt = dt_proj.new_empty(S, dt_proj.shape[1], width, dtype=dtype)
-    _pad(x_proj, dt_proj, wide_x, wide_dt, False)
+    x_blocks, dt_blocks = (ceil_div(wide.numel(), _PAD_BLOCK) for wide in (wide_x, wide_dt))
+    with torch.cuda.device_of(wide_x):
+        _pad_kernel[(x_blocks + dt_blocks,)](
+            x_proj, dt_proj, wide_x, wide_dt, wide_x.numel(), wide_dt.numel(), x_blocks, ROWS=wide_x.shape[1], D=D, R=R,
+            WIDTH=width, BLOCK=_PAD_BLOCK, num_warps=4)  # fmt: skip
     return wide_x, wide_dt
 
 
+@triton.jit
+def _narrow(
+    plain_ptr, wide_ptr, s, parts, i, SIZE: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr,
+    WIDTH: tl.constexpr, HEIGHT: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    total = sum_parts(wide_ptr + (s * parts).to(tl.int64) * SIZE, i, parts, SIZE, HEIGHT, C)  # (1, C)
+    there, at = _plain(s * SIZE + i, ROWS, INNER, R, WIDTH)
+    tl.store(plain_ptr + at, total.to(plain_ptr.dtype.element_ty), mask=there & (i < SIZE))
+
+
+@kernel(specialized=["x_blocks"])
+def _unpad_kernel(
+    x_ptr, dt_ptr, wide_x_ptr, wide_dt_ptr, x_parts, dt_parts, x_blocks,
+    ROWS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Takes both gradients of set s, and sums their parts in a fixed order."""
+    block = tl.program_id(0)
+    s = tl.program_id(1)
+    i = tl.arange(0, C)[None, :]
+    if block < x_blocks:
+        _narrow(x_ptr, wide_x_ptr, s, x_parts, block * C + i, ROWS * D, ROWS, D, R, WIDTH, HEIGHT, C)
+    else:
+        i += (block - x_blocks) * C
+        _narrow(dt_ptr, wide_dt_ptr, s, dt_parts, i, STEPS * WIDTH, WIDTH, 1, R, WIDTH, HEIGHT, C)
+
+
 def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> tuple[Tensor, Tensor]:
-    """See `backends.torch.projections.unpad`."""
-    if wide_dt.shape == dt_proj.shape and wide_x.dtype == x_proj.dtype and wide_dt.dtype == dt_proj.dtype:
+    """See `backends.torch.projections.unpad`. Here the gradients may be in parts, (S, parts, ..), to be summed."""
+    pairs = (wide_x, x_proj), (wide_dt, dt_proj)
+    if all(wide.shape == plain.shape and wide.dtype == plain.dtype for wide, plain in pairs):
         return wide_x, wide_dt
     dx_proj, ddt_proj = x_proj.new_empty(x_proj.shape), dt_proj.new_empty(dt_proj.shape)
-    _pad(dx_proj, ddt_proj, wide_x, wide_dt, True)
+    (S, steps, R), (rows, D), width = dt_proj.shape, wide_x.shape[-2:], wide_dt.shape[-1]
+    parts = [1 if wide.ndim == 3 else wide.shape[1] for wide in (wide_x, wide_dt)]
+    height = 4 if max(parts) <= 4 else 32  # few parts leave most rows of a high block empty
+    columns = 1024 // height
+    x_blocks = ceil_div(rows * D, columns)
+    with torch.cuda.device_of(wide_x):
+        _unpad_kernel[(x_blocks + ceil_div(steps * width, columns), S)](
+            dx_proj, ddt_proj, wide_x, wide_dt, *parts, x_blocks, ROWS=rows, D=D, STEPS=steps, R=R, WIDTH=width,
+            HEIGHT=height, C=columns, num_warps=4)  # fmt: skip
     return dx_proj, ddt_proj
 
 
@@ -189,7 +219,8 @@ def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = Non
 
 
 def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, add: bool = True) -> Tensor:
-    """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be float32."""
+    """See `backends.torch.projections.x_proj_backward`; here the gradient of the projection may be in float32 parts for
+    `unpad`, (S, parts, M, D)."""
     (S, T, M), D = dlow.shape, x.shape[2]
     if M > _WIDEST or not _takes(x, dlow, dx):
         return plain.x_proj_backward(dlow, x, projection, dx, add)
@@ -197,12 +228,12 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, add
     channels, stages, warps, programs = (128, _STAGES, 8, 1) if D % 128 == 0 else (_BLOCK, 2, 4, 2)
     blocks = D // channels
     parts = _parts(x, blocks, programs)
-    sums = x.new_empty(S, parts, M * D, dtype=torch.float32)
+    sums = x.new_empty(S, parts, M, D, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
             BT=_TOKENS, SHARED=S // len(x), ADD=add, STAGES=stages, num_warps=warps)  # fmt: skip
-    return sum_sequences(sums)[0].view(S, M, D)
+    return sums
 
 
 @kernel()
@@ -246,7 +277,8 @@ def _dt_proj_backward_kernel(
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
-    """See `backends.torch.projections.dt_proj_backward`; here the gradient of the projection may be float32."""
+    """See `backends.torch.projections.dt_proj_backward`; here the gradient of the projection may be in float32 parts
+    for `unpad`, (S, parts, D, R)."""
     (S, T, D), R = dstep.shape, projection.shape[2]
     if not T or not 0 < R <= _WIDEST or not _takes(dstep, low, dlow):
         return plain.dt_proj_backward(dstep, low, projection, dlow)
@@ -256,7 +288,7 @@ def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tenso
     blocks = D // (count * channels)
     parts = _parts(dstep, blocks)
     partial = dlow if blocks == 1 else dstep.new_empty(blocks, S, T, R, dtype=torch.float32)
-    sums = dstep.new_empty(S, parts, D * R, dtype=torch.float32)
+    sums = dstep.new_empty(S, parts, D, R, dtype=torch.float32)
     with torch.cuda.device_of(dstep):
         _dt_proj_backward_kernel[(parts, blocks, S)](
             dstep, low, projection.contiguous(), partial, sums, T, parts, D=D, R=R, RB=max(16, power_of_2(R)),
@@ -264,4 +296,4 @@ def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tenso
             num_warps=8)  # fmt: skip
     if blocks > 1:
         sum_rows(partial, dlow[..., :R])
-    return sum_sequences(sums)[0].view(S, D, R)
+    return sums

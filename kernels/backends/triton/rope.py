@@ -17,10 +17,17 @@ _SEQUENCES = 8  # of a tile, which share the angles of their tokens
 
 
 @triton.jit
-def _angles(t, p, columns, fastest, octaves, N: tl.constexpr):
+def angles(t, p, columns, fastest, octaves, N: tl.constexpr):
     """Returns the angles of points p, of vectors of N numbers, at the places of tokens t."""
     place = tl.where(p % (N // 2) < N // 4, t // columns, t % columns)
     return place.to(tl.float32) * (fastest * tl.exp2(-octaves * (p % (N // 4)).to(tl.float32)))
+
+
+@triton.jit
+def turn_points(v, cos, sin):
+    """Returns v (rows, C) with the points 2 p and 2 p + 1 of each row turned; cos and sin are (rows, C / 2)."""
+    x, y = tl.split(tl.reshape(v, [v.shape[0], v.shape[1] // 2, 2]))
+    return tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), v.shape)
 
 
 @triton.jit
@@ -30,7 +37,7 @@ def turn(v, t, columns, fastest, octaves, FIRST: tl.constexpr, N: tl.constexpr, 
     POINTS: tl.constexpr = N // 2
     GROUPS: tl.constexpr = v.shape[1] // N
     i = tl.arange(0, POINTS)[None, :]
-    angle = _angles(t[:, None], (i + POINTS - FIRST // 2 % POINTS) % POINTS, columns, fastest, octaves, N)
+    angle = angles(t[:, None], (i + POINTS - FIRST // 2 % POINTS) % POINTS, columns, fastest, octaves, N)
     cos, sin = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]  # (tokens, 1, POINTS)
     point = ((tl.arange(0, GROUPS) * POINTS)[:, None] + i) % (WIDTH // 2) - FIRST // 2  # of the key, then of the query
     turns = ((point >= 0) & (point < N))[None, :, :]
@@ -53,7 +60,7 @@ def _rotate_kernel(
     """Turns the N points, of key and query, of TOKENS tokens in SEQUENCES sequences; back if `fastest` is negative."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     s = tl.program_id(1) * SEQUENCES + tl.arange(0, SEQUENCES)
-    angle = _angles(t[:, None], tl.arange(0, BLOCK)[None, :], columns, fastest, octaves, N)
+    angle = angles(t[:, None], tl.arange(0, BLOCK)[None, :], columns, fastest, octaves, N)
     cos, sin = tl.cos(angle)[None], tl.sin(angle)[None]  # (1, TOKENS, BLOCK)
     n = tl.arange(0, 2 * BLOCK)[None, None, :]
     rows = s[:, None, None].to(tl.int64) * L + t[None, :, None]

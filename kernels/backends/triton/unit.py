@@ -1,13 +1,17 @@
 """`backends.torch.unit` on a GPU: one launch takes keys and queries."""
 
+from typing import Optional
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...contract import Pair, ceil_div, power_of_2
+from ..torch.rope import FASTEST, Turned, octaves_per_point
 from ..torch.unit import EPS
-from .lanes import Kernel, kernel
+from .lanes import kernel
+from .rope import angles, turn_points
 
 _NUMBERS = 2048  # in a tile
 
@@ -34,14 +38,17 @@ def _write(v_ptr, unit_ptr, stride, rows, n, count, eps, N: tl.constexpr):
 
 
 @triton.jit
-def _turn(v_ptr, dv_ptr, stride, dv_stride, rows, n, count, eps, N: tl.constexpr):
+def _change(v_ptr, dv_ptr, stride, dv_stride, rows, n, count, eps, cos, sin, N: tl.constexpr, TURNED: tl.constexpr):
     unit, scale, ok = _normed(v_ptr, stride, rows, n, count, eps, N)
     dv, at, _ = _load(dv_ptr, dv_stride, rows, n, count, N)
     if N == 1:
         across = dv * (eps * scale * scale)[:, None]
     else:
         across = dv - unit * tl.sum(unit * dv, 1)[:, None]
-    tl.store(dv_ptr + at, (across * scale[:, None]).to(dv_ptr.dtype.element_ty), mask=ok)
+    dv = across * scale[:, None]
+    if TURNED:
+        dv = turn_points(dv, cos, sin)
+    tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=ok)
 
 
 @kernel()
@@ -57,13 +64,18 @@ def _unit_kernel(
 
 @kernel()
 def _unit_backward_kernel(
-    k_ptr, q_ptr, dk_ptr, dq_ptr, k_stride, q_stride, dk_stride, dq_stride, k_rows, q_rows, eps,
-    N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    k_ptr, q_ptr, dk_ptr, dq_ptr, k_stride, q_stride, dk_stride, dq_stride, k_rows, q_rows, eps, L, columns, fastest,
+    octaves, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     n = tl.arange(0, BLOCK)
-    _turn(k_ptr, dk_ptr, k_stride, dk_stride, rows, n, k_rows, eps, N)
-    _turn(q_ptr, dq_ptr, q_stride, dq_stride, rows, n, q_rows, eps, N)
+    cos = 0.0
+    sin = 0.0
+    if TURNED:
+        angle = angles((rows % L)[:, None], tl.arange(0, BLOCK // 2)[None, :], columns, fastest, octaves, N)
+        cos, sin = tl.cos(angle), tl.sin(angle)  # (ROWS, BLOCK / 2)
+    _change(k_ptr, dk_ptr, k_stride, dk_stride, rows, n, k_rows, eps, cos, sin, N, TURNED)
+    _change(q_ptr, dq_ptr, q_stride, dq_stride, rows, n, q_rows, eps, cos, sin, N, TURNED)
 
 
 def _rows(v: Tensor) -> Tensor:
@@ -72,26 +84,31 @@ def _rows(v: Tensor) -> Tensor:
     return v if v.stride(1) == 1 else v.contiguous()
 
 
-def _launch(jitted: Kernel, k: Tensor, q: Tensor, *others: Tensor) -> None:
-    """Launch `jitted` over the rows of k and q. The backward kernel also takes the strides of `others`."""
-    N = k.shape[1]
-    block = power_of_2(N)
+def _tiles(k: Tensor, q: Tensor) -> tuple[int, dict[str, int]]:
+    """Return the number of tiles that the rows of k and q need, and a kernel's constants."""
+    block = power_of_2(k.shape[1])
     rows = max(1, _NUMBERS // block)
-    tensors = (k, q, *others)
-    strides = [v.stride(0) for v in (tensors if jitted is _unit_backward_kernel else (k, q))]
-    if k.numel() + q.numel():
-        with torch.cuda.device_of(k):
-            jitted[(ceil_div(max(len(k), len(q)), rows),)](
-                *tensors, *strides, len(k), len(q), EPS, N=N, ROWS=rows, BLOCK=block, num_warps=4)  # fmt: skip
+    return ceil_div(max(len(k), len(q)), rows), dict(N=k.shape[1], ROWS=rows, BLOCK=block, num_warps=4)
 
 
 def forward(k: Tensor, q: Tensor) -> Pair:
     """See `backends.torch.unit.forward`."""
     unit_k, unit_q = k.new_empty(k.shape), q.new_empty(q.shape)
-    _launch(_unit_kernel, _rows(k), _rows(q), _rows(unit_k), _rows(unit_q))
+    k, q = _rows(k), _rows(q)
+    tiles, constants = _tiles(k, q)
+    if tiles and k.shape[1]:
+        with torch.cuda.device_of(k):
+            _unit_kernel[(tiles,)](k, q, unit_k, unit_q, k.stride(0), q.stride(0), len(k), len(q), EPS, **constants)
     return unit_k, unit_q
 
 
-def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor) -> None:
+def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor, turned: Optional[Turned] = None) -> None:
     """See `backends.torch.unit.backward`. The rows of `dk` and `dq` are evenly spaced."""
-    _launch(_unit_backward_kernel, _rows(k), _rows(q), dk.view(-1, dk.shape[-1]), dq.view(-1, dq.shape[-1]))
+    L, columns = (turned.L, turned.L // turned.rows) if turned else (1, 1)
+    tensors = _rows(k), _rows(q), dk.view(-1, dk.shape[-1]), dq.view(-1, dq.shape[-1])
+    tiles, constants = _tiles(*tensors[:2])
+    if tiles and k.shape[-1]:
+        with torch.cuda.device_of(k):
+            _unit_backward_kernel[(tiles,)](
+                *tensors, *(one.stride(0) for one in tensors), *map(len, tensors[:2]), EPS, L, columns, -FASTEST,
+                octaves_per_point(k.shape[-1]), TURNED=turned is not None, **constants)  # fmt: skip
