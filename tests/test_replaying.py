@@ -289,5 +289,6 @@ def test_training_on_a_gpu_has_the_same_bits_and_memory(name, save_states, monke
         return [*losses, *model.parameters()], peaks[-1]
 
     (decided, memory), (repeated, less) = train(False), train(True)
-    assert len(recordings()) >= 2 and less <= memory * 1.01
+    # A recording holds the memory of all that its call needs to the end of the call.
+    assert len(recordings()) >= 2 and less <= memory * 1.01 + 2**16
     assert all(torch.equal(a, b) for a, b in zip(decided, repeated))
