@@ -23,6 +23,7 @@ from .rope import rotate, turn, turn_arguments
 from .tuning import multiprocessors
 
 _TOKENS = 64  # of a tile
+_BACK_TOKENS = 32  # of one in the backward pass of `x_proj`, of which more can then be loaded ahead
 _BLOCK = 64  # channels that any width is a multiple of
 _STAGES = 3  # tiles that are being loaded: backward, a program of 128 channels or more fills the shared memory
 _WIDEST = 64  # the most numbers of a token for which registers can hold sums
@@ -225,14 +226,14 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, add
     if M > _WIDEST or not _takes(x, dlow, dx):
         return plain.x_proj_backward(dlow, x, projection, dx, add)
     # Where blocks are narrow, two programs of a multiprocessor take turns.
-    channels, stages, warps, programs = (128, _STAGES, 8, 1) if D % 128 == 0 else (_BLOCK, 2, 4, 2)
+    channels, stages, warps, programs = (128, 4, 8, 1) if D % 128 == 0 else (_BLOCK, 3, 4, 2)
     blocks = D // channels
     parts = _parts(x, blocks, programs)
     sums = x.new_empty(S, parts, M, D, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _x_proj_backward_kernel[(parts, blocks, len(x))](
             dlow, x, projection.contiguous(), dx, sums, T, parts, D=D, M=M, MB=max(16, power_of_2(M)), BD=channels,
-            BT=_TOKENS, SHARED=S // len(x), ADD=add, STAGES=stages, num_warps=warps)  # fmt: skip
+            BT=_BACK_TOKENS, SHARED=S // len(x), ADD=add, STAGES=stages, num_warps=warps)  # fmt: skip
     return sums
 
 

@@ -25,8 +25,8 @@ def angles(t, p, columns, fastest, octaves, N: tl.constexpr):
 
 @triton.jit
 def turn_points(v, cos, sin):
-    """Returns v (rows, C) with the points 2 p and 2 p + 1 of each row turned; cos and sin are (rows, C / 2)."""
-    x, y = tl.split(tl.reshape(v, [v.shape[0], v.shape[1] // 2, 2]))
+    """Returns v (sequences, tokens, C) with the points 2 p and 2 p + 1 turned; cos and sin are (1, tokens, C / 2)."""
+    x, y = tl.split(tl.reshape(v, [v.shape[0], v.shape[1], v.shape[2] // 2, 2]))
     return tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), v.shape)
 
 
@@ -66,8 +66,7 @@ def _rotate_kernel(
     rows = s[:, None, None].to(tl.int64) * L + t[None, :, None]
     ok = (s < sequences)[:, None, None] & (t < L)[None, :, None] & (n < 2 * N)
     kq = tl.load(kq_ptr + rows * stride + n, mask=ok, other=0).to(tl.float32)
-    x, y = tl.split(tl.reshape(kq, [SEQUENCES, TOKENS, BLOCK, 2]))
-    turned = tl.reshape(tl.join(x * cos - y * sin, x * sin + y * cos), [SEQUENCES, TOKENS, 2 * BLOCK])
+    turned = turn_points(kq, cos, sin)
     tl.store(kq_ptr + rows * stride + n, turned.to(kq_ptr.dtype.element_ty), mask=ok)
 
 

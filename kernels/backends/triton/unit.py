@@ -14,38 +14,40 @@ from .lanes import kernel
 from .rope import angles, turn_points
 
 _NUMBERS = 2048  # in a tile
+_BACK_NUMBERS = 512
+_SEQUENCES = 8  # of a tile whose vectors were turned, which share the angles of their tokens
 
 
 @triton.jit
-def _load(ptr, stride, rows, n, count, N: tl.constexpr):
-    at = rows[:, None].to(tl.int64) * stride + n[None, :]
-    ok = (rows < count)[:, None] & (n < N)[None, :]
+def _load(ptr, stride, rows, n, ok, N: tl.constexpr):
+    """Loads vectors of N numbers: `rows` and `ok`, whether to load them, are (S, T), and n is (BLOCK)."""
+    at = rows[:, :, None] * stride + n[None, None, :]
+    ok = ok[:, :, None] & (n < N)[None, None, :]
     return tl.load(ptr + at, mask=ok, other=0).to(tl.float32), at, ok
 
 
 @triton.jit
-def _normed(ptr, stride, rows, n, count, eps, N: tl.constexpr):
-    v, _, ok = _load(ptr, stride, rows, n, count, N)
-    scale = 1.0 / tl.sqrt(tl.sum(v * v, 1) + eps)
-    return v * scale[:, None], scale, ok
+def _normed(ptr, stride, rows, n, ok, eps, N: tl.constexpr):
+    v, _, ok = _load(ptr, stride, rows, n, ok, N)
+    scale = 1.0 / tl.sqrt(tl.sum(v * v, 2) + eps)
+    return v * scale[:, :, None], scale, ok
 
 
 @triton.jit
 def _write(v_ptr, unit_ptr, stride, rows, n, count, eps, N: tl.constexpr):
-    unit, _, ok = _normed(v_ptr, stride, rows, n, count, eps, N)
-    at = rows[:, None].to(tl.int64) * N + n[None, :]
-    tl.store(unit_ptr + at, unit.to(unit_ptr.dtype.element_ty), mask=ok)
+    unit, _, ok = _normed(v_ptr, stride, rows, n, rows < count, eps, N)
+    tl.store(unit_ptr + rows[:, :, None] * N + n[None, None, :], unit.to(unit_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
-def _change(v_ptr, dv_ptr, stride, dv_stride, rows, n, count, eps, cos, sin, N: tl.constexpr, TURNED: tl.constexpr):
-    unit, scale, ok = _normed(v_ptr, stride, rows, n, count, eps, N)
-    dv, at, _ = _load(dv_ptr, dv_stride, rows, n, count, N)
+def _change(v_ptr, dv_ptr, stride, dv_stride, rows, n, there, eps, cos, sin, N: tl.constexpr, TURNED: tl.constexpr):
+    unit, scale, ok = _normed(v_ptr, stride, rows, n, there, eps, N)
+    dv, at, _ = _load(dv_ptr, dv_stride, rows, n, there, N)
     if N == 1:
-        across = dv * (eps * scale * scale)[:, None]
+        across = dv * (eps * scale * scale)[:, :, None]
     else:
-        across = dv - unit * tl.sum(unit * dv, 1)[:, None]
-    dv = across * scale[:, None]
+        across = dv - unit * tl.sum(unit * dv, 2)[:, :, None]
+    dv = across * scale[:, :, None]
     if TURNED:
         dv = turn_points(dv, cos, sin)
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty), mask=ok)
@@ -56,7 +58,7 @@ def _unit_kernel(
     k_ptr, q_ptr, unit_k_ptr, unit_q_ptr, k_stride, q_stride, k_rows, q_rows, eps,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[None, :]
     n = tl.arange(0, BLOCK)
     _write(k_ptr, unit_k_ptr, k_stride, rows, n, k_rows, eps, N)
     _write(q_ptr, unit_q_ptr, q_stride, rows, n, q_rows, eps, N)
@@ -65,17 +67,21 @@ def _unit_kernel(
 @kernel()
 def _unit_backward_kernel(
     k_ptr, q_ptr, dk_ptr, dq_ptr, k_stride, q_stride, dk_stride, dq_stride, k_rows, q_rows, eps, L, columns, fastest,
-    octaves, N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
+    octaves, N: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """Takes TOKENS tokens in SEQUENCES sequences of L."""
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    s = tl.program_id(1) * SEQUENCES + tl.arange(0, SEQUENCES)
+    rows = s[:, None].to(tl.int64) * L + t[None, :]
+    there = (t < L)[None, :]
     n = tl.arange(0, BLOCK)
     cos = 0.0
     sin = 0.0
     if TURNED:
-        angle = angles((rows % L)[:, None], tl.arange(0, BLOCK // 2)[None, :], columns, fastest, octaves, N)
-        cos, sin = tl.cos(angle), tl.sin(angle)  # (ROWS, BLOCK / 2)
-    _change(k_ptr, dk_ptr, k_stride, dk_stride, rows, n, k_rows, eps, cos, sin, N, TURNED)
-    _change(q_ptr, dq_ptr, q_stride, dq_stride, rows, n, q_rows, eps, cos, sin, N, TURNED)
+        angle = angles(t[:, None], tl.arange(0, BLOCK // 2)[None, :], columns, fastest, octaves, N)
+        cos, sin = tl.cos(angle)[None], tl.sin(angle)[None]  # (1, TOKENS, BLOCK / 2)
+    _change(k_ptr, dk_ptr, k_stride, dk_stride, rows, n, there & (rows < k_rows), eps, cos, sin, N, TURNED)
+    _change(q_ptr, dq_ptr, q_stride, dq_stride, rows, n, there & (rows < q_rows), eps, cos, sin, N, TURNED)
 
 
 def _rows(v: Tensor) -> Tensor:
@@ -84,31 +90,29 @@ def _rows(v: Tensor) -> Tensor:
     return v if v.stride(1) == 1 else v.contiguous()
 
 
-def _tiles(k: Tensor, q: Tensor) -> tuple[int, dict[str, int]]:
-    """Return the number of tiles that the rows of k and q need, and a kernel's constants."""
-    block = power_of_2(k.shape[1])
-    rows = max(1, _NUMBERS // block)
-    return ceil_div(max(len(k), len(q)), rows), dict(N=k.shape[1], ROWS=rows, BLOCK=block, num_warps=4)
-
-
 def forward(k: Tensor, q: Tensor) -> Pair:
     """See `backends.torch.unit.forward`."""
     unit_k, unit_q = k.new_empty(k.shape), q.new_empty(q.shape)
     k, q = _rows(k), _rows(q)
-    tiles, constants = _tiles(k, q)
-    if tiles and k.shape[1]:
+    N, block = k.shape[1], power_of_2(k.shape[1])
+    rows = max(1, _NUMBERS // block)
+    if k.numel() + q.numel():
         with torch.cuda.device_of(k):
-            _unit_kernel[(tiles,)](k, q, unit_k, unit_q, k.stride(0), q.stride(0), len(k), len(q), EPS, **constants)
+            _unit_kernel[(ceil_div(max(len(k), len(q)), rows),)](
+                k, q, unit_k, unit_q, k.stride(0), q.stride(0), len(k), len(q), EPS, N=N, ROWS=rows, BLOCK=block,
+                num_warps=4)  # fmt: skip
     return unit_k, unit_q
 
 
 def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor, turned: Optional[Turned] = None) -> None:
     """See `backends.torch.unit.backward`. The rows of `dk` and `dq` are evenly spaced."""
-    L, columns = (turned.L, turned.L // turned.rows) if turned else (1, 1)
-    tensors = _rows(k), _rows(q), dk.view(-1, dk.shape[-1]), dq.view(-1, dq.shape[-1])
-    tiles, constants = _tiles(*tensors[:2])
-    if tiles and k.shape[-1]:
+    k, q, dk, dq = tensors = _rows(k), _rows(q), dk.view(-1, dk.shape[-1]), dq.view(-1, dq.shape[-1])
+    N, block, most = k.shape[1], power_of_2(k.shape[1]), max(len(k), len(q))
+    L, columns, sequences = (turned.L, turned.L // turned.rows, _SEQUENCES) if turned else (most, 1, 1)
+    tokens = max(1, _BACK_NUMBERS // (block * sequences))
+    if k.numel() + q.numel():
         with torch.cuda.device_of(k):
-            _unit_backward_kernel[(tiles,)](
-                *tensors, *(one.stride(0) for one in tensors), *map(len, tensors[:2]), EPS, L, columns, -FASTEST,
-                octaves_per_point(k.shape[-1]), TURNED=turned is not None, **constants)  # fmt: skip
+            _unit_backward_kernel[(ceil_div(L, tokens), ceil_div(most // L, sequences))](
+                *tensors, *(one.stride(0) for one in tensors), len(k), len(q), EPS, L, columns, -FASTEST,
+                octaves_per_point(N), N=N, TOKENS=tokens, SEQUENCES=sequences, BLOCK=block, TURNED=turned is not None,
+                num_warps=4)  # fmt: skip
