@@ -212,10 +212,11 @@ def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = Non
             rotate(turned.of(low), turned.rows)
         return low
     low = x.new_empty(S, T, M)
+    stages = _STAGES if D % 128 == 0 else 2
     with torch.cuda.device_of(x):
         _x_proj_forward_kernel[(ceil_div(T, _TOKENS), len(x))](
             x, projection.contiguous(), low, T, D=D, M=M, MB=max(16, power_of_2(M)), BD=_BLOCK, BT=_TOKENS,
-            SHARED=S // len(x), STAGES=_STAGES, **turn_arguments(turned), num_warps=4)  # fmt: skip
+            SHARED=S // len(x), STAGES=stages, **turn_arguments(turned), num_warps=4)  # fmt: skip
     return low
 
 
@@ -283,18 +284,18 @@ def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tenso
     (S, T, D), R = dstep.shape, projection.shape[2]
     if not T or not 0 < R <= _WIDEST or not _takes(dstep, low, dlow):
         return plain.dt_proj_backward(dstep, low, projection, dlow)
-    channels = 128 if D % 128 == 0 else _BLOCK
+    channels, warps, programs = (128, 8, 1) if D % 128 == 0 else (_BLOCK, 4, 2)
     most = 3 if R <= 32 else 2  # shared memory also holds their projections
     count = next(count for count in range(most, 0, -1) if D % (count * channels) == 0)
     blocks = D // (count * channels)
-    parts = _parts(dstep, blocks)
+    parts = _parts(dstep, blocks, programs)
     partial = dlow if blocks == 1 else dstep.new_empty(blocks, S, T, R, dtype=torch.float32)
     sums = dstep.new_empty(S, parts, D, R, dtype=torch.float32)
     with torch.cuda.device_of(dstep):
         _dt_proj_backward_kernel[(parts, blocks, S)](
             dstep, low, projection.contiguous(), partial, sums, T, parts, D=D, R=R, RB=max(16, power_of_2(R)),
             STRIDE=low.shape[2], OUT=partial.shape[-1], BD=channels, COUNT=count, BT=_TOKENS, STAGES=_STAGES,
-            num_warps=8)  # fmt: skip
+            num_warps=warps)  # fmt: skip
     if blocks > 1:
         sum_rows(partial, dlow[..., :R])
     return sums
