@@ -3,8 +3,8 @@
 The shapes of an operator's arguments decide which kernels it launches, with which options, and what it allocates. The
 CPU often takes longer to decide that than the GPU takes for the work, and does so for every block and every step. So
 the second call with arguments of the same shapes is recorded as a list of allocations, launches and calls of torch, and
-later calls only go through that list. One allocation then serves all that is needed no longer than the call. An
-operator that does what such a list cannot hold decides at every call.
+later calls only go through that list. What the operator allocates for itself alone then lies in one piece of memory,
+which it holds to the end of the call. An operator that does what such a list cannot hold decides at every call.
 """
 
 import threading
@@ -104,7 +104,7 @@ class Step(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Memory for so many bytes from one step to another."""
+    """Memory for so many bytes, which the steps from `first` to `last` use."""
 
     first: int
     last: int
@@ -125,18 +125,20 @@ def arranged(blocks: dict[int, Block]) -> tuple[dict[int, int], int]:
 
 class Recording:
     """A call to repeat: its steps take slots that hold the arguments, what the steps make, the stream, and the memory
-    for what no result needs."""
+    that temporary tensors share."""
 
     def __init__(self, steps: list[Step], values: Sequence[Any], slots: list[Any], results: Any):
         self.more = len(slots) - len(values) + 2
         self.tensor = next(index for index, value in enumerate(values) if isinstance(value, Tensor))
         self.results = results
         kept = {part.slot for part in found(Part, results)}
-        own = {step.fills: number for number, step in enumerate(steps) if step.fills is not None}
-        last = own | {part.slot: number for number, step in enumerate(steps) for part in found(Part, step.parts)}
-        own = {slot: number for slot, number in own.items() if slot not in kept}
+        made = {step.fills: number for number, step in enumerate(steps) if step.fills is not None}
+        last = made | {part.slot: number for number, step in enumerate(steps) for part in found(Part, step.parts)}
+        temporary = {slot: number for slot, number in made.items() if slot not in kept}
         shared = {
-            slot: Block(number, last[slot], slots[slot].room) for slot, number in own.items() if steps[number].allocates
+            slot: Block(number, last[slot], slots[slot].room)
+            for slot, number in temporary.items()
+            if steps[number].allocates
         }
         places, self.scratch = arranged(shared)
 
@@ -150,7 +152,7 @@ class Recording:
         for number, step in enumerate(steps):
             if step.fills not in places:
                 self.steps.append(step.act(mapped(moved, step.parts)))
-            if done := [slot for slot in own if last[slot] == number and slot not in places]:
+            if done := [slot for slot in temporary if last[slot] == number and slot not in places]:
                 self.steps.append(partial(self.free, done))  # memory as soon as without a recording
 
     def __call__(self, *values: Any) -> Any:

@@ -182,6 +182,8 @@ def test_parts_of_gradients_are_summed_where_zeros_are_taken_out(R, x_parts, dt_
     found = backend.unpad(wide_x, wide_dt, torch.empty(S, R + n, D), torch.empty(S, D, R))
     right = get_backend("torch").unpad(wide_x.sum(1), wide_dt.sum(1), torch.empty(S, R + n, D), torch.empty(S, D, R))
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, right))
+    found = backend.unpad(wide_x.sum(1), wide_dt, torch.empty(S, width + n, D), torch.empty(S, D, width))
+    assert all(torch.allclose(a, b.sum(1), atol=1e-5) for a, b in zip(found, (wide_x, wide_dt)))
 
 
 def has_projection_kernels(backend, device):
@@ -226,7 +228,7 @@ def check_x_proj(backend, S, T, D, M, dtype, device, shared=False, turned=None):
 @pytest.mark.parametrize(
     "S,T,D,M",
     [(2, 200, 128, 48), (1, 9, 256, 23), (2, 5, 384, 64), (1, 9, 128, 72), (1, 33, 100, 44), (2, 0, 128, 8)],
-)  # on a CPU the first has two parts of two tiles
+)  # on a CPU the first has two parts of several tiles
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_the_projection_to_what_the_scan_wants_and_its_gradients(backend, S, T, D, M, dtype):
     check_x_proj(backend, S, T, D, M, dtype, "cpu")

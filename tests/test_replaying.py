@@ -22,6 +22,7 @@ MIXERS = [
     dict(rule="mamba", A_per_token=True, save_states=True, gate="skip"),
     dict(rule="diagonal", wiring="shared"),
     dict(rule="gla", gate="value"),
+    dict(rule="mamba", conv="grid", qk_norm=True, dtype=torch.bfloat16),
 ]
 
 
@@ -41,9 +42,11 @@ def recordings():
 @needs_triton
 @pytest.mark.parametrize("options", MIXERS, ids=str)
 def test_a_mixer_repeats_itself_with_the_bits_of_a_decision(options, replays, monkeypatch):
-    mixer, rows = build("triton", **options), 2 if options.get("conv") == "grid" else 0
+    dtype = options.get("dtype", torch.float32)
+    mixer = build("triton", **{name: value for name, value in options.items() if name != "dtype"}).to(dtype)
+    rows = 2 if mixer.needs_grid else 0
     for _ in range(3):  # decided, recorded, repeated
-        given = torch.randn(1, 6, 6, requires_grad=True), torch.randn(1, 6, 6)
+        given = torch.randn(1, 6, 6, dtype=dtype, requires_grad=True), torch.randn(1, 6, 6, dtype=dtype)
         found = output_and_gradients(mixer, *given, rows)
     assert len(recordings()) == 2  # of the forward and the backward pass
     monkeypatch.setattr(replaying, "DEVICES", ())

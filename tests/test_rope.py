@@ -6,6 +6,8 @@ import torch
 from plain_model import plain_turn
 from scan_cases import relative_rms
 from test_short_conv import BACKENDS, TOLERANCE
+from vision_longhorn.kernels.backends.torch.rope import Turned
+from vision_longhorn.kernels.backends.torch.unit import unit
 from vision_longhorn.kernels.dispatch import get_backend
 
 
@@ -31,6 +33,37 @@ def test_turned_keys_and_queries_are_those_of_the_plain_loop(backend, rows, colu
 
 def test_float64_keeps_its_digits():
     check("torch", 3, 5, 16, torch.float64)
+
+
+def check_gradients(backend, rows, columns, N, dtype, sequences, *, device="cpu"):
+    """Of keys and queries that were turned and then scaled to unit length, with fewer sequences of queries; the tensors
+    stand among others."""
+    torch.manual_seed(0)
+    (k, q), (dk, dq) = [
+        [torch.randn(2, B, rows * columns, N + 5, device=device).to(dtype)[..., 3:-2] for B in (sequences, 2)]
+        for _ in range(2)
+    ]
+    right, turned = [], Turned(rows * columns, rows, 0, N)
+    for v, dv in ((k, dk), (q, dq)):
+        v = v.double().cpu().requires_grad_()
+        (gradient,) = torch.autograd.grad(unit(v), v, dv.double().cpu())
+        right += torch.autograd.grad(plain_turn(v, rows), v, gradient)  # to turn is linear: any v would do here
+    get_backend(backend).unit_backward(k, q, dk, dq, turned)
+    for found, expected in zip((dk, dq), right):
+        assert relative_rms(found.cpu(), expected) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("rows,columns,N", [(1, 1, 4), (5, 7, 8), (7, 5, 12), (3, 4, 16), (2, 3, 64)])
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_gradients_of_turned_keys_and_queries_of_unit_length(backend, rows, columns, N, dtype):
+    check_gradients(backend, rows, columns, N, dtype, 9)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows,columns,N,dtype", [(14, 14, 16, torch.bfloat16), (21, 17, 20, torch.float32)])
+def test_gradients_of_turned_keys_and_queries_on_a_gpu(rows, columns, N, dtype):
+    check_gradients("triton", rows, columns, N, dtype, 33, device="cuda")
 
 
 @pytest.mark.gpu

@@ -25,7 +25,7 @@ from .tuning import multiprocessors
 _TOKENS = 64  # of a tile
 _BACK_TOKENS = 32  # of one in the backward pass of `x_proj`, of which more can then be loaded ahead
 _BLOCK = 64  # channels that any width is a multiple of
-_STAGES = 3  # tiles that are being loaded: backward, a program of 128 channels or more fills the shared memory
+_STAGES = 3  # tiles that are being loaded: with 128 channels or more, `dt_proj_backward` fills the shared memory
 _WIDEST = 64  # the most numbers of a token for which registers can hold sums
 _PAD_BLOCK = 1024
 
@@ -42,6 +42,7 @@ def _plain(i, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: t
 
 @triton.jit
 def _widen(plain_ptr, wide_ptr, i, size, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr):
+    """Copies numbers i of a wide tensor from the plain one, or makes them zero."""
     there, at = _plain(i, ROWS, INNER, R, WIDTH)
     value = tl.load(plain_ptr + at, mask=there & (i < size), other=0).to(tl.float32)
     tl.store(wide_ptr + i, value.to(wide_ptr.dtype.element_ty), mask=i < size)
@@ -81,6 +82,7 @@ def _narrow(
     plain_ptr, wide_ptr, s, parts, i, SIZE: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, R: tl.constexpr,
     WIDTH: tl.constexpr, HEIGHT: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
+    """Writes the sums of the parts of set s to the plain tensor, columns i of the wide one."""
     total = sum_parts(wide_ptr + (s * parts).to(tl.int64) * SIZE, i, parts, SIZE, HEIGHT, C)  # (1, C)
     there, at = _plain(s * SIZE + i, ROWS, INNER, R, WIDTH)
     tl.store(plain_ptr + at, total.to(plain_ptr.dtype.element_ty), mask=there & (i < SIZE))

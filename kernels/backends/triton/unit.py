@@ -69,7 +69,7 @@ def _unit_backward_kernel(
     k_ptr, q_ptr, dk_ptr, dq_ptr, k_stride, q_stride, dk_stride, dq_stride, k_rows, q_rows, eps, L, columns, fastest,
     octaves, N: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Takes TOKENS tokens in SEQUENCES sequences of L."""
+    """Takes TOKENS tokens in SEQUENCES sequences of L. If nothing was turned, all rows are one sequence."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     s = tl.program_id(1) * SEQUENCES + tl.arange(0, SEQUENCES)
     rows = s[:, None].to(tl.int64) * L + t[None, :]
