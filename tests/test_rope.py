@@ -36,8 +36,8 @@ def test_float64_keeps_its_digits():
 
 
 def check_gradients(backend, rows, columns, N, dtype, sequences, *, device="cpu"):
-    """Of keys and queries that were turned and then scaled to unit length, with fewer sequences of queries; the tensors
-    stand among others."""
+    """Compare the gradients of keys and queries that were turned and then scaled to unit length with float64. There are
+    fewer sequences of queries than of keys, and all tensors are views."""
     torch.manual_seed(0)
     (k, q), (dk, dq) = [
         [torch.randn(2, B, rows * columns, N + 5, device=device).to(dtype)[..., 3:-2] for B in (sequences, 2)]

@@ -125,7 +125,7 @@ def _move(batches: list[_Alike], found_inf: Tensor, rates: list[Tensor], grads: 
     updates = _orthogonal(directions, batches[0].group)
     for (matrices, _, group), rate, update in zip(batches, rates, updates, strict=True):
         scale = get_lr_scale(update.shape, group["adjust_lr_fn"])
-        # Contiguous, or else torch adds them to the weights one by one; before the cast, since it then moves less.
+        # Updates that are not contiguous torch would add to the weights one by one. Before the cast a copy is cheaper.
         update = update.contiguous().view(-1, *matrices[0].shape).to(matrices[0].dtype) * (-scale * rate * well)
         torch._foreach_mul_(_own(matrices), 1 - group["weight_decay"] * rate * well)
         torch._foreach_add_(_own(matrices), [_part(*pair) for pair in zip(update, matrices, strict=True)])

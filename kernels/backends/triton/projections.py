@@ -23,7 +23,7 @@ from .rope import rotate, turn, turn_arguments
 from .tuning import multiprocessors
 
 _TOKENS = 64  # of a tile
-_BACK_TOKENS = 32  # of one in the backward pass of `x_proj`, of which more can then be loaded ahead
+_BACK_TOKENS = 32  # of a tile in `x_proj_backward`: small tiles leave room to load more of them ahead
 _BLOCK = 64  # channels that any width is a multiple of
 _STAGES = 3  # tiles that are being loaded: with 128 channels or more, `dt_proj_backward` fills the shared memory
 _WIDEST = 64  # the most numbers of a token for which registers can hold sums

@@ -14,7 +14,7 @@ from .lanes import kernel
 from .rope import angles, turn_points
 
 _NUMBERS = 2048  # in a tile
-_BACK_NUMBERS = 512
+_BACK_NUMBERS = 512  # the same in the backward pass
 _SEQUENCES = 8  # of a tile whose vectors were turned, which share the angles of their tokens
 
 
