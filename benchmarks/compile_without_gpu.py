@@ -162,6 +162,14 @@ def compile_gelu(_: str, dtype: torch.dtype, variant: str) -> None:
     gelu.backward(gelu.forward(x, bias), x, bias)
 
 
+def compile_norm_silu(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import norm_silu
+
+    x = _tensor(BATCH * TOKENS, CHANNELS // 4, dtype=dtype)
+    vectors = [_tensor(CHANNELS // 4) for _ in range(3)]
+    norm_silu.backward(norm_silu.forward(x, *vectors, 1e-5), x, *vectors, 1e-5)
+
+
 def compile_grid_conv(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import grid_conv
 
@@ -262,6 +270,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "gelu": (compile_gelu, ("one_direction",)),
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
     "norm": (compile_norm, ("both_directions",)),
+    "norm_silu": (compile_norm_silu, ("one_direction",)),
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
     "resample": (compile_resample, ("bicubic", "bilinear")),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import flops, reference  # noqa: F401  (flops registers the operators and what they cost)
-from .activating import bias_gelu
+from .activating import bias_gelu, bias_norm_silu
 from .checks import check
 from .contract import Scan
 from .convolving import grid_conv
@@ -17,8 +17,8 @@ from .ops import scan_plan
 from .reference import longhorn_step, selective_step
 from .rules.base import HAS_TRITON
 
-__all__ = ["HAS_TRITON", "Scan", "bias_gelu", "grid_conv", "longhorn_scan", "longhorn_step", "recurrent_scan",
-           "scan_plan", "selective_scan", "selective_step"]  # fmt: skip
+__all__ = ["HAS_TRITON", "Scan", "bias_gelu", "bias_norm_silu", "grid_conv", "longhorn_scan", "longhorn_step",
+           "recurrent_scan", "scan_plan", "selective_scan", "selective_step"]  # fmt: skip
 
 
 def longhorn_scan(

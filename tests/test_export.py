@@ -20,7 +20,7 @@ import vision_longhorn
 from vision_longhorn import export
 from vision_longhorn.errors import UserError
 from vision_longhorn.export import export_program, largest_error, load_onnx, main, to_onnx, to_package
-from vision_longhorn.models import mlp
+from vision_longhorn.models import conv_stem, mlp
 
 GRID = dict(conv="grid", rope=True, class_token="none", global_pool="avg")
 # Between them every mixer, wiring, kind of step size, pooling, order of the patches and place of the class token.
@@ -385,14 +385,22 @@ def test_scans_of_ones_own_module_become_onnx_scans(rule, onnx, tmp_path):
 # What cannot be exported, and the command
 
 
-def test_gelu_of_a_strict_export_becomes_standard_onnx(onnx, tmp_path, monkeypatch):
+LAYERS = {
+    "MLP": (mlp, lambda: mlp.GeluMlp(8, 24), "bias_gelu"),
+    "stem": (conv_stem, lambda: conv_stem.ConvStem(3, 24, (4, 4), 1e-3), "bias_norm_silu"),
+}
+
+
+@pytest.mark.parametrize("layers", LAYERS)
+def test_an_operator_in_a_strict_export_becomes_standard_onnx(layers, onnx, tmp_path, monkeypatch):
     """On a GPU such a program has the operator."""
     from vision_longhorn.onnx_ops import OPSET, TRANSLATIONS
 
-    monkeypatch.setattr(mlp, "_takes_kernel", lambda *_: True)
-    model, x, file = mlp.GeluMlp(6, 24).eval(), torch.randn(3, 5, 6), str(tmp_path / "mlp.onnx")
+    module, model, operator = LAYERS[layers]
+    monkeypatch.setattr(module, "_takes_kernel", lambda *_: True)
+    model, x, file = model().eval(), torch.randn(3, 3, 8, 8), str(tmp_path / "layers.onnx")
     program = torch.export.export(model, (x,), strict=True)
-    assert any(node.target is torch.ops.vision_longhorn.bias_gelu.default for node in program.graph.nodes)
+    assert getattr(torch.ops.vision_longhorn, operator).default in [node.target for node in program.graph.nodes]
     options = dict(custom_translation_table=TRANSLATIONS, opset_version=OPSET, verbose=False)
     torch.onnx.export(program, dynamo=True, **options).save(file)
     assert {node.domain for node in nodes_of(onnx.load(file).graph)} == {""}

@@ -10,7 +10,7 @@ import pytest
 import timm
 import torch
 from test_mixing import build, needs_triton, output_and_gradients
-from vision_longhorn.kernels import bias_gelu, grid_conv, replaying
+from vision_longhorn.kernels import bias_gelu, bias_norm_silu, grid_conv, replaying
 from vision_longhorn.kernels.dispatch import get_backend
 
 import vision_longhorn  # noqa: F401
@@ -54,12 +54,14 @@ def test_a_mixer_repeats_itself_with_the_bits_of_a_decision(options, replays, mo
 
 
 @needs_triton
-@pytest.mark.parametrize("operator", ["bias_gelu", "grid_conv"])
+@pytest.mark.parametrize("operator", ["bias_gelu", "bias_norm_silu", "grid_conv"])
 def test_an_operator_alone_repeats_itself(operator, replays):
     def call(x, seed):
         torch.manual_seed(seed)
         if operator == "bias_gelu":
             return bias_gelu(x, torch.randn(5, requires_grad=True), backend="triton")
+        if operator == "bias_norm_silu":
+            return bias_norm_silu(x, *torch.randn(3, 5, requires_grad=True), 1e-3, backend="triton")
         weight, bias = torch.randn(5, 3, 3, requires_grad=True), torch.randn(5, requires_grad=True)
         return grid_conv(x, weight, bias, rows=3, backend="triton")
 

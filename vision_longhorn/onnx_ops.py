@@ -260,5 +260,13 @@ def bias_gelu(x: Any, bias: Any, backend: Any) -> Any:
     return v * (0.5 + 0.5 * op.Erf(v * 0.5**0.5))
 
 
+@_translates
+def bias_norm_silu(x: Any, bias: Any, norm_weight: Any, norm_bias: Any, eps: Any, backend: Any) -> Any:
+    weights = op.CastLike(norm_weight, x), op.CastLike(norm_bias, x)
+    u, _, _ = op.LayerNormalization(x + op.CastLike(bias, x), *weights, axis=-1, epsilon=eps)
+    return _silu(u)
+
+
+_TRANSLATED = mix, scan, grid_conv, bias_gelu, bias_norm_silu
 # For `torch.onnx.export(..., dynamo=True, custom_translation_table=TRANSLATIONS, opset_version=OPSET)`.
-TRANSLATIONS = {getattr(torch.ops.vision_longhorn, f.__name__).default: f for f in (mix, scan, grid_conv, bias_gelu)}
+TRANSLATIONS = {getattr(torch.ops.vision_longhorn, f.__name__).default: f for f in _TRANSLATED}

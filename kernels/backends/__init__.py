@@ -2,7 +2,7 @@
 `numba.backend.NumbaBackend` on a CPU."""
 
 from ..contract import Scan
-from .torch import conv, gelu, grid_conv, norm, projections, rope, scan, skip, unit, values
+from .torch import conv, gelu, grid_conv, norm, norm_silu, projections, rope, scan, skip, unit, values
 
 
 class Backend:
@@ -23,6 +23,8 @@ class Backend:
     gelu_backward = staticmethod(gelu.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
+    norm_silu_forward = staticmethod(norm_silu.forward)
+    norm_silu_backward = staticmethod(norm_silu.backward)
     skip_forward = staticmethod(skip.forward)
     skip_backward = staticmethod(skip.backward)
     values_forward = staticmethod(values.forward)

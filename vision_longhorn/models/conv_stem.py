@@ -7,21 +7,31 @@ import torch.nn.functional as F
 from timm.layers import LayerNorm2d, register_notrace_function
 from torch import Tensor, nn
 
+from vision_longhorn.models.fusing import is_bare, takes_kernels
+
 
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
     """Convolve images (B, C, H, W) with windows (dim, C, 2 n + 1, 2 n + 1) every n pixels, to (B, dim, H / n, W / n).
+    W is a multiple of 4 n.
 
-    n x n pixels become one place with n * n * C channels; 3 x 3 places hold a window. Channels of zeros make them a
-    multiple of 8. With three channels in bfloat16, cuDNN's own convolution takes as long as a block.
+    With a few channels in bfloat16, cuDNN's own convolution takes as long as a block. So n rows and n columns of pixels
+    become channels of one place, or four columns if n is 1; the place then has the results of all four. 3 x 3 places
+    hold their windows. Channels of zeros make 32 or a multiple of 64, for which cuDNN's kernels are fastest.
     """
     dim, C, side, _ = weight.shape
+    B, _, H, W = x.shape
     n = side // 2
-    x = F.pixel_unshuffle(x, n)  # (B, C n n, H / n, W / n)
-    weight = F.pad(weight, (0, n - 1, 0, n - 1)).view(dim, C, 3, n, 3, n)  # 3 n pixels; zeros meet the last n - 1
-    weight = weight.permute(0, 1, 3, 5, 2, 4).reshape(dim, C * n * n, 3, 3)
-    zeros = (0, 0, 0, 0, 0, -C * n * n % 8)
+    m = 4 if n == 1 else 1  # results of a place, side by side
+    x = x.reshape(B, C, H // n, n, W // (n * m), n * m).permute(0, 1, 3, 5, 2, 4)
+    x = x.reshape(B, C * n * n * m, H // n, W // (n * m))
+    # A place and its neighbours have 3 n m columns, and zeros meet those outside a window and the last rows.
+    weight = torch.stack([F.pad(weight, (n * (m + j - 1), n * (2 * m - j - 1) - 1, 0, n - 1)) for j in range(m)])
+    weight = weight.view(m * dim, C, 3, n, 3, n * m).permute(0, 1, 3, 5, 2, 4).reshape(m * dim, C * n * n * m, 3, 3)
+    channels = weight.shape[1]
+    zeros = (0, 0, 0, 0, 0, -channels % (32 if channels <= 32 else 64))
     x = F.pad(x, zeros).contiguous(memory_format=torch.channels_last)
-    return F.conv2d(x, F.pad(weight, zeros), bias, padding=1)
+    y = F.conv2d(x, F.pad(weight, zeros), None if bias is None else bias.repeat(m), padding=1)
+    return y.permute(0, 2, 3, 1).reshape(B, H // n, W // n, dim).permute(0, 3, 1, 2)
 
 
 @torch.fx.wrap
@@ -36,8 +46,8 @@ def _convolve(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
 class PixelConv(nn.Conv2d):
     """The first of a stem's convolutions, which a GPU computes by `convolve_pixels`."""
 
-    def forward(self, x: Tensor) -> Tensor:  # (B, in_chans, H, W) -> (B, dim, H / stride, W / stride)
-        return _convolve(x, self.weight, self.bias)
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+        return _convolve(input, weight, bias)  # (B, in_chans, H, W) -> (B, dim, H / stride, W / stride)
 
 
 class ConvStem(nn.Sequential):
@@ -45,7 +55,8 @@ class ConvStem(nn.Sequential):
 
     They have dim / 4, dim / 2 and dim channels. The first has a window of patch / 2 + 1 pixels and a stride of
     patch / 4. The others have 3 x 3 and 2. A norm over the channels and a SiLU follow each of the first two. (Xiao et
-    al., "Early Convolutions Help Transformers See Better", arXiv 2106.14881, have a deeper one.)
+    al., "Early Convolutions Help Transformers See Better", arXiv 2106.14881, have a deeper one.) On a GPU one kernel
+    adds a convolution's bias and applies norm and SiLU (`kernels.bias_norm_silu`), where `GeluMlp` takes its own.
 
     Args:
         in_chans: channels of the images.
@@ -85,6 +96,30 @@ class ConvStem(nn.Sequential):
         H, W = x.shape[-2], x.shape[-1]
         x = x[:, :, : H // self.side * self.side, : W // self.side * self.side]  # whole patches
         x = x.contiguous(memory_format=torch.channels_last)  # as norms and tokens have it, and convolutions are fastest
+        if not torch.jit.is_scripting():
+            if _takes_kernel(self, x):
+                return _with_kernel(self, x)
         for layer in self:
             x = layer(x)
         return x
+
+
+def _takes_kernel(stem: ConvStem, x: Any) -> bool:
+    """Tell whether one kernel may do what follows each of the first two convolutions."""
+    kinds = (PixelConv, LayerNorm2d, nn.SiLU, nn.Conv2d, LayerNorm2d, nn.SiLU)
+    return takes_kernels(x) and all(
+        is_bare(layer, kind) and all(value is not None for value in layer._parameters.values())
+        for layer, kind in zip(stem, kinds)
+    )
+
+
+def _with_kernel(stem: ConvStem, x: Tensor) -> Tensor:
+    layers: list[Any] = list(stem)
+    for conv, norm in (layers[:2], layers[3:5]):
+        x = conv._conv_forward(x, conv.weight, None)
+        grid = x.shape[2:]
+        x = x.flatten(2).mT  # (B, rows * columns, channels); inductor changes the layout of what has four axes
+        x = torch.ops.vision_longhorn.bias_norm_silu(x, conv.bias, norm.weight, norm.bias, norm.eps, "auto")
+        x = x.mT.unflatten(2, grid)
+    y: Tensor = layers[-1](x)
+    return y

@@ -6,16 +6,8 @@ import torch
 from timm.layers import Mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules import module
 
-from vision_longhorn import kernels  # also registers torch.ops.vision_longhorn
-
-_GLOBAL_HOOKS = (
-    module._global_forward_pre_hooks,
-    module._global_forward_hooks,
-    module._global_backward_pre_hooks,
-    module._global_backward_hooks,
-)
+from vision_longhorn.models.fusing import is_bare, takes_kernels
 
 
 class GeluMlp(Mlp):
@@ -52,28 +44,9 @@ class GeluMlp(Mlp):
 def _takes_kernel(fc1: Any, act: Any, x: Any) -> bool:
     """Tell whether one kernel may do what `fc1`, after its product, and `act` would."""
     return (
-        isinstance(x, Tensor)  # torch.fx passes proxies
-        and x.is_cuda
-        and x.dtype != torch.float64
-        and kernels.HAS_TRITON
-        and not torch.jit.is_tracing()
-        # In torch 2.7 is_exporting() is true under torch.compile as well.
-        and (torch.compiler.is_dynamo_compiling() or not torch.compiler.is_exporting())
-        and not any(_GLOBAL_HOOKS)
-        and _is_bare(fc1, nn.Linear)
+        takes_kernels(x)
+        and is_bare(fc1, nn.Linear)
         and fc1.bias is not None
-        and _is_bare(act, nn.GELU)
+        and is_bare(act, nn.GELU)
         and act.approximate == "none"
-    )
-
-
-def _is_bare(layer: Any, kind: type[nn.Module]) -> bool:
-    """Tell whether a call of `layer` runs nothing but `kind.forward`."""
-    return (
-        layer.__class__ is kind
-        and "forward" not in layer.__dict__
-        and not layer._forward_pre_hooks
-        and not layer._forward_hooks
-        and not layer._backward_pre_hooks
-        and not layer._backward_hooks
     )

@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, gelu, grid_conv, norm, projections, rope, scan, skip, unit, values
+from . import chunks, conv, gelu, grid_conv, norm, norm_silu, projections, rope, scan, skip, unit, values
 
 
 class TritonBackend(Backend):
@@ -24,6 +24,8 @@ class TritonBackend(Backend):
     gelu_backward = staticmethod(gelu.backward)
     norm_forward = staticmethod(norm.forward)
     norm_backward = staticmethod(norm.backward)
+    norm_silu_forward = staticmethod(norm_silu.forward)
+    norm_silu_backward = staticmethod(norm_silu.backward)
     skip_forward = staticmethod(skip.forward)
     skip_backward = staticmethod(skip.backward)
     values_forward = staticmethod(values.forward)

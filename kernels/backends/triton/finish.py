@@ -90,11 +90,10 @@ def sum_sequences(*values: Tensor) -> list[Tensor]:
     G, D = values[0].shape[0], values[0].shape[-1]
     sums = [value.new_empty(G, D) for value in values]
     parts = values[0].numel() // (G * D)
-    height = 4 if parts <= 4 else 32  # few parts leave most rows of a high block empty
-    width = 1024 // height
+    height, width = (4, 256) if parts <= 4 else (256, 8)  # few parts leave most rows of a high block empty
     with torch.cuda.device_of(sums[0]):
         _finish_columns_kernel[(ceil_div(D, width), G, len(values))](
-            values[0], values[-1], sums[0], sums[-1], parts, D, R=height, C=width, num_warps=4
+            values[0], values[-1], sums[0], sums[-1], parts, D, R=height, C=width, num_warps=8
         )
     return sums
 
@@ -120,8 +119,8 @@ def sum_taps(sums: Tensor) -> tuple[Tensor, Tensor]:
     parts, G, taps, D = sums.shape
     dweight, dbias = sums.new_empty(G, D, taps - 1), sums.new_empty(G, D)
     with torch.cuda.device_of(sums):
-        _finish_taps_kernel[(ceil_div(G * taps * D, 32),)](
-            sums, dweight, dbias, parts, D=D, K=taps - 1, G=G, R=32, C=32, num_warps=4
+        _finish_taps_kernel[(ceil_div(G * taps * D, 16),)](
+            sums, dweight, dbias, parts, D=D, K=taps - 1, G=G, R=64, C=16, num_warps=4
         )
     return dweight, dbias
 

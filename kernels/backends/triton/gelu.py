@@ -13,7 +13,7 @@ from .launch import refuse_float64
 
 _NUMBERS = 4096  # in a tile
 _WIDTH = 128  # channels of a tile
-_TILES = 8  # that a program of the backward pass takes, one below the other
+_TILES = 4  # that a program of the backward pass takes, one below the other
 
 
 @triton.jit
@@ -44,10 +44,10 @@ def _work(D: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _place(first, d, rows, D: tl.constexpr, ROWS: tl.constexpr):
-    """Returns (places of a tile in memory, which of them exist); its first row is `first`."""
-    row = first + tl.arange(0, ROWS)[:, None]
-    return row * D + d[None, :], (row < rows) & (d < D)[None, :]
+def _place(tile, d, rows, D: tl.constexpr, ROWS: tl.constexpr):
+    """Returns (where a tile of ROWS rows begins in memory, the places in it, which of them exist)."""
+    row = tl.arange(0, ROWS)[:, None]
+    return tile.to(tl.int64) * (ROWS * D), row * D + d[None, :], (row < rows - tile * ROWS) & (d < D)[None, :]
 
 
 @triton.jit
@@ -58,12 +58,12 @@ def _load_bias(bias_ptr, d, D: tl.constexpr):
 @kernel()
 def _gelu_kernel(x_ptr, bias_ptr, y_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     above, d = _work(D, WIDTH)
-    at, ok = _place(above.to(tl.int64) * ROWS, d, rows, D, ROWS)
-    v = tl.load(x_ptr + at, mask=ok, other=0).to(tl.float32) + _load_bias(bias_ptr, d, D)
+    start, at, ok = _place(above, d, rows, D, ROWS)
+    v = tl.load(x_ptr + start + at, mask=ok, other=0).to(tl.float32) + _load_bias(bias_ptr, d, D)
     a, tail = _tail(v)
     # max(v, 0) - a Φ(-a) has no rounding error of 1 - Φ(-a), and keeps infinities and NaN as they are.
     y = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) - a * tail
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)
+    tl.store(y_ptr + start + at, y.to(y_ptr.dtype.element_ty), mask=ok)
 
 
 @kernel()
@@ -75,14 +75,14 @@ def _gelu_backward_kernel(
     above, d = _work(D, WIDTH)
     bias = _load_bias(bias_ptr, d, D)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
-    for tile in range(TILES):
-        at, ok = _place((above.to(tl.int64) * TILES + tile) * ROWS, d, rows, D, ROWS)
-        v = tl.load(x_ptr + at, mask=ok, other=0).to(tl.float32) + bias
-        dy = tl.load(dy_ptr + at, mask=ok, other=0).to(tl.float32)
+    for tile in tl.range(0, TILES, num_stages=3):
+        start, at, ok = _place(above * TILES + tile, d, rows, D, ROWS)
+        v = tl.load(x_ptr + start + at, mask=ok, other=0).to(tl.float32) + bias
+        dy = tl.load(dy_ptr + start + at, mask=ok, other=0).to(tl.float32)
         _a, tail = _tail(v)
         density = tl.exp2(v * v * -0.72134752) * 0.39894228  # e^(-v^2 / 2) / (2 π)^(1/2)
         dx = dy * (tl.where(v < 0, tail, 1.0 - tail) + v * density)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=ok)
+        tl.store(dx_ptr + start + at, dx.to(dx_ptr.dtype.element_ty), mask=ok)
         total += dx
     tl.store(sums_ptr + above.to(tl.int64) * D + d, tl.sum(total, 0), mask=d < D)
 

@@ -14,10 +14,11 @@ from .lanes import kernel
 from .rope import angles, turn_points
 
 _NUMBERS = 2048  # in a tile
-_BACK_NUMBERS = 512  # the same in the backward pass
+_BACK_NUMBERS = 1024  # the same in the backward pass
 _SEQUENCES = 8  # of a tile whose vectors were turned, which share the angles of their tokens
 
 
+# Strides are constants of both kernels; else numbers would be loaded one by one.
 @triton.jit
 def _load(ptr, stride, rows, n, ok, N: tl.constexpr):
     """Loads vectors of N numbers: `rows` and `ok`, whether to load them, are (S, T), and n is (BLOCK)."""
@@ -55,7 +56,7 @@ def _change(v_ptr, dv_ptr, stride, dv_stride, rows, n, there, eps, cos, sin, N: 
 
 @kernel()
 def _unit_kernel(
-    k_ptr, q_ptr, unit_k_ptr, unit_q_ptr, k_stride, q_stride, k_rows, q_rows, eps,
+    k_ptr, q_ptr, unit_k_ptr, unit_q_ptr, k_rows, q_rows, eps, k_stride: tl.constexpr, q_stride: tl.constexpr,
     N: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS))[None, :]
@@ -66,8 +67,9 @@ def _unit_kernel(
 
 @kernel()
 def _unit_backward_kernel(
-    k_ptr, q_ptr, dk_ptr, dq_ptr, k_stride, q_stride, dk_stride, dq_stride, k_rows, q_rows, eps, L, columns, fastest,
-    octaves, N: tl.constexpr, TOKENS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
+    k_ptr, q_ptr, dk_ptr, dq_ptr, k_rows, q_rows, eps, L, columns, fastest, octaves,
+    k_stride: tl.constexpr, q_stride: tl.constexpr, dk_stride: tl.constexpr, dq_stride: tl.constexpr, N: tl.constexpr,
+    TOKENS: tl.constexpr, SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Takes TOKENS tokens in SEQUENCES sequences of L. If nothing was turned, all rows are one sequence."""
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -99,7 +101,7 @@ def forward(k: Tensor, q: Tensor) -> Pair:
     if k.numel() + q.numel():
         with torch.cuda.device_of(k):
             _unit_kernel[(ceil_div(max(len(k), len(q)), rows),)](
-                k, q, unit_k, unit_q, k.stride(0), q.stride(0), len(k), len(q), EPS, N=N, ROWS=rows, BLOCK=block,
+                k, q, unit_k, unit_q, len(k), len(q), EPS, k.stride(0), q.stride(0), N=N, ROWS=rows, BLOCK=block,
                 num_warps=4)  # fmt: skip
     return unit_k, unit_q
 
@@ -113,6 +115,6 @@ def backward(k: Tensor, q: Tensor, dk: Tensor, dq: Tensor, turned: Optional[Turn
     if k.numel() + q.numel():
         with torch.cuda.device_of(k):
             _unit_backward_kernel[(ceil_div(L, tokens), ceil_div(most // L, sequences))](
-                *tensors, *(one.stride(0) for one in tensors), len(k), len(q), EPS, L, columns, -FASTEST,
-                octaves_per_point(N), N=N, TOKENS=tokens, SEQUENCES=sequences, BLOCK=block, TURNED=turned is not None,
-                num_warps=4)  # fmt: skip
+                *tensors, len(k), len(q), EPS, L, columns, -FASTEST, octaves_per_point(N),
+                *(one.stride(0) for one in tensors), N=N, TOKENS=tokens, SEQUENCES=sequences, BLOCK=block,
+                TURNED=turned is not None, num_warps=4)  # fmt: skip
