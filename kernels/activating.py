@@ -39,8 +39,8 @@ def bias_norm_silu(
 
         y = silu(n norm_weight + norm_bias),    n = (v - mean(v)) / sqrt(variance(v) + eps),    v = x + bias
 
-    On a GPU one kernel maps x to y, and one maps x and dy to dx and sums the other gradients. Sums have a fixed order,
-    so all runs give the same bits.
+    On a GPU one kernel maps x to y, and one maps x and dy to dx and sums the other gradients. Sums have a fixed order
+    for each number of multiprocessors, so all runs on one kind of GPU give the same bits.
 
     Args:
         x: (.., D) of any float dtype.

@@ -4,7 +4,8 @@ the stem takes it."""
 import pytest
 import torch
 from scan_cases import relative_rms
-from test_short_conv import BACKENDS, TOLERANCE
+from test_short_conv import BACKENDS, TOLERANCE, needs_triton
+from timm.layers import LayerNorm2d
 from torch import nn
 from torch.nn import functional as F
 from vision_longhorn.kernels import bias_norm_silu
@@ -62,6 +63,26 @@ def test_a_mean_far_from_zero_costs_no_digits(backend):
     wanted = expected(*given)
     for name, value in run(backend, *given).items():
         assert relative_rms(value, wanted[name]) <= 3e-5, name
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_works_without_an_eps(backend):
+    """Rows that fill up a tile have a variance of zero."""
+    x, dy, bias, *norm = make((5, 8), torch.float32)
+    backend, vectors = get_backend(backend), (torch.zeros_like(bias), *norm)
+    near = [value for value in backend.norm_silu_backward(dy, x, *vectors, 1e-12)]
+    for value, other in zip(backend.norm_silu_backward(dy, x, *vectors, 0.0), near, strict=True):
+        torch.testing.assert_close(value, other)
+
+
+@needs_triton
+@pytest.mark.parametrize("parts", (1, 4, 5, 300, 513))
+def test_sums_over_many_parts(parts):
+    from vision_longhorn.kernels.backends.triton.finish import sum_sequences
+
+    values = torch.randn(2, parts, 37), torch.randn(2, parts, 37)
+    for value, total in zip(values, sum_sequences(*values), strict=True):
+        torch.testing.assert_close(total, value.sum(1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -162,12 +183,27 @@ def test_it_compiles(monkeypatch):
     torch.testing.assert_close(found, by_layers(stem, x), rtol=1e-4, atol=1e-5)
 
 
+def without_bias(stem):
+    del stem[0].bias
+    stem[0].bias = None
+
+
+def doubled(stem):
+    forward = stem[2].forward
+    stem[2].forward = lambda x: 2 * forward(x)
+
+
 CHANGES = {
     "a hook after": lambda stem: stem[0].register_forward_hook(lambda module, args, out: 2 * out),
     "a hook before": lambda stem: stem[5].register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     "another activation": lambda stem: stem.__setitem__(2, nn.ReLU()),
     "another norm": lambda stem: stem.__setitem__(4, nn.BatchNorm2d(12)),
     "no bias": lambda stem: setattr(stem[3], "bias", None),
+    "a bias that is no parameter": without_bias,
+    "a norm without weights": lambda stem: stem.__setitem__(1, LayerNorm2d(6, affine=False)),
+    "another forward": doubled,
+    "a hook of gradients": lambda stem: stem[3].register_full_backward_hook(lambda module, *grads: None),
+    "a layer less": lambda stem: stem.pop(5),
     "a weight in two parts": lambda stem: nn.utils.parametrizations.weight_norm(stem[3]),
 }
 
@@ -177,12 +213,24 @@ def test_what_somebody_changed_is_not_passed_over(taken, change):
     stem, x = make_stem()
     before = stem(x)
     CHANGES[change](stem)
-    if "weight" in change:
+    if "weight in" in change:
         stem[3].parametrizations.weight.original0.data *= 2
     after = stem(x)
     assert taken == [True, False]
-    assert not torch.allclose(before, after, rtol=1e-4, atol=1e-5)
+    if change not in ("a hook of gradients", "a norm without weights"):
+        assert not torch.allclose(before, after, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(after, by_layers(stem, x))
+
+
+def test_layers_that_follow_are_called(taken):
+    stem, x = make_stem()
+    stem.append(nn.BatchNorm2d(24))
+    stem.append(nn.GELU())
+    torch.testing.assert_close(stem(x), by_layers(stem, x), rtol=1e-4, atol=1e-5)
+    for _ in range(3):
+        stem.pop(6)
+    torch.testing.assert_close(stem(x), by_layers(stem, x), rtol=1e-4, atol=1e-5)
+    assert taken == [True, True]
 
 
 def test_where_the_layers_are_called(taken):

@@ -498,14 +498,15 @@ def test_an_image_smaller_than_a_patch_is_refused_and_changes_nothing():
     assert model(torch.randn(1, 3, 32, 32)).shape == (1, 5)
 
 
-@pytest.mark.parametrize("n, channels", [(1, 3), (2, 2), (3, 3), (4, 3)])
+@pytest.mark.parametrize("n, channels", [(1, 3), (1, 1), (1, 13), (2, 2), (3, 3), (4, 3), (8, 1)])
 def test_the_first_convolution_of_a_stem_as_a_gpu_computes_it(n, channels):
     conv = torch.nn.Conv2d(channels, 6, 2 * n + 1, n, padding=n, dtype=torch.float64)
-    images = torch.randn(2, channels, 5 * n, 8 * n, dtype=torch.float64)
+    images = torch.randn(2, channels, 5 * n, 8 * n, dtype=torch.float64, requires_grad=True)
     wanted, found = conv(images), convolve_pixels(images, conv.weight, conv.bias)
     torch.testing.assert_close(found, wanted)
     grad = torch.randn_like(wanted)
-    for one, other in zip(*(torch.autograd.grad(y, conv.parameters(), grad) for y in (found, wanted)), strict=True):
+    leaves = [images, *conv.parameters()]
+    for one, other in zip(*(torch.autograd.grad(y, leaves, grad) for y in (found, wanted)), strict=True):
         torch.testing.assert_close(one, other)
 
 

@@ -12,19 +12,19 @@ from vision_longhorn.models.fusing import is_bare, takes_kernels
 
 def convolve_pixels(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
     """Convolve images (B, C, H, W) with windows (dim, C, 2 n + 1, 2 n + 1) every n pixels, to (B, dim, H / n, W / n).
-    W is a multiple of 4 n.
+    H is a multiple of n, and W of n, or of 4 if n is 1.
 
-    With a few channels in bfloat16, cuDNN's own convolution takes as long as a block. So n rows and n columns of pixels
-    become channels of one place, or four columns if n is 1; the place then has the results of all four. 3 x 3 places
-    hold their windows. Channels of zeros make 32 or a multiple of 64, for which cuDNN's kernels are fastest.
+    With a few channels in bfloat16, cuDNN's own convolution takes as long as a block. So n x n pixels become the
+    channels of one place, and every window lies in 3 x 3 places. If n is 1, four pixels side by side become one place,
+    which has the results of all four. Zeros fill up the channels to 32 or a multiple of 64, with which cuDNN is faster.
     """
     dim, C, side, _ = weight.shape
     B, _, H, W = x.shape
     n = side // 2
-    m = 4 if n == 1 else 1  # results of a place, side by side
+    m = 4 if n == 1 and C <= 8 else 1  # results of a place, side by side
     x = x.reshape(B, C, H // n, n, W // (n * m), n * m).permute(0, 1, 3, 5, 2, 4)
     x = x.reshape(B, C * n * n * m, H // n, W // (n * m))
-    # A place and its neighbours have 3 n m columns, and zeros meet those outside a window and the last rows.
+    # A place and its neighbours have 3 n rows and 3 n m columns. Zeros meet those outside a window.
     weight = torch.stack([F.pad(weight, (n * (m + j - 1), n * (2 * m - j - 1) - 1, 0, n - 1)) for j in range(m)])
     weight = weight.view(m * dim, C, 3, n, 3, n * m).permute(0, 1, 3, 5, 2, 4).reshape(m * dim, C * n * n * m, 3, 3)
     channels = weight.shape[1]
@@ -56,7 +56,8 @@ class ConvStem(nn.Sequential):
     They have dim / 4, dim / 2 and dim channels. The first has a window of patch / 2 + 1 pixels and a stride of
     patch / 4. The others have 3 x 3 and 2. A norm over the channels and a SiLU follow each of the first two. (Xiao et
     al., "Early Convolutions Help Transformers See Better", arXiv 2106.14881, have a deeper one.) On a GPU one kernel
-    adds a convolution's bias and applies norm and SiLU (`kernels.bias_norm_silu`), where `GeluMlp` takes its own.
+    adds a convolution's bias and applies norm and SiLU (`kernels.bias_norm_silu`). The layers are called one by one if
+    one of them has a hook or was replaced, in float64, and while a model is traced or exported.
 
     Args:
         in_chans: channels of the images.
@@ -107,9 +108,12 @@ class ConvStem(nn.Sequential):
 def _takes_kernel(stem: ConvStem, x: Any) -> bool:
     """Tell whether one kernel may do what follows each of the first two convolutions."""
     kinds = (PixelConv, LayerNorm2d, nn.SiLU, nn.Conv2d, LayerNorm2d, nn.SiLU)
-    return takes_kernels(x) and all(
-        is_bare(layer, kind) and all(value is not None for value in layer._parameters.values())
-        for layer, kind in zip(stem, kinds)
+    layers: list[Any] = list(stem)[: len(kinds)]
+    return (
+        takes_kernels(x)
+        and len(layers) == len(kinds)
+        and all(map(is_bare, layers, kinds))
+        and all(layers[i].weight is not None and layers[i].bias is not None for i in (0, 1, 3, 4))
     )
 
 
@@ -121,5 +125,6 @@ def _with_kernel(stem: ConvStem, x: Tensor) -> Tensor:
         x = x.flatten(2).mT  # (B, rows * columns, channels); inductor changes the layout of what has four axes
         x = torch.ops.vision_longhorn.bias_norm_silu(x, conv.bias, norm.weight, norm.bias, norm.eps, "auto")
         x = x.mT.unflatten(2, grid)
-    y: Tensor = layers[-1](x)
-    return y
+    for layer in layers[6:]:
+        x = layer(x)
+    return x

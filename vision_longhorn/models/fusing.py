@@ -17,8 +17,8 @@ _GLOBAL_HOOKS = (
 
 
 def takes_kernels(x: Any) -> bool:
-    """Tell whether kernels of our own may take `x` now: on a GPU, not in float64, and not while a model is traced or
-    exported, or while a hook watches all modules. Only a strict export records them."""
+    """Tell whether kernels of our own may take `x` now: on a GPU, but not in float64, nor while a hook watches all
+    modules, nor while a model is traced or exported, unless strictly."""
     return (
         isinstance(x, Tensor)  # torch.fx passes proxies
         and x.is_cuda

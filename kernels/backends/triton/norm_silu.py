@@ -1,4 +1,4 @@
-"""`backends.torch.norm_silu` on a GPU. A program takes whole rows, so each tensor is read and written once. What
+"""`backends.torch.norm_silu` on a GPU. A program takes whole rows, so each tensor is read or written once. What
 torch.compile makes of it takes three times as long when rows are short, as those of a stem's first convolution are."""
 
 import torch
@@ -12,9 +12,10 @@ from .lanes import LOG2E, kernel
 from .launch import refuse_float64
 from .tuning import multiprocessors
 
-_NUMBERS = 4096  # in a tile
+_NUMBERS = 4096  # in a tile, if its rows are no wider
 _BACK_NUMBERS = 2048  # in one of the backward pass
 _PROGRAMS = 4  # of the backward pass for each multiprocessor
+_WIDEST = 4096  # numbers of a row of which shared memory also holds the next ones
 
 
 @triton.jit
@@ -30,11 +31,12 @@ def _place(tile, d, rows, D: tl.constexpr, ROWS: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, bias, d, eps, D: tl.constexpr):
-    """Returns (n, 1 / sqrt(variance + eps)) of a tile."""
+def _normed(x, bias, ok, eps, D: tl.constexpr):
+    """Returns (n, 1 / sqrt(variance + eps)) of a tile. Without an eps, rows that do not exist still have n = 0."""
     v = x.to(tl.float32) + bias
-    v = tl.where((d < D)[None, :], v - tl.sum(v, 1)[:, None] * (1.0 / D), 0.0)
-    scale = tl.rsqrt(tl.sum(v * v, 1)[:, None] * (1.0 / D) + eps)
+    v = tl.where(ok, v - tl.sum(v, 1)[:, None] * (1.0 / D), 0.0)
+    total = tl.sum(v * v, 1)[:, None] * (1.0 / D) + eps
+    scale = tl.rsqrt(tl.where(total == 0, 1.0, total))
     return v * scale, scale
 
 
@@ -44,7 +46,7 @@ def _norm_silu_kernel(
 ):
     d = tl.arange(0, BLOCK)
     start, at, ok = _place(tl.program_id(0), d, rows, D, ROWS)
-    n, _ = _normed(tl.load(x_ptr + start + at, mask=ok, other=0), _load(bias_ptr, d, D), d, eps, D)
+    n, _ = _normed(tl.load(x_ptr + start + at, mask=ok, other=0), _load(bias_ptr, d, D), ok, eps, D)
     u = n * _load(weight_ptr, d, D) + _load(shift_ptr, d, D)
     tl.store(y_ptr + start + at, (u / (1.0 + tl.exp2(u * -LOG2E))).to(y_ptr.dtype.element_ty), mask=ok)
 
@@ -52,7 +54,7 @@ def _norm_silu_kernel(
 @kernel()
 def _norm_silu_backward_kernel(
     dy_ptr, x_ptr, bias_ptr, weight_ptr, shift_ptr, dx_ptr, sums_ptr, rows, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes every `programs`-th tile of ROWS rows, and leaves its sums over them in sums (3, programs, D)."""
     program = tl.program_id(0)
@@ -62,11 +64,11 @@ def _norm_silu_backward_kernel(
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dshift = tl.zeros([ROWS, BLOCK], tl.float32)
-    for i in tl.range(0, tl.cdiv(tl.cdiv(rows, ROWS) - program, programs), num_stages=3):
+    for i in tl.range(0, tl.cdiv(tl.cdiv(rows, ROWS) - program, programs), num_stages=STAGES):
         start, at, ok = _place(program + i * programs, d, rows, D, ROWS)
         x = tl.load(x_ptr + start + at, mask=ok, other=0)
         dy = tl.load(dy_ptr + start + at, mask=ok, other=0).to(tl.float32)
-        n, scale = _normed(x, bias, d, eps, D)
+        n, scale = _normed(x, bias, ok, eps, D)
         u = n * weight + shift
         sigmoid = 1.0 / (1.0 + tl.exp2(u * -LOG2E))
         du = dy * sigmoid * (1.0 + u * (1.0 - sigmoid))
@@ -112,6 +114,9 @@ def backward(
     rows, height, options = _tiles(x, _BACK_NUMBERS)
     programs = min(ceil_div(rows, height), _PROGRAMS * multiprocessors(x.device))
     sums = x.new_empty(3, programs, options["D"], dtype=torch.float32)
+    stages = 3 if options["BLOCK"] <= _WIDEST else 1
     with torch.cuda.device_of(x):
-        _norm_silu_backward_kernel[(programs,)](dy, x, bias, norm_weight, norm_bias, dx, sums, rows, eps, **options)
+        _norm_silu_backward_kernel[(programs,)](
+            dy, x, bias, norm_weight, norm_bias, dx, sums, rows, eps, **options, STAGES=stages
+        )
     return dx, *(total[0] for total in (*sum_sequences(sums[:1], sums[1:2]), *sum_sequences(sums[2:])))
