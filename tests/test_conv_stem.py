@@ -147,7 +147,7 @@ def taken(monkeypatch):
         calls.append(takes(*given))
         return calls[-1]
 
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(conv_stem, "_takes_kernel", noted)
     return calls
 
@@ -176,10 +176,11 @@ def test_the_kernel_gives_the_layers_results(taken, patch):
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
-def test_it_compiles(monkeypatch):
-    monkeypatch.setattr(conv_stem, "_takes_kernel", lambda *_: True)
+@pytest.mark.parametrize("backend", ("eager", "aot_eager"))
+def test_it_compiles_with_all_its_checks(taken, backend):
     stem, x = make_stem()
-    found = torch.compile(stem, backend="aot_eager", fullgraph=True)(x)
+    found = torch.compile(stem, backend=backend, fullgraph=True)(x)
+    assert taken == [True]
     torch.testing.assert_close(found, by_layers(stem, x), rtol=1e-4, atol=1e-5)
 
 

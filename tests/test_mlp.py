@@ -122,7 +122,7 @@ def taken(monkeypatch):
         calls.append(takes(*given))
         return calls[-1]
 
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
     monkeypatch.setattr(mlp, "_takes_kernel", noted)
     return calls
 
