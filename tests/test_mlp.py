@@ -201,10 +201,14 @@ def test_a_hook_of_all_modules_is_not_passed_over(taken):
     assert taken == [False, True] and one.fc1 in seen and one.act in seen
 
 
-def test_it_compiles_with_all_its_checks(taken):
+def test_it_compiles_with_all_its_checks(monkeypatch):
+    calls, takes = [], mlp._takes_kernel
+    monkeypatch.setattr(mlp, "takes_kernels", lambda x: True)
+    monkeypatch.setattr(mlp, "_takes_kernel", lambda *given: calls.append(takes(*given)) or calls[-1])
     one, x = GeluMlp(6, 24), torch.randn(3, 5, 6)
     compiled = torch.compile(one, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), one.fc2(F.gelu(one.fc1(x))))
+    assert calls == [True]
 
 
 def test_what_follows_is_called(taken):
