@@ -55,6 +55,22 @@ def operators_decide_anew(request):
         replaying.forget()
 
 
+@pytest.fixture
+def notes_kernels(monkeypatch):
+    """Returns a function that lets layers of a module believe that their numbers are on a GPU, and returns a list to
+    which each call adds whether it took the layers' kernel."""
+
+    def note(module):
+        import torch
+
+        calls, takes = [], module._takes_kernel
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        monkeypatch.setattr(module, "_takes_kernel", lambda *given: calls.append(takes(*given)) or calls[-1])
+        return calls
+
+    return note
+
+
 @pytest.fixture(scope="session", autouse=True)
 def triton_interprets_quickly():
     if os.environ.get("TRITON_INTERPRET") != "1":

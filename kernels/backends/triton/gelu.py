@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...contract import Pair, ceil_div, power_of_2
 from .finish import sum_sequences
-from .lanes import kernel
+from .lanes import kernel, load_channels, tile_at
 from .launch import refuse_float64
 
 _NUMBERS = 4096  # in a tile
@@ -43,23 +43,11 @@ def _work(D: tl.constexpr, WIDTH: tl.constexpr):
     return tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * WIDTH + tl.arange(0, WIDTH)
 
 
-@triton.jit
-def _place(tile, d, rows, D: tl.constexpr, ROWS: tl.constexpr):
-    """Returns (where a tile of ROWS rows begins in memory, the places in it, which of them exist)."""
-    row = tl.arange(0, ROWS)[:, None]
-    return tile.to(tl.int64) * (ROWS * D), row * D + d[None, :], (row < rows - tile * ROWS) & (d < D)[None, :]
-
-
-@triton.jit
-def _load_bias(bias_ptr, d, D: tl.constexpr):
-    return tl.load(bias_ptr + d, mask=d < D, other=0).to(tl.float32)[None, :]
-
-
 @kernel()
 def _gelu_kernel(x_ptr, bias_ptr, y_ptr, rows, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     above, d = _work(D, WIDTH)
-    start, at, ok = _place(above, d, rows, D, ROWS)
-    v = tl.load(x_ptr + start + at, mask=ok, other=0).to(tl.float32) + _load_bias(bias_ptr, d, D)
+    start, at, ok = tile_at(above, d, rows, D, ROWS)
+    v = tl.load(x_ptr + start + at, mask=ok, other=0).to(tl.float32) + load_channels(bias_ptr, d, D)
     a, tail = _tail(v)
     # max(v, 0) - a Φ(-a) has no rounding error of 1 - Φ(-a), and keeps infinities and NaN as they are.
     y = tl.maximum(v, 0.0, propagate_nan=tl.PropagateNan.ALL) - a * tail
@@ -73,10 +61,10 @@ def _gelu_backward_kernel(
 ):  # fmt: skip
     """Takes TILES tiles of ROWS rows, and leaves the sum of dx over them in sums (programs, D)."""
     above, d = _work(D, WIDTH)
-    bias = _load_bias(bias_ptr, d, D)
+    bias = load_channels(bias_ptr, d, D)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for tile in tl.range(0, TILES, num_stages=3):
-        start, at, ok = _place(above * TILES + tile, d, rows, D, ROWS)
+        start, at, ok = tile_at(above * TILES + tile, d, rows, D, ROWS)
         v = tl.load(x_ptr + start + at, mask=ok, other=0).to(tl.float32) + bias
         dy = tl.load(dy_ptr + start + at, mask=ok, other=0).to(tl.float32)
         _a, tail = _tail(v)

@@ -158,6 +158,18 @@ def row_at(row, L, stride_b, stride_l, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def tile_at(tile, d, rows, D: tl.constexpr, ROWS: tl.constexpr):
+    """Returns (where a tile of ROWS rows of D numbers begins, the places in it of columns d, which of them exist)."""
+    row = tl.arange(0, ROWS)[:, None]
+    return tile.to(tl.int64) * (ROWS * D), row * D + d[None, :], (row < rows - tile * ROWS) & (d < D)[None, :]
+
+
+@triton.jit
+def load_channels(ptr, d, D: tl.constexpr):
+    return tl.load(ptr + d, mask=d < D, other=0).to(tl.float32)[None, :]
+
+
+@triton.jit
 def work_of(blocks, segments):
     """Returns (block of channels, segment of time, sequence, direction) of this program. The grid's first axis holds
     all but the direction, since only that axis may be longer than 65,535."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...contract import ceil_div, power_of_2
 from .finish import sum_sequences
-from .lanes import LOG2E, kernel
+from .lanes import LOG2E, kernel, load_channels, tile_at
 from .launch import refuse_float64
 from .tuning import multiprocessors
 
@@ -16,18 +16,6 @@ _NUMBERS = 4096  # in a tile, if its rows are no wider
 _BACK_NUMBERS = 2048  # in one of the backward pass
 _PROGRAMS = 4  # of the backward pass for each multiprocessor
 _WIDEST = 4096  # numbers of a row of which shared memory also holds the next ones
-
-
-@triton.jit
-def _load(ptr, d, D: tl.constexpr):
-    return tl.load(ptr + d, mask=d < D, other=0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def _place(tile, d, rows, D: tl.constexpr, ROWS: tl.constexpr):
-    """Returns (where a tile of ROWS rows begins in memory, the places in it, which of them exist)."""
-    row = tl.arange(0, ROWS)[:, None]
-    return tile.to(tl.int64) * (ROWS * D), row * D + d[None, :], (row < rows - tile * ROWS) & (d < D)[None, :]
 
 
 @triton.jit
@@ -45,9 +33,9 @@ def _norm_silu_kernel(
     x_ptr, bias_ptr, weight_ptr, shift_ptr, y_ptr, rows, eps, D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     d = tl.arange(0, BLOCK)
-    start, at, ok = _place(tl.program_id(0), d, rows, D, ROWS)
-    n, _ = _normed(tl.load(x_ptr + start + at, mask=ok, other=0), _load(bias_ptr, d, D), ok, eps, D)
-    u = n * _load(weight_ptr, d, D) + _load(shift_ptr, d, D)
+    start, at, ok = tile_at(tl.program_id(0), d, rows, D, ROWS)
+    n, _ = _normed(tl.load(x_ptr + start + at, mask=ok, other=0), load_channels(bias_ptr, d, D), ok, eps, D)
+    u = n * load_channels(weight_ptr, d, D) + load_channels(shift_ptr, d, D)
     tl.store(y_ptr + start + at, (u / (1.0 + tl.exp2(u * -LOG2E))).to(y_ptr.dtype.element_ty), mask=ok)
 
 
@@ -60,12 +48,12 @@ def _norm_silu_backward_kernel(
     program = tl.program_id(0)
     programs = tl.num_programs(0)
     d = tl.arange(0, BLOCK)
-    bias, weight, shift = _load(bias_ptr, d, D), _load(weight_ptr, d, D), _load(shift_ptr, d, D)
+    bias, weight, shift = load_channels(bias_ptr, d, D), load_channels(weight_ptr, d, D), load_channels(shift_ptr, d, D)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dshift = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in tl.range(0, tl.cdiv(tl.cdiv(rows, ROWS) - program, programs), num_stages=STAGES):
-        start, at, ok = _place(program + i * programs, d, rows, D, ROWS)
+        start, at, ok = tile_at(program + i * programs, d, rows, D, ROWS)
         x = tl.load(x_ptr + start + at, mask=ok, other=0)
         dy = tl.load(dy_ptr + start + at, mask=ok, other=0).to(tl.float32)
         n, scale = _normed(x, bias, ok, eps, D)
