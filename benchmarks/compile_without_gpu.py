@@ -170,6 +170,13 @@ def compile_norm_silu(_: str, dtype: torch.dtype, variant: str) -> None:
     norm_silu.backward(norm_silu.forward(x, *vectors, 1e-5), x, *vectors, 1e-5)
 
 
+def compile_residual_norm(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.kernels.backends.triton import residual_norm
+
+    x, rows = _tensor(BATCH, TOKENS - 1, CHANNELS, dtype=dtype), 14 if variant == "turned" else 0
+    residual_norm.backward(x, x, x, _tensor(CHANNELS), 1e-5, rows)
+
+
 def compile_grid_conv(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import grid_conv
 
@@ -273,6 +280,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "norm_silu": (compile_norm_silu, ("one_direction",)),
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
+    "residual_norm": (compile_residual_norm, ("one_direction", "turned")),
     "resample": (compile_resample, ("bicubic", "bilinear")),
     "rope": (compile_rope, ("both_directions",)),
     "skip": (compile_skip, ("one_direction", "both_directions")),

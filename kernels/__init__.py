@@ -15,10 +15,11 @@ from .contract import Scan
 from .convolving import grid_conv
 from .ops import scan_plan
 from .reference import longhorn_step, selective_step
+from .residual import residual_norm
 from .rules.base import HAS_TRITON
 
 __all__ = ["HAS_TRITON", "Scan", "bias_gelu", "bias_norm_silu", "grid_conv", "longhorn_scan", "longhorn_step",
-           "recurrent_scan", "scan_plan", "selective_scan", "selective_step"]  # fmt: skip
+           "recurrent_scan", "residual_norm", "scan_plan", "selective_scan", "selective_step"]  # fmt: skip
 
 
 def longhorn_scan(

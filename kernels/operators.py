@@ -1,4 +1,4 @@
-"""Makes differentiable torch operators of `scan`, `mix`, `grid_conv`, `bias_gelu` and `bias_norm_silu`.
+"""Makes torch operators of `scan`, `mix`, `grid_conv`, `bias_gelu` and `bias_norm_silu`, and their derivatives.
 
 Exported programs name an operator's arguments, so a new one comes last and has a default.
 """

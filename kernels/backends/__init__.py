@@ -2,7 +2,7 @@
 `numba.backend.NumbaBackend` on a CPU."""
 
 from ..contract import Scan
-from .torch import conv, gelu, grid_conv, norm, norm_silu, projections, rope, scan, skip, unit, values
+from .torch import conv, gelu, grid_conv, norm, norm_silu, projections, residual_norm, rope, scan, skip, unit, values
 
 
 class Backend:
@@ -25,6 +25,7 @@ class Backend:
     norm_backward = staticmethod(norm.backward)
     norm_silu_forward = staticmethod(norm_silu.forward)
     norm_silu_backward = staticmethod(norm_silu.backward)
+    residual_norm_backward = staticmethod(residual_norm.backward)
     skip_forward = staticmethod(skip.forward)
     skip_backward = staticmethod(skip.backward)
     values_forward = staticmethod(values.forward)

@@ -23,6 +23,7 @@ from vision_longhorn.models.conv_mlp import ConvMlp
 from vision_longhorn.models.grid_conv import GridConv
 from vision_longhorn.models.mixers import Mixer, check_options, create_mixer, reset_mixer
 from vision_longhorn.models.mlp import GeluMlp
+from vision_longhorn.models.norm import norm_beside
 from vision_longhorn.models.patch_embed import StridedPatchEmbed
 from vision_longhorn.models.pos_embed import resample_pos_embed
 from vision_longhorn.models.tokens import join_class, split_class, turn_patches
@@ -99,14 +100,21 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, rows: int = 0) -> Tensor:
         """Map tokens (B, L, dim) to (B, L, dim). A block that uses the grid of patches needs its number of `rows`."""
-        h = self.norm(x.to(self.norm.weight.dtype))
         if self.reads_columns or self.needs_grid or self.mlp_needs_grid or self.grid_conv is not None:
             _assert(rows > 0, "this block needs the grid of patches: give rows=N, the number of its rows")
+        turned = False
+        if torch.jit.is_scripting():
+            h = self.norm(x.to(self.norm.weight.dtype))
+        else:
+            turned = self.reads_columns and self.class_token == "none" and self.grid_conv is None
+            reader = self.mixer if self.grid_conv is None else self.grid_conv
+            x, h = norm_beside(self.norm, x, reader, rows if turned else 0)
         if self.grid_conv is not None:
             h = self.grid_conv(h, rows)
         rows_read = rows
         if self.reads_columns:
-            h = turn_patches(h, rows, self.class_token)
+            if not turned:
+                h = turn_patches(h, rows, self.class_token)
             rows_read = (h.shape[1] - (0 if self.class_token == "none" else 1)) // rows  # the columns of the image
         if self.needs_grid:
             h = self.mixer(h, rows_read)
@@ -116,7 +124,10 @@ class Block(nn.Module):
             h = turn_patches(h, rows_read, self.class_token)
         x = x + self.drop_path(h)
         if self.mlp is not None and self.mlp_norm is not None:
-            h = self.mlp_norm(x.to(self.mlp_norm.weight.dtype))
+            if torch.jit.is_scripting():
+                h = self.mlp_norm(x.to(self.mlp_norm.weight.dtype))
+            else:
+                x, h = norm_beside(self.mlp_norm, x, self.mlp)
             if self.mlp_needs_grid:
                 h = self.mlp(h, rows)
             else:

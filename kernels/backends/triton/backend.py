@@ -2,7 +2,7 @@
 
 from ...contract import REGIMES
 from .. import Backend
-from . import chunks, conv, gelu, grid_conv, norm, norm_silu, projections, rope, scan, skip, unit, values
+from . import chunks, conv, gelu, grid_conv, norm, norm_silu, projections, residual_norm, rope, scan, skip, unit, values
 
 
 class TritonBackend(Backend):
@@ -26,6 +26,7 @@ class TritonBackend(Backend):
     norm_backward = staticmethod(norm.backward)
     norm_silu_forward = staticmethod(norm_silu.forward)
     norm_silu_backward = staticmethod(norm_silu.backward)
+    residual_norm_backward = staticmethod(residual_norm.backward)
     skip_forward = staticmethod(skip.forward)
     skip_backward = staticmethod(skip.backward)
     values_forward = staticmethod(values.forward)

@@ -1,0 +1,33 @@
+"""The gradients of a residual stream x and of the weight of its RMS norm (Zhang and Sennrich, arXiv 1910.07467),
+h = n weight with n = x / sqrt(mean(x^2) + eps), the mean over the channels."""
+
+import torch
+from torch import Tensor
+
+from ...contract import Pair, wide
+
+
+def backward(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows: int) -> Pair:
+    """Add the gradient of x that comes through its norm to the one that does not.
+
+    Args:
+        dh: (B, L, D), contiguous, of any float dtype: the gradient of the norm. With `rows` its tokens are patches,
+            column by column, where those of x are row by row.
+        dx: (B, L, D), contiguous, of any float dtype: the other gradient of x.
+        x: (B, L, D), contiguous, of any float dtype.
+        weight: (D,) of any float dtype.
+        eps: added to the mean square.
+        rows: of the grid of patches, or 0.
+
+    Returns:
+        The gradient of x, in its dtype, and that of the weight, (D,) in float32 (float64).
+    """
+    dtype, D = wide(x), x.shape[-1]
+    if rows:
+        B, L, _ = x.shape
+        dh = dh.view(B, L // rows, rows, D).transpose(1, 2).reshape(B, L, D)
+    v, dh = x.to(dtype), dh.to(dtype)
+    scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    n, dn = v * scale, dh * weight.to(dtype)
+    dv = scale * (dn - n * (dn * n).mean(-1, keepdim=True)) + dx.to(dtype)
+    return dv.to(x.dtype), (dh * n).flatten(0, -2).sum(0)
