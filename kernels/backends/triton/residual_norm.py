@@ -12,9 +12,8 @@ from .lanes import kernel, load_channels, tile_at
 from .launch import refuse_float64
 from .tuning import multiprocessors
 
-_NUMBERS = 2048  # in a tile, if its rows are no wider
+_NUMBERS = 2048  # in a tile, if its rows are no wider: then shared memory has room for the next tiles
 _PROGRAMS = 4  # for each multiprocessor
-_WIDEST = 4096  # numbers of a row of which shared memory also holds the next ones
 
 
 @triton.jit
@@ -70,5 +69,5 @@ def backward(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows
     with torch.cuda.device_of(x):
         _residual_norm_backward_kernel[(programs,)](
             dh, dx, x, weight, out, sums, tokens, eps, x.shape[-2], rows, D=D, ROWS=height, BLOCK=block,
-            STAGES=3 if block <= _WIDEST else 1, TURNED=rows > 0, num_warps=max(4, min(16, block // 512)))  # fmt: skip
+            STAGES=3 if block <= _NUMBERS else 1, TURNED=rows > 0, num_warps=max(4, min(16, block // 512)))  # fmt: skip
     return out, sum_sequences(sums)[0][0]
