@@ -54,7 +54,7 @@ PARTS = tuple(
         ("gated norm", r"^_gated_norm"),
         ("gated skip", r"^_skip_"),
         ("matrix products", r"^triton_tem_|^_(x|dt)_proj_"),
-        (FUSED, r"^triton_"),
+        (FUSED, r"^(triton|_residual_norm)_"),
         ("attention", r"flash|fmha|attention|sdpa"),
         ("matrix products", r"gemm|gemv|nvjet|cutlass|cublas|splitk|xmma"),
         ("optimizer", r"multi_tensor|adam"),
