@@ -225,6 +225,7 @@ def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
     k, q = _tensor(2, BATCH, TOKENS, 2 * 16, dtype=dtype).chunk(2, -1)
     turned = Turned(TOKENS, 1, 0, 16) if variant == "turned" else None
     triton_unit.backward(k, q, *triton_unit.forward(k, q), turned)
+    triton_unit.backward(k, q, k, q, turned, _tensor(3, *k.shape[:-1], 2 * 16))
 
 
 def compile_rope(_: str, dtype: torch.dtype, variant: str) -> None:
@@ -256,7 +257,8 @@ def compile_projections(_: str, dtype: torch.dtype, variant: str) -> None:
         projections.dt_proj_backward(dx, dlow, _tensor(2, D, R, dtype=dtype), torch.empty_like(dlow))
         projections.x_proj_backward(dlow, x, x_proj, dx)
         projections.x_proj_backward(dlow, x, x_proj, x, False)
-        projections.x_proj_forward(x, x_proj, turned)
+        for units in (0, 16):
+            projections.x_proj_forward(x, x_proj, turned, units)
 
 
 def scan_variants(rule: Rule) -> tuple[str, ...]:
@@ -289,7 +291,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
 }
 VARIANTS = tuple(dict.fromkeys(variant for _, variants in FAMILIES.values() for variant in variants))
 # Constants that make another kernel of one: a row of the table names those that are set.
-NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX", "MEET", "IN_TURN", "OTHER", "SCALAR", "GRAD", "BACK")
+NAMED = ("SUMMARY", "OUTPUT", "SAVE", "MATRIX", "MEET", "IN_TURN", "OTHER", "SCALAR", "GRAD", "BACK", "UNITS", "PARTS")
 
 
 class _Driver:

@@ -53,7 +53,8 @@ def mixers(rules: list[str]) -> None:
     for B, L, dim in ((2, 37, 40), (1, 5, 24), (1, 70, 64)):  # the last has whole blocks of channels
         wirings = dict(wiring="shared"), *(dict(wiring="alternate", index=i) for i in range(2))
         grids = dict(conv="grid"), dict(conv="grid", d_conv=5, wiring="alternate")
-        for arguments in (dict(), *wirings, *grids, *(dict(rule=rule) for rule in rules)):
+        units = dict(conv="grid", rope=True, qk_norm=True, rule="exact")
+        for arguments in (dict(), *wirings, *grids, units, *(dict(rule=rule) for rule in rules)):
             mixer = BidirectionalMixer(dim, d_state=8, **arguments).cuda()
             x = torch.randn(B, L, dim, device="cuda", requires_grad=True)
             with torch.autocast("cuda", torch.bfloat16):
@@ -67,7 +68,7 @@ def mixers(rules: list[str]) -> None:
         low, dlow, x, dx = (torch.randn(2, 300, size, device="cuda").bfloat16() for size in (56, 56, 256, 256))
         x_proj = torch.randn(2, 56, 256, device="cuda").bfloat16()
         for sets, turned in ((2, None), (1, rope.Turned(100, 10, 24, 16))):
-            projections.x_proj_forward(x[:sets], x_proj, turned)
+            projections.x_proj_forward(x[:sets], x_proj, turned, units=16)
             projections.x_proj_backward(dlow, x[:sets], x_proj, dx)
         projections.dt_proj_backward(x, low, torch.randn(2, 256, 24, device="cuda").bfloat16(), dlow)
         torch.cuda.synchronize()

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import ops
 from .backends import Backend
 from .backends.torch.rope import Turned, rotate
-from .backends.torch.unit import unit
+from .backends.torch.unit import Raw, unit
 from .checks import check
 from .contract import Scan, ceil_div, check_option, wide
 from .dispatch import backend_for
@@ -120,13 +120,37 @@ class Mix(NamedTuple):
 
     @property
     def low_width(self) -> int:
+        """Columns of the product with x_proj."""
         return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
+
+    def units(self, backend: Backend) -> int:
+        """Return how many numbers the unit keys and the unit queries behind that product have: N each, or 0 where the
+        backend does not store them there, and the scan makes them anew."""
+        if not self.qk_norm or self.A_per_token:
+            return 0
+        appends = backend.appends_units(self.xz, self.D.shape[-1], self.low_width, self.turned)
+        return self.d_state if appends else 0
+
+    def low_columns(self, backend: Backend) -> int:
+        """Return how many columns `low` has: those of that product and perhaps of unit keys and queries."""
+        return self.low_width + 2 * self.units(backend)
+
+    def raw(self, low: Tensor) -> Optional[Raw]:
+        """Return keys and queries as they are before they get unit length, in the shapes that `scan` gives them."""
+        if not self.qk_norm:
+            return None
+        low = low[0] if len(low) == 1 else low
+        k, q = low[..., self.width : self.width + 2 * self.d_state].chunk(2, -1)
+        return Raw(k, q, self.turned)
 
     def scan(self, x: Tensor, step: Tensor, low: Tensor, step_proj: Optional[Tensor] = None) -> Scan:
         """Make the scan over the convolved x or the values, (S or 1, B, L, D), with step (S, B, L, H) and low
-        (S, B, L, low_width). `step` may also be at low rank, (S, B, L, width), with its projection (S, D, width)."""
-        k, q, *a = low[..., self.width :].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
+        (S, B, L, `low_columns`). `step` may be at low rank, (S, B, L, width), with its projection (S, D, width)."""
+        k, q, *a = low[..., self.width : self.low_width].chunk(3 if self.A_per_token else 2, -1)  # (S, B, L, N)
         A = _rates(self.A_log, *a)
+        has_units = low.shape[-1] > self.low_width
+        if has_units:
+            k, q = low[..., self.low_width :].chunk(2, -1)
         D: Optional[Tensor] = self.D
         _, z = self.split(self.xz)
         if self.gates_skip:
@@ -146,7 +170,7 @@ class Mix(NamedTuple):
                 direction, z = "both", None
         return Scan(
             x, step, k, q, A, z, D, bias, None, self.rule, direction, combine, A_per_token=self.A_per_token,
-            step_proj=step_proj, qk_norm=self.qk_norm)  # fmt: skip
+            step_proj=step_proj, qk_norm=self.qk_norm and not has_units)  # fmt: skip
 
 
 TENSORS = Mix._fields[:9]
@@ -256,7 +280,7 @@ def _scan(mix: Mix, x: Tensor, low: Tensor, dt_proj: Tensor, backend: Backend, o
 
 
 def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return y (B, L, D), low (S, B, L, low_width), what the scan saved, and what else is kept: the scan's outputs
+    """Return y (B, L, D), low (S, B, L, `low_columns`), what the scan saved, and what else is kept: the scan's outputs
     (2, B, L, D) if norms follow, or the convolved x and the step sizes (`Mix.kept_shape`), or nothing."""
     mix = prepare(mix)
     x, z = mix.split(mix.xz)
@@ -265,7 +289,7 @@ def forward(mix: Mix, save_states: bool, backend: Backend) -> tuple[Tensor, Tens
     places = mix.parts(kept)
     x = _convolve(mix, x, backend, *places[:1])
     x_proj, dt_proj = backend.pad(mix.x_proj, mix.dt_proj, mix.width, x.dtype)
-    low = backend.x_proj_forward(_rows(x), x_proj, mix.turned).view(len(x_proj), B, L, mix.low_width)
+    low = backend.x_proj_forward(_rows(x), x_proj, mix.turned, mix.units(backend)).unflatten(1, (B, L))
     scan = _scan(mix, _scanned(mix, x, backend), low, dt_proj, backend, *places[1:])
     check(scan)
     y, _, saved = ops.forward(scan, save_states, backend)
@@ -292,9 +316,9 @@ def backward(mix: Mix, dy: Tensor, low: Tensor, saved: Tensor, kept: Tensor, bac
     if mix.norm_weight is not None:
         dy, grads["norm_weight"] = backend.norm_backward(dy, kept, z, mix.norm_weight, mix.eps, dz)
     # Side by side as in `low`: step sizes at their low rank, k, q, and perhaps A.
-    dlow = low.new_empty(low.shape)  # contiguous, as the backend takes it
+    dlow = low.new_empty(*low.shape[:3], mix.low_width)  # contiguous, as the backend takes it
     dk, dq, *of_A = dlow[..., mix.width :].chunk(3 if mix.A_per_token else 2, -1)
-    found = ops.backward(scan, dy, None, saved, backend, dz, (dk, dq), mix.turned)
+    found = ops.backward(scan, dy, None, saved, backend, dz, (dk, dq), mix.raw(low))
     if len(mix.x_proj) == 1:
         found = {name: value.unsqueeze(0) for name, value in found.items()}
     if mix.A_per_token:
@@ -337,10 +361,11 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mix = prepare(Mix(*fields, *later))
     empty = mix.xz.new_empty
     (S, _, D), (B, L, _) = mix.x_proj.shape, mix.xz.shape
-    low = empty(S, B, L, mix.low_width)
+    runs = backend_for(backend, mix.xz)
+    low = empty(S, B, L, mix.low_columns(runs))
     scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
-    saved = backend_for(backend, mix.xz).saved_shape(scan) if save_states else (0,)
+    saved = runs.saved_shape(scan) if save_states else (0,)
     kept = (2, B, L, D) if mix.shared else mix.kept_shape(save_states)
     return empty(B, L, D), low, empty(saved, dtype=scan.accumulator), empty(kept)
 

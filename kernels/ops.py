@@ -8,7 +8,7 @@ from typing import Any, Optional
 from torch import Tensor
 
 from .backends import Backend
-from .backends.torch.rope import Turned
+from .backends.torch.unit import Raw
 from .checks import check
 from .contract import Pair, Scan
 from .dispatch import backend_for
@@ -44,20 +44,21 @@ def normalised(scan: Scan, backend: Backend) -> Scan:
 
 def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, backend: Backend,
-    dz: Optional[Tensor] = None, dkq: Optional[Pair] = None, turned: Optional[Turned] = None,
+    dz: Optional[Tensor] = None, dkq: Optional[Pair] = None, raw: Optional[Raw] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradient of each tensor of `scan`, by field. If given, `dz` gets that of z instead, and `dkq` those of
-    k and q, (G, B, L, N) each for G sets of parameters. With `turned` and `qk_norm` these are the gradients of what k
-    and q were before they were turned."""
+    k and q, (G, B, L, N) each for G sets of parameters. With `raw` these are the gradients of `raw` instead: of what k
+    and q were before they got unit length, or still are if `scan` has `qk_norm`."""
     rule = rule_of(scan)
+    if scan.qk_norm and raw is None:
+        raw = Raw(scan.k, scan.q)
     unit = normalised(scan, backend)
     prepared = rule.prepare(unit)
     # The backend cannot write the sum of two directions' gradients in place, nor what `restore` changes.
     in_place = dkq if dkq and prepared.k is unit.k and len(dkq[0]) == len(scan.reversed) else None
-    grads = rule.restore(unit, prepared, backend.scan_backward(prepared, dy, dfinal, saved, dz, in_place))
-    if scan.qk_norm:
-        written = dict(zip("kq", in_place or ())) | grads
-        backend.unit_backward(scan.k, scan.q, written["k"], written["q"], turned)
+    grads = rule.restore(unit, prepared, backend.scan_backward(prepared, dy, dfinal, saved, dz, in_place, raw))
+    if raw is not None and "k" in grads:
+        backend.unit_backward(raw.k, raw.q, grads["k"], grads["q"], raw.turned)
     for name, out in zip(("z", "k", "q"), (dz, *(dkq or ()))):
         if out is not None and name in grads:
             out.copy_(grads.pop(name))

@@ -18,7 +18,7 @@ if kernels.HAS_TRITON:
     import ptx_emulator
     import triton
     import triton.language as tl
-    from vision_longhorn.kernels.backends.triton import chunks, fragments
+    from vision_longhorn.kernels.backends.triton import chunks, finish, fragments
 
     TRITON = get_backend("triton")
 
@@ -260,6 +260,41 @@ def test_a_mixer_stores_no_logits_where_the_kernels_can_make_them(device, layout
     # Of no image there is no gradient.
     grads = torch.autograd.grad(mixer(h[:0]).sum(), list(mixer.parameters()))
     assert all(value.eq(0).all() for value in grads)
+
+
+@pytest.mark.parametrize(
+    "options,sums",
+    [
+        (dict(conv="grid", rope=True, gate="none", d_state=16), 0),
+        (dict(d_state=8, save_states=True), 0),
+        (dict(wiring="alternate", conv="grid", rope=True, d_state=32, dt_rank=8), None),  # too wide for its kernel
+        (dict(wiring="shared", d_state=16), 1),  # the directions share keys, whose gradients are summed
+    ],
+    ids=str,
+)
+def test_a_mixer_with_keys_of_unit_length(device, options, sums, monkeypatch):
+    """Its keys get unit length with the projection, and the parts of their gradients are summed where these go back
+    through that: neither has a launch of its own."""
+    found, sum_rows = [], finish.sum_rows
+    monkeypatch.setattr(finish, "sum_rows", lambda *given: found.append(given) or sum_rows(*given))
+    hopper = device == "cpu" or torch.cuda.get_device_capability()[0] == 9
+    if sums is not None and hopper:
+        monkeypatch.setattr(type(TRITON), "unit_forward", None)
+    torch.manual_seed(0)
+    mixer = BidirectionalMixer(32, rule="exact", index=1, qk_norm=True, **options).to(device).bfloat16()
+    mixer.scan_backend = "triton"
+    rows, h = 3 * mixer.needs_grid, torch.randn(2, 12, 32).bfloat16()
+    weight = torch.randn(h.shape)
+    plain = {name: value.detach().cpu().double().requires_grad_() for name, value in mixer.named_parameters()}
+    exact = h.double().requires_grad_()
+    expected = plain_mixer(plain, exact, mixer, rows)
+    expected = [expected, *torch.autograd.grad((expected * weight).sum(), [exact, *plain.values()])]
+    h = h.to(device).requires_grad_()
+    y = mixer(h, rows)
+    grads = torch.autograd.grad((y.float() * weight.to(device)).sum(), [h, *mixer.parameters()])
+    assert len(found) == (sums or 0)
+    for name, value, right in zip(["y", "h", *plain], [y, *grads], expected):
+        assert relative_rms(value.cpu(), right) < 3e-2, name
 
 
 def test_logits_at_low_rank_are_refused_where_nothing_takes_them(device):

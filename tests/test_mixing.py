@@ -9,6 +9,7 @@ from scan_cases import relative_rms
 from vision_longhorn.kernels import mixing
 from vision_longhorn.kernels.backends.torch import projections as torch_projections
 from vision_longhorn.kernels.backends.torch.rope import Turned
+from vision_longhorn.kernels.backends.torch.unit import unit
 from vision_longhorn.kernels.dispatch import get_backend, has_numba
 from vision_longhorn.kernels.rules import NAMES, get_rule
 
@@ -26,7 +27,7 @@ LAYOUTS = [dict(wiring=wiring, beta=beta) for wiring, beta in itertools.product(
 
 def build(backend="auto", dim=6, **options):
     torch.manual_seed(0)
-    mixer = BidirectionalMixer(dim, d_state=4, index=1, **options)
+    mixer = BidirectionalMixer(dim, index=1, **{"d_state": 4, **options})
     mixer.scan_backend = backend
     with torch.no_grad():
         for value in mixer.parameters():  # no two of them alike
@@ -261,6 +262,55 @@ def test_the_projection_to_keys_and_queries_that_turn(backend, S, B, L, D, M, tu
     check_x_proj(backend, S, B * L, D, M, dtype, "cpu", shared, turned)
 
 
+def check_appended_units(backend, S, B, L, D, M, N, dtype, device, rows=0, shared=False):
+    """Keys and queries of unit length behind those of the same product alone, beside float64, some of them zero."""
+    torch.manual_seed(0)
+    backend, turned = get_backend(backend), Turned(L, rows, M - 2 * N, N) if rows else None
+    x = torch.randn(1 if shared else S, B * L, D, device=device).to(dtype)
+    x[:, ::5] = 0
+    x_proj = (torch.randn(S, M, D, device=device) / D**0.5).to(dtype)
+    assert backend.appends_units(x, D, M, turned)
+    low, plain = backend.x_proj_forward(x, x_proj, turned, N), backend.x_proj_forward(x, x_proj, turned)
+    assert torch.equal(low[..., :M], plain) and low.shape[-1] == M + 2 * N
+    right = (
+        (x.double() @ x_proj.double().mT)[..., M - 2 * N :].unflatten(-1, (2, N)).transpose(-2, -3)
+    )  # (.., 2, BL, N)
+    if turned:
+        right = plain_turn(right.unflatten(-2, (B, L)).cpu(), rows).flatten(-3, -2)
+    found = low[..., M:].unflatten(-1, (2, N)).transpose(-2, -3)
+    assert relative_rms(found.cpu(), unit(right).cpu()) < {torch.bfloat16: 5e-3, torch.float16: 1e-3}[dtype]
+    assert found[..., ::5, :].eq(0).all()
+
+
+APPENDED = [
+    (2, 3, 69, 128, 40, 16, 3),  # tokens of no whole number of tiles
+    (2, 2, 35, 192, 16, 4, 5),
+    (1, 2, 35, 64, 24, 8, 0),
+    (2, 1, 9, 64, 64, 20, 0),
+    (1, 1, 1, 128, 10, 1, 0),
+    (2, 2, 6, 64, 31, 3, 0),
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("S,B,L,D,M,N,rows", APPENDED)
+@pytest.mark.parametrize("dtype,shared", [(torch.bfloat16, True), (torch.float16, False)])
+def test_the_projection_to_keys_and_queries_of_unit_length(S, B, L, D, M, N, rows, dtype, shared):
+    check_appended_units("triton", S, B, L, D, M, N, dtype, "cpu", rows, shared)
+
+
+def test_units_are_appended_only_where_a_kernel_makes_the_product():
+    half, turned = torch.ones(1, dtype=torch.bfloat16), Turned(6, 2, 8, 12)
+    assert not get_backend("torch").appends_units(half, 128, 48, None)
+    if kernels.HAS_TRITON:
+        appends = get_backend("triton").appends_units
+        assert appends(half, 128, 48, None) and appends(half, 128, 40, Turned(6, 2, 8, 16))
+        assert not (appends(half.float(), 128, 48, None) or appends(half, 96, 48, None) or appends(half, 128, 65, None))
+        assert not appends(half, 128, 32, turned)  # 12 is no power of 2
+        none = get_backend("triton").x_proj_forward(half.expand(1, 0, 64), half.expand(2, 40, 64), None, 16)
+        assert none.shape == (2, 0, 72)
+
+
 def check_dt_proj(backend, S, T, D, R, M, dtype, device):
     """Against float64, and the same bits again. The rows of low rank are the first columns of wider ones, of which the
     rest stays."""
@@ -323,19 +373,70 @@ def test_mixer_in_bfloat16(backend, wiring, dim, options, monkeypatch):
     check(mixer, torch.randn(2, 12, dim, dtype=torch.bfloat16, requires_grad=True), tolerance, 3 * mixer.needs_grid)
 
 
+UNIT_MIXERS = [
+    dict(rule="exact", conv="grid", rope=True, gate="none", d_state=16),
+    dict(rule="exact", conv="grid", rope=True, wiring="alternate", d_state=4, dt_rank=8),
+    dict(rule="exact", d_state=20, save_states=True),
+    dict(rule="diagonal", rope=True, wiring="shared", d_state=16, dt_rank=8, conv="grid"),
+    dict(rule="delta", wiring="forward", d_state=6, d_conv=1),  # changes keys itself
+    dict(rule="mamba", conv="grid", rope=True, d_state=4, gate="skip"),
+]
+STORED_APART = [
+    dict(rule="exact", conv="grid", rope=True, d_state=20),  # no power of two
+    dict(rule="mamba", A_per_token=True, wiring="forward"),
+    dict(rule="exact", dt_rank=48, wiring="forward", d_state=12),  # a wide product
+]
+
+
+@needs_triton
+@pytest.mark.parametrize("options", UNIT_MIXERS + STORED_APART, ids=str)
+def test_a_mixer_stores_unit_keys_with_the_projection_where_it_can(options, monkeypatch):
+    apart = options in STORED_APART
+    if not apart:
+        monkeypatch.setattr(type(get_backend("triton")), "unit_forward", None)
+    mixer = build("triton", dim=32, qk_norm=True, **options).to(torch.bfloat16)
+    check(mixer, torch.randn(2, 35, 32, dtype=torch.bfloat16, requires_grad=True), 4e-2, 5 * mixer.needs_grid)
+
+
+@needs_triton
+@pytest.mark.parametrize("d_state", (4, 16))
+def test_a_mixer_with_a_zero_key_in_bfloat16(d_state):
+    mixer = build("triton", dim=32, qk_norm=True, rule="exact", d_conv=1, d_state=d_state).to(torch.bfloat16)
+    with torch.no_grad():
+        mixer.conv_bias.zero_()
+    h = torch.randn(2, 9, 32, dtype=torch.bfloat16)
+    h[:, 3] = 0
+    check(mixer, h.requires_grad_(), 4e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("options", UNIT_MIXERS + STORED_APART, ids=str)
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))
+def test_compilers_are_told_the_shapes_with_unit_keys(options, dtype):
+    for backend in ("triton", "torch"):
+        inputs = [*operator_inputs(options, dict(qk_norm=True, dim=32), True, dtype)]
+        inputs[12] = backend
+        found, told = torch.ops.vision_longhorn.mix(*inputs), mixing._mix_shapes(*inputs)
+        assert [(one.shape, one.dtype) for one in found] == [(one.shape, one.dtype) for one in told]
+        wider = backend == "triton" and dtype == torch.bfloat16 and options not in STORED_APART
+        width = -(-inputs[4].shape[2] // 8) * 8 + inputs[3].shape[1] - inputs[4].shape[2]
+        assert found[1].shape[-1] == width + 2 * wider * options.get("d_state", 4)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_projections_in_float16(backend):
     check_x_proj(backend, 2, 200, 128, 48, torch.float16, "cpu")
     check_dt_proj(backend, 1, 37, 128, 24, 40, torch.float16, "cpu")
 
 
-def operator_inputs(update, layout, save_states):
-    mixer = build(**update, **layout)
+def operator_inputs(update, layout, save_states, dtype=torch.float32):
+    mixer = build(**update, **layout).to(dtype)
     grid = mixer.needs_grid
-    xz = torch.randn(2, 6, mixer.in_proj.out_features, requires_grad=True)
+    xz = torch.randn(2, 6, mixer.in_proj.out_features, dtype=dtype, requires_grad=True)
     return (xz, mixer.conv_weight, mixer.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, mixer.A_log, mixer.D,
             mixer.norm_weight, mixer.rule, mixer.eps, save_states, "auto",
-            *([mixer.reversed, False, 2, mixer.rope, mixer.gate] if grid else [True] * mixer.reversed))  # fmt: skip
+            *([mixer.reversed, mixer.qk_norm, 2, mixer.rope, mixer.gate] if grid else
+              [mixer.reversed, True] if mixer.qk_norm else [True] * mixer.reversed))  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -355,6 +456,13 @@ def operator_inputs(update, layout, save_states):
 )
 def test_operator_keeps_torchs_rules(update, layout, save_states):
     torch.library.opcheck(torch.ops.vision_longhorn.mix.default, operator_inputs(update, layout, save_states))
+
+
+@needs_triton
+def test_operator_with_unit_keys_keeps_torchs_rules():
+    inputs = [*operator_inputs(UNIT_MIXERS[0], dict(qk_norm=True, dim=32), False, torch.bfloat16)]
+    inputs[12] = "triton"
+    torch.library.opcheck(torch.ops.vision_longhorn.mix.default, inputs)
 
 
 def test_autocast_does_not_reach_inside():
@@ -583,6 +691,22 @@ def test_gpu_projection_to_what_the_scan_wants(T, D, M, dtype):
 )
 def test_gpu_projection_to_keys_and_queries_that_turn(B, D, M, turned, dtype, shared):
     check_x_proj("triton", 2, B * turned.L, D, M, dtype, "cuda", shared, turned)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,shared", [(torch.bfloat16, True), (torch.float16, False)])
+@pytest.mark.parametrize("S,B,L,D,M,N,rows", [*APPENDED, (2, 256, 256, 192, 48, 16, 16), (2, 64, 196, 384, 56, 16, 14)])
+def test_gpu_projection_to_keys_and_queries_of_unit_length(S, B, L, D, M, N, rows, dtype, shared):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("a Hopper GPU is needed")
+    check_appended_units("triton", S, B, L, D, M, N, dtype, "cuda", rows, shared)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", UNIT_MIXERS + STORED_APART, ids=str)
+def test_gpu_mixer_with_unit_keys_is_its_plain_description(options):
+    for dim, shape in ((32, (2, 35, 32)), (96, (3, 70, 96))):
+        check_on_gpu(build(dim=dim, qk_norm=True, **options), shape, torch.bfloat16, 3e-2, rows=5)
 
 
 @pytest.mark.gpu

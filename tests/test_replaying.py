@@ -23,6 +23,7 @@ MIXERS = [
     dict(rule="diagonal", wiring="shared"),
     dict(rule="gla", gate="value"),
     dict(rule="mamba", conv="grid", qk_norm=True, dtype=torch.bfloat16),
+    dict(rule="exact", conv="grid", qk_norm=True, rope=True, gate="none", dim=32, dtype=torch.bfloat16),
 ]
 
 
@@ -45,8 +46,9 @@ def test_a_mixer_repeats_itself_with_the_bits_of_a_decision(options, replays, mo
     dtype = options.get("dtype", torch.float32)
     mixer = build("triton", **{name: value for name, value in options.items() if name != "dtype"}).to(dtype)
     rows = 2 if mixer.needs_grid else 0
+    shape = 1, 6, options.get("dim", 6)
     for _ in range(3):  # decided, recorded, repeated
-        given = torch.randn(1, 6, 6, dtype=dtype, requires_grad=True), torch.randn(1, 6, 6, dtype=dtype)
+        given = torch.randn(shape, dtype=dtype, requires_grad=True), torch.randn(shape, dtype=dtype)
         found = output_and_gradients(mixer, *given, rows)
     assert len(recordings()) == 2  # of the forward and the backward pass
     monkeypatch.setattr(replaying, "DEVICES", ())

@@ -5,7 +5,7 @@ import pytest
 import torch
 from plain_model import plain_turn
 from scan_cases import relative_rms
-from test_short_conv import BACKENDS, TOLERANCE
+from test_short_conv import BACKENDS, TOLERANCE, needs_triton
 from vision_longhorn.kernels.backends.torch.rope import Turned
 from vision_longhorn.kernels.backends.torch.unit import unit
 from vision_longhorn.kernels.dispatch import get_backend
@@ -58,6 +58,42 @@ def check_gradients(backend, rows, columns, N, dtype, sequences, *, device="cpu"
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_gradients_of_turned_keys_and_queries_of_unit_length(backend, rows, columns, N, dtype):
     check_gradients(backend, rows, columns, N, dtype, 9)
+
+
+def check_parts(N, rows, dtype, blocks, device="cpu", sequences=9, columns=7):
+    """Gradients of unit vectors that are given in parts, beside those of their sum in float64. One vector is zero."""
+    torch.manual_seed(0)
+    shape = 2, sequences, max(1, rows) * columns
+    low, out = (torch.randn(*shape, width, device=device).to(dtype) for width in (5 + 4 * N, 3 + 2 * N))
+    low[:, :, 2] = 0
+    (k, q), (dk, dq) = low[..., 5 : 5 + 2 * N].chunk(2, -1), out[..., 3:].chunk(2, -1)
+    parts, before = torch.randn(blocks, *shape, 2 * N, device=device), out[..., :3].clone()
+    turned = Turned(shape[2], rows, 0, N) if rows else None
+    get_backend("triton").unit_backward(k, q, dk, dq, turned, parts)
+    found = [dk.clone(), dq.clone()]
+    get_backend("triton").unit_backward(k, q, dk, dq, turned, parts)
+    assert torch.equal(out[..., :3], before) and all(map(torch.equal, found, (dk, dq)))
+    for v, dv, found in zip((k, q), parts.double().sum(0).cpu().chunk(2, -1), (dk, dq)):
+        v = v.double().cpu().requires_grad_()
+        (right,) = torch.autograd.grad(unit(v), v, dv)
+        if rows:
+            (right,) = torch.autograd.grad(plain_turn(v, rows), v, right)
+        there = torch.arange(shape[2]) != 2
+        for tokens in (there, ~there):  # those of a zero vector are a thousand times as large
+            assert relative_rms(found.cpu()[:, :, tokens], right[:, :, tokens]) <= TOLERANCE[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize("N,rows", [(16, 3), (4, 5), (20, 0), (20, 1), (3, 0)])
+@pytest.mark.parametrize("dtype,blocks", [(torch.float32, 1), (torch.bfloat16, 3)])
+def test_gradients_of_unit_length_in_parts(N, rows, dtype, blocks):
+    check_parts(N, rows, dtype, blocks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N,rows,dtype", [(16, 14, torch.bfloat16), (20, 0, torch.float32)])
+def test_gradients_of_unit_length_in_parts_on_a_gpu(N, rows, dtype):
+    check_parts(N, rows, dtype, 3, "cuda", 200)
 
 
 @pytest.mark.gpu

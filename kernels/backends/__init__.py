@@ -35,6 +35,7 @@ class Backend:
     rotate = staticmethod(rope.rotate)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
+    appends_units = staticmethod(projections.appends_units)
     x_proj_forward = staticmethod(projections.x_proj_forward)
     x_proj_backward = staticmethod(projections.x_proj_backward)
     dt_proj_backward = staticmethod(projections.dt_proj_backward)

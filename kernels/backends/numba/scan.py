@@ -9,6 +9,7 @@ from torch import Tensor
 from ...contract import Pair, Scan, ceil_div, stack, unstack
 from ...rules import rule_of
 from ..torch import scan as torch_scan
+from ..torch.unit import Raw
 from . import loops
 from .threads import run
 
@@ -107,11 +108,11 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
-    dkq: Optional[Pair] = None,
+    dkq: Optional[Pair] = None, raw: Optional[Raw] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """See `backends.torch.scan.backward`."""
     if not takes(scan):
-        return torch_scan.backward(scan, dy, dfinal, saved, dz, dkq)
+        return torch_scan.backward(scan, dy, dfinal, saved, dz, dkq, raw)
     inputs = _Inputs(scan)
     G, B, L, D, N = scan.sizes
     A_per_token = inputs.forms[1] == loops.TOKEN_RATES

@@ -36,9 +36,18 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
     return wide_x.to(x_proj.dtype), wide_dt[..., :R].to(dt_proj.dtype)
 
 
-def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
+def appends_units(x: Tensor, D: int, M: int, turned: Optional[Turned]) -> bool:
+    """Tell whether `x_proj_forward` can append unit keys and queries to the M numbers of each token. Of x, which has D
+    channels there, only dtype and device count."""
+    return False
+
+
+def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None, units: int = 0) -> Tensor:
     """Return the product (S, T, M) of the contiguous x (S, T, D), or of one x (1, T, D) that all sets share, with the
-    projection (S, M, D). Its keys and queries are turned if `turned` says where they are."""
+    projection (S, M, D). Its keys and queries are turned if `turned` says where they are.
+
+    With `units` the last columns of the product are keys and queries of so many numbers, and the same at unit length
+    (`unit.unit`) follow them: (S, T, M + 2 units). Only where `appends_units` says so."""
     low = torch.bmm(x.expand(len(projection), -1, -1), projection.transpose(1, 2))
     if turned:
         rotate(turned.of(low), turned.rows)

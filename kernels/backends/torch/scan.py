@@ -25,6 +25,7 @@ from torch import Tensor
 from ...contract import Pair, Scan, ceil_div, stack, unstack
 from ...rules import rule_of
 from ...rules.base import Sizes, over_channels, over_states
+from .unit import Raw
 
 CHUNK = 8  # tokens from one saved state to the next
 
@@ -190,7 +191,7 @@ def forward(scan: Scan, save_states: bool) -> tuple[Tensor, Tensor, Tensor]:
 
 def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
-    dkq: Optional[Pair] = None,
+    dkq: Optional[Pair] = None, raw: Optional[Raw] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradient of each tensor of `scan`, by field. `dy` and `dfinal` are the gradients of y and of the final
     state, `saved` is what `forward` saved.
@@ -199,6 +200,8 @@ def backward(
         dz: (B, L, D), for a gate that the directions share: a backend may write the gradient of z there instead.
         dkq: two views (G, B, L, N), side by side in the rows of one tensor, if each direction has its own k and q: a
             backend may write their gradients there instead.
+        raw: what k and q were before they got unit length: with it a backend that writes to `dkq` writes the gradients
+            of `raw` (`unit.backward`).
     """
     G, B, L, D, N = scan.sizes
     if not saved.numel():

@@ -4,7 +4,7 @@ A vector much shorter than sqrt(EPS) = 1e-3 fades smoothly to zero. A token with
 zero query reads nothing. The gradient of v is at most 1000 times that of v^.
 """
 
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -13,6 +13,14 @@ from ...contract import Pair, wide
 from .rope import Turned, turn
 
 EPS = 1e-6
+
+
+class Raw(NamedTuple):
+    """Keys and queries (.., N) before they were scaled to unit length."""
+
+    k: Tensor
+    q: Tensor
+    turned: Optional[Turned] = None  # where they were turned, if gradients are wanted of what they were before that
 
 
 def unit(v: Tensor) -> Tensor:

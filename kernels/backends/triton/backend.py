@@ -36,6 +36,7 @@ class TritonBackend(Backend):
     rotate = staticmethod(rope.rotate)
     pad = staticmethod(projections.pad)
     unpad = staticmethod(projections.unpad)
+    appends_units = staticmethod(projections.appends_units)
     x_proj_forward = staticmethod(projections.x_proj_forward)
     x_proj_backward = staticmethod(projections.x_proj_backward)
     dt_proj_backward = staticmethod(projections.dt_proj_backward)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack
 from ...rules import rule_of
+from ..torch.unit import Raw
 from . import chunk_backward, chunk_forward, fragments
 from .finish import sum_blocks, sum_sequences
 from .lanes import TENSOR_CORES, takes_ptx
@@ -198,11 +199,11 @@ def forward(launch: Launch, save: bool, output: bool) -> tuple[Tensor, Tensor, T
 
 def backward(
     launch: Launch, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dz: Optional[Tensor],
-    dkq: Optional[Pair] = None,
+    dkq: Optional[Pair] = None, raw: Optional[Raw] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradients by field, with a direction axis, float32 where a sum over directions or channels may follow.
     That of z has no such axis if it is summed already, and is `dz` itself if the kernel can write there. Those of k and
-    q are `dkq`, if given."""
+    q are `dkq`, if given, and with `raw` those of `raw`."""
     scan = launch.scan
     G, B, L, D, N = launch.sizes
     shape = choose("backward", scan)
@@ -237,7 +238,7 @@ def backward(
         turn = dict(IN_TURN=in_turn, OTHER=direction > 0, direction=direction)
         run(chunk_backward._backward_kernel, (blocks * B, 1 if in_turn else G), args | turn)
 
-    dk, dq = sum_blocks(sums, scan.k, scan.q, dkq=dkq)
+    dk, dq = sum_blocks(sums, scan.k, scan.q, dkq=dkq, raw=raw)
     skip, bias = sum_sequences(dD, dbias)
     if scalar:
         dstep = dstep.sum(0).unsqueeze(-1)

@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...contract import Pair, ceil_div, power_of_2
+from ..torch.unit import Raw
+from . import unit
 from .lanes import kernel, offset_of
 
 
@@ -33,9 +35,14 @@ def _finish_rows_kernel(
         tl.store(dA_ptr + row * N + column - 2 * N, total.to(dA_ptr.dtype.element_ty), mask=ok & (column >= 2 * N))
 
 
-def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pair] = None) -> list[Tensor]:
+def sum_blocks(
+    sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pair] = None, raw: Optional[Raw] = None
+) -> list[Tensor]:
     """Return the gradients (G, B, L, N) of k, q and perhaps a token's A, from their float32 parts `sums`
-    (blocks, G, B, L, 2 N or 3 N). Those of k and q are written to `dkq`, if given."""
+    (blocks, G, B, L, 2 N or 3 N). Those of k and q are written to `dkq`, if given, or with `raw` those of `raw`."""
+    if dkq and raw and not A:
+        unit.backward(raw.k, raw.q, *dkq, raw.turned, sums)
+        return [*dkq]
     (_, G, B, L, _), N = sums.shape, k.shape[-1]
     # If directions are summed afterwards, all digits are kept.
     grads = [
@@ -44,6 +51,8 @@ def sum_blocks(sums: Tensor, k: Tensor, q: Tensor, *A: Tensor, dkq: Optional[Pai
     ]
     grads = [*(dkq or ()), *grads]
     sum_rows(sums, *grads)
+    if dkq and raw:
+        unit.backward(raw.k, raw.q, *dkq, raw.turned)
     return grads
 
 

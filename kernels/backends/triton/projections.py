@@ -1,6 +1,6 @@
 """`backends.torch.projections` on a GPU. Memory bounds all of it. So sets that share an x read it once, and keys and
-queries turn, in float32, before they are stored. A backward pass makes both of its products in one pass over the
-tokens.
+queries turn, and are scaled to unit length, in float32, before they are stored. A backward pass makes both of its
+products in one pass over the tokens.
 
 Forward, a program has a tile of tokens and goes through all channels. Backward, it goes through some tiles of tokens
 with a block of channels, and keeps their sums for the projection in registers until the end. All sums are in a fixed
@@ -17,6 +17,7 @@ from torch import Tensor
 from ...contract import ceil_div, power_of_2
 from ..torch import projections as plain
 from ..torch.rope import Turned
+from ..torch.unit import EPS
 from .finish import sum_parts, sum_rows
 from .lanes import kernel, on_hopper, operand
 from .rope import rotate, turn, turn_arguments
@@ -123,14 +124,26 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
     return dx_proj, ddt_proj
 
 
+@triton.jit
+def _unit(low, vector, eps, COUNT: tl.constexpr):
+    """Returns low (tokens, C) with vectors scaled to unit length; `vector` (C) says of which of COUNT a column is."""
+    scale = tl.zeros(low.shape, tl.float32)
+    for i in tl.static_range(COUNT):
+        own = (vector == i)[None, :]
+        square = tl.sum(tl.where(own, low * low, 0.0), 1)
+        scale = tl.where(own, (1.0 / tl.sqrt(square + eps))[:, None], scale)
+    return low * scale
+
+
 @kernel()
 def _x_proj_forward_kernel(
-    x_ptr, proj_ptr, low_ptr, tokens, L, columns, fastest, octaves,
+    x_ptr, proj_ptr, low_ptr, tokens, L, columns, fastest, octaves, eps,
     D: tl.constexpr, M: tl.constexpr, MB: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, SHARED: tl.constexpr,
-    FIRST: tl.constexpr, N: tl.constexpr, STAGES: tl.constexpr,
+    FIRST: tl.constexpr, N: tl.constexpr, UNITS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Takes BT tokens of SHARED sets with one x. The sets' columns stand side by side, MB for each, of which M exist.
-    With N > 0 keys and queries of N columns turn."""
+    With N > 0 keys and queries of N columns turn. With UNITS > 0 those of UNITS columns, the last ones, are stored a
+    second time at unit length."""
     s = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     there = (token < tokens)[:, None]
@@ -147,8 +160,14 @@ def _x_proj_forward_kernel(
         low = tl.dot(x, tl.trans(proj), low)
     if N > 0:
         low = turn(low, token % L, columns, fastest, octaves, FIRST, N, MB)
-    at = ((s + column // MB) * tokens)[None, :] + token[:, None]
-    tl.store(low_ptr + at * M + m[None, :], low.to(low_ptr.dtype.element_ty), mask=there & exists[None, :])
+    at = (((s + column // MB) * tokens)[None, :] + token[:, None]) * (M + 2 * UNITS) + m[None, :]
+    tl.store(low_ptr + at, low.to(low_ptr.dtype.element_ty), mask=there & exists[None, :])
+    if UNITS > 0:
+        BEFORE: tl.constexpr = M - 2 * UNITS
+        ours = exists & (m >= BEFORE)
+        vector = tl.where(ours, column // MB * 2 + (m - BEFORE) // UNITS, -1)
+        unit = _unit(low, vector, eps, 2 * SHARED).to(low_ptr.dtype.element_ty)
+        tl.store(low_ptr + at + 2 * UNITS, unit, mask=there & ours[None, :])
 
 
 @kernel()
@@ -191,10 +210,14 @@ def _x_proj_backward_kernel(
     tl.store(at, tl.trans(sums), mask=exists[:, None])
 
 
+def _suits(like: Tensor, D: int) -> bool:
+    """Tell whether kernels are for such tokens of D channels: on Hopper, 16-bit numbers in whole blocks of channels."""
+    return like.dtype.itemsize == 2 and D % _BLOCK == 0 and on_hopper(like.device)
+
+
 def _takes(tokens: Tensor, *others: Tensor) -> bool:
-    """Tell whether a kernel can take these: on Hopper, contiguous 16-bit numbers in whole blocks of channels."""
-    fits = tokens.dtype.itemsize == 2 and tokens.shape[2] % _BLOCK == 0
-    return on_hopper(tokens.device) and fits and all(value.is_contiguous() for value in (tokens, *others))
+    """Tell whether a kernel can take these, all contiguous."""
+    return _suits(tokens, tokens.shape[2]) and all(value.is_contiguous() for value in (tokens, *others))
 
 
 def _parts(tokens: Tensor, blocks: int, programs: int = 1) -> int:
@@ -204,21 +227,27 @@ def _parts(tokens: Tensor, blocks: int, programs: int = 1) -> int:
     return max(1, min(ceil_div(T, _TOKENS), programs * multiprocessors(tokens.device) // (S * blocks)))
 
 
-def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None) -> Tensor:
+def appends_units(x: Tensor, D: int, M: int, turned: Optional[Turned]) -> bool:
+    """See `backends.torch.projections.appends_units`. The forward kernel takes what this is true of."""
+    return M <= _WIDEST and (turned is None or power_of_2(turned.N) == turned.N) and _suits(x, D)
+
+
+def x_proj_forward(x: Tensor, projection: Tensor, turned: Optional[Turned] = None, units: int = 0) -> Tensor:
     """See `backends.torch.projections.x_proj_forward`."""
     (S, M, D), T = projection.shape, x.shape[1]
-    can_turn = turned is None or power_of_2(turned.N) == turned.N
-    if not T or M > _WIDEST or not can_turn or not _takes(x):
+    if not appends_units(x, D, M, turned):
         low = plain.x_proj_forward(x, projection)
         if turned:
             rotate(turned.of(low), turned.rows)
         return low
-    low = x.new_empty(S, T, M)
+    low = x.new_empty(S, T, M + 2 * units)
     stages = _STAGES if D % 128 == 0 else 2
-    with torch.cuda.device_of(x):
-        _x_proj_forward_kernel[(ceil_div(T, _TOKENS), len(x))](
-            x, projection.contiguous(), low, T, D=D, M=M, MB=max(16, power_of_2(M)), BD=_BLOCK, BT=_TOKENS,
-            SHARED=S // len(x), STAGES=stages, **turn_arguments(turned), num_warps=4)  # fmt: skip
+    if T:
+        with torch.cuda.device_of(x):
+            _x_proj_forward_kernel[(ceil_div(T, _TOKENS), len(x))](
+                x.contiguous(), projection.contiguous(), low, T, eps=EPS, D=D, M=M, MB=max(16, power_of_2(M)),
+                BD=_BLOCK, BT=_TOKENS, SHARED=S // len(x), UNITS=units, STAGES=stages, **turn_arguments(turned),
+                num_warps=4)  # fmt: skip
     return low
 
 

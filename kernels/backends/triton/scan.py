@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ...contract import Pair, Scan, ceil_div, power_of_2, stack, unstack
 from ...rules import rule_of
+from ..torch.unit import Raw
 from . import chunks, scan_backward, scan_forward
 from .finish import add_directions, sum_blocks, sum_sequences
 from .lanes import TENSOR_CORES, takes_ptx, warp_lanes
@@ -200,7 +201,7 @@ def _forward(scan: Scan, save_states: bool, output: bool) -> tuple[Tensor, Tenso
 
 def backward(
     scan: Scan, dy: Optional[Tensor], dfinal: Optional[Tensor], saved: Tensor, dz: Optional[Tensor] = None,
-    dkq: Optional[Pair] = None,
+    dkq: Optional[Pair] = None, raw: Optional[Raw] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """See `backends.torch.scan.backward`."""
     G, B, L, D, N = scan.sizes
@@ -221,9 +222,9 @@ def backward(
     launch.aligned &= aligned(dy)
     with torch.cuda.device_of(scan.x):
         if isinstance(launch, _Walk):
-            grads = _walk_back(launch, dy, adjoint, saved, dkq)
+            grads = _walk_back(launch, dy, adjoint, saved, dkq, raw)
         else:
-            grads = chunks.backward(launch, dy, adjoint, saved, dz, dkq)
+            grads = chunks.backward(launch, dy, adjoint, saved, dz, dkq, raw)
     if dkq is not None:
         del grads["k"], grads["q"]
     if dz is not None and scan.z is not None:
@@ -236,9 +237,10 @@ def backward(
 
 
 def _walk_back(
-    walk: _Walk, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dkq: Optional[Pair]
+    walk: _Walk, dy: Tensor, adjoint: Optional[Tensor], saved: Tensor, dkq: Optional[Pair], raw: Optional[Raw]
 ) -> dict[str, Tensor]:
-    """Return the gradients by field, with a direction axis. Those of k and q are `dkq`, if given."""
+    """Return the gradients by field, with a direction axis. Those of k and q are `dkq`, if given, and with `raw` those
+    of `raw`."""
     scan = walk.scan
     G, B, L, D, N = walk.sizes
     cut = walk.cut("backward")
@@ -279,7 +281,7 @@ def _walk_back(
         MATRIX=walk.matrix and values in (16, 32))  # fmt: skip
 
     A_of_tokens = () if scan.A is None or not scan.A_per_token else (scan.A,)
-    of_tokens = sum_blocks(sums, scan.k, scan.q, *A_of_tokens, dkq=dkq)
+    of_tokens = sum_blocks(sums, scan.k, scan.q, *A_of_tokens, dkq=dkq, raw=raw)
     grads = dict(zip(("k", "q", "A"), of_tokens), x=dx, step=dstep, z=dz, initial_state=dinitial)
     if not scan.A_per_token and scan.A is not None:
         grads["A"] = dA.sum((1, 2)).transpose(1, 2)
