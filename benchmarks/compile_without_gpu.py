@@ -174,7 +174,8 @@ def compile_residual_norm(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.triton import residual_norm
 
     x, rows = _tensor(BATCH, TOKENS - 1, CHANNELS, dtype=dtype), 14 if variant == "turned" else 0
-    residual_norm.backward(x, x, x, _tensor(CHANNELS), 1e-5, rows)
+    weight = _tensor(CHANNELS)
+    residual_norm.backward(x, x, x, weight, x, weight, 1e-5, rows)
 
 
 def compile_grid_conv(_: str, dtype: torch.dtype, variant: str) -> None:

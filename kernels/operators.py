@@ -26,9 +26,17 @@ def schema(name: str) -> Any:
     return getattr(torch.ops.vision_longhorn, name).default._schema
 
 
-def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def define(
+    name: str,
+    arguments: str,
+    outputs: int,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    fills: Sequence[str] = (),
+) -> Any:
     """Define the operator `vision_longhorn::NAME`, whose results are tensors. `fake` makes uninitialised ones of the
-    same shapes. Both functions get the arguments in order; those at the end that have their defaults are left out."""
+    same shapes. Both functions get the arguments in order; those at the end that have their defaults are left out. An
+    operator with 0 outputs fills its arguments of the names `fills` instead, and `run` returns ()."""
 
     repeat = replaying.repeating(run)
 
@@ -42,14 +50,16 @@ def define(name: str, arguments: str, outputs: int, run: Callable[..., Any], fak
         device = next(value.device for value in values if isinstance(value, Tensor))
         act = repeat if device.type in replaying.DEVICES else run
         if not torch.is_autocast_enabled(device.type):
-            return act(*values)
-        with torch.autocast(device.type, enabled=False):  # compute in the dtypes of the arguments
-            return act(*values)
+            results = act(*values)
+        else:
+            with torch.autocast(device.type, enabled=False):  # compute in the dtypes of the arguments
+                results = act(*values)
+        return results if outputs else None
 
     operator = torch.library.custom_op(
         f"vision_longhorn::{name}",
         undisturbed,
-        mutates_args=(),
+        mutates_args=fills,
         schema=f"({arguments}) -> ({', '.join(['Tensor'] * outputs)})",
     )
     operator.register_fake(fake)

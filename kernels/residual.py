@@ -66,19 +66,22 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dh: Tensor) -> tuple[Optional[Tensor], ...]:
         x, weight = ctx.saved_tensors
-        dx, dweight = torch.ops.vision_longhorn.residual_norm_backward(dh, dx, x, weight, *ctx.options)
-        return dx, dweight, None, None, None, None
+        # The operator does not make its results: torch.compile would take forever to describe them, up to torch 2.11 in
+        # every model and later in messages of errors, as each one's two inputs depend on the one before.
+        total, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
+        torch.ops.vision_longhorn.residual_norm_backward(dh, dx, x, weight, total, dweight, *ctx.options)
+        return total, dweight, None, None, None, None
 
 
-def _backward(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows: int, backend: str) -> Pair:
+def _backward(
+    dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, total: Tensor, dweight: Tensor,
+    eps: float, rows: int, backend: str,
+) -> tuple[()]:  # fmt: skip
     given = dh.contiguous(), dx.contiguous(), x.contiguous(), weight.contiguous()
-    dx, dweight = backend_for(backend, x).residual_norm_backward(*given, eps, rows)
-    return dx, dweight.to(weight.dtype)
+    backend_for(backend, x).residual_norm_backward(*given, total, dweight, eps, rows)
+    return ()
 
 
-def _shapes(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows: int, backend: str) -> Pair:
-    return x.new_empty(x.shape), weight.new_empty(weight.shape)
-
-
-_ARGUMENTS = "Tensor dh, Tensor dx, Tensor x, Tensor weight, float eps, SymInt rows, str backend"
-define("residual_norm_backward", _ARGUMENTS, 2, _backward, _shapes)
+_ARGUMENTS = "Tensor dh, Tensor dx, Tensor x, Tensor weight, Tensor(a!) total, Tensor(b!) dweight, float eps"
+_FILLS = "total", "dweight"
+define("residual_norm_backward", f"{_ARGUMENTS}, SymInt rows, str backend", 0, _backward, lambda *_: None, _FILLS)

@@ -4,23 +4,25 @@ h = n weight with n = x / sqrt(mean(x^2) + eps), the mean over the channels."""
 import torch
 from torch import Tensor
 
-from ...contract import Pair, wide
+from ...contract import wide
 
 
-def backward(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows: int) -> Pair:
-    """Add the gradient of x that comes through its norm to the one that does not.
+def backward(
+    dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, total: Tensor, dweight: Tensor, eps: float, rows: int
+) -> None:
+    """Add the gradient of x that comes through its norm to the one that does not. All tensors are contiguous and have
+    any float dtype.
 
     Args:
-        dh: (B, L, D), contiguous, of any float dtype: the gradient of the norm. With `rows` its tokens are patches,
-            column by column, where those of x are row by row.
-        dx: (B, L, D), contiguous, of any float dtype: the other gradient of x.
-        x: (B, L, D), contiguous, of any float dtype.
-        weight: (D,) of any float dtype.
+        dh: (B, L, D), the gradient of the norm. With `rows` its tokens are patches, column by column, where those of x
+            are row by row.
+        dx: (B, L, D), the other gradient of x.
+        x: (B, L, D)
+        weight: (D,)
+        total: (B, L, D), is filled with the whole gradient of x.
+        dweight: (D,), is filled with the gradient of the weight.
         eps: added to the mean square.
         rows: of the grid of patches, or 0.
-
-    Returns:
-        The gradient of x, in its dtype, and that of the weight, (D,) in float32 (float64).
     """
     dtype, D = wide(x), x.shape[-1]
     if rows:
@@ -29,5 +31,5 @@ def backward(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows
     v, dh = x.to(dtype), dh.to(dtype)
     scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
     n, dn = v * scale, dh * weight.to(dtype)
-    dv = scale * (dn - n * (dn * n).mean(-1, keepdim=True)) + dx.to(dtype)
-    return dv.to(x.dtype), (dh * n).flatten(0, -2).sum(0)
+    total.copy_(scale * (dn - n * (dn * n).mean(-1, keepdim=True)) + dx.to(dtype))
+    dweight.copy_((dh * n).flatten(0, -2).sum(0))

@@ -91,13 +91,14 @@ def _finish_columns_kernel(
         source = last_ptr
         target = last_out_ptr
     total = sum_parts(source + (g * parts).to(tl.int64) * D, d, parts, D, R, C)
-    tl.store(target + g * D + d, total, mask=d < D)
+    tl.store(target + g * D + d, total.to(target.dtype.element_ty), mask=d < D)
 
 
-def sum_sequences(*values: Tensor) -> list[Tensor]:
-    """Sum one or two contiguous float32 tensors (G, ..., D) of one shape over all axes between: (G, D) each."""
+def sum_sequences(*values: Tensor, out: Optional[list[Tensor]] = None) -> list[Tensor]:
+    """Sum one or two contiguous float32 tensors (G, ..., D) of one shape over all axes between: (G, D) each, which may
+    be given as `out`."""
     G, D = values[0].shape[0], values[0].shape[-1]
-    sums = [value.new_empty(G, D) for value in values]
+    sums = [value.new_empty(G, D) for value in values] if out is None else out
     parts = values[0].numel() // (G * D)
     height, width = (4, 256) if parts <= 4 else (256, 8)  # few parts leave most rows of a high block empty
     with torch.cuda.device_of(sums[0]):

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...contract import Pair, ceil_div, power_of_2
+from ...contract import ceil_div, power_of_2
 from .finish import sum_sequences
 from .lanes import kernel, load_channels, tile_at
 from .launch import refuse_float64
@@ -26,7 +26,7 @@ def _turned_back(row, L, grid_rows):
 
 @kernel()
 def _residual_norm_backward_kernel(
-    dh_ptr, dx_ptr, x_ptr, weight_ptr, out_ptr, sums_ptr, rows, eps, L, grid_rows,
+    dh_ptr, dx_ptr, x_ptr, weight_ptr, total_ptr, sums_ptr, rows, eps, L, grid_rows,
     D: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """Takes every `programs`-th tile of ROWS rows, and leaves its sums over them in sums (programs, D)."""
@@ -46,28 +46,31 @@ def _residual_norm_backward_kernel(
         else:
             dh = tl.load(dh_ptr + start + at, mask=ok, other=0)
         dh = dh.to(tl.float32)
-        total = tl.sum(x * x, 1)[:, None] * (1.0 / D) + eps
-        scale = tl.rsqrt(tl.where(total == 0, 1.0, total))  # without an eps, rows that do not exist have n = 0
+        square = tl.sum(x * x, 1)[:, None] * (1.0 / D) + eps
+        scale = tl.rsqrt(tl.where(square == 0, 1.0, square))  # without an eps, rows that do not exist have n = 0
         n = x * scale
         dn = dh * weight
         dx += scale * (dn - n * (tl.sum(dn * n, 1)[:, None] * (1.0 / D)))
-        tl.store(out_ptr + start + at, dx.to(out_ptr.dtype.element_ty), mask=ok)
+        tl.store(total_ptr + start + at, dx.to(total_ptr.dtype.element_ty), mask=ok)
         dweight += dh * n
     tl.store(sums_ptr + program * D + d, tl.sum(dweight, 0), mask=d < D)
 
 
-def backward(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows: int) -> Pair:
+def backward(
+    dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, total: Tensor, dweight: Tensor, eps: float, rows: int
+) -> None:
     """See `backends.torch.residual_norm.backward`."""
     refuse_float64(x)
-    out, D = torch.empty_like(x), x.shape[-1]
     if not x.numel():
-        return out, torch.zeros_like(weight, dtype=torch.float32)
+        dweight.zero_()
+        return
+    D = x.shape[-1]
     tokens, block = x.numel() // D, power_of_2(D)
     height = max(1, _NUMBERS // block)
     programs = min(ceil_div(tokens, height), _PROGRAMS * multiprocessors(x.device))
     sums = x.new_empty(1, programs, D, dtype=torch.float32)
     with torch.cuda.device_of(x):
         _residual_norm_backward_kernel[(programs,)](
-            dh, dx, x, weight, out, sums, tokens, eps, x.shape[-2], rows, D=D, ROWS=height, BLOCK=block,
+            dh, dx, x, weight, total, sums, tokens, eps, x.shape[-2], rows, D=D, ROWS=height, BLOCK=block,
             STAGES=3 if block <= _NUMBERS else 1, TURNED=rows > 0, num_warps=max(4, min(16, block // 512)))  # fmt: skip
-    return out, sum_sequences(sums)[0][0]
+    sum_sequences(sums, out=[dweight.unsqueeze(0)])
