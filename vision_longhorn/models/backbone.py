@@ -108,7 +108,7 @@ class Block(nn.Module):
         else:
             turned = self.reads_columns and self.class_token == "none" and self.grid_conv is None
             reader = self.mixer if self.grid_conv is None else self.grid_conv
-            x, h = norm_beside(self.norm, x, reader, rows if turned else 0)
+            x, h = norm_beside(self.norm, x, reader, rows if turned else None)
         if self.grid_conv is not None:
             h = self.grid_conv(h, rows)
         rows_read = rows

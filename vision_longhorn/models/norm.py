@@ -1,6 +1,6 @@
 """The norms of the residual stream."""
 
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from vision_longhorn.models.tokens import turn_patches
 _BEGIN_WITH_LINEAR = (BidirectionalMixer, GeluMlp, ConvMlp)
 
 
-def norm_beside(norm: nn.Module, x: Tensor, branch: nn.Module, rows: int = 0) -> tuple[Tensor, Tensor]:
+def norm_beside(norm: nn.Module, x: Tensor, branch: nn.Module, rows: Optional[int] = None) -> tuple[Tensor, Tensor]:
     """Return the residual stream x, and its norm, which `branch` reads. What `branch` gives is to be added to that x.
 
     In training on a GPU one kernel then computes the gradient of both (`kernels.residual_norm`).
@@ -25,13 +25,14 @@ def norm_beside(norm: nn.Module, x: Tensor, branch: nn.Module, rows: int = 0) ->
         norm: an RMS norm, or what somebody has put in its place.
         x: (B, L, dim)
         branch: what reads the norm.
-        rows: give the norm's tokens, which are patches of a grid with that many rows, column by column; 0 leaves them.
+        rows: give the norm's tokens, which are patches of a grid with that many rows, column by column; None leaves
+            them. (torch.fx passes a number that is not known.)
     """
     if _takes_kernel(norm, x, branch):
         dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-        return kernels.residual_norm(x, norm.weight, norm.eps, rows, dtype)  # type: ignore[arg-type]
+        return kernels.residual_norm(x, norm.weight, norm.eps, rows or 0, dtype)  # type: ignore[arg-type]
     h = norm(x.to(norm.weight.dtype))  # type: ignore[arg-type]
-    return x, turn_patches(h, rows, "none") if rows else h
+    return x, h if rows is None else turn_patches(h, rows, "none")
 
 
 def _takes_kernel(norm: Any, x: Any, branch: Any) -> bool:
