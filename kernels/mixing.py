@@ -2,7 +2,8 @@
 the scan in one or both directions, gate and mean (or norms, or a gated skip, or no gate, or values of their own).
 
 It is one operator so that little is kept for the backward pass: the input xz, the step sizes at their low rank with
-keys and queries, and, where norms follow the scan, their input. The rest costs less to compute again than to keep.
+keys and queries (on a Hopper GPU also at unit length), and, where norms follow the scan, their input. The rest costs
+less to compute again than to keep.
 With `save_states` the states are kept, and also the convolved x and, for rules that decay, the step sizes, which take
 much less memory than their states.
 """
@@ -361,11 +362,11 @@ def _mix_shapes(*values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     mix = prepare(Mix(*fields, *later))
     empty = mix.xz.new_empty
     (S, _, D), (B, L, _) = mix.x_proj.shape, mix.xz.shape
-    runs = backend_for(backend, mix.xz)
-    low = empty(S, B, L, mix.low_columns(runs))
+    chosen = backend_for(backend, mix.xz)
+    low = empty(S, B, L, mix.low_columns(chosen))
     scan = mix.scan(empty(S, B, L, D), empty(S, B, L, mix.dt_proj.shape[1]), low)
     check(scan)
-    saved = runs.saved_shape(scan) if save_states else (0,)
+    saved = chosen.saved_shape(scan) if save_states else (0,)
     kept = (2, B, L, D) if mix.shared else mix.kept_shape(save_states)
     return empty(B, L, D), low, empty(saved, dtype=scan.accumulator), empty(kept)
 

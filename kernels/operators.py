@@ -1,4 +1,5 @@
-"""Makes torch operators of `scan`, `mix`, `grid_conv`, `bias_gelu` and `bias_norm_silu`, and their derivatives.
+"""Makes torch operators of `scan`, `mix`, `grid_conv`, `bias_gelu` and `bias_norm_silu`, and of their derivatives and
+that of `residual_norm`.
 
 Exported programs name an operator's arguments, so a new one comes last and has a default.
 """

@@ -356,7 +356,8 @@ def record(run: Callable[..., Any], values: Sequence[Any]) -> tuple[Any, Optiona
 
 
 def repeating(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `run`, which makes new tensors of tensors on a GPU, decide what it does only twice for the same shapes."""
+    """Let `run`, which on a GPU makes new tensors or fills given ones, decide only twice what it does for the same
+    shapes."""
 
     def repeat(*values: Any) -> Any:
         if _thread.recorder is not None:  # another operator's, which notes what this one does

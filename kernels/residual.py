@@ -5,7 +5,9 @@ from typing import Any, Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor, is_legacy_batchedtensor
 
+from .backends.torch.residual_norm import gradients
 from .checks import check_tensors
 from .contract import Pair
 from .dispatch import backend_for
@@ -22,7 +24,7 @@ def residual_norm(
     x is returned as well: if the branch is added to that one, both gradients of x meet here, and on a GPU one kernel
     adds them and sums the weight's gradient. The sums have a fixed order for each number of multiprocessors, so all
     runs on one kind of GPU give the same bits. The forward pass is torch's, which torch.compile fuses with what comes
-    before it.
+    before it. Change neither x nor the x that is returned in place.
 
     Args:
         x: (B, L, D) of any float dtype.
@@ -66,11 +68,20 @@ class _ResidualNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dx: Tensor, dh: Tensor) -> tuple[Optional[Tensor], ...]:
         x, weight = ctx.saved_tensors
-        # The operator does not make its results: torch.compile would take forever to describe them, up to torch 2.11 in
-        # every model and later in messages of errors, as each one's two inputs depend on the one before.
+        if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_batched(dh) or _is_batched(dx)):
+            # Somebody differentiates the gradient, or asks for many at once. The operator can do neither.
+            return *gradients(dh, dx, x, weight, *ctx.options[:2]), None, None, None, None
+        # The operator fills tensors that are made here. torch up to 2.11 prints each operator that it compiles first,
+        # with the expressions of its inputs. If the norms made their gradients, the two inputs of each would hold the
+        # norm before twice, and the text would double at every norm.
         total, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
         torch.ops.vision_longhorn.residual_norm_backward(dh, dx, x, weight, total, dweight, *ctx.options)
         return total, dweight, None, None, None, None
+
+
+def _is_batched(value: Tensor) -> bool:
+    """Tell whether `value` stands for many inside of `torch.vmap` or of `is_grads_batched=True`."""
+    return is_batchedtensor(value) or is_legacy_batchedtensor(value)
 
 
 def _backward(

@@ -11,6 +11,7 @@ from vision_longhorn.kernels.dispatch import get_backend
 
 from vision_longhorn.models import norm
 from vision_longhorn.models.backbone import Block
+from vision_longhorn.models.grid_conv import GridConv
 
 SHAPES = ((1, 1, 1, 0), (2, 6, 7, 0), (2, 6, 7, 3), (3, 35, 33, 5), (1, 130, 48, 13), (40, 3, 300, 1), (2, 2, 5000, 2))
 EPS = 1e-3
@@ -105,10 +106,36 @@ def test_the_function_gives_x_and_its_norm(backend, rows):
     kept, h = residual_norm(x, weight, EPS, rows, backend=backend)
     assert torch.equal(kept, x)
     torch.testing.assert_close(h, turned(F.rms_norm(x, weight.shape, weight, EPS), rows))
-    near(torch.autograd.grad([h, kept], [x, weight], [dh, dx]), expected(dh, dx, x, weight, rows), torch.float32)
+    strided = [value.repeat_interleave(2, -1)[..., ::2] for value in (dh, dx)]
+    near(torch.autograd.grad([h, kept], [x, weight], strided), expected(dh, dx, x, weight, rows), torch.float32)
     _, h = residual_norm(x, weight, EPS, rows, backend=backend)
     alone = torch.autograd.grad(h, [x, weight], dh)  # nobody goes on with x
     near(alone, expected(dh, 0 * dx, x, weight, rows), torch.float32)
+
+
+@pytest.mark.parametrize("rows", (0, 2))
+def test_the_gradient_has_gradients(rows):
+    dh, dx, x, weight = (value.double() for value in make((2, 6, 4, rows), torch.float32))
+    leaves = [value.requires_grad_() for value in (x, weight)]
+
+    def call(x, weight):
+        return residual_norm(x, weight, EPS, rows)
+
+    assert torch.autograd.gradgradcheck(call, leaves, [dh.requires_grad_(), dx.requires_grad_()])
+    many = torch.randn(3, *dh.shape, dtype=torch.float64)
+    batched = torch.autograd.grad(call(*leaves)[1], leaves, many, is_grads_batched=True)
+    for i, one in enumerate(many):
+        alone = torch.autograd.grad(call(*leaves)[1], leaves, one)
+        torch.testing.assert_close([value[i] for value in batched], [*alone])
+
+
+def test_a_penalty_on_a_blocks_gradient_is_refused_and_not_wrong(taken):
+    block, x = make_block()
+    x.requires_grad_()
+    (of_x,) = torch.autograd.grad(block(x, 2).square().sum(), x, create_graph=True)
+    assert taken == [True, True]
+    with pytest.raises(RuntimeError, match="mix_backward"):
+        of_x.square().sum().backward()
 
 
 def test_opcheck():
@@ -205,13 +232,39 @@ def test_where_the_norm_is_called_by_itself(taken):
     with torch.no_grad():
         block(x, 2)
     block.double()(x.double(), 2)
-    block, x = make_block(grid_conv=3)  # it reads the norm, and is no linear layer
-    block(x, 2)
-    assert taken == [False] * 5 + [True]
-    block, _ = make_block(reads_columns=False)
+    block, x = make_block(reads_columns=False)
     torch.export.export(block, (x,), strict=False)
     torch.jit.trace(block, x, check_trace=False)
-    assert not any(taken[6:]) and len(taken) > 6
+    assert not any(taken) and len(taken) > 6
+
+
+class Other(nn.Linear):
+    pass
+
+
+READERS = {
+    "linear layers": (lambda block: None, torch.bfloat16),
+    "a hook": (lambda block: block.mixer.register_forward_pre_hook(lambda module, args: None), torch.float32),
+    "another class": (lambda block: setattr(block.mixer, "in_proj", Other(12, 48, bias=False)), torch.float32),
+    "a convolution": (lambda block: setattr(block, "grid_conv", GridConv(12, 3, "none")), torch.float32),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_only_linear_layers_get_what_autocast_would_give_them(taken, monkeypatch, reader):
+    change, dtype = READERS[reader]
+    block, x = make_block(gate="output")
+    change(block)
+    seen, residual_norm = [], norm.kernels.residual_norm
+
+    def note(*given):
+        seen.append(residual_norm(*given))
+        return seen[-1]
+
+    monkeypatch.setattr(norm.kernels, "residual_norm", note)
+    with torch.autocast("cpu", torch.bfloat16):
+        block(x, 2)
+    assert taken == [True, True] and [h.dtype for _, h in seen] == [dtype, torch.bfloat16]
 
 
 def test_patches_around_a_class_token_are_turned_after_the_norm(taken, monkeypatch):

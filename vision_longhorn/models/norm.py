@@ -12,14 +12,14 @@ from vision_longhorn.models.mixers.state_space import BidirectionalMixer
 from vision_longhorn.models.mlp import GeluMlp
 from vision_longhorn.models.tokens import turn_patches
 
-# They begin with a linear layer, which under autocast would round the norm as `norm_beside` does.
-_BEGIN_WITH_LINEAR = (BidirectionalMixer, GeluMlp, ConvMlp)
+# The name of the linear layer with which each begins
+_FIRST = {BidirectionalMixer: "in_proj", GeluMlp: "fc1", ConvMlp: "fc1"}
 
 
 def norm_beside(norm: nn.Module, x: Tensor, branch: nn.Module, rows: Optional[int] = None) -> tuple[Tensor, Tensor]:
     """Return the residual stream x, and its norm, which `branch` reads. What `branch` gives is to be added to that x.
 
-    In training on a GPU one kernel then computes the gradient of both (`kernels.residual_norm`).
+    On a GPU, where gradients are wanted, one kernel then computes that of both (`kernels.residual_norm`).
 
     Args:
         norm: an RMS norm, or what somebody has put in its place.
@@ -28,14 +28,14 @@ def norm_beside(norm: nn.Module, x: Tensor, branch: nn.Module, rows: Optional[in
         rows: give the norm's tokens, which are patches of a grid with that many rows, column by column; None leaves
             them. (torch.fx passes a number that is not known.)
     """
-    if _takes_kernel(norm, x, branch):
-        dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
-        return kernels.residual_norm(x, norm.weight, norm.eps, rows or 0, dtype)  # type: ignore[arg-type]
+    if _takes_kernel(norm, x):
+        return kernels.residual_norm(x, norm.weight, norm.eps, rows or 0, _rounded(x, branch))  # type: ignore[arg-type]
     h = norm(x.to(norm.weight.dtype))  # type: ignore[arg-type]
     return x, h if rows is None else turn_patches(h, rows, "none")
 
 
-def _takes_kernel(norm: Any, x: Any, branch: Any) -> bool:
+def _takes_kernel(norm: Any, x: Any) -> bool:
+    """Tell whether a kernel may compute the gradient of `norm`."""
     return (
         torch.is_grad_enabled()
         and takes_kernels(x)
@@ -43,5 +43,13 @@ def _takes_kernel(norm: Any, x: Any, branch: Any) -> bool:
         and norm.weight is not None
         and norm.weight.dtype != torch.float64
         and norm.eps is not None
-        and isinstance(branch, _BEGIN_WITH_LINEAR)
     )
+
+
+def _rounded(x: Tensor, branch: nn.Module) -> Optional[torch.dtype]:
+    """Return the dtype to which autocast would round the norm, if nothing but a linear layer of `branch` sees it."""
+    kind = branch.__class__
+    if torch.is_autocast_enabled(x.device.type) and kind in _FIRST and is_bare(branch, kind):
+        if is_bare(getattr(branch, _FIRST[kind]), nn.Linear):
+            return torch.get_autocast_dtype(x.device.type)
+    return None

@@ -4,7 +4,19 @@ h = n weight with n = x / sqrt(mean(x^2) + eps), the mean over the channels."""
 import torch
 from torch import Tensor
 
-from ...contract import wide
+from ...contract import Pair, wide
+
+
+def gradients(dh: Tensor, dx: Tensor, x: Tensor, weight: Tensor, eps: float, rows: int) -> Pair:
+    """Return what `backward` fills its tensors with. Autograd can differentiate it."""
+    dtype, (B, L, D) = wide(x), x.shape
+    if rows:
+        dh = dh.reshape(B, L // rows, rows, D).transpose(1, 2).reshape(B, L, D)
+    v, dh = x.to(dtype), dh.to(dtype)
+    scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+    n, dn = v * scale, dh * weight.to(dtype)
+    total = scale * (dn - n * (dn * n).mean(-1, keepdim=True)) + dx.to(dtype)
+    return total.to(x.dtype), (dh * n).sum((0, 1)).to(weight.dtype)
 
 
 def backward(
@@ -24,12 +36,5 @@ def backward(
         eps: added to the mean square.
         rows: of the grid of patches, or 0.
     """
-    dtype, D = wide(x), x.shape[-1]
-    if rows:
-        B, L, _ = x.shape
-        dh = dh.view(B, L // rows, rows, D).transpose(1, 2).reshape(B, L, D)
-    v, dh = x.to(dtype), dh.to(dtype)
-    scale = torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
-    n, dn = v * scale, dh * weight.to(dtype)
-    total.copy_(scale * (dn - n * (dn * n).mean(-1, keepdim=True)) + dx.to(dtype))
-    dweight.copy_((dh * n).flatten(0, -2).sum(0))
+    for out, value in zip((total, dweight), gradients(dh, dx, x, weight, eps, rows), strict=True):
+        out.copy_(value)

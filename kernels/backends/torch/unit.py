@@ -20,7 +20,7 @@ class Raw(NamedTuple):
 
     k: Tensor
     q: Tensor
-    turned: Optional[Turned] = None  # where they were turned, if gradients are wanted of what they were before that
+    turned: Optional[Turned] = None  # if given, gradients are those of the vectors before they were turned
 
 
 def unit(v: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def form_of(form: Any, args: dict[str, Any]) -> Any:
 @cache
 def target_of(device: torch.device) -> Optional[GPUTarget]:
     """Return the backend, architecture and warp size that Triton compiles for; None where it interprets, and for a GPU
-    that is not there, of which only the shapes of results can be asked."""
+    that is not there. Such a one is taken for a Hopper, and can only be asked for the shapes of results."""
     if INTERPRETED or device.type != "cuda" or not torch.cuda.is_available():
         return None
     with torch.cuda.device(device):

@@ -18,7 +18,6 @@ _BACK_NUMBERS = 1024  # the same in the backward pass
 _SEQUENCES = 8  # of a tile whose vectors were turned, which share the angles of their tokens
 
 
-# Strides are constants of both kernels; else numbers would be loaded one by one.
 @triton.jit
 def _places(stride, rows, n, ok, N: tl.constexpr):
     """Returns where vectors of N numbers are, and which exist: `rows` and `ok` are (S, T), and n is (BLOCK)."""
@@ -64,6 +63,7 @@ def _change(v_ptr, dv_ptr, dv, stride, dv_stride, rows, n, there, eps, cos, sin,
     _store(dv_ptr, dv, dv_stride, rows, n, there, N)
 
 
+# Strides are constants of both kernels; else numbers would be loaded one by one.
 @kernel()
 def _unit_kernel(
     k_ptr, q_ptr, unit_k_ptr, unit_q_ptr, k_rows, q_rows, eps, k_stride: tl.constexpr, q_stride: tl.constexpr,
