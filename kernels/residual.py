@@ -46,6 +46,10 @@ def residual_norm(
     if rows < 0 or rows and x.shape[1] % rows:
         raise ValueError(f"rows={rows} with {x.shape[1]} tokens: give the number of the grid's rows, which divides it")
     check_tensors(dict(x=x, weight=weight))
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype={dtype}: give a float dtype, or None for the weight's")
+    if backend != "auto":
+        backend_for(backend, x)  # refuses it now, and not in the backward pass
     found: Pair = _ResidualNorm.apply(x, weight, eps, rows, dtype or weight.dtype, backend)
     return found
 
@@ -71,9 +75,9 @@ class _ResidualNorm(torch.autograd.Function):
         if not torch.compiler.is_compiling() and (torch.is_grad_enabled() or _is_batched(dh) or _is_batched(dx)):
             # Somebody differentiates the gradient, or asks for many at once. The operator can do neither.
             return *gradients(dh, dx, x, weight, *ctx.options[:2]), None, None, None, None
-        # The operator fills tensors that are made here. torch up to 2.11 prints each operator that it compiles first,
-        # with the expressions of its inputs. If the norms made their gradients, the two inputs of each would hold the
-        # norm before twice, and the text would double at every norm.
+        # The operator fills tensors that are made here, and returns none. When torch up to 2.11 first compiles an
+        # operator, it writes down how its inputs are computed. Both gradients come from the next norm's operator, so if
+        # that returned them, this text would double with each norm, and a deep model would never be compiled.
         total, dweight = x.new_empty(x.shape), weight.new_empty(weight.shape)
         torch.ops.vision_longhorn.residual_norm_backward(dh, dx, x, weight, total, dweight, *ctx.options)
         return total, dweight, None, None, None, None

@@ -156,6 +156,9 @@ def test_bad_input_is_refused():
     ):
         with pytest.raises(ValueError, match=told):
             residual_norm(*given[:2], *(given[2:] or (EPS,)))
+    for option, told in ((dict(dtype=torch.int32), "dtype=torch.int32"), (dict(backend="cuda"), "backend")):
+        with pytest.raises(ValueError, match=told):
+            residual_norm(x, weight, EPS, **option)
 
 
 # In a block

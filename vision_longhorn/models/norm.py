@@ -12,14 +12,14 @@ from vision_longhorn.models.mixers.state_space import BidirectionalMixer
 from vision_longhorn.models.mlp import GeluMlp
 from vision_longhorn.models.tokens import turn_patches
 
-# The name of the linear layer with which each begins
+# The linear layer with which each branch begins, by its name
 _FIRST = {BidirectionalMixer: "in_proj", GeluMlp: "fc1", ConvMlp: "fc1"}
 
 
 def norm_beside(norm: nn.Module, x: Tensor, branch: nn.Module, rows: Optional[int] = None) -> tuple[Tensor, Tensor]:
     """Return the residual stream x, and its norm, which `branch` reads. What `branch` gives is to be added to that x.
 
-    On a GPU, where gradients are wanted, one kernel then computes that of both (`kernels.residual_norm`).
+    On a GPU one kernel computes the gradients of x and of the norm's weight (`kernels.residual_norm`).
 
     Args:
         norm: an RMS norm, or what somebody has put in its place.

@@ -37,8 +37,8 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 
 
 def appends_units(x: Tensor, D: int, M: int, turned: Optional[Turned]) -> bool:
-    """Tell whether `x_proj_forward` can append unit keys and queries to the M numbers of each token. Of x, which has D
-    channels there, only dtype and device count."""
+    """Tell whether `x_proj_forward` can append unit keys and queries to the M numbers of each token. x has D channels
+    there; here only its dtype and device count."""
     return False
 
 

@@ -126,7 +126,8 @@ def unpad(wide_x: Tensor, wide_dt: Tensor, x_proj: Tensor, dt_proj: Tensor) -> t
 
 @triton.jit
 def _unit(low, vector, eps, COUNT: tl.constexpr):
-    """Returns low (tokens, C) with vectors scaled to unit length; `vector` (C) says of which of COUNT a column is."""
+    """Scales COUNT vectors in each row of low (tokens, C) to unit length. `vector` (C) has the number of each column's
+    vector, and -1 where it is in none."""
     scale = tl.zeros(low.shape, tl.float32)
     for i in tl.static_range(COUNT):
         own = (vector == i)[None, :]
