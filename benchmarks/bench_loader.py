@@ -11,7 +11,8 @@ out. So the rates are those of the cores in both cases. Images per CPU second, o
 suffer least from other work on the machine; the ratio to timm is one of these.
 
 Augmentation: random resized crop to 224 pixels (or --size), bicubic; flip; RandAugment rand-m9-mstd0.5-inc1;
-normalisation; random erasing 0.25 by pixels. A view is what a network sees; with three views of each decoded image
+normalisation; random erasing 0.25 by pixels. Where a loader is "split", a GPU crops, too, unless the row says that
+workers do. A view is what a network sees; with three views of each decoded image
 (repeated augmentation) rates count views. "In memory" means that the images were decoded before.
 
 Stages are timed in one process on one core; shards are read by webdataset's parser, too. On a GPU, its part and
@@ -124,10 +125,12 @@ def timms(root: str, workers: int, batch: int, prefetcher: bool) -> Iterable:
     return device_batches(loader, DEVICE)
 
 
-def ours(shards: ShardSet, workers: int, batch: int, split: bool, repeats: int = 1) -> Iterable:
+def ours(
+    shards: ShardSet, workers: int, batch: int, split: bool, repeats: int = 1, crop_on_device: bool = True
+) -> Iterable:
     transform, finish = create_transform(SIZE, is_training=True, **RECIPE), None
     if split:
-        transform, finish = split_transform(transform)
+        transform, finish = split_transform(transform, crop_on_device)
     loader = train_loader(
         shards, transform, batch_size=batch, num_workers=workers, repeats=repeats, pin_memory=DEVICE.type == "cuda"
     )
@@ -171,7 +174,9 @@ def measure_loaders(files: list[bytes], workers: int, batch: int, seconds: float
             "timm": lambda: timms(root, workers, batch, False),
             "timm, prefetcher": lambda: timms(root, workers, batch, True),
             "ours, all in workers": lambda: ours(shards, workers, batch, False),
+            "ours, split, workers crop": lambda: ours(shards, workers, batch, True, crop_on_device=False),
             "ours, split": lambda: ours(shards, workers, batch, True),
+            "ours, split, workers crop, 3 views": lambda: ours(shards, workers, batch, True, 3, False),
             "ours, split, 3 views": lambda: ours(shards, workers, batch, True, 3),
             "ours, split, in memory": lambda: ours(kept(shards), workers, batch, True),
             **{
@@ -298,6 +303,10 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     crops, finish = split_transform(create_transform(SIZE, is_training=True, **RECIPE))
     inputs, targets = default_collate([(crops(decode_tensor(data)), 0) for data in islice(cycle(files), batch)])
     inputs = [value.pin_memory() for value in inputs]
+    on_device, finish_whole = split_transform(create_transform(SIZE, is_training=True, **RECIPE), True)
+    decoded = [decode_tensor(data) for data in islice(cycle(files), batch // 3)]
+    sent, *others = on_device.collate([on_device(image) for image in decoded for _ in range(3)])
+    whole = sent.pin_memory(), *others
     mean, std, erase = finish.mean.tolist(), finish.std.tolist(), finish.eraser
     planes = inputs[0].permute(0, 3, 1, 2).contiguous().pin_memory()  # (B, 3, H, W)
     prefetch = PrefetchLoader(
@@ -306,6 +315,7 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     mixup, images, targets = Mixup(0.8, 1.0, num_classes=10), finish(inputs, DEVICE), targets.to(DEVICE)
     rows = [
         on_gpu("copy, RandAugment, normalise, erase", lambda: finish(inputs, DEVICE), batch),
+        on_gpu("copy, crop, RandAugment, normalise, erase", lambda: finish_whole(whole, DEVICE), len(others[0])),
         on_gpu("timm's prefetcher: copy, normalise, erase", lambda: list(prefetch), batch),
         on_gpu("mixup and cutmix, timm's", lambda: mixup(images, targets), batch),
     ]

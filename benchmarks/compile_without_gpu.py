@@ -219,6 +219,12 @@ def compile_resample(_: str, dtype: torch.dtype, variant: str) -> None:
     affine.resample(images, _tensor(BATCH, 6, dtype=torch.float32), fill, variant == "bilinear")
 
 
+def compile_resize(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.data.resize import resize
+
+    resize(_tensor(BATCH * 48 * 40 * 3, dtype=torch.uint8), _tensor(BATCH, 7, dtype=torch.int64), 48, (32, 32))
+
+
 def compile_unit(_: str, dtype: torch.dtype, variant: str) -> None:
     from vision_longhorn.kernels.backends.torch.rope import Turned
     from vision_longhorn.kernels.backends.triton import unit as triton_unit
@@ -285,6 +291,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
     "residual_norm": (compile_residual_norm, ("one_direction", "turned")),
     "resample": (compile_resample, ("bicubic", "bilinear")),
+    "resize": (compile_resize, ("one_direction",)),
     "rope": (compile_rope, ("both_directions",)),
     "skip": (compile_skip, ("one_direction", "both_directions")),
     "unit": (compile_unit, ("both_directions", "turned")),
@@ -332,7 +339,7 @@ def launchable() -> set[str]:
     """Find the names of the package's kernels that are launched, not called by others: they end in _kernel."""
     found = set()
     modules = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-    for name in (*modules, "vision_longhorn.data.affine"):
+    for name in (*modules, "vision_longhorn.data.affine", "vision_longhorn.data.resize"):
         values = [getattr(value, "jitted", value) for value in vars(importlib.import_module(name)).values()]
         found |= {value.fn.__name__ for value in values if isinstance(value, JITFunction)}
     return {name for name in found if name.endswith("_kernel")}

@@ -1,4 +1,4 @@
-"""timm's training transform in two halves: workers decode and crop, a device does the rest to whole batches.
+"""timm's training transform in two halves: workers decode, and perhaps crop; a device does the rest to whole batches.
 
 timm's own code draws all random numbers in the worker, so they follow the worker's seed. In place of an image it gets
 a list of notes, to which it adds what it would do. The notes travel with the batch as a table of numbers.
@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybeToTensor, RandomResizedCropAndInterpolation, ResizeKeepRatio
+from torch.utils.data import default_collate, get_worker_info
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
@@ -27,14 +27,22 @@ from vision_longhorn.errors import UserError
 
 from .images import decode_tensor
 from .operations import KINDS, OPERATIONS, groups
+from .regions import resized, resized_regions
 
 _HEAD = 5
+_LARGE = 2**19  # pixels of an image above which a worker crops it, since sending it would take longer
 _ENOUGH = 2**22  # bytes of images up to which small batches are collected, for `Finish` to work on together
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
 
 
-def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
+def split_transform(transform: transforms.Compose, crop_on_device: bool = False) -> tuple["Crops", "Finish"]:
     """Split a training transform of `timm.data.create_transform`.
+
+    Args:
+        transform: the result of `create_transform`.
+        crop_on_device: let the device resample random resized crops, too. Workers then send whole images, once for all
+            views of an image, but those of other colours than sRGB and large ones, which they still crop. This is for
+            a GPU with Triton; a CPU would only be slower.
 
     Returns:
         (crops, finish): `crops` is the transform for `train_loader`, `finish` the argument of `device_batches`.
@@ -69,7 +77,8 @@ def split_transform(transform: transforms.Compose) -> tuple["Crops", "Finish"]:
     if crop is None or normalize is None:
         raise UserError("the transform lacks a random crop or a normalisation; timm's create_transform makes both")
     fill = next((op.kwargs["fillcolor"] for policy, _ in policies for op in getattr(policy, "all_ops", ())), (0, 0, 0))
-    return Crops(crop, resize, policies, eraser), Finish(normalize.mean, normalize.std, eraser, fill)
+    size = tuple(crop.size) if crop_on_device and resize is None else None
+    return Crops(crop, resize, policies, eraser, size), Finish(normalize.mean, normalize.std, eraser, fill, size)
 
 
 def _unfit(step: Any) -> UserError:
@@ -138,35 +147,75 @@ class _Box:
 
 
 class Crops:
-    """The worker's half of `split_transform`: makes a crop and its row of the table from a file's bytes."""
+    """The worker's half of `split_transform`: makes a crop and its row of the table from a file's bytes. With a `size`
+    it leaves the crop to the device."""
 
     decode = staticmethod(decode_tensor)
 
-    def __init__(self, crop: Any, resize: Any, policies: list[tuple[Any, int]], eraser: RandomErasing | None) -> None:
-        self.crop, self.resize, self.policies = crop, resize, policies
+    def __init__(
+        self,
+        crop: Any,
+        resize: Any,
+        policies: list[tuple[Any, int]],
+        eraser: RandomErasing | None,
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        self.crop, self.resize, self.policies, self.size = crop, resize, policies, size
         self.row_length = _HEAD + 3 * sum(most for _, most in policies)
         self.eraser = copy.copy(eraser)
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the box's place is needed
 
-    def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Turn the result of `decode` into a crop, uint8 (height, width, 3), and its row, float64 (length,)."""
+    def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, ...]:
+        """Turn the result of `decode` into a crop, uint8 (height, width, 3), and its row, float64 (length,). With a
+        `size` it gives the image, uint8 (3, H, W), the place of the crop in it, int64 (6,), and the row."""
         image, correct = decoded
-        image = (self._padded_crop if self.resize else self._resized_crop)(image, correct)
+        if self.size is None:
+            found = [(self._padded_crop if self.resize else self._resized_crop)(image, correct).contiguous()]
+        elif correct or image[0].numel() > _LARGE:
+            image = self._resized_crop(image, correct).permute(2, 0, 1)
+            found = [image, torch.tensor([image.shape[2], 0, 0, *image.shape[1:], 0])]
+        else:
+            place, mode = self._region(image), random.choice(_as_list(self.crop.interpolation))
+            found = [image, torch.tensor([image.shape[2], *place, mode == InterpolationMode.BICUBIC])]
         notes: list[float] = []
         for policy, _ in self.policies:
             notes = policy(notes)
-        box = _Box(*image.shape[:2])
+        box = _Box(*(self.size or found[0].shape[:2]))
         if self.eraser is not None:
             self.eraser(box)
         row = [random.getrandbits(48), *box.box, *notes]
         row += [0] * (self.row_length - len(row))
-        return image.contiguous(), torch.tensor(row, dtype=torch.float64)
+        return *found, torch.tensor(row, dtype=torch.float64)
 
-    def _resized_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
+    def collate(self, views: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+        """Make a batch of what `__call__` gives: crops (B, height, width, 3) and the table. With a `size`, pixels (n,)
+        and places (B, 7), as `resized_regions` takes them, and the table. An image of several views is there
+        once."""
+        if self.size is None:
+            return default_collate(views)
+        starts, numbers = dict[int, int](), 0
+        for image, *_ in views:
+            if id(image) not in starts:
+                starts[id(image)] = numbers
+                numbers += image.numel()
+        pixels = torch.empty(numbers, dtype=torch.uint8)
+        if get_worker_info() is not None:
+            pixels.share_memory_()  # before they are written, or torch would copy them to where others can read
+        for image, *_ in views:
+            start = starts[id(image)]
+            pixels[start : start + image.numel()].view(*image.shape[1:], 3).copy_(image.permute(1, 2, 0))
+        begin = torch.tensor([starts[id(image)] for image, *_ in views])[:, None]
+        places, table = default_collate([rest for _, *rest in views])
+        return [pixels, torch.cat([begin, places], 1), table]
+
+    def _region(self, image: torch.Tensor) -> tuple[int, int, int, int]:
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)
         height, width = max(height, 1), max(width, 1)  # they can be 0 for a picture one pixel high
-        top, left = min(top, image.shape[1] - height), min(left, image.shape[2] - width)
+        return min(top, image.shape[1] - height), min(left, image.shape[2] - width), height, width
+
+    def _resized_crop(self, image: torch.Tensor, correct: Correction) -> torch.Tensor:
+        top, left, height, width = self._region(image)
         part = image[:, top : top + height, left : left + width]
         return _resized(part, correct, self.crop.size, self.crop.interpolation)
 
@@ -184,9 +233,7 @@ def _resized(image: torch.Tensor, correct: Correction, size: Sequence[int], inte
         image = correct(image)
     mode = random.choice(_as_list(interpolation)).value
     if tuple(image.shape[1:]) != tuple(size):
-        # Decoders store a pixel's colours side by side. Resampling is faster in this layout than in planes.
-        image = image[None].contiguous(memory_format=torch.channels_last)
-        image = F.interpolate(image, list(size), mode=mode, antialias=True)[0]
+        image = resized(image, (size[0], size[1]), mode)
     return (correct(image) if correct and late else image).permute(1, 2, 0)
 
 
@@ -194,23 +241,27 @@ class Finish:
     """The device's half of `split_transform`: flips, policy, normalisation and erasing of whole batches. The host never
     waits for the device."""
 
-    def __init__(self, mean: Any, std: Any, eraser: RandomErasing | None, fill: tuple[int, ...]) -> None:
-        self.mean, self.std, self.eraser = torch.as_tensor(mean), torch.as_tensor(std), eraser
+    def __init__(
+        self,
+        mean: Any,
+        std: Any,
+        eraser: RandomErasing | None,
+        fill: tuple[int, ...],
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        self.mean, self.std, self.eraser, self.size = torch.as_tensor(mean), torch.as_tensor(std), eraser, size
         self.fill = torch.tensor(fill, dtype=torch.float32)
 
-    def __call__(self, batch: tuple[torch.Tensor, torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Turn images, uint8 (B, H, W, 3), and their table, float64 (B, length), into normalised images, float32
-        (B, 3, H, W), on `device`."""
+    def __call__(self, batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+        """Turn what `Crops.collate` makes into normalised images, float32 (B, 3, H, W), on `device`."""
         return self.together([batch], device)[0]
 
-    def together(
-        self, batches: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
-    ) -> tuple[torch.Tensor, ...]:
+    def together(self, batches: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, ...]:
         """Finish several batches at once, each with the bits that `__call__` gives. A small batch takes as many kernel
         launches as a large one, so small batches are faster together."""
-        tables = [table.tolist() for _, table in batches]
+        tables = [table.tolist() for *_, table in batches]
         rows = [row for table in tables for row in table]
-        height, width = batches[0][0].shape[1:3]
+        height, width = self.size or batches[0][0].shape[1:3]
         plan = [group for first in range(_HEAD, len(rows[0]), 3) for group in groups(rows, first, height, width)]
         erased = [n for n, row in enumerate(rows) if _is_erased(row)]
         all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
@@ -219,8 +270,12 @@ class Finish:
         numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
         values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
         mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
-        images = torch.cat([images.to(device, non_blocking=True) for images, _ in batches])
-        images = images.permute(0, 3, 1, 2).contiguous()  # (B, 3, H, W)
+        sent = [batch[0].to(device, non_blocking=True) for batch in batches]
+        if self.size is None:
+            images = torch.cat(sent).permute(0, 3, 1, 2).contiguous()  # (B, 3, H, W)
+        else:
+            crops = [resized_regions(pixels, batch[1], self.size) for pixels, batch in zip(sent, batches, strict=True)]
+            images = torch.cat(crops)
         start = 0
         for kind, chosen, _ in plan:
             stop = start + len(chosen)

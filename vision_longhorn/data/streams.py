@@ -154,8 +154,9 @@ class Stream(IterableDataset):
             wanted = 0
 
     def collated(self, views: list[tuple[Any, int, tuple[str, str]]]) -> Batch:
-        batch = default_collate([(inputs, label) for inputs, label, _ in views])
-        return (*batch, [place for *_, place in views]) if self.keys else tuple(batch)
+        collate = getattr(self.transform, "collate", default_collate)
+        batch = collate([inputs for inputs, *_ in views]), default_collate([label for _, label, _ in views])
+        return (*batch, [place for *_, place in views]) if self.keys else batch
 
 
 class EvalStream(Stream):

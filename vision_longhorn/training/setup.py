@@ -40,6 +40,7 @@ from vision_longhorn.data.sharding import locate_data
 from vision_longhorn.data.transforms import train_transform
 from vision_longhorn.devices import make_accelerator
 from vision_longhorn.errors import UserError, bad_input, one_line, spelled
+from vision_longhorn.kernels import HAS_TRITON
 from vision_longhorn.models.create import create_model
 from vision_longhorn.models.names import RENAMED
 from vision_longhorn.settings import DIGITS
@@ -179,7 +180,7 @@ def build_loaders(
     transform, finish = train_transform(settings, cfg.values()), None
     if on_gpu:
         try:
-            transform, finish = split_transform(transform)
+            transform, finish = split_transform(transform, crop_on_device=HAS_TRITON)
         except UserError as error:
             accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
     if cfg.keep_in_memory:
