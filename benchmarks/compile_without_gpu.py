@@ -291,7 +291,7 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
     "residual_norm": (compile_residual_norm, ("one_direction", "turned")),
     "resample": (compile_resample, ("bicubic", "bilinear")),
-    "resize": (compile_resize, ("one_direction",)),
+    "resize": (compile_resize, ("bicubic",)),
     "rope": (compile_rope, ("both_directions",)),
     "skip": (compile_skip, ("one_direction", "both_directions")),
     "unit": (compile_unit, ("both_directions", "turned")),

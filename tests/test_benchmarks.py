@@ -388,7 +388,6 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
             "timm",
             "timm, prefetcher",
             "ours, all in workers",
-            "ours, split, workers crop",
             "ours, split",
             "ours, split, workers crop, 3 views",
             "ours, split, 3 views",
@@ -396,7 +395,7 @@ def test_loaders_are_timed_side_by_side(tmp_path, monkeypatch):
             "ours, split, --max-side 500",
             "ours, split, --max-side 400",
         }
-        and len(found["loaders"]) == 10
+        and len(found["loaders"]) == 9
     )
     for row in rows.values():
         assert "error" not in row

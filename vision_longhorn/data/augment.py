@@ -11,6 +11,7 @@ bicubic.
 import collections
 import copy
 import functools
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -30,8 +31,9 @@ from .operations import KINDS, OPERATIONS, groups
 from .regions import resized, resized_regions
 
 _HEAD = 5
-_LARGE = 2**19  # pixels of an image above which a worker crops it, since sending it would take longer
-_ENOUGH = 2**22  # bytes of images up to which small batches are collected, for `Finish` to work on together
+_LARGE = 8  # pixels of an image for each of its crop's, above which a worker crops it, since sending it takes longer
+_STEP = 2**21  # bytes to a multiple of which sent images are filled up, so that memory can be used again
+_ENOUGH = 2**22  # bytes of crops up to which small batches are collected, for `Finish` to work on together
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
 
 
@@ -40,9 +42,10 @@ def split_transform(transform: transforms.Compose, crop_on_device: bool = False)
 
     Args:
         transform: the result of `create_transform`.
-        crop_on_device: let the device resample random resized crops, too. Workers then send whole images, once for all
-            views of an image, but those of other colours than sRGB and large ones, which they still crop. This is for
-            a GPU with Triton; a CPU would only be slower.
+        crop_on_device: let the device make random resized crops, too. Workers then send each image once for all its
+            views, except large ones and those with another colour profile than sRGB, which they still crop. Batches
+            must come from `crops.collate`, as those of `train_loader` do. This is for a GPU with Triton, and for
+            several views of an image: with one, sending takes as long as cropping.
 
     Returns:
         (crops, finish): `crops` is the transform for `train_loader`, `finish` the argument of `device_batches`.
@@ -172,7 +175,7 @@ class Crops:
         image, correct = decoded
         if self.size is None:
             found = [(self._padded_crop if self.resize else self._resized_crop)(image, correct).contiguous()]
-        elif correct or image[0].numel() > _LARGE:
+        elif correct or image[0].numel() > _LARGE * self.size[0] * self.size[1]:
             image = self._resized_crop(image, correct).permute(2, 0, 1)
             found = [image, torch.tensor([image.shape[2], 0, 0, *image.shape[1:], 0])]
         else:
@@ -194,16 +197,15 @@ class Crops:
         once."""
         if self.size is None:
             return default_collate(views)
-        starts, numbers = dict[int, int](), 0
-        for image, *_ in views:
-            if id(image) not in starts:
-                starts[id(image)] = numbers
-                numbers += image.numel()
-        pixels = torch.empty(numbers, dtype=torch.uint8)
-        if get_worker_info() is not None:
-            pixels.share_memory_()  # before they are written, or torch would copy them to where others can read
-        for image, *_ in views:
-            start = starts[id(image)]
+        images = {id(image): image for image, *_ in views}
+        starts = dict(zip(images, itertools.accumulate((image.numel() for image in images.values()), initial=0)))
+        size = -(-sum(image.numel() for image in images.values()) // _STEP) * _STEP
+        # torch's own collation also writes into shared memory at once. What lies elsewhere would be copied there.
+        shares = get_worker_info() is not None
+        storage = torch.UntypedStorage._new_shared(size) if shares else torch.UntypedStorage(size)
+        pixels = torch.empty(0, dtype=torch.uint8).set_(storage)
+        for number, image in images.items():
+            start = starts[number]
             pixels[start : start + image.numel()].view(*image.shape[1:], 3).copy_(image.permute(1, 2, 0))
         begin = torch.tensor([starts[id(image)] for image, *_ in views])[:, None]
         places, table = default_collate([rest for _, *rest in views])
@@ -256,6 +258,10 @@ class Finish:
         """Turn what `Crops.collate` makes into normalised images, float32 (B, 3, H, W), on `device`."""
         return self.together([batch], device)[0]
 
+    def nbytes(self, batch: Sequence[torch.Tensor]) -> int:
+        """Tell how many bytes the crops of a batch have, as uint8."""
+        return batch[0].nbytes if self.size is None else len(batch[-1]) * 3 * self.size[0] * self.size[1]
+
     def together(self, batches: Sequence[Sequence[torch.Tensor]], device: torch.device) -> tuple[torch.Tensor, ...]:
         """Finish several batches at once, each with the bits that `__call__` gives. A small batch takes as many kernel
         launches as a large one, so small batches are faster together."""
@@ -270,12 +276,12 @@ class Finish:
         numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
         values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
         mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
-        sent = [batch[0].to(device, non_blocking=True) for batch in batches]
         if self.size is None:
-            images = torch.cat(sent).permute(0, 3, 1, 2).contiguous()  # (B, 3, H, W)
+            images = torch.cat([crops.to(device, non_blocking=True) for crops, _ in batches])
+            images = images.permute(0, 3, 1, 2).contiguous()  # (B, 3, H, W)
         else:
-            crops = [resized_regions(pixels, batch[1], self.size) for pixels, batch in zip(sent, batches, strict=True)]
-            images = torch.cat(crops)
+            sent = ((pixels.to(device, non_blocking=True), places) for pixels, places, _ in batches)
+            images = torch.cat([resized_regions(*given, self.size) for given in sent])
         start = 0
         for kind, chosen, _ in plan:
             stop = start + len(chosen)
@@ -351,20 +357,21 @@ def device_batches(
     def wait() -> None:
         torch.cuda.current_stream(device).wait_stream(side)
 
-    yield from _sent_ahead(loader, send_aside, wait, _ENOUGH if finish else 0)
+    yield from _sent_ahead(loader, send_aside, wait, finish.nbytes if finish else None)
 
 
 def _sent_ahead(
     loader: Iterable[tuple[Any, ...]],
     send: Callable[[list[tuple[Any, ...]]], list[tuple[Any, ...]]],
     wait: Callable[[], None],
-    most: int,
+    nbytes: Callable[[Any], int] | None,
+    most: int = _ENOUGH,
 ) -> Iterator[tuple[Any, ...]]:
     """Send batches in groups, one group ahead of the one in use, and call `wait` before a group is used. For each batch
     used one is taken from the loader, so that its workers stay busy.
 
-    A group has `most` bytes of images, which keep the GPU busy for longer than their launches take. The first groups
-    are smaller, as they are needed soon.
+    A group has `most` bytes of images, as `nbytes` counts them, which keep the GPU busy for longer than their launches
+    take. The first groups are smaller, as they are needed soon. Without `nbytes` each batch is a group.
     """
     ready, coming = collections.deque[tuple[Any, ...]](), list[tuple[Any, ...]]()
     group, size, enough = list[tuple[Any, ...]](), 0, 0
@@ -380,7 +387,7 @@ def _sent_ahead(
     for batch in batches():
         if batch is not None:
             group.append(batch)
-            size += batch[0][0].nbytes if most else 0
+            size += nbytes(batch[0]) if nbytes else 0
         if batch is None or size >= enough:
             while ready:
                 yield ready.popleft()

@@ -44,7 +44,8 @@ def train_loader(
     Args:
         shards: the result of `open_shards`.
         transform: maps a PIL image (RGB) to a float tensor (3, H, W). If it has a method `decode`, it gets what that
-            makes of the file's bytes (or of pixels, with `keep_in_memory`), and may return any structure of tensors.
+            makes of the file's bytes (or of pixels, with `keep_in_memory`), and may return any structure of tensors. If
+            it has a method `collate`, that makes the inputs of a batch out of the list of what it returned.
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.

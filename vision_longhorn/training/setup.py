@@ -180,7 +180,7 @@ def build_loaders(
     transform, finish = train_transform(settings, cfg.values()), None
     if on_gpu:
         try:
-            transform, finish = split_transform(transform, crop_on_device=HAS_TRITON)
+            transform, finish = split_transform(transform, crop_on_device=HAS_TRITON and cfg.repeats > 1)
         except UserError as error:
             accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
     if cfg.keep_in_memory:
