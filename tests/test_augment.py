@@ -530,6 +530,22 @@ def test_halves_in_a_loader_skip_and_go_on_as_the_whole_does(tmp_path, workers, 
     assert "sample s09: not a readable image" in found[0]
 
 
+@pytest.mark.parametrize("pin_memory", [False, pytest.param(True, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("crop_on_device", [False, True])
+def test_a_batch_stays_while_a_worker_makes_the_next_ones(tmp_path, crop_on_device, pin_memory):
+    files = [(f"s{n:02d}.{end}", data) for n in range(24) for end, data in (("jpg", jpeg(photo(n))), ("cls", b"1"))]
+    write_tar(tmp_path / "train-0.tar", files)
+    shards, batches = open_shards(tmp_path, num_samples=24, num_classes=2), []
+    for workers in (0, 1):  # in the same order
+        crops, finish = split_transform(timms(), crop_on_device)
+        loader = train_loader(shards, crops, batch_size=2, num_workers=workers, repeats=2, pin_memory=pin_memory)
+        batches.append(list(loader))
+    assert len(batches[0]) == 12
+    for (one, _), (other, _) in zip(*batches, strict=True):
+        assert other[0].is_pinned() == pin_memory
+        assert torch.equal(finish(one, CPU), finish(other, CPU))
+
+
 def test_batches_on_a_device():
     batches = [(torch.full((2, 3, 4, 4), float(n)), torch.tensor([n, n])) for n in range(3)]
     seen = [(images[0, 0, 0, 0].item(), targets.tolist()) for images, targets in device_batches(batches, "cpu")]

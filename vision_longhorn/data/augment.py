@@ -20,7 +20,7 @@ import torch
 from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybeToTensor, RandomResizedCropAndInterpolation, ResizeKeepRatio
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
@@ -35,6 +35,8 @@ _LARGE = 8  # pixels of an image for each of its crop's, above which a worker cr
 _STEP = 2**21  # bytes to a multiple of which sent images are filled up, so that memory can be used again
 _ENOUGH = 2**22  # bytes of crops up to which small batches are collected, for `Finish` to work on together
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
+Memory = Callable[[int], torch.Tensor]
+_memory = functools.partial(torch.empty, dtype=torch.uint8)
 
 
 def split_transform(transform: transforms.Compose, crop_on_device: bool = False) -> tuple["Crops", "Finish"]:
@@ -191,24 +193,23 @@ class Crops:
         row += [0] * (self.row_length - len(row))
         return *found, torch.tensor(row, dtype=torch.float64)
 
-    def collate(self, views: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
+    def collate(self, views: list[tuple[torch.Tensor, ...]], memory: Memory = _memory) -> list[torch.Tensor]:
         """Make a batch of what `__call__` gives: crops (B, height, width, 3) and the table. With a `size`, pixels (n,)
-        and places (B, 7), as `resized_regions` takes them, and the table. An image of several views is there
-        once."""
+        and places (B, 7), as `resized_regions` takes them, and the table. An image of several views is there once.
+        Crops and pixels lie in `memory(n)`, uint8 (n,)."""
+        rest = default_collate([rest for _, *rest in views])
         if self.size is None:
-            return default_collate(views)
+            crops = [crop for crop, *_ in views]
+            found = memory(len(crops) * crops[0].numel()).view(-1, *crops[0].shape)
+            return [torch.stack(crops, out=found), *rest]
         images = {id(image): image for image, *_ in views}
         starts = dict(zip(images, itertools.accumulate((image.numel() for image in images.values()), initial=0)))
-        size = -(-sum(image.numel() for image in images.values()) // _STEP) * _STEP
-        # torch's own collation also writes into shared memory at once. What lies elsewhere would be copied there.
-        shares = get_worker_info() is not None
-        storage = torch.UntypedStorage._new_shared(size) if shares else torch.UntypedStorage(size)
-        pixels = torch.empty(0, dtype=torch.uint8).set_(storage)
+        pixels = memory(-(-sum(image.numel() for image in images.values()) // _STEP) * _STEP)
         for number, image in images.items():
             start = starts[number]
             pixels[start : start + image.numel()].view(*image.shape[1:], 3).copy_(image.permute(1, 2, 0))
         begin = torch.tensor([starts[id(image)] for image, *_ in views])[:, None]
-        places, table = default_collate([rest for _, *rest in views])
+        places, table = rest
         return [pixels, torch.cat([begin, places], 1), table]
 
     def _region(self, image: torch.Tensor) -> tuple[int, int, int, int]:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import webdataset as wds
 from torch.utils.data import DataLoader
 
@@ -16,6 +17,7 @@ from vision_longhorn.signals import outlive_signals, signals_blocked
 
 from .images import DataError
 from .places import ShardSet
+from .sharing import PREFETCH, SharedMemory
 from .streams import Batch, EvalStream, Faults, Stream, TrainStream, to_tensors
 
 _log = logging.getLogger(__name__)
@@ -44,8 +46,9 @@ def train_loader(
     Args:
         shards: the result of `open_shards`.
         transform: maps a PIL image (RGB) to a float tensor (3, H, W). If it has a method `decode`, it gets what that
-            makes of the file's bytes (or of pixels, with `keep_in_memory`), and may return any structure of tensors. If
-            it has a method `collate`, that makes the inputs of a batch out of the list of what it returned.
+            makes of the file's bytes (or of pixels, with `keep_in_memory`), and may return any structure of tensors. A
+            method `collate(views, memory)` makes the inputs of a batch out of what it returned. It may call `memory(n)`
+            once, for n bytes that it shares with this process.
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
@@ -122,6 +125,7 @@ class Loader(wds.WebLoader):
             "batch_size": None,
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
+            "prefetch_factor": PREFETCH if num_workers else None,
             "pin_memory": pin_memory,
             "worker_init_fn": outlive_signals,
             "collate_fn": tuple,  # leaves batches as they are; torch's would make tensors of the arrays of `to_arrays`
@@ -129,6 +133,7 @@ class Loader(wds.WebLoader):
         if stream.shards.kept is not None and num_workers and sys.platform == "linux":
             self.options["multiprocessing_context"] = "fork"  # the only way to share that memory
         self.stream = stream
+        stream.memory = SharedMemory(is_pinned=pin_memory and torch.cuda.is_available())
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
         wds.DataPipeline.__init__(self, _Workers(stream, **self.options))

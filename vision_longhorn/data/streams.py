@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from .images import DataError, decode_image
 from .places import ShardSet
 from .samples import RawSample, decoded
+from .sharing import SharedMemory
 
 _UNIT = 1 << 32
 _GOLDEN = 2654435769  # 2**32 / golden ratio
@@ -88,6 +89,7 @@ class Stream(IterableDataset):
         self.lengths = shards.samples_per_shard or [1] * len(shards.urls)
         self.decode_image = getattr(transform, "decode", decode_image)
         self.faults = Faults()
+        self.memory = SharedMemory(is_pinned=False)
         # In shared memory, because workers outlive an epoch and must learn the number of the next one.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
         self.start = torch.zeros((), dtype=torch.int64).share_memory_()  # number of the first batch to make
@@ -154,9 +156,10 @@ class Stream(IterableDataset):
             wanted = 0
 
     def collated(self, views: list[tuple[Any, int, tuple[str, str]]]) -> Batch:
-        collate = getattr(self.transform, "collate", default_collate)
-        batch = collate([inputs for inputs, *_ in views]), default_collate([label for _, label, _ in views])
-        return (*batch, [place for *_, place in views]) if self.keys else batch
+        inputs, labels, places = map(list, zip(*views, strict=True))
+        own = getattr(self.transform, "collate", None)
+        batch = own(inputs, self.memory) if own else default_collate(inputs), default_collate(labels)
+        return (*batch, places) if self.keys else batch
 
 
 class EvalStream(Stream):
