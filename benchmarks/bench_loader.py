@@ -44,7 +44,6 @@ from PIL import Image
 from timm.data import Mixup, create_dataset, create_loader, create_transform
 from timm.data.loader import PrefetchLoader
 from timm.data.transforms import RandomResizedCropAndInterpolation
-from torch.utils.data import default_collate
 from webdataset import TarWriter
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -300,8 +299,8 @@ def on_gpu(name: str, work: Callable, images: int) -> dict:
 def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     """Measure what the GPU does in place of the cores, per image. If host_ms is as large, launches limit the time."""
     crops, finish = split_transform(create_transform(SIZE, is_training=True, **RECIPE))
-    inputs, targets = default_collate([(crops(decode_tensor(data)), 0) for data in islice(cycle(files), batch)])
-    inputs = [value.pin_memory() for value in inputs]
+    views = [crops(decode_tensor(data)) for data in islice(cycle(files), batch)]
+    inputs, targets = [value.pin_memory() for value in crops.collate(views)], torch.zeros(batch, dtype=torch.int64)
     on_device, finish_whole = split_transform(create_transform(SIZE, is_training=True, **RECIPE), True)
     decoded = [decode_tensor(data) for data in islice(cycle(files), max(1, batch // 3))]
     sent, *others = on_device.collate([on_device(image) for image in decoded for _ in range(3)])

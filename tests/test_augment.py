@@ -138,15 +138,14 @@ def test_transform_is_split_as_it_stands():
     config = Config(auto_augment="rand-m9-mstd0.5-inc1")
     settings = {"input_size": (3, 40, 56), "interpolation": "bicubic", "mean": MEAN, "std": STD}
     crops, finish = split_transform(train_transform(settings, config.values()))
-    image, row = crops((tensor_of(photo()), None))
-    assert (
-        image.shape == (40, 56, 3) and image.dtype == torch.uint8 and row.shape == (5 + 3 * 3,)
-    )  # a flip and two operations
-    out = finish((image[None], row[None]), CPU)
+    images, table = crops.collate([crops((tensor_of(photo()), None))])
+    assert images.shape == (1, 40, 56, 3) and images.dtype == torch.uint8
+    assert table.shape == (1, 5 + 3 * 3)  # a flip and two operations
+    out = finish((images, table), CPU)
     assert out.shape == (1, 3, 40, 56) and out.dtype == torch.float32
     plain = Config(auto_augment=None, color_jitter=None, hflip=0.0, re_prob=0.0, scale=[1.0, 1.0], ratio=[1.4, 1.4])
     crops, finish = split_transform(train_transform(settings, plain.values()))
-    batch = [value[None] for value in crops((tensor_of(photo(size=(56, 40))), None))]
+    batch = crops.collate([crops((tensor_of(photo(size=(56, 40))), None))])
     kept = batch[0].clone()
     mean, std = (torch.tensor(value).view(3, 1, 1) for value in (MEAN, STD))
     wanted = (tensor_of(photo(size=(56, 40))) / 255 - mean) / std
@@ -295,7 +294,7 @@ def test_pixels_have_the_same_distribution(options):
     ones = figures(whole(images[n % 4]) for n in range(draws))
     tensors = [tensor_of(image) for image in images]
     batches = ([crops((tensors[n % 4], None)) for n in range(start, start + 50)] for start in range(0, draws, 50))
-    others = figures(p for b in batches for p in finish(torch.utils.data.default_collate(b), CPU))
+    others = figures(p for b in batches for p in finish(crops.collate(b), CPU))
     for number, (one, other) in enumerate(zip(zip(*ones, strict=True), zip(*others, strict=True), strict=True)):
         spread = (statistics.variance(one) / draws + statistics.variance(other) / draws) ** 0.5
         assert abs(statistics.mean(one) - statistics.mean(other)) <= 4 * spread + 1e-6
@@ -376,7 +375,7 @@ def test_all_that_timm_erases_is_erased_and_nothing_else(size, monkeypatch):
             made.append(transform(source))
     # 0 is the mean, which no pixel has: no whole number of red is half of 255.
     erased = (torch.stack(wanted) == 0).all(1)
-    assert torch.equal((finish(torch.utils.data.default_collate(halves), CPU) == 0).all(1), erased)
+    assert torch.equal((finish(crops.collate(halves), CPU) == 0).all(1), erased)
     assert 100 < erased.any((1, 2)).sum() < 180
     sides = torch.cat([erased[:, 0].any(1), erased[:, -1].any(1), erased[..., 0].any(1), erased[..., -1].any(1)])
     assert sides.view(4, 200).any(1).all(), "no box came to an edge"
@@ -386,7 +385,7 @@ def test_all_that_timm_erases_is_erased_and_nothing_else(size, monkeypatch):
 def test_noise_differs_between_images_batches_and_with_pixel_between_pixels(re_mode):
     _, crops, finish = erasing((24, 32), re_mode, 1.0)
     random.seed(0), torch.manual_seed(0)
-    batches = [torch.utils.data.default_collate([crops((tensor_of(photo(n)), None)) for n in range(8)]) for _ in "ab"]
+    batches = [crops.collate([crops((tensor_of(photo(n)), None)) for n in range(8)]) for _ in "ab"]
     first, parts = set(), []
     for images, (_, table) in zip(finish.together(batches, CPU), batches, strict=True):
         for image, (top, left, bottom, right) in zip(images, table[:, 1:5].int().tolist(), strict=True):
@@ -404,7 +403,7 @@ def test_batches_finished_together_are_as_each_alone(re_mode):
     crops, finish = split_transform(timms(re_mode=re_mode, re_prob=0.5))
     random.seed(0), torch.manual_seed(0)
     sizes = (1, 7, 3, 16, 2)
-    batches = [torch.utils.data.default_collate([crops((tensor_of(photo(n)), None)) for n in range(k)]) for k in sizes]
+    batches = [crops.collate([crops((tensor_of(photo(n)), None)) for n in range(k)]) for k in sizes]
     batches[2][1][:, 1:5] = 0  # nothing erased
     alone = [finish(batch, CPU) for batch in batches]
     for one, other in zip(alone, finish.together(batches, CPU), strict=True):
@@ -494,7 +493,7 @@ def test_draws_are_all_made_with_the_crop():
     image, tables, results = tensor_of(photo()), [], []
     for _ in range(2):
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        batch = torch.utils.data.default_collate([crops((image, None)) for _ in range(16)])
+        batch = crops.collate([crops((image, None)) for _ in range(16)])
         tables.append(batch[1])
         random.seed(len(tables)), np.random.seed(len(tables)), torch.manual_seed(len(tables))
         before = torch.get_rng_state()
@@ -552,7 +551,7 @@ def test_batches_on_a_device():
     assert seen == [(n, [n, n]) for n in range(3)]
     assert list(device_batches([], "cpu")) == []
     crops, finish = split_transform(timms())
-    batch = torch.utils.data.default_collate([(crops((tensor_of(photo()), None)), 3)] * 2)
+    batch = (crops.collate([crops((tensor_of(photo()), None))] * 2), torch.tensor([3, 3]))
     ((images, targets),) = device_batches([batch], "cpu", finish)
     assert images.shape == (2, 3, 48, 48) and targets.tolist() == [3, 3]
     places = [("shard", "a"), ("shard", "b")]
@@ -635,6 +634,15 @@ def test_fetching_ahead_neither_waits_for_the_gpu_nor_mixes_batches_up(crop_on_d
         assert other == pytest.approx(one, rel=1e-3, abs=5.0)
 
 
+def profile_behind_the_size(data):
+    """Move the colour profile of a JPEG to just before its pixels."""
+    start = data.index(b"\xff\xe2")
+    stop = start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
+    rest = data[:start] + data[stop:]
+    pixels = rest.index(b"\xff\xda")
+    return rest[:pixels] + data[start:stop] + rest[pixels:]
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -643,13 +651,14 @@ def test_fetching_ahead_neither_waits_for_the_gpu_nor_mixes_batches_up(crop_on_d
         encode(scene(), progressive=True),
         encode(scene("CMYK")),
         encode(scene(), icc_profile=swapped_profile()),
+        profile_behind_the_size(encode(scene(), icc_profile=swapped_profile())),
         encode(rotated(6)[0], exif=rotated(6)[1]),
         encode(scene(), "PNG"),
         encode(scene("P"), "PNG"),
         encode(Image.new("RGB", (1, 40))),
         jpeg(photo(), subsampling=2, quality=80),
     ],
-    ids=["rgb", "gray", "progressive", "cmyk", "profile", "turned", "png", "palette", "narrow", "subsampled"],
+    ids=["rgb", "gray", "progressive", "cmyk", "profile", "late", "turned", "png", "palette", "narrow", "subsampled"],
 )
 def test_decoding_to_tensors_is_the_same_to_the_bit(data):
     wanted = tensor_of(decode_image(data))

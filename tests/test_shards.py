@@ -14,6 +14,7 @@ import tarfile
 import numpy as np
 import pytest
 from PIL import Image
+from test_images import encode, rotated, swapped_profile
 from timm.data.readers.reader_wds import ReaderWds
 
 from vision_longhorn import shards as maker
@@ -21,7 +22,7 @@ from vision_longhorn.command_line.parser import run_cli
 from vision_longhorn.data import DataError, decode_image, open_shards, sharding
 from vision_longhorn.data.index import read_index, write_index
 from vision_longhorn.data.samples import image_of
-from vision_longhorn.data.sources import GROUND_TRUTH, ground_truth, ilsvrc_train, image_folder
+from vision_longhorn.data.sources import GROUND_TRUTH, Sample, ground_truth, ilsvrc_train, image_folder
 from vision_longhorn.data.tars import read_shard
 from vision_longhorn.errors import UserError
 from vision_longhorn.files import write_text
@@ -98,6 +99,18 @@ def test_images_above_max_side_are_stored_smaller(tmp_path):
             make(tmp_path / "src", tmp_path / "out", max_side=other)
     with pytest.raises(DataError, match="max_side=0; it must be at least 1"):
         make(tmp_path / "src", tmp_path / "new", max_side=0)
+
+
+def test_with_max_side_images_are_stored_as_people_see_them():
+    image, exif = rotated(6)
+    for options in dict(exif=exif), dict(icc_profile=swapped_profile()):
+        data = encode(image, **options)
+        sample = Sample("a.jpeg", 0, size=len(data), data=data)
+        assert sharding.stored_form(sample, None) == (data, "jpg")
+        stored, _ = sharding.stored_form(sample, 48)
+        header, seen = Image.open(io.BytesIO(stored)), decode_image(data)
+        assert not header.getexif() and "icc_profile" not in header.info and header.size == seen.size
+        assert np.abs(np.asarray(header, float) - np.asarray(seen)).mean() < 8
 
 
 def test_images_are_stored_untouched_and_mixed(folder, tmp_path):

@@ -20,7 +20,6 @@ import torch
 from timm.data import auto_augment
 from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import MaybeToTensor, RandomResizedCropAndInterpolation, ResizeKeepRatio
-from torch.utils.data import default_collate
 from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
@@ -35,6 +34,7 @@ _LARGE = 8  # pixels of an image for each of its crop's, above which a worker cr
 _STEP = 2**21  # bytes to a multiple of which sent images are filled up, so that memory can be used again
 _ENOUGH = 2**22  # bytes of crops up to which small batches are collected, for `Finish` to work on together
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
+View = tuple[torch.Tensor, list[int], list[float]]
 Memory = Callable[[int], torch.Tensor]
 _memory = functools.partial(torch.empty, dtype=torch.uint8)
 
@@ -171,46 +171,46 @@ class Crops:
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the box's place is needed
 
-    def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> tuple[torch.Tensor, ...]:
-        """Turn the result of `decode` into a crop, uint8 (height, width, 3), and its row, float64 (length,). With a
-        `size` it gives the image, uint8 (3, H, W), the place of the crop in it, int64 (6,), and the row."""
+    def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> View:
+        """Turn the result of `decode` into (crop, [], row of the table), the crop uint8 (height, width, 3). With a
+        `size` it is (image, place, row): the image uint8 (3, H, W), the place its width, then top, left, height and
+        width of the crop, and 1 for bicubic or 0 for bilinear resampling."""
         image, correct = decoded
+        place = list[int]()
         if self.size is None:
-            found = [(self._padded_crop if self.resize else self._resized_crop)(image, correct).contiguous()]
+            image = (self._padded_crop if self.resize else self._resized_crop)(image, correct)
         elif correct or image[0].numel() > _LARGE * self.size[0] * self.size[1]:
             image = self._resized_crop(image, correct).permute(2, 0, 1)
-            found = [image, torch.tensor([image.shape[2], 0, 0, *image.shape[1:], 0])]
+            place = [image.shape[2], 0, 0, *image.shape[1:], 0]
         else:
-            place, mode = self._region(image), random.choice(_as_list(self.crop.interpolation))
-            found = [image, torch.tensor([image.shape[2], *place, mode == InterpolationMode.BICUBIC])]
+            region, mode = self._region(image), random.choice(_as_list(self.crop.interpolation))
+            place = [image.shape[2], *region, mode == InterpolationMode.BICUBIC]
         notes: list[float] = []
         for policy, _ in self.policies:
             notes = policy(notes)
-        box = _Box(*(self.size or found[0].shape[:2]))
+        box = _Box(*(self.size or image.shape[:2]))
         if self.eraser is not None:
             self.eraser(box)
         row = [random.getrandbits(48), *box.box, *notes]
         row += [0] * (self.row_length - len(row))
-        return *found, torch.tensor(row, dtype=torch.float64)
+        return image, place, row
 
-    def collate(self, views: list[tuple[torch.Tensor, ...]], memory: Memory = _memory) -> list[torch.Tensor]:
+    def collate(self, views: Sequence[View], memory: Memory = _memory) -> list[torch.Tensor]:
         """Make a batch of what `__call__` gives: crops (B, height, width, 3) and the table. With a `size`, pixels (n,)
         and places (B, 7), as `resized_regions` takes them, and the table. An image of several views is there once.
         Crops and pixels lie in `memory(n)`, uint8 (n,)."""
-        rest = default_collate([rest for _, *rest in views])
+        table = torch.tensor([row for *_, row in views], dtype=torch.float64)
         if self.size is None:
             crops = [crop for crop, *_ in views]
             found = memory(len(crops) * crops[0].numel()).view(-1, *crops[0].shape)
-            return [torch.stack(crops, out=found), *rest]
+            return [torch.stack(crops, out=found), table]
         images = {id(image): image for image, *_ in views}
         starts = dict(zip(images, itertools.accumulate((image.numel() for image in images.values()), initial=0)))
         pixels = memory(-(-sum(image.numel() for image in images.values()) // _STEP) * _STEP)
         for number, image in images.items():
             start = starts[number]
             pixels[start : start + image.numel()].view(*image.shape[1:], 3).copy_(image.permute(1, 2, 0))
-        begin = torch.tensor([starts[id(image)] for image, *_ in views])[:, None]
-        places, table = rest
-        return [pixels, torch.cat([begin, places], 1), table]
+        return [pixels, torch.tensor([[starts[id(image)], *place] for image, place, _ in views]), table]
 
     def _region(self, image: torch.Tensor) -> tuple[int, int, int, int]:
         top, left, height, width = self.crop.get_params(image, self.crop.scale, self.crop.ratio)

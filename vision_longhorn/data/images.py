@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import logging
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +29,10 @@ _warnings = itertools.count()  # `next` is safe in threads, such as those of `ke
 # Without a list PIL also tries formats that start other programs (EPS runs ghostscript).
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm")
+
+# Tables, comments, and what programs add besides EXIF data (0xFFE1) and profiles (0xFFE2)
+_PLAIN_MARKERS = {0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, *range(0xFFE3, 0xFFF0), 0xFFFE}
+_PLAIN_PIXELS = 2**26  # PIL warns of larger pictures
 
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
@@ -88,15 +93,50 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
     if isinstance(data, np.ndarray):
         return torch.from_numpy(data).permute(2, 0, 1), None
     with contextlib.suppress(Exception):  # after any error PIL's decoder tries, whose messages are clearer
+        if decode_jpeg and _is_plain(data):
+            return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB"), None
         header = Image.open(io.BytesIO(data), formats=FORMATS)  # refuses pictures too large to decode
-        turned = header.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
-        if decode_jpeg and header.format == "JPEG" and header.mode in ("RGB", "L") and not turned:
-            profile = header.info.get("icc_profile")
-            transform = _srgb_transform(profile, header.mode) if profile else None
+        if decode_jpeg and header.format == "JPEG" and header.mode in ("RGB", "L") and not _is_turned(header):
+            transform = _transform_of(header)
             if header.mode == "RGB" or transform is None:
                 image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
                 return image, functools.partial(_transformed, transform) if transform else None
     return _tensor(decode_image(data)), None
+
+
+def is_stored_as_seen(data: bytes) -> bool:
+    """Tell whether an image is stored upright and in sRGB, as far as its header can be read."""
+    if not _is_plain(data):
+        with contextlib.suppress(Exception):
+            header = Image.open(io.BytesIO(data), formats=FORMATS)
+            return not _is_turned(header) and _transform_of(header) is None
+    return True
+
+
+def _is_turned(header: Image.Image) -> bool:
+    return header.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
+
+
+def _transform_of(header: Image.Image) -> ImageCms.ImageCmsTransform | None:
+    profile = header.info.get("icc_profile")
+    return _srgb_transform(profile, header.mode) if profile else None
+
+
+def _is_plain(data: bytes) -> bool:
+    """Tell whether a file is a JPEG in gray or RGB without EXIF data, XMP or a profile. PIL takes far longer to
+    read a header."""
+    is_known, at = data[:2] == b"\xff\xd8", 2
+    while is_known:
+        marker, length = struct.unpack_from(">HH", data, at)
+        if marker == 0xFFDA:  # the pixels follow
+            return True
+        if marker in (0xFFC0, 0xFFC1, 0xFFC2):
+            bits, height, width, colours = struct.unpack_from(">BHHB", data, at + 4)
+            is_known = bits == 8 and colours in (1, 3) and 0 < height * width <= _PLAIN_PIXELS
+        else:
+            is_known = marker in _PLAIN_MARKERS
+        at += 2 + length
+    return False
 
 
 def _transformed(transform: ImageCms.ImageCmsTransform, image: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ from vision_longhorn.settings import DIGITS
 
 from . import sources
 from .folders import alike, find_splits, known_split, read_lines, read_names, same_split
-from .images import DataError, check_image, decode_image, warn_if_dark
+from .images import DataError, check_image, decode_image, is_stored_as_seen, warn_if_dark
 from .index import INDEX_NAMES, read_index, write_index
 from .places import find_shards
 from .samples import RawSample, decoded, image_of, label_of
@@ -52,7 +52,7 @@ def make_shards(
     """Write samples into shards in an order shuffled over all classes, and at the end the index.
 
     It may be stopped and run again: finished shards are kept. Every image is decoded once as a check and stored as it
-    is, unless it is larger than `max_side`. Every shard is read back and compared before it gets its name.
+    is, except with `max_side`. Every shard is read back and compared before it gets its name.
 
     Args:
         out: folder for the shards, `{split}-000000.tar` and on.
@@ -60,7 +60,8 @@ def make_shards(
         shard_size: most samples in a shard; all shards are filled evenly.
         on_bad: "stop" or "skip" at an image that cannot be decoded.
         source: word that tells in the index where the samples come from.
-        max_side: longest side in pixels, at least 1; larger images are scaled down to it, as JPEG of quality 95.
+        max_side: longest side in pixels, at least 1. Larger images are scaled down to it. With those that are turned or
+            have a colour profile, they become upright JPEGs in sRGB, of quality 95, which load faster.
 
     Returns:
         names of the images that were skipped
@@ -180,8 +181,8 @@ def _write(
 
 
 def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, str]:
-    """Read and decode an image, and encode it again, smaller, if a side is above `max_side`. Returns the bytes to
-    store, and the extension by which readers find them."""
+    """Read and decode an image. With a `max_side`, encode it again if it is larger, turned, or not in sRGB. Returns the
+    bytes to store, and the extension by which readers find them."""
     data = sample.read()
     try:
         image = decode_image(data)
@@ -189,11 +190,14 @@ def stored_form(sample: sources.Sample, max_side: int | None) -> tuple[bytes, st
         raise DataError(f"{sample.name}: {error}") from None
     warn_if_dark(data, image, sample.name)
     extension = os.path.splitext(sample.name)[1][1:].lower()
-    if max_side is None or max(image.size) <= max_side:
+    longest = max(image.size)
+    if max_side is None or (longest <= max_side and is_stored_as_seen(data)):
         return data, "jpg" if extension == "jpeg" else extension
-    smaller = [max(1, round(side * max_side / max(image.size))) for side in image.size]
+    if longest > max_side:
+        smaller = [max(1, round(side * max_side / longest)) for side in image.size]
+        image = image.resize(smaller, Image.Resampling.LANCZOS)
     file = io.BytesIO()
-    image.resize(smaller, Image.Resampling.LANCZOS).save(file, "JPEG", quality=95)
+    image.save(file, "JPEG", quality=95)
     return file.getvalue(), "jpg"
 
 
