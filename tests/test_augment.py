@@ -188,7 +188,7 @@ def test_same_seed_same_crop_box_and_flip(flips):
         random.seed(seed), torch.manual_seed(seed)
         wanted = whole(image)
         random.seed(seed), torch.manual_seed(seed)
-        got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
+        got = finish(crops.collate([crops((tensor_of(image), None))]), CPU)[0]
         off.append((wanted - got).abs() * torch.tensor(STD).view(3, 1, 1) * 255)
     off = torch.stack(off)
     # Resampling of uint8 tensors rounds its weights otherwise than PIL.
@@ -227,7 +227,7 @@ def test_any_padding_that_tensors_know_is_that_of_pictures(options):
         random.seed(seed), torch.manual_seed(seed)
         wanted = Compose(steps)(image)
         random.seed(seed), torch.manual_seed(seed)
-        got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
+        got = finish(crops.collate([crops((tensor_of(image), None))]), CPU)[0]
         torch.testing.assert_close(got, wanted)
 
 
@@ -251,7 +251,7 @@ def test_padded_crops(size):
             random.seed(seed), torch.manual_seed(seed)
             views.append(whole(image))
             random.seed(seed), torch.manual_seed(seed)
-            views.append(finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0])
+            views.append(finish(crops.collate([crops((tensor_of(image), None))]), CPU)[0])
         off.append((views[0] - views[1]).abs() * torch.tensor(STD).view(3, 1, 1) * 255)
         assert torch.equal(views[2], views[3]), "the same draws leave the same margin"
         lit = (views[2][0] > 0).int()
@@ -428,7 +428,7 @@ def test_colour_jitter_is_torchvisions():
             torch.manual_seed(seed)
             wanted = whole(image)
             torch.manual_seed(seed)
-            got = finish([value[None] for value in crops((tensor_of(image), None))], CPU)[0]
+            got = finish(crops.collate([crops((tensor_of(image), None))]), CPU)[0]
             assert (wanted - got).abs().max() < 2.1 / 255 / min(STD)
 
 
@@ -445,10 +445,10 @@ def test_pictures_are_flipped_before_they_are_turned():
 def test_crops_and_policies_resample_as_the_transform_says(interpolation, kinds):
     crops, _ = split_transform(timms(interpolation=interpolation, scale=(1, 1), ratio=(1, 1), hflip=0.0))
     image = tensor_of(photo(8, (70, 70)))
-    views = [crops((image, None)) for _ in range(60)]
-    notes = torch.cat([row[5:].view(-1, 3) for _, row in views]).int().tolist()
+    views, table = crops.collate([crops((image, None)) for _ in range(60)])
+    notes = table[:, 5:].reshape(-1, 3).int().tolist()
     assert {bilinear for kind, _, bilinear in notes if KINDS[kind] in AFFINE} == kinds
-    assert len({view.numpy().tobytes() for view, _ in views}) == len(kinds)
+    assert len({view.numpy().tobytes() for view in views}) == len(kinds)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
