@@ -33,7 +33,7 @@ def _parser() -> Parser:
         default="stop",
         help="what to do at an image that cannot be decoded [stop]",
     )
-    making.add_argument("--max-side", type=COUNT, help="scale larger images to this longer side and store all as seen, for faster training")
+    making.add_argument("--max-side", type=COUNT, help="scale larger images to this side, for faster training")
 
     out = "folder for the shards and their index"
     folder = commands.add_parser("imagefolder", parents=[making], help="from a folder of one folder per class")
