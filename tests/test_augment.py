@@ -22,6 +22,7 @@ from vision_longhorn.data import (
     decode_image,
     device_batches,
     open_shards,
+    sharing,
     split_transform,
     train_loader,
 )
@@ -29,6 +30,7 @@ from vision_longhorn.data.augment import Finish, _Box, _sent_ahead
 from vision_longhorn.data.images import decode_tensor
 from vision_longhorn.data.operations import AFFINE, KINDS, resampled
 from vision_longhorn.data.regions import resized_on_cpu
+from vision_longhorn.data.sharing import SharedMemory
 from vision_longhorn.data.transforms import mend_posterize, train_transform
 from vision_longhorn.errors import UserError
 from vision_longhorn.training.config import Config, read_config_file
@@ -529,6 +531,21 @@ def test_halves_in_a_loader_skip_and_go_on_as_the_whole_does(tmp_path, workers, 
     assert "sample s09: not a readable image" in found[0]
 
 
+def test_pinned_batches_take_two_pieces_of_memory_in_turn(monkeypatch):
+    monkeypatch.setattr(sharing, "get_worker_info", lambda: "a worker")
+    memory = SharedMemory(is_pinned=True)
+    first, second, third = (memory(size) for size in (100, 100, 110))
+    assert first.is_shared() and len(third) == 110
+    assert first.data_ptr() == third.data_ptr() != second.data_ptr()
+    monkeypatch.setattr(sharing, "_shared", lambda size: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        memory(1000)
+    again = [memory(10).data_ptr() for _ in range(3)]
+    assert again[0] == again[2] != again[1]
+    monkeypatch.undo()
+    assert not SharedMemory(is_pinned=True)(9).is_shared()
+
+
 @pytest.mark.parametrize("pin_memory", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("crop_on_device", [False, True])
 def test_a_batch_stays_while_a_worker_makes_the_next_ones(tmp_path, crop_on_device, pin_memory):
@@ -634,9 +651,9 @@ def test_fetching_ahead_neither_waits_for_the_gpu_nor_mixes_batches_up(crop_on_d
         assert other == pytest.approx(one, rel=1e-3, abs=5.0)
 
 
-def profile_behind_the_size(data):
-    """Move the colour profile of a JPEG to just before its pixels."""
-    start = data.index(b"\xff\xe2")
+def exif_behind_the_size(data):
+    """Move the EXIF data of a JPEG to just before its pixels."""
+    start = data.index(b"\xff\xe1")
     stop = start + 2 + int.from_bytes(data[start + 2 : start + 4], "big")
     rest = data[:start] + data[stop:]
     pixels = rest.index(b"\xff\xda")
@@ -651,14 +668,14 @@ def profile_behind_the_size(data):
         encode(scene(), progressive=True),
         encode(scene("CMYK")),
         encode(scene(), icc_profile=swapped_profile()),
-        profile_behind_the_size(encode(scene(), icc_profile=swapped_profile())),
         encode(rotated(6)[0], exif=rotated(6)[1]),
+        exif_behind_the_size(encode(rotated(6)[0], exif=rotated(6)[1])),
         encode(scene(), "PNG"),
         encode(scene("P"), "PNG"),
         encode(Image.new("RGB", (1, 40))),
         jpeg(photo(), subsampling=2, quality=80),
     ],
-    ids=["rgb", "gray", "progressive", "cmyk", "profile", "late", "turned", "png", "palette", "narrow", "subsampled"],
+    ids=["rgb", "gray", "progressive", "cmyk", "profile", "turned", "late", "png", "palette", "narrow", "subsampled"],
 )
 def test_decoding_to_tensors_is_the_same_to_the_bit(data):
     wanted = tensor_of(decode_image(data))
@@ -671,9 +688,18 @@ def test_decoding_to_tensors_is_the_same_to_the_bit(data):
 
 def test_decoding_to_tensors_refuses_the_same_files():
     data = encode(photo(size=(200, 160)))
-    for broken in (data[: len(data) * 2 // 3], data[:-300], data[:40], b"", b"text", encode(scene(), "GIF")):
-        with pytest.raises(DataError, match="not a readable image"):
-            decode_tensor(broken)
+    short = (b"\xff\xe0\0\6JFIF", b"\xff\xee\0\7Adobe", b"\xff\xed\0\x16Photoshop 3.0\0" + b"8BIM\4\4")
+    more = [data[:2] + segment + data[2:] for segment in short]
+    for broken in (data[: len(data) * 2 // 3], data[:-300], data[:40], b"", b"text", encode(scene(), "GIF"), *more):
+        for decode in decode_image, decode_tensor:
+            with pytest.raises(DataError, match="not a readable image"):
+                decode(broken)
+
+
+def test_ordinary_jpegs_are_decoded_without_pil(monkeypatch):
+    monkeypatch.setattr(Image, "open", lambda *args, **kwargs: pytest.fail("PIL read the header, which takes longer"))
+    for data in encode(scene()), encode(scene("L")), encode(scene(), progressive=True, comment=b"a"):
+        assert decode_tensor(data)[1] is None
 
 
 def test_the_policy_for_cifar_is_that_of_its_paper_in_both_halves():

@@ -103,8 +103,13 @@ def test_images_above_max_side_are_stored_smaller(tmp_path):
 
 def test_with_max_side_images_are_stored_as_people_see_them():
     image, exif = rotated(6)
-    for options in dict(exif=exif), dict(icc_profile=swapped_profile()):
-        data = encode(image, **options)
+    palette, profile = image.convert("P", palette=Image.Palette.ADAPTIVE), swapped_profile()
+    for data in (
+        encode(image, exif=exif),
+        encode(image, icc_profile=profile),
+        encode(image, "PNG", exif=exif),
+        encode(palette, "PNG", icc_profile=profile),
+    ):
         sample = Sample("a.jpeg", 0, size=len(data), data=data)
         assert sharding.stored_form(sample, None) == (data, "jpg")
         stored, _ = sharding.stored_form(sample, 48)

@@ -252,7 +252,8 @@ class Finish:
         fill: tuple[int, ...],
         size: tuple[int, int] | None = None,
     ) -> None:
-        self.mean, self.std, self.eraser, self.size = torch.as_tensor(mean), torch.as_tensor(std), eraser, size
+        self.mean, self.std = (torch.as_tensor(value, dtype=torch.float32) for value in (mean, std))
+        self.eraser, self.size = eraser, size
         self.fill = torch.tensor(fill, dtype=torch.float32)
 
     def __call__(self, batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -30,10 +30,11 @@ _warnings = itertools.count()  # `next` is safe in threads, such as those of `ke
 FORMATS = ("JPEG", "PNG", "WEBP", "PPM")
 EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm")
 
-# Tables, comments, and what programs add besides EXIF data (0xFFE1) and profiles (0xFFE2)
-_PLAIN_MARKERS = {0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, *range(0xFFE3, 0xFFF0), 0xFFFE}
+# Tables, comments, and what programs add besides EXIF data (0xFFE1), profiles (0xFFE2) and Photoshop's (0xFFED)
+_PLAIN_MARKERS = {0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, *range(0xFFE3, 0xFFED), 0xFFEE, 0xFFEF, 0xFFFE}
 _PLAIN_PIXELS = 2**26  # PIL warns of larger pictures
 
+_PROFILED = ("RGB", "CMYK", "L")  # modes of images to which a profile applies as they are
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 
@@ -72,7 +73,7 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
         image = image.convert("RGBA")
     if profile:
         # The profile describes the channels as stored, so it applies directly to images of these modes only.
-        source = image if image.mode in ("RGB", "CMYK", "L") else image.convert("RGB")
+        source = image if image.mode in _PROFILED else image.convert("RGB")
         with contextlib.suppress(ImageCms.PyCMSError, OSError, ValueError):
             if transform := _srgb_transform(profile, source.mode):
                 image = transform.apply(source)
@@ -106,8 +107,8 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
 
 def is_stored_as_seen(data: bytes) -> bool:
     """Tell whether an image is stored upright and in sRGB, as far as its header can be read."""
-    if not _is_plain(data):
-        with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception):
+        if not _is_plain(data):
             header = Image.open(io.BytesIO(data), formats=FORMATS)
             return not _is_turned(header) and _transform_of(header) is None
     return True
@@ -119,7 +120,7 @@ def _is_turned(header: Image.Image) -> bool:
 
 def _transform_of(header: Image.Image) -> ImageCms.ImageCmsTransform | None:
     profile = header.info.get("icc_profile")
-    return _srgb_transform(profile, header.mode) if profile else None
+    return _srgb_transform(profile, header.mode if header.mode in _PROFILED else "RGB") if profile else None
 
 
 def _is_plain(data: bytes) -> bool:
@@ -134,7 +135,8 @@ def _is_plain(data: bytes) -> bool:
             bits, height, width, colours = struct.unpack_from(">BHHB", data, at + 4)
             is_known = bits == 8 and colours in (1, 3) and 0 < height * width <= _PLAIN_PIXELS
         else:
-            is_known = marker in _PLAIN_MARKERS
+            # PIL refuses JFIF (0xFFE0) and Adobe's (0xFFEE) if they are too short.
+            is_known = marker in _PLAIN_MARKERS and (length >= 9 or marker not in (0xFFE0, 0xFFEE))
         at += 2 + length
     return False
 

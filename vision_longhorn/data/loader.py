@@ -47,8 +47,8 @@ def train_loader(
         shards: the result of `open_shards`.
         transform: maps a PIL image (RGB) to a float tensor (3, H, W). If it has a method `decode`, it gets what that
             makes of the file's bytes (or of pixels, with `keep_in_memory`), and may return any structure of tensors. A
-            method `collate(views, memory)` makes the inputs of a batch out of what it returned. It may call `memory(n)`
-            once, for n bytes that it shares with this process.
+            method `collate(views, memory)` makes the inputs of a batch out of what it returned, as a tensor or in a
+            list. It may call `memory(n)` once, for n bytes that it shares with this process.
         batch_size: samples per batch and rank.
         num_workers: worker processes of this rank, never more than there are batches; 0 reads in the caller's process.
         rank, world_size: this process and the number of processes that train together.
@@ -133,7 +133,8 @@ class Loader(wds.WebLoader):
         if stream.shards.kept is not None and num_workers and sys.platform == "linux":
             self.options["multiprocessing_context"] = "fork"  # the only way to share that memory
         self.stream = stream
-        stream.memory = SharedMemory(is_pinned=pin_memory and torch.cuda.is_available())
+        is_pinned = pin_memory and torch.cuda.is_available()
+        stream.memory = SharedMemory(is_pinned and num_batches is not None)
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
         wds.DataPipeline.__init__(self, _Workers(stream, **self.options))
@@ -195,7 +196,8 @@ class Loader(wds.WebLoader):
     def _means_death(self, error: Exception) -> bool:
         """Tell whether an error means that a worker has died. Errors raised by a worker's own code name the worker."""
         if isinstance(error, RuntimeError):
-            return str(error).startswith("DataLoader worker")
+            # The thread that pins dies, too, if it was reading what the worker had sent.
+            return str(error).startswith(("DataLoader worker", "Pin memory thread exited"))
         return self.options["num_workers"] > 0 and " in DataLoader worker process " not in str(error)
 
 

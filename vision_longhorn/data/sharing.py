@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 PREFETCH = 2  # batches for which torch asks a worker before it has taken the first
-_SPARE = 1.25  # bytes for each byte of the first batch, since batches differ in size
+_SPARE = 1.25  # bytes of new memory for each byte of the batch that needs it, since batches differ in size
 
 
 class SharedMemory:
@@ -13,10 +13,11 @@ class SharedMemory:
     batches are pinned keeps two pieces and gives them in turn.
 
     torch asks a worker for batch n only after its batch n - 2 was taken, and has copied that to pinned memory before.
-    What is not pinned may still be in use then, and gets new memory.
+    What is not pinned may still be in use then, and gets new memory. So do all batches of an evaluation: when a worker
+    has no more, torch asks another one earlier. In an epoch of training no batch is left to ask for then.
 
     Args:
-        is_pinned: whether torch copies each batch to pinned memory.
+        is_pinned: whether torch copies each batch to pinned memory, and no worker ends before another.
     """
 
     def __init__(self, is_pinned: bool) -> None:
@@ -29,10 +30,10 @@ class SharedMemory:
             return torch.empty(size, dtype=torch.uint8)
         if not self.is_pinned:
             return _shared(size)
-        piece = self.pieces.pop(0)
+        piece, *others = self.pieces
         if len(piece) < size:
             piece = _shared(int(size * _SPARE))
-        self.pieces.append(piece)
+        self.pieces = [*others, piece]
         return piece[:size]
 
 

@@ -110,8 +110,10 @@ class Stream(IterableDataset):
             for inputs, targets, *places in self.batches(worker, num_workers):
                 yield (to_arrays(inputs), to_arrays(targets)), report(*places or [[]])
         except DataError as error:
-            # If it were raised here, torch would wrap it in a traceback of many lines.
-            yield error, report([])
+            # If it were raised here, torch would wrap it in a traceback of many lines. It is the answer to all later
+            # requests, too: torch would pass them on to other workers, whose memory may still be in use.
+            while True:
+                yield error, report([])
 
     def samples(self, order: Iterable[int], start: int, stop: int) -> Iterator[RawSample]:
         """Yield the samples in the stretch [start, stop) of the line on which the shards lie in `order`."""
