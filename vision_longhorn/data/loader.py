@@ -56,7 +56,8 @@ def train_loader(
         repeats: views of each image in an epoch, next to each other in a batch (batch augmentation, arXiv 1901.09335).
             An image is decoded once for all its views. Each epoch then covers the next of `repeats` parts of the data.
         shuffle_buffer: undecoded samples from which each worker draws at random. An ImageNet file takes 110 kB.
-        pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets.
+        pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets. On a
+            GPU each worker keeps the memory of two batches, in /dev/shm on Linux, if the transform has `collate`.
         max_bad_samples: how many unusable samples each rank may skip in an epoch; below 1, a share of its samples. The
             next sample takes the place of a skipped one.
         keys: add to each batch a list of B pairs (shard, key), the places of its samples.
