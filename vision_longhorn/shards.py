@@ -33,7 +33,12 @@ def _parser() -> Parser:
         default="stop",
         help="what to do at an image that cannot be decoded [stop]",
     )
-    making.add_argument("--max-side", type=COUNT, help="scale larger images to this side, for faster training")
+    making.add_argument(
+        "--max-side",
+        type=COUNT,
+        help="scale larger images to this side, and make turned ones and those with a colour profile upright and sRGB, "
+        "for faster training",
+    )
 
     out = "folder for the shards and their index"
     folder = commands.add_parser("imagefolder", parents=[making], help="from a folder of one folder per class")

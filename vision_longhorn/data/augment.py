@@ -252,8 +252,7 @@ class Finish:
         fill: tuple[int, ...],
         size: tuple[int, int] | None = None,
     ) -> None:
-        self.mean, self.std = (torch.as_tensor(value, dtype=torch.float32) for value in (mean, std))
-        self.eraser, self.size = eraser, size
+        self.mean, self.std, self.eraser, self.size = torch.as_tensor(mean), torch.as_tensor(std), eraser, size
         self.fill = torch.tensor(fill, dtype=torch.float32)
 
     def __call__(self, batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -277,9 +276,7 @@ class Finish:
         # Two copies from pinned memory serve all operations. Many small ones would each wait for the device.
         numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
         values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
-        # Two passes over all images, where (x / 255 - mean) / std would take four
-        factors = 1 / (255 * self.std), -self.mean / self.std, self.fill
-        scale, shift, fill = (_send(value.view(3, 1, 1), device) for value in factors)
+        mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
         if self.size is None:
             images = torch.cat([crops.to(device, non_blocking=True) for crops, _ in batches])
             images = images.permute(0, 3, 1, 2).contiguous()  # (B, 3, H, W)
@@ -292,7 +289,7 @@ class Finish:
             result = OPERATIONS[kind](images[numbers[start:stop]], values[start:stop], fill)
             images.index_copy_(0, numbers[start:stop], result)
             start = stop
-        images = torch.mul(images, scale).add_(shift)
+        images = images.float().div_(255).sub_(mean).div_(std)
         if self.eraser is not None and erased:
             noise = torch.cat([_noise(table, self.eraser, images) for table in tables])
             top, left, bottom, right = values[start:].view(-1, 6, 1, 1).unbind(1)[:4]

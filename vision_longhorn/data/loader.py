@@ -135,6 +135,7 @@ class Loader(wds.WebLoader):
             self.options["multiprocessing_context"] = "fork"  # the only way to share that memory
         self.stream = stream
         is_pinned = pin_memory and torch.cuda.is_available()
+        # Workers of an evaluation, whose batches are not counted, end one by one.
         stream.memory = SharedMemory(is_pinned and num_batches is not None)
         self.num_batches = num_batches
         self.skipped: list[tuple[str, int]] = []
