@@ -212,11 +212,16 @@ def compile_values(_: str, dtype: torch.dtype, variant: str) -> None:
     values.backward(_tensor(scans, *z.shape, dtype=dtype), z, values.forward(z))
 
 
-def compile_resample(_: str, dtype: torch.dtype, variant: str) -> None:
-    from vision_longhorn.data import affine
+def compile_augment(_: str, dtype: torch.dtype, variant: str) -> None:
+    from vision_longhorn.data import fused
+    from vision_longhorn.data.operations import INDICES
 
-    images, fill = _tensor(BATCH, 3, 32, 32, dtype=torch.uint8), _tensor(3, 1, 1, dtype=torch.float32)
-    affine.resample(images, _tensor(BATCH, 6, dtype=torch.float32), fill, variant == "bilinear")
+    images, colours = _tensor(BATCH, 3, 32, 32, dtype=torch.uint8), _tensor(3, 1, 1, dtype=torch.float32)
+    rows = _tensor(BATCH, 8, dtype=torch.float32)
+    fused.operate(images, [[n, INDICES["Equalize"]] for n in range(BATCH)], rows, 0, colours)
+    normalized = fused.normalize(images, colours, colours)
+    for side in 32, 1:
+        fused.erase(normalized, rows, 0, _tensor(BATCH, 3, side, side, dtype=torch.float32))
 
 
 def compile_resize(_: str, dtype: torch.dtype, variant: str) -> None:
@@ -282,6 +287,7 @@ def scan_variants(rule: Rule) -> tuple[str, ...]:
 # The function that launches a family of kernels, and its variants.
 FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ...]]] = {
     **{name: (compile_scan, scan_variants(get_rule(name))) for name in NAMES},
+    "augment": (compile_augment, ("one_direction",)),
     "conv": (compile_conv, ("one_direction", "reversed", "both_directions")),
     "gelu": (compile_gelu, ("one_direction",)),
     "grid_conv": (compile_grid_conv, ("size_3", "size_5", "size_7")),
@@ -290,7 +296,6 @@ FAMILIES: dict[str, tuple[Callable[[str, torch.dtype, str], None], tuple[str, ..
     "padding": (compile_padding, ("both_directions",)),
     "projections": (compile_projections, ("small", "small_grid", "tiny_grid", "base_grid", "narrow_grid")),
     "residual_norm": (compile_residual_norm, ("one_direction", "turned")),
-    "resample": (compile_resample, ("bicubic", "bilinear")),
     "resize": (compile_resize, ("bicubic",)),
     "rope": (compile_rope, ("both_directions",)),
     "skip": (compile_skip, ("one_direction", "both_directions")),
@@ -339,7 +344,7 @@ def launchable() -> set[str]:
     """Find the names of the package's kernels that are launched, not called by others: they end in _kernel."""
     found = set()
     modules = [module.name for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}.")]
-    for name in (*modules, "vision_longhorn.data.affine", "vision_longhorn.data.resize"):
+    for name in (*modules, "vision_longhorn.data.fused", "vision_longhorn.data.resize"):
         values = [getattr(value, "jitted", value) for value in vars(importlib.import_module(name)).values()]
         found |= {value.fn.__name__ for value in values if isinstance(value, JITFunction)}
     return {name for name in found if name.endswith("_kernel")}

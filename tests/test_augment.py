@@ -22,13 +22,15 @@ from vision_longhorn.data import (
     decode_image,
     device_batches,
     open_shards,
+    operations,
     sharing,
     split_transform,
     train_loader,
 )
 from vision_longhorn.data.augment import Finish, _Box, _sent_ahead
 from vision_longhorn.data.images import decode_tensor
-from vision_longhorn.data.operations import AFFINE, KINDS, resampled
+from vision_longhorn.data.operations import AFFINE, INDICES, KINDS, OPERATIONS
+from vision_longhorn.data.operations import operate as operate_plainly
 from vision_longhorn.data.regions import resized_on_cpu
 from vision_longhorn.data.sharing import SharedMemory
 from vision_longhorn.data.transforms import mend_posterize, train_transform
@@ -122,18 +124,53 @@ def test_operations_give_what_pil_gives(name):
                 assert (wanted.int() - got.int()).float().mean().abs() < 0.01, (level, resample)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("size", [(20, 30), (33, 7), (1, 1)])
-def test_triton_resamples_to_the_bit(device, size):
-    from vision_longhorn.data.affine import resample
+ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
-    images = torch.randint(0, 256, (7, 3, *size), dtype=torch.uint8, device=device)
+
+@ON_BOTH
+@pytest.mark.parametrize("size", [(20, 30), (33, 7), (41, 37), (3, 3)])
+def test_triton_operates_to_the_bit(device, size):
+    from vision_longhorn.data import fused
+
+    arguments = {name: [0.0, 0.37, 1.0, 1.63, 200.0] for name in OPERATIONS if name[0].isupper()}
+    arguments |= {"Solarize": [0.0, 77.0, 256.0], "SolarizeAdd": [0.0, 31.0, 110.0], "Posterize": [0.0, 1.0, 4.0, 8.0]}
     maps = [AFFINE[name](factor, *size) for name, factor in (("Rotate", -27.3), ("ShearX", 0.29), ("ShearY", -0.11))]
     maps += [AFFINE["TranslateXRel"](0.2, *size), AFFINE["TranslateY"](-3.7, *size)]
     maps += [[1, 0, 0, 0, 1, 0], [1, 0, 1e9, 0, 1, -1e9]]
-    arguments = torch.tensor(maps, device=device), torch.tensor(FILL, device=device).float().view(3, 1, 1)
-    for bilinear in (False, True):
-        assert torch.equal(resample(images, *arguments, bilinear), resampled(images, *arguments, bilinear))
+    wanted = [(name, [value, 0, 0, 0, 0, 0]) for name, values in arguments.items() for value in values]
+    wanted += [(name, map) for name in ("bicubic", "bilinear") for map in maps]
+    images = torch.randint(0, 256, (3 * len(wanted) + 1, 3, *size), dtype=torch.uint8, device=device)
+    images[len(wanted) :] //= torch.randint(1, 99, (2 * len(wanted) + 1, 3, 1, 1), dtype=torch.uint8, device=device)
+    images[2 * len(wanted) :] = images[2 * len(wanted) :, :, :1, :1]  # one colour
+    layer = [[n, INDICES[name], *numbers] for n, (name, numbers) in enumerate(wanted * 3)]
+    layer, fill = sorted(layer, key=lambda row: row[1]), torch.tensor(FILL, device=device).float().view(3, 1, 1)
+    rows, kept = torch.tensor([[0.0] * 8, *layer], device=device), images.clone()
+    got = fused.operate(images, layer, rows, 1, fill)
+    assert torch.equal(images, kept), "the images are changed"
+    plain = operate_plainly(images.cpu(), layer, rows.cpu(), 1, fill.cpu())
+    for number, kind, *numbers in layer:
+        one, other = got[number].cpu(), plain[number]
+        assert torch.equal(one, other), (list(OPERATIONS)[kind], numbers, (one.int() - other.int()).abs().max())
+    assert torch.equal(got[-1], images[-1]), "an image without an operation"
+
+
+@ON_BOTH
+def test_triton_normalizes_and_erases_to_the_bit(device):
+    from vision_longhorn.data import fused
+
+    pixels = torch.randint(0, 256, (5, 3, 35, 33), dtype=torch.uint8, device=device)
+    scale, shift = (torch.randn(3, 1, 1, device=device) for _ in range(2))
+    boxes = [[4, 0, 0, 3, 35, 20, 0, 0], [1, 0, 34, 32, 35, 33, 0, 0], [2, 0, 7, 0, 8, 33, 0, 0]]
+    rows = torch.tensor([[0] * 8, *boxes], dtype=torch.float32, device=device)
+    for shape in (35, 33), (1, 1):
+        noise, results = torch.randn(3, 3, *shape, device=device), []
+        for form, place in (fused, device), (operations, "cpu"):
+            images = form.normalize(*(value.to(place) for value in (pixels, scale, shift)))
+            assert images.dtype == torch.float32
+            form.erase(images, rows.to(place), 1, noise.to(place))
+            results.append(images.cpu())
+        assert torch.equal(*results)
+        assert torch.equal(results[0][4, :, :, 3:20], noise[0].cpu().expand(3, 35, 33)[:, :, 3:20])
 
 
 def test_transform_is_split_as_it_stands():
@@ -453,7 +490,7 @@ def test_crops_and_policies_resample_as_the_transform_says(interpolation, kinds)
     assert len({view.numpy().tobytes() for view in views}) == len(kinds)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@ON_BOTH
 def test_triton_resizes_regions_as_torch_does(device):
     from vision_longhorn.data.resize import resize
 

@@ -26,7 +26,7 @@ from torchvision.transforms import InterpolationMode
 from vision_longhorn.errors import UserError
 
 from .images import decode_tensor
-from .operations import KINDS, OPERATIONS, groups
+from .operations import KINDS, erase, make_layer, normalize, operate
 from .regions import resized, resized_regions
 
 _HEAD = 5
@@ -252,8 +252,10 @@ class Finish:
         fill: tuple[int, ...],
         size: tuple[int, int] | None = None,
     ) -> None:
-        self.mean, self.std, self.eraser, self.size = torch.as_tensor(mean), torch.as_tensor(std), eraser, size
-        self.fill = torch.tensor(fill, dtype=torch.float32)
+        mean, std = (torch.as_tensor(value, dtype=torch.float32) for value in (mean, std))
+        self.eraser, self.size = eraser, size
+        # (x / 255 - mean) / std as x scale + shift, and the colour of pixels from outside
+        self.colours = torch.stack([1 / (255 * std), -mean / std, torch.tensor(fill, dtype=torch.float32)])
 
     def __call__(self, batch: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
         """Turn what `Crops.collate` makes into normalised images, float32 (B, 3, H, W), on `device`."""
@@ -267,16 +269,13 @@ class Finish:
         """Finish several batches at once, each with the bits that `__call__` gives. A small batch takes as many kernel
         launches as a large one, so small batches are faster together."""
         tables = [table.tolist() for *_, table in batches]
-        rows = [row for table in tables for row in table]
+        notes = [row for table in tables for row in table]
         height, width = self.size or batches[0][0].shape[1:3]
-        plan = [group for first in range(_HEAD, len(rows[0]), 3) for group in groups(rows, first, height, width)]
-        erased = [n for n, row in enumerate(rows) if _is_erased(row)]
-        all_numbers = [n for _, chosen, _ in plan for n in chosen] + erased
-        all_values = [value for _, _, some in plan for value in some] + [rows[n][1:5] + [0, 0] for n in erased]
-        # Two copies from pinned memory serve all operations. Many small ones would each wait for the device.
-        numbers = _send(torch.tensor(all_numbers, dtype=torch.int64), device)
-        values = _send(torch.tensor(all_values, dtype=torch.float32).view(-1, 6), device)
-        mean, std, fill = (_send(value.view(3, 1, 1), device) for value in (self.mean, self.std, self.fill))
+        layers = [make_layer(notes, first, height, width) for first in range(_HEAD, len(notes[0]), 3)]
+        boxes = [[n, 0, *row[1:5], 0, 0] for n, row in enumerate(notes) if _is_erased(row)]
+        # One copy from pinned memory serves all operations. Many small ones would each wait for the device.
+        rows = _send(torch.tensor([*itertools.chain(*layers), *boxes], dtype=torch.float32).view(-1, 8), device)
+        scale, shift, fill = _send(self.colours, device).view(3, 3, 1, 1)
         if self.size is None:
             images = torch.cat([crops.to(device, non_blocking=True) for crops, _ in batches])
             images = images.permute(0, 3, 1, 2).contiguous()  # (B, 3, H, W)
@@ -284,18 +283,13 @@ class Finish:
             sent = ((pixels.to(device, non_blocking=True), places) for pixels, places, _ in batches)
             images = torch.cat([resized_regions(*given, self.size) for given in sent])
         start = 0
-        for kind, chosen, _ in plan:
-            stop = start + len(chosen)
-            result = OPERATIONS[kind](images[numbers[start:stop]], values[start:stop], fill)
-            images.index_copy_(0, numbers[start:stop], result)
-            start = stop
-        images = images.float().div_(255).sub_(mean).div_(std)
-        if self.eraser is not None and erased:
-            noise = torch.cat([_noise(table, self.eraser, images) for table in tables])
-            top, left, bottom, right = values[start:].view(-1, 6, 1, 1).unbind(1)[:4]
-            y, x = torch.arange(height, device=device)[:, None], torch.arange(width, device=device)
-            inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (n, H, W)
-            images.index_copy_(0, numbers[start:], torch.where(inside[:, None], noise, images[numbers[start:]]))
+        for layer in layers:
+            if layer:
+                images = operate(images, layer, rows, start, fill)
+                start += len(layer)
+        images = normalize(images, scale, shift)
+        if self.eraser is not None and boxes:
+            erase(images, rows, start, torch.cat([_noise(table, self.eraser, images) for table in tables]))
         return images.split([len(table) for table in tables])
 
 

@@ -1,10 +1,12 @@
 """Operations of timm's policies on whole batches, on any device; they give PIL's results, most of them to the bit.
 
-Each takes images, uint8 (n, 3, H, W), and returns new ones. `arguments` are float32 (n, 6); most operations use only
-the first column. `fill`, (3, 1, 1), is the colour of pixels from outside the image.
+A row says what is done to an image, in float32: the image's number in the batch, the operation's index in `OPERATIONS`,
+and six arguments, most operations use only the first. Each operation takes images, uint8 (n, 3, H, W), and their
+arguments (n, 6), and returns new images. `fill`, (3, 1, 1), is the colour of pixels from outside the image.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 
@@ -14,24 +16,73 @@ from torch import Tensor
 
 from vision_longhorn.kernels import HAS_TRITON
 
-Group = tuple[str, list[int], list[list[float]]]  # kind, numbers of images, six arguments of each
+Row = list[float]
 
 
-def groups(rows: list[list[float]], first: int, height: int, width: int) -> list[Group]:
-    """Group the images by the operation at column `first` of their rows (see `augment`)."""
-    found: dict[str, Group] = {}
-    for number, row in enumerate(rows):
-        index, argument, bilinear = row[first : first + 3]
+def make_layer(table: list[list[float]], first: int, height: int, width: int) -> list[Row]:
+    """Make the rows of a layer, by kind, from the operations at column `first` of a table (see `augment`)."""
+    layer = []
+    for number, (index, argument, bilinear) in enumerate(row[first : first + 3] for row in table):
         if not index:
             continue
         kind, arguments = KINDS[int(index)], [argument, 0.0, 0.0, 0.0, 0.0, 0.0]
         if kind in AFFINE:
             arguments = AFFINE[kind](argument, height, width)
             kind = "bilinear" if bilinear else "bicubic"
-        _, numbers, values = found.setdefault(kind, (kind, [], []))
-        numbers.append(number)
-        values.append(arguments)
-    return list(found.values())
+        layer.append([number, INDICES[kind], *arguments])
+    return sorted(layer, key=_kind)
+
+
+def _kind(row: Row) -> float:
+    return row[1]
+
+
+def operate(images: Tensor, layer: list[Row], rows: Tensor, start: int, fill: Tensor) -> Tensor:
+    """Apply a layer, which has one operation at most for each image.
+
+    Args:
+        images: uint8 (B, 3, H, W); they may change.
+        layer: what `make_layer` gives.
+        rows: the same numbers on the device of the images, from row `start` on.
+
+    Returns:
+        (B, 3, H, W) uint8
+    """
+    if images.is_cuda and HAS_TRITON:
+        from . import fused  # only here, because Triton is optional
+
+        return fused.operate(images, layer, rows, start, fill)
+    for kind, same in itertools.groupby(layer, _kind):
+        stop = start + len(list(same))
+        numbers, arguments = rows[start:stop, 0].long(), rows[start:stop, 2:]
+        images.index_copy_(0, numbers, _FORMS[int(kind)](images[numbers], arguments, fill))
+        start = stop
+    return images
+
+
+def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return uint8 images (B, 3, H, W) times `scale`, (3, 1, 1), plus `shift`, (3, 1, 1), in float32."""
+    if images.is_cuda and HAS_TRITON:
+        from . import fused
+
+        return fused.normalize(images, scale, shift)
+    return torch.mul(images, scale).add_(shift)
+
+
+def erase(images: Tensor, rows: Tensor, start: int, noise: Tensor) -> None:
+    """Fill a box of some images, float32 (B, 3, H, W), with `noise`, (n, 3, H, W) or (n, 3, 1, 1). From row `start` on
+    `rows` has n rows of which the arguments are the box's top, left, bottom and right."""
+    if images.is_cuda and HAS_TRITON:
+        from . import fused
+
+        fused.erase(images, rows, start, noise)
+        return
+    height, width = images.shape[2:]
+    numbers, box = rows[start : start + len(noise), 0].long(), rows[start : start + len(noise), 2:6]
+    top, left, bottom, right = box.view(-1, 4, 1, 1).unbind(1)
+    y, x = torch.arange(height, device=images.device)[:, None], torch.arange(width, device=images.device)
+    inside = (y >= top) & (y < bottom) & (x >= left) & (x < right)  # (n, H, W)
+    images.index_copy_(0, numbers, torch.where(inside[:, None], noise, images[numbers]))
 
 
 def _rotation(degrees: float, height: int, width: int) -> list[float]:
@@ -53,15 +104,7 @@ AFFINE: dict[str, Callable[[float, int, int], list[float]]] = {
 }
 
 
-def _transform(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
-    if images.is_cuda and HAS_TRITON:
-        from .affine import resample  # only here, because Triton is optional
-
-        return resample(images, maps, fill, bilinear)
-    return resampled(images, maps, fill, bilinear)
-
-
-def resampled(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
+def _resampled(images: Tensor, maps: Tensor, fill: Tensor, bilinear: bool) -> Tensor:
     """Resample uint8 images (n, 3, H, W) by maps (n, 6) with PIL's kernels; the bicubic one has a = -1."""
     n, _, height, width = images.shape
     a, b, c, d, e, f = maps.view(n, 6, 1, 1).unbind(1)
@@ -153,8 +196,8 @@ def _solarize_add(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
 OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "Horizontal": lambda images, arguments, fill: images.flip(3),
     "Vertical": lambda images, arguments, fill: images.flip(2),
-    "bicubic": functools.partial(_transform, bilinear=False),
-    "bilinear": functools.partial(_transform, bilinear=True),
+    "bicubic": functools.partial(_resampled, bilinear=False),
+    "bilinear": functools.partial(_resampled, bilinear=True),
     "AutoContrast": _auto_contrast,
     "Equalize": _equalize,
     "Invert": lambda images, arguments, fill: 255 - images,
@@ -166,5 +209,6 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "Contrast": _contrast,
     "Sharpness": _sharpness,
 }
+INDICES, _FORMS = {name: index for index, name in enumerate(OPERATIONS)}, list(OPERATIONS.values())
 # The index of each name stands for the operation in a row; 0 does nothing.
 KINDS = ("", *AFFINE, *(name for name in OPERATIONS if name[0].isupper()))
