@@ -513,18 +513,23 @@ def test_crops_on_the_device_are_those_of_the_workers(monkeypatch, interpolation
     monkeypatch.setattr(augment, "_LARGE", 3)  # pixels for each of the 48 x 48
     files = [jpeg(photo()), encode(scene(), icc_profile=swapped_profile()), jpeg(photo(2, (100, 90)))]
     files += [encode(scene(), "PNG"), encode(Image.new("RGB", (40, 1), (9, 90, 200))), jpeg(photo(3).convert("L"))]
+    large = encode(scene().resize((120, 90)), icc_profile=swapped_profile())
+    whole = timms(interpolation=interpolation)
+    decoded = [split_transform(whole, True)[0].decode(data) for data in [*files, large]]
+    assert torch.equal(decoded[1][0], tensor_of(decode_image(files[1]))), "colours are corrected once for all views"
+    assert [correct is not None for _, correct in decoded] == [False] * 6 + [True]
     results = []
     for crop_on_device in (False, True):
-        crops, finish = split_transform(timms(interpolation=interpolation), crop_on_device)
+        crops, finish = split_transform(whole, crop_on_device)
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        batch = crops.collate([crops(decoded) for decoded in map(crops.decode, files) for _ in range(3)])
+        batch = crops.collate([crops(image) for image in decoded for _ in range(3)])
         results.append(finish(batch, CPU))
-        assert finish.nbytes(batch) == 18 * 3 * 48 * 48
+        assert finish.nbytes(batch) == 21 * 3 * 48 * 48
     assert torch.equal(*results)
     assert all(torch.equal(one, results[0]) for one in finish.together([batch] * 3, CPU))
-    starts, places = batch[1][:, 0].view(6, 3).tolist(), batch[1][:, 1:].tolist()
-    assert all(len(set(found)) == (3 if n in (1, 2) else 1) for n, found in enumerate(starts)), "an image is there once"
-    assert [place for place in places[3:9]] == [[48, 0, 0, 48, 48, 0]] * 6, "workers crop what is large or coloured"
+    starts, places = batch[1][:, 0].view(7, 3).tolist(), batch[1][:, 1:].tolist()
+    assert all(len(set(found)) == (3 if n in (2, 6) else 1) for n, found in enumerate(starts)), "an image is there once"
+    assert all(places[n] == [48, 0, 0, 48, 48, 0] for n in (6, 7, 8, 18, 19, 20)), "workers crop what is large"
 
 
 def test_draws_are_all_made_with_the_crop():

@@ -30,7 +30,7 @@ from .operations import KINDS, erase, make_layer, normalize, operate
 from .regions import resized, resized_regions
 
 _HEAD = 5
-_LARGE = 8  # pixels of an image for each of its crop's, above which a worker crops it, since sending it takes longer
+_LARGE = 16  # pixels of an image for each of its crop's, above which a worker crops it, since sending it takes longer
 _STEP = 2**21  # bytes to a multiple of which sent images are filled up, so that memory can be used again
 _ENOUGH = 2**22  # bytes of crops up to which small batches are collected, for `Finish` to work on together
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
@@ -45,9 +45,9 @@ def split_transform(transform: transforms.Compose, crop_on_device: bool = False)
     Args:
         transform: the result of `create_transform`.
         crop_on_device: let the device make random resized crops, too. Workers then send each image once for all its
-            views, except large ones and those with another colour profile than sRGB, which they still crop. Batches
-            must come from `crops.collate`, as those of `train_loader` do. This is for a GPU with Triton, and for
-            several views of an image: with one, sending takes as long as cropping.
+            views, except large ones, which they still crop. Batches must come from `crops.collate`, as those of
+            `train_loader` do. This is for a GPU with Triton, and for several views of an image: with one, sending takes
+            as long as cropping.
 
     Returns:
         (crops, finish): `crops` is the transform for `train_loader`, `finish` the argument of `device_batches`.
@@ -155,8 +155,6 @@ class Crops:
     """The worker's half of `split_transform`: makes a crop and its row of the table from a file's bytes. With a `size`
     it leaves the crop to the device."""
 
-    decode = staticmethod(decode_tensor)
-
     def __init__(
         self,
         crop: Any,
@@ -171,6 +169,17 @@ class Crops:
         if self.eraser is not None:
             self.eraser.per_pixel = self.eraser.rand_color = False  # only the box's place is needed
 
+    def decode(self, data: Any) -> tuple[torch.Tensor, Correction]:
+        """Decode a file's bytes, or pixels, with `images.decode_tensor`."""
+        image, correct = decode_tensor(data)
+        if correct and self._is_sent(image):
+            return correct(image), None
+        return image, correct
+
+    def _is_sent(self, image: torch.Tensor) -> bool:
+        """Tell whether the device crops an image, not the worker."""
+        return self.size is not None and image[0].numel() <= _LARGE * self.size[0] * self.size[1]
+
     def __call__(self, decoded: tuple[torch.Tensor, Correction]) -> View:
         """Turn the result of `decode` into (crop, [], row of the table), the crop uint8 (height, width, 3). With a
         `size` it is (image, place, row): the image uint8 (3, H, W), the place its width, then top, left, height and
@@ -179,7 +188,7 @@ class Crops:
         place = list[int]()
         if self.size is None:
             image = (self._padded_crop if self.resize else self._resized_crop)(image, correct)
-        elif correct or image[0].numel() > _LARGE * self.size[0] * self.size[1]:
+        elif correct or not self._is_sent(image):
             image = self._resized_crop(image, correct).permute(2, 0, 1)
             place = [image.shape[2], 0, 0, *image.shape[1:], 0]
         else:
