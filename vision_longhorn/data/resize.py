@@ -58,24 +58,27 @@ def _resize_kernel(
     green = tl.zeros([BLOCK], tl.float32)
     blue = tl.zeros([BLOCK], tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    apart = 1.0 / width  # from one source pixel to the next
+    distance = (first.to(tl.float32) + 0.5 - centre) * apart
+    pixel = source_ptr + line + first * step
     for i in range(0, (2.0 * reach).to(tl.int32) + 2):
-        at = first + i
-        inside = ok & (at < last)
-        weight = tl.where(inside, _weight((at.to(tl.float32) + 0.5 - centre) / width, is_cubic), 0.0)
-        pixel = source_ptr + line + at * step
+        inside = ok & (first + i < last)
+        weight = tl.where(inside, _weight(distance, is_cubic), 0.0)
         red += weight * tl.load(pixel, mask=inside, other=0).to(tl.float32)
         green += weight * tl.load(pixel + 1, mask=inside, other=0).to(tl.float32)
         blue += weight * tl.load(pixel + 2, mask=inside, other=0).to(tl.float32)
         total += weight
+        distance += apart
+        pixel += step
     total = tl.where(ok, total, 1.0)
     if COLUMNS:
         found_ptr += (view.to(tl.int64) * rows + y) * W * 3 + x * 3
     else:
         found_ptr += view.to(tl.int64) * 3 * H * W + point
-    apart: tl.constexpr = 1 if COLUMNS else H * W  # from one colour to the next
+    plane: tl.constexpr = 1 if COLUMNS else H * W  # from one colour to the next
     tl.store(found_ptr, _rounded(red / total).to(tl.uint8), mask=ok)
-    tl.store(found_ptr + apart, _rounded(green / total).to(tl.uint8), mask=ok)
-    tl.store(found_ptr + 2 * apart, _rounded(blue / total).to(tl.uint8), mask=ok)
+    tl.store(found_ptr + plane, _rounded(green / total).to(tl.uint8), mask=ok)
+    tl.store(found_ptr + 2 * plane, _rounded(blue / total).to(tl.uint8), mask=ok)
 
 
 def resize(pixels: Tensor, places: Tensor, rows: int, size: tuple[int, int]) -> Tensor:
