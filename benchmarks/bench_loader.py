@@ -302,14 +302,12 @@ def measure_gpu(files: list[bytes], batch: int) -> list[dict]:
     views = [crops(decode_tensor(data)) for data in islice(cycle(files), batch)]
     inputs, targets = [value.pin_memory() for value in crops.collate(views)], torch.zeros(batch, dtype=torch.int64)
     on_device, finish_whole = split_transform(create_transform(SIZE, is_training=True, **RECIPE), True)
-    decoded = [decode_tensor(data) for data in islice(cycle(files), max(1, batch // 3))]
+    decoded = [on_device.decode(data) for data in islice(cycle(files), max(1, batch // 3))]
     sent, *others = on_device.collate([on_device(image) for image in decoded for _ in range(3)])
     whole = sent.pin_memory(), *others
-    mean, std, erase = finish.mean.tolist(), finish.std.tolist(), finish.eraser
     planes = inputs[0].permute(0, 3, 1, 2).contiguous().pin_memory()  # (B, 3, H, W)
-    prefetch = PrefetchLoader(
-        [(planes, targets.pin_memory())], mean, std, device=DEVICE, re_prob=erase.probability, re_mode="pixel"
-    )
+    erasing = {name: RECIPE[name] for name in ("re_prob", "re_mode")}
+    prefetch = PrefetchLoader([(planes, targets.pin_memory())], device=DEVICE, **erasing)
     mixup, images, targets = Mixup(0.8, 1.0, num_classes=10), finish(inputs, DEVICE), targets.to(DEVICE)
     rows = [
         on_gpu("copy, RandAugment, normalise, erase", lambda: finish(inputs, DEVICE), batch),
