@@ -30,7 +30,7 @@ from .operations import KINDS, erase, make_layer, normalize, operate
 from .regions import resized, resized_regions
 
 _HEAD = 5
-_LARGE = 16  # pixels of an image for each of its crop's, above which a worker crops it, since sending it takes longer
+_LARGE = 8  # pixels of an image for each of its crop's, above which a worker crops it, since sending it takes longer
 _STEP = 2**21  # bytes to a multiple of which sent images are filled up, so that memory can be used again
 _ENOUGH = 2**22  # bytes of crops up to which small batches are collected, for `Finish` to work on together
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
