@@ -1,7 +1,7 @@
 """`operations` as Triton kernels, with the same bits: one launch or two for all operations of a layer.
 
-As torch calls, a batch's operations are some three hundred launches, for which a busy GPU has no time and the host even
-less. Products and sums are never fused here, since a pixel would now and then differ by one.
+In torch they take some three hundred launches for a batch, and the host is busy with these for longer than the GPU.
+Products and sums are never fused here, since a pixel would now and then differ by one.
 """
 
 import torch
