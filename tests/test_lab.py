@@ -522,7 +522,7 @@ def test_a_key_is_that_of_what_a_run_computes_and_of_nothing_else():
         changed(*PLACE, overrides={**PAIRS["overrides"], "crop_pct": 1}),  # as the config has it
     ):
         assert of(same)["pairs"].arms[0].key == base.key
-    for other in ({"lr": 3e-3}, {"epochs": 3}):
+    for other in ({"lr": 4e-3}, {"epochs": 3}):
         arm = of(changed(*PLACE, overrides={**PAIRS["overrides"], **other}))["pairs"].arms[0]
         assert arm.key != base.key and arm.speed_key == base.speed_key
     assert of(changed(*PLACE, model_kwargs={"depth": 1}))["pairs"].arms[0].speed_key != base.speed_key

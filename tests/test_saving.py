@@ -341,7 +341,7 @@ def test_command_makes_a_folder_of_a_run(run, tmp_path, monkeypatch):
     for words in (
         f"{count:,}",
         "91.25 % of 1,360 images",
-        "7 of 16 epochs",
+        "7 of 12 epochs",
         "not yet run",
         "import vision_longhorn",
         "library_name: timm",

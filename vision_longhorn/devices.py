@@ -1,7 +1,9 @@
 """The device and the precision of a command, and the processes that share its work."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -40,6 +42,18 @@ def make_accelerator(device: str = "auto", precision: str = "auto", grad_accum: 
     if (precision, used) == ("auto", "fp16"):
         accelerator.print(f"Note: {torch.cuda.get_device_name()} has no bf16 in hardware: it runs in fp16.")
     return accelerator
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seeds the generators of Python, NumPy, and of torch on the CPU and on `device`.
+
+    Without a GPU this takes a fraction of the time of accelerate's `set_seed`, which prepares to seed all kinds.
+    """
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
 
 
 def _choose(device: str, precision: str) -> tuple[bool, str]:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import broadcast_object_list, set_seed
+from accelerate.utils import broadcast_object_list
 from timm.models import get_model_args
 from tqdm import tqdm
 
 from vision_longhorn.checkpoint import load_checkpoint, load_weights, stated_model
 from vision_longhorn.data import DataError, device_batches
 from vision_longhorn.data.transforms import input_settings
-from vision_longhorn.devices import leave
+from vision_longhorn.devices import leave, seed_generators
 from vision_longhorn.errors import UserError
 from vision_longhorn.evaluation.evaluate import describe, evaluate
 from vision_longhorn.plots import plot_runs
@@ -180,7 +180,7 @@ class Trainer:
         seed, rank = self.cfg.seed, self.accelerator.process_index
         for part in range(self.cfg.grad_accum):
             images, targets = self.monitor.next_batch(batches)
-            set_seed(random.Random(f"{seed} {self.updates} {part} {rank}").getrandbits(32))
+            seed_generators(random.Random(f"{seed} {self.updates} {part} {rank}").getrandbits(32), self.device)
             yield self.mixup(images, targets) if self.mixup else (images, targets)
 
     def evaluate(self) -> dict[str, dict[str, float]]:
