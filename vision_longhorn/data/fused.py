@@ -11,9 +11,7 @@ from torch import Tensor
 
 from .operations import INDICES, Row
 
-_BLOCK = (
-    128  # pixels of a program, one a thread: with eight a thread, bicubic resampling spills, and takes twice as long
-)
+_BLOCK = 128  # pixels of a program, one a thread: with eight, bicubic resampling spills, and takes twice as long
 _MANY = 1024  # pixels or numbers of a program that does little with each
 _BY_TABLE = ("AutoContrast", "Contrast", "Equalize", "Brightness", "Invert", "Posterize", "Solarize", "SolarizeAdd")
 _TABLES = [INDICES[kind] for kind in _BY_TABLE]
