@@ -73,7 +73,7 @@ def test_finetuning_starts_from_the_checkpoint_and_slows_the_lower_blocks(checkp
             assert torch.equal(value, weights[name]), name
     images, labels = finetune.odd_or_even()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    finetune.finetune(model, images[:8], labels[:8], epochs=2, layer_decay=0.01, batch_size=8)
+    finetune.finetune(model, images[:8], labels[:8], epochs=2, layer_decay=0.05, batch_size=8)
     moved = {name: float((value - before[name]).abs().max()) for name, value in model.state_dict().items()}
     rates = [
         moved[f"{part}"]
@@ -84,4 +84,4 @@ def test_finetuning_starts_from_the_checkpoint_and_slows_the_lower_blocks(checkp
             "head.weight",
         )
     ]
-    assert all(0 < low < 0.1 * high for low, high in zip(rates, rates[1:]))
+    assert all(0 < low < 0.1 * high for low, high in zip(rates, rates[1:])), rates

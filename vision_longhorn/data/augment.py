@@ -14,6 +14,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -24,9 +25,11 @@ from torchvision import transforms
 from torchvision.transforms import InterpolationMode
 
 from vision_longhorn.errors import UserError
+from vision_longhorn.kernels import HAS_TRITON
 
+from . import operations
 from .images import decode_tensor
-from .operations import KINDS, erase, make_layer, normalize, operate
+from .operations import KINDS, make_layer
 from .regions import resized, resized_regions
 
 _HEAD = 5
@@ -291,14 +294,19 @@ class Finish:
         else:
             sent = ((pixels.to(device, non_blocking=True), places) for pixels, places, _ in batches)
             images = torch.cat([resized_regions(*given, self.size) for given in sent])
+        forms: ModuleType = operations
+        if images.is_cuda and HAS_TRITON:
+            from . import fused  # only here, because Triton is optional
+
+            forms = fused
         start = 0
         for layer in layers:
             if layer:
-                images = operate(images, layer, rows, start, fill)
+                images = forms.operate(images, layer, rows, start, fill)
                 start += len(layer)
-        images = normalize(images, scale, shift)
+        images = forms.normalize(images, scale, shift)
         if self.eraser is not None and boxes:
-            erase(images, rows, start, torch.cat([_noise(table, self.eraser, images) for table in tables]))
+            forms.erase(images, rows, start, torch.cat([_noise(table, self.eraser, images) for table in tables]))
         return images.split([len(table) for table in tables])
 
 

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vision_longhorn.kernels import HAS_TRITON
-
 Row = list[float]
 
 
@@ -48,10 +46,6 @@ def operate(images: Tensor, layer: list[Row], rows: Tensor, start: int, fill: Te
     Returns:
         (B, 3, H, W) uint8
     """
-    if images.is_cuda and HAS_TRITON:
-        from . import fused  # only here, because Triton is optional
-
-        return fused.operate(images, layer, rows, start, fill)
     for kind, same in itertools.groupby(layer, _kind):
         stop = start + len(list(same))
         numbers, arguments = rows[start:stop, 0].long(), rows[start:stop, 2:]
@@ -62,21 +56,12 @@ def operate(images: Tensor, layer: list[Row], rows: Tensor, start: int, fill: Te
 
 def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Return uint8 images (B, 3, H, W) times `scale`, (3, 1, 1), plus `shift`, (3, 1, 1), in float32."""
-    if images.is_cuda and HAS_TRITON:
-        from . import fused
-
-        return fused.normalize(images, scale, shift)
     return torch.mul(images, scale).add_(shift)
 
 
 def erase(images: Tensor, rows: Tensor, start: int, noise: Tensor) -> None:
     """Fill a box of some images, float32 (B, 3, H, W), with `noise`, (n, 3, H, W) or (n, 3, 1, 1). From row `start` on
     `rows` has n rows of which the arguments are the box's top, left, bottom and right."""
-    if images.is_cuda and HAS_TRITON:
-        from . import fused
-
-        fused.erase(images, rows, start, noise)
-        return
     height, width = images.shape[2:]
     numbers, box = rows[start : start + len(noise), 0].long(), rows[start : start + len(noise), 2:6]
     top, left, bottom, right = box.view(-1, 4, 1, 1).unbind(1)
