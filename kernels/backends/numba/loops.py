@@ -175,31 +175,55 @@ def _add_outer(rows, weights, values, sign):
 
 
 @_jit
-def _decays(form, k, rates, eps, e, out):
-    """Compute the decays of a token, a row for each state."""
-    for n in range(k.shape[0]):
-        square = k[n] * k[n]
-        if form == DIAGONAL:
-            for i in range(WIDTH):
-                out[n, i] = np.float32(1.0) - eps[i] * square
-        elif form == LONE:  # as in `rules.longhorn.Diagonal.decays`
-            for i in range(WIDTH):
-                a = np.float32(1.0) - eps[i] * square
-                out[n, i] = eps[i] * (np.float32(1.0) + e[i]) if n == 0 and a < np.float32(0.5) else a
-        elif form == RATES:
-            for i in range(WIDTH):
-                out[n, i] = _exp(eps[i] * rates[n, i])
-        else:
-            for i in range(WIDTH):
-                out[n, i] = _exp(eps[i] * rates[n, 0])
+def _add_outer_and_read(rows, outer, values, weights, out):
+    """Add outer times value to each row, then the sum over states of weight times row to `out`."""
+    for n in range(0, weights.shape[0], 4):
+        a, b, c, d = outer[n], outer[n + 1], outer[n + 2], outer[n + 3]
+        e, f, g, h = weights[n], weights[n + 1], weights[n + 2], weights[n + 3]
+        for i in range(WIDTH):
+            v = values[i]
+            p, q = rows[n, i] + a * v, rows[n + 1, i] + b * v
+            r, s = rows[n + 2, i] + c * v, rows[n + 3, i] + d * v
+            rows[n, i], rows[n + 1, i], rows[n + 2, i], rows[n + 3, i] = p, q, r, s
+            out[i] += (e * p + f * q) + (g * r + h * s)
 
 
 @_jit
-def _decay_step(before, after, decays, k, w):
-    """Compute a token's new state, which may take the place of the old one."""
+def _decay(form, n, square, rate, eps, e):
+    """Compute the decay of a state: of row n, whose squared key and rate these are."""
+    if form == DIAGONAL:
+        return np.float32(1.0) - eps * square
+    elif form == LONE:  # as in `rules.longhorn.Diagonal.decays`
+        a = np.float32(1.0) - eps * square
+        return eps * (np.float32(1.0) + e) if n == 0 and a < np.float32(0.5) else a
+    else:
+        return _exp(eps * rate)
+
+
+@_jit
+def _decay_step(form, before, after, decays, k, rates, eps, e, w):
+    """Compute a token's decays and new state."""
     for n in range(k.shape[0]):
+        key, square = k[n], k[n] * k[n]
         for i in range(WIDTH):
-            after[n, i] = decays[n, i] * before[n, i] + k[n] * w[i]
+            a = _decay(form, n, square, rates[n, i if form == RATES else 0], eps[i], e[i])
+            decays[n, i] = a
+            after[n, i] = a * before[n, i] + key * w[i]
+
+
+@_jit
+def _decay_step_and_read(form, state, k, q, rates, eps, e, w, out):
+    """Take a token's step, and add the sum over states of query times new state to `out`."""
+    for n in range(0, k.shape[0], 4):
+        for i in range(WIDTH):
+            total = np.float32(0.0)
+            for m in range(4):
+                rate = rates[n + m, i if form == RATES else 0]
+                a = _decay(form, n + m, k[n + m] * k[n + m], rate, eps[i], e[i])
+                new = a * state[n + m, i] + k[n + m] * w[i]
+                state[n + m, i] = new
+                total += q[n + m] * new
+            out[i] += total
 
 
 @_jit
@@ -252,7 +276,7 @@ def forward_of(step_form, form, takes_norm):
         G, B, L, D, N, added, of_channels = sizes
         rows, blocks, chunks = (N + 3) // 4 * 4, (D + WIDTH - 1) // WIDTH, (L + CHUNK - 1) // CHUNK
         # (Where arrays are parts of one, LLVM makes no vector instructions.)
-        state, decays, rates = _rows(rows), _rows(rows), _rows(rows)
+        state, rates = _rows(rows), _rows(rows)
         values, logits, eps, e, w, out = _row(), _row(), _row(), _row(), _row(), _row()
         gate, weights, biases, key, query = (
             _row(),
@@ -294,23 +318,21 @@ def forward_of(step_form, form, takes_norm):
                             logits,
                         )
                     _sizes(step_form, logits, _norm(key, takes_norm), eps, e)
+                    for d in range(WIDTH):
+                        out[d] = weights[d] * values[d]
                     if form == ERROR:
                         for d in range(WIDTH):
                             w[d] = values[d]
                         _add_read(state, key, w, np.float32(-1.0))
                         for d in range(WIDTH):
                             w[d] *= eps[d]
-                        _add_outer(state, key, w, np.float32(1.0))
+                        _add_outer_and_read(state, key, w, query, out)
                     else:
                         if form == TOKEN_RATES:
                             _load_rates(form, A, base[4] + at[4, 2] * t, width, N, rates)
                         for d in range(WIDTH):
                             w[d] = values[d] * eps[d]
-                        _decays(form, key, rates, eps, e, decays)
-                        _decay_step(state, state, decays, key, w)
-                    for d in range(WIDTH):
-                        out[d] = weights[d] * values[d]
-                    _add_read(state, query, out, np.float32(1.0))
+                        _decay_step_and_read(form, state, key, query, rates, eps, e, w, out)
                     if z.shape[0]:
                         _load(z, base[5] + at[5, 2] * t + d0, width, gate)
                         for d in range(WIDTH):
@@ -501,11 +523,11 @@ def backward_of(step_form, form, takes_norm):
                                     _load_rates(form, A, base[4] + at[4, 2] * t, width, N, rates)
                                 for d in range(WIDTH):
                                     w[d] = values[d] * eps[j, d]
-                                _decays(form, key, rates, eps[j], e[j], decays[j])
                                 if piece:
-                                    _decay_step(states[j], states[j + 1], decays[j], key, w)
+                                    _decay_step(form, states[j], states[j + 1], decays[j], key, rates, eps[j], e[j], w)
                                 else:
-                                    _decay_step(state, state, decays[j], key, w)
+                                    # As the forward pass does, to the bit; what is read is not used.
+                                    _decay_step_and_read(form, state, key, query, rates, eps[j], e[j], w, reads)
                     if piece == 0:
                         continue
                     for i in range(end - 1, start - 1, -1):
@@ -536,8 +558,7 @@ def backward_of(step_form, form, takes_norm):
                         for d in range(WIDTH):
                             dweights[d] += out[d] * values[d]
                             reads[d] = 0
-                        _add_outer(adjoint, query, out, np.float32(1.0))
-                        _add_read(adjoint, key, reads, np.float32(1.0))
+                        _add_outer_and_read(adjoint, query, out, key, reads)
                         for d in range(WIDTH):
                             dwrite[d] = eps[j, d] * reads[d]  # (11)
                         if form == ERROR:
