@@ -128,7 +128,7 @@ ON_BOTH = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 
 @ON_BOTH
-@pytest.mark.parametrize("size", [(33, 32), (5, 7)])
+@pytest.mark.parametrize("size", [(33, 32), (5, 7), (2, 9)])
 def test_triton_operates_to_the_bit(device, size):
     from vision_longhorn.data import fused
 

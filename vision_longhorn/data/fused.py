@@ -196,19 +196,21 @@ def operate(images: Tensor, layer: list[Row], rows: Tensor, start: int, fill: Te
 
 @triton.jit
 def _normalize_kernel(images_ptr, scale_ptr, shift_ptr, out_ptr, area, BLOCK: tl.constexpr):
-    plane = tl.program_id(1).to(tl.int64)
-    scale, shift = tl.load(scale_ptr + plane % 3), tl.load(shift_ptr + plane % 3)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(images_ptr + plane * area + at, mask=at < area).to(tl.float32)
-    tl.store(out_ptr + plane * area + at, value * scale + shift, mask=at < area)
+    at = tl.program_id(1).to(tl.int64) * 3 * area
+    pixel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    for channel in range(3):
+        scale, shift = tl.load(scale_ptr + channel), tl.load(shift_ptr + channel)
+        value = tl.load(images_ptr + at + pixel, mask=pixel < area).to(tl.float32)
+        tl.store(out_ptr + at + pixel, value * scale + shift, mask=pixel < area)
+        at += area
 
 
 def normalize(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Do what `operations.normalize` says, on a GPU."""
     out, area = torch.empty_like(images, dtype=torch.float32), images[0, 0].numel()
-    grid = triton.cdiv(area, _MANY), images[:, :, 0, 0].numel()
     with torch.cuda.device_of(images):
-        _normalize_kernel[grid](images, scale, shift, out, area, BLOCK=_MANY, enable_fp_fusion=False)
+        args = images, scale, shift, out, area
+        _normalize_kernel[(triton.cdiv(area, _MANY), len(images))](*args, BLOCK=_MANY, enable_fp_fusion=False)
     return out
 
 

@@ -138,6 +138,8 @@ def _contrast(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
 
 
 def _sharpness(images: Tensor, arguments: Tensor, fill: Tensor) -> Tensor:
+    if min(images.shape[2:]) < 3:  # all pixels lie at an edge, and stay as they are
+        return images
     kernel = torch.ones(3, 1, 3, 3, device=images.device)
     kernel[:, :, 1, 1] = 5
     smooth = images.float()
