@@ -1,8 +1,8 @@
 """Operations of timm's policies on whole batches, on any device; they give PIL's results, most of them to the bit.
 
 A row says what is done to an image, in float32: the image's number in the batch, the operation's index in `OPERATIONS`,
-and six arguments, most operations use only the first. Each operation takes images, uint8 (n, 3, H, W), and their
-arguments (n, 6), and returns new images. `fill`, (3, 1, 1), is the colour of pixels from outside the image.
+and six arguments, of which most operations use only the first. Each operation takes images, uint8 (n, 3, H, W), and
+their arguments (n, 6), and returns new images. `fill`, (3, 1, 1), is the colour of pixels from outside the image.
 """
 
 import functools

@@ -162,11 +162,10 @@ def _add_read(rows, weights, out, sign):
 
 
 @_jit
-def _add_outer(rows, weights, values, sign):
-    """Add weight times value to each row, or subtract it."""
+def _add_outer(rows, weights, values):
+    """Add weight times value to each row."""
     for n in range(0, weights.shape[0], 4):
-        a, b = sign * weights[n], sign * weights[n + 1]
-        c, d = sign * weights[n + 2], sign * weights[n + 3]
+        a, b, c, d = weights[n], weights[n + 1], weights[n + 2], weights[n + 3]
         for i in range(WIDTH):
             rows[n, i] += a * values[i]
             rows[n + 1, i] += b * values[i]
@@ -190,7 +189,7 @@ def _add_outer_and_read(rows, outer, values, weights, out):
 
 @_jit
 def _decay(form, n, square, rate, eps, e):
-    """Compute the decay of a state: of row n, whose squared key and rate these are."""
+    """Compute a decay in row n of the states from the square of its key and its rate."""
     if form == DIAGONAL:
         return np.float32(1.0) - eps * square
     elif form == LONE:  # as in `rules.longhorn.Diagonal.decays`
@@ -515,7 +514,7 @@ def backward_of(step_form, form, takes_norm):
                                 _add_read(state, key, w, np.float32(-1.0))
                                 for d in range(WIDTH):
                                     w[d] *= eps[j, d]
-                                _add_outer(state, key, w, np.float32(1.0))
+                                _add_outer(state, key, w)
                                 if i % ANCHOR == ANCHOR - 1:
                                     starts[i // ANCHOR] = state
                             else:
