@@ -63,7 +63,9 @@ class _ResidualNorm(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, weight)
         ctx.options = eps, rows, backend
-        h = F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(dtype)
+        h = F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps)
+        if h.dtype != dtype:  # torch.compile of 2.11 loses the gradient of a result that a conversion leaves as it is
+            h = h.to(dtype)
         if rows:
             B, L, D = h.shape
             h = h.view(B, rows, L // rows, D).transpose(1, 2).reshape(B, L, D)
