@@ -128,7 +128,7 @@ def recurrent_scan(
         x, k, q, z, D, initial_state: as in `longhorn_scan`.
         step: logits of the rule's step size or decay: (B, L, D) or (B, L, 1), or (B, L, N) where the rule has one for
             each state.
-        bias: added to `step` in float32; its length is that of the last axis of `step`.
+        bias: (C,) with C the last axis of `step`; added to `step` in float32 (float64).
         rule: the rule's name.
         A: as in `selective_scan`, for rules that take it (Mamba's).
         softplus: for Mamba's rule, whether the step size is softplus(step + bias).

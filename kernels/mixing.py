@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 from .backends import Backend
-from .backends.torch.rope import Turned, rotate
+from .backends.torch.rope import Turned, turn
 from .backends.torch.unit import Raw, unit
 from .checks import check
 from .contract import Scan, ceil_div, check_option, wide
@@ -35,8 +35,8 @@ class Mix(NamedTuple):
     their grid (`backends.torch.grid_conv`), in the place of the causal ones: all directions scan what it gives.
 
     The gate multiplies the whole output, S q + D x, or with gate "skip" only D x (`backends.torch.skip`). With gate
-    "none" there is none, and xz is x alone. With gate "value" there is none either: the scans write and skip silu(z) in
-    the place of the convolved x, which gives the steps, keys and queries alone (`backends.torch.values`)."""
+    "none" there is none, and xz is x alone. With gate "value" there is none either: the scans run over silu(z), and the
+    convolved x gives only their steps, keys and queries (`backends.torch.values`)."""
 
     # fmt: off
     xz: Tensor                     # (B, L, 2 D): what is convolved, and z; (B, L, D) where there is no z
@@ -125,7 +125,7 @@ class Mix(NamedTuple):
         return self.width + self.x_proj.shape[1] - self.dt_proj.shape[2]
 
     def units(self, backend: Backend) -> int:
-        """Return how many numbers the unit keys and the unit queries behind that product have: N each, or 0 where the
+        """Return how many columns of unit keys, and of unit queries, follow the product with x_proj: N, or 0 where the
         backend does not store them there, and the scan makes them anew."""
         if not self.qk_norm or self.A_per_token:
             return 0
@@ -133,7 +133,7 @@ class Mix(NamedTuple):
         return self.d_state if appends else 0
 
     def low_columns(self, backend: Backend) -> int:
-        """Return how many columns `low` has: those of that product and perhaps of unit keys and queries."""
+        """Return how many columns `low` has: `low_width`, and perhaps those of unit keys and queries."""
         return self.low_width + 2 * self.units(backend)
 
     def raw(self, low: Tensor) -> Optional[Raw]:
@@ -243,10 +243,9 @@ def scan_inputs(
     R = dt_proj.shape[2]
     low = x @ x_proj.to(x.dtype).transpose(1, 2)[:, None]  # (S, B, L, R + 2 N or 3 N)
     step = low[..., :R] @ dt_proj.to(x.dtype).transpose(1, 2)[:, None] + dt_bias.to(x.dtype)[:, None, None]
-    k, q, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
+    k, _, *a = low[..., R:].chunk(2 if A_log is None or A_log.ndim == 3 else 3, -1)
     if rope_rows:
-        rotate(kq := torch.cat([k, q], -1), rope_rows)
-        k = kq[..., : k.shape[-1]]
+        k = turn(k, rope_rows)
     return step, unit(k) if qk_norm else k, _rates(A_log, *a)
 
 

@@ -16,7 +16,7 @@ from .operators import arguments, define, define_gradients
 from .rules import rule_of
 
 TENSORS = Scan._fields[:9]
-FIELDS = Scan._fields[:14]  # the tensors, and the options that need no GPU
+FIELDS = Scan._fields[:14]  # tensors and options, in the order of the operators' arguments
 
 
 def forward(scan: Scan, save_states: bool, backend: Backend) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,8 +47,8 @@ def backward(
     dz: Optional[Tensor] = None, dkq: Optional[Pair] = None, raw: Optional[Raw] = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Return the gradient of each tensor of `scan`, by field. If given, `dz` gets that of z instead, and `dkq` those of
-    k and q, (G, B, L, N) each for G sets of parameters. With `raw` these are the gradients of `raw` instead: of what k
-    and q were before they got unit length, or still are if `scan` has `qk_norm`."""
+    k and q, (G, B, L, N) each for G sets of parameters. `raw` holds k and q before they got unit length. With it, or if
+    `scan` has `qk_norm`, the gradients are of k and q before that."""
     rule = rule_of(scan)
     if scan.qk_norm and raw is None:
         raw = Raw(scan.k, scan.q)

@@ -112,7 +112,8 @@ class Block(NamedTuple):
 
 
 def arranged(blocks: dict[int, Block]) -> tuple[dict[int, int], int]:
-    """Return where each block begins in a memory for all, and the size of that. No two overlap that live together."""
+    """Return where each block begins in one memory for all, and the memory's size, in bytes. Blocks overlap only if
+    they are not in use at the same time."""
     places: dict[int, int] = {}
     for slot, block in sorted(blocks.items(), key=lambda item: -item[1].size):
         start = 0

@@ -44,7 +44,7 @@ def residual_norm(
     if x.ndim != 3 or weight.ndim != 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)}: they must be (B, L, D) and (D,)")
     if rows < 0 or rows and x.shape[1] % rows:
-        raise ValueError(f"rows={rows} with {x.shape[1]} tokens: give the number of the grid's rows, which divides it")
+        raise ValueError(f"rows={rows} with {x.shape[1]} tokens: give the grid's number of rows, which divides them")
     check_tensors(dict(x=x, weight=weight))
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype={dtype}: give a float dtype, or None for the weight's")
@@ -55,7 +55,7 @@ def residual_norm(
 
 
 class _ResidualNorm(torch.autograd.Function):
-    """It is no operator, because one may not return what it is given."""
+    """No operator, because an operator may not return its own argument."""
 
     @staticmethod
     def forward(

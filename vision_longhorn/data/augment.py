@@ -33,7 +33,7 @@ from .operations import KINDS, make_layer
 from .regions import resized, resized_regions
 
 _HEAD = 5
-_LARGE = 8  # pixels of an image for each of its crop's, above which a worker crops it, since sending it takes longer
+_LARGE = 8  # a worker crops an image with more pixels than this for each of the crop, since sending it takes longer
 _STEP = 2**21  # bytes to a multiple of which sent images are filled up, so that memory can be used again
 _ENOUGH = 2**22  # bytes of crops up to which small batches are collected, for `Finish` to work on together
 Correction = Callable[[torch.Tensor], torch.Tensor] | None  # converts colours to sRGB
@@ -56,7 +56,8 @@ def split_transform(transform: transforms.Compose, crop_on_device: bool = False)
         (crops, finish): `crops` is the transform for `train_loader`, `finish` the argument of `device_batches`.
 
     Raises:
-        UserError: for a step that cannot work on batches, such as AugMix; then use `transform` as it is.
+        UserError: for a step that cannot work on batches, such as AugMix (then use `transform` as it is), and if there
+            is no random crop or no normalisation.
     """
     crop: Any = None
     resize: ResizeKeepRatio | None = None
@@ -103,7 +104,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _noting(policy: Any) -> tuple[Any, int]:
-    """Copy a policy of timm so that its operations note what they would do. Also return their largest number."""
+    """Copy a policy of timm so that its operations note what they would do. Also return how many it runs at most."""
     policy = copy.deepcopy(policy)
     if hasattr(policy, "ops"):  # RandAugment
         policy.all_ops, most = policy.ops, policy.num_layers
@@ -156,7 +157,7 @@ class _Box:
 
 class Crops:
     """The worker's half of `split_transform`: makes a crop and its row of the table from a file's bytes. With a `size`
-    it leaves the crop to the device."""
+    it leaves the crops of all but large images to the device."""
 
     def __init__(
         self,

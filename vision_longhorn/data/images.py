@@ -55,7 +55,7 @@ def decode_image(data: bytes | np.ndarray) -> Image.Image:
         PIL image, mode RGB.
 
     Raises:
-        DataError: if the bytes are not such an image, or end too early.
+        DataError: if the bytes are not such an image, end too early, or hold floating-point numbers.
     """
     if isinstance(data, np.ndarray):
         return Image.fromarray(data)

@@ -40,7 +40,7 @@ def train_loader(
 ) -> "Loader":
     """Make a loader of batches to train on. Each epoch has a new order, fixed by seed, epoch, batch, ranks and workers.
 
-    An epoch has `num_samples // (batch_size * world_size)` batches on each rank. No sample comes twice in an epoch,
+    An epoch has `num_samples // (batch_size * world_size)` batches on each rank. No image is taken twice in an epoch,
     except for the few that a worker borrows from the next epoch when its own share is too small.
 
     Args:
@@ -58,8 +58,8 @@ def train_loader(
         shuffle_buffer: undecoded samples from which each worker draws at random. An ImageNet file takes 110 kB.
         pin_memory: as in torch's DataLoader, except for small tensors of int64 and float64, such as the targets. On a
             GPU each worker keeps the memory of two batches, in /dev/shm on Linux, if the transform has `collate`.
-        max_bad_samples: how many unusable samples each rank may skip in an epoch; below 1, a share of its samples. The
-            next sample takes the place of a skipped one.
+        max_bad_samples: how many unusable samples each rank may skip in an epoch; below 1, a share of num_samples /
+            world_size. The next sample takes the place of a skipped one.
         keys: add to each batch a list of B pairs (shard, key), the places of its samples.
 
     Returns:
@@ -118,7 +118,7 @@ class Loader(wds.WebLoader):
     """Iterates over the batches of one rank. accelerate leaves a WebLoader as it is.
 
     Attributes:
-        skipped: what the current or last pass skipped: pairs of a reason and a number of samples; logged, too.
+        skipped: what this or the last pass skipped, (reason, number of samples), logged, too. A restart counts as 1.
     """
 
     def __init__(self, stream: Stream, num_workers: int, pin_memory: bool, num_batches: Any = None) -> None:
@@ -143,7 +143,7 @@ class Loader(wds.WebLoader):
 
     @property
     def num_skipped(self) -> int:
-        """The number of samples skipped in the current or last pass, on this rank."""
+        """The sum of the numbers in `skipped`, which are those of this rank."""
         return sum(count for _, count in self.skipped)
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
@@ -206,11 +206,13 @@ class Loader(wds.WebLoader):
 def _raise_here_only() -> None:
     """Remove torch's handler of SIGCHLD, which raises an error for a dead worker anywhere in the caller's code. While
     it waits for a batch, torch notices the death by itself within five seconds."""
+    if not hasattr(signal, "SIGCHLD"):  # as on Windows
+        return
     is_torchs = getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling"
     if is_torchs and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def default_workers() -> int:
-    """Choose the workers of each process that a launcher started on this machine: one per core, at most 8."""
+    """Choose the workers of each process that a launcher started on this machine: its share of the cores, 1 to 8."""
     return share_of_cores(8)

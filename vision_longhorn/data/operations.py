@@ -197,5 +197,5 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "Sharpness": _sharpness,
 }
 INDICES, _FORMS = {name: index for index, name in enumerate(OPERATIONS)}, list(OPERATIONS.values())
-# The index of each name stands for the operation in a row; 0 does nothing.
+# A name's index stands for the operation in the table of `augment`; 0 does nothing.
 KINDS = ("", *AFFINE, *(name for name in OPERATIONS if name[0].isupper()))

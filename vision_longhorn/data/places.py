@@ -258,7 +258,7 @@ def _expand_braces(spec: str, **options: bool) -> list[str]:
 
 
 def find_shards(directory: str | os.PathLike[str]) -> dict[str, list[str]]:
-    """Find the shards of a directory by split, whose name is in their file names, or that of the folder they lie in.
+    """Find the shards of a directory by split, which their file names tell, else their folder's name; else it is train.
 
     `train-000000.tar`, `imagenet1k-validation-00.tar` and `val_3.tar.gz` belong to train, validation and val,
     `test/0.tar` to test, also if `directory` is the folder test. A split's folder is searched only if it holds no

@@ -29,8 +29,8 @@ def _resize_kernel(
     source_ptr, places_ptr, found_ptr, rows,
     H: tl.constexpr, W: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Resamples columns, to found (B, rows, W, 3), of which a region fills its height; or the rows of these, to found
-    (B, 3, H, W). A program takes BLOCK points of a view."""
+    """With COLUMNS, resamples each region to W columns: found (B, rows, W, 3), filled down to the region's height. Else
+    resamples these to H rows: found (B, 3, H, W). A program makes BLOCK points of a view."""
     view = tl.program_id(1)
     place = places_ptr + view * 7
     height = tl.load(place + 4).to(tl.int32)

@@ -12,9 +12,9 @@ class SharedMemory:
     """Gives memory for batches. To use new memory for the first time takes longer than to fill it, so a worker whose
     batches are pinned keeps two pieces and gives them in turn.
 
-    torch asks a worker for batch n only after its batch n - 2 was taken, and has copied that to pinned memory before.
-    What is not pinned may still be in use then, and gets new memory. So do all batches of an evaluation: when a worker
-    has no more, torch asks another one earlier. In an epoch of training no batch is left to ask for then.
+    When torch asks a worker for its batch n, it has copied the worker's batch n - 2 to pinned memory. A batch that is
+    not pinned may still be in use then, so it gets new memory. So does every batch of an evaluation: once a worker has
+    ended, torch asks the others earlier. In training, all batches have been asked for when a worker ends.
 
     Args:
         is_pinned: whether torch copies each batch to pinned memory, and no worker ends before another.

@@ -41,7 +41,7 @@ class Faults:
     notes: list[tuple[str, int]] = dataclasses.field(default_factory=list)  # text, number of samples lost
 
     def add(self, note: DataError | str, count: int = 1) -> None:
-        """Note that `count` samples are lost. Raises DataError where that exceeds the limit."""
+        """Note that `count` samples are lost. Raises DataError above the limit; where it is 0, for any note."""
         self.count += count
         if self.limit == 0:
             raise DataError(f"{note}{self.remedy}")
@@ -206,8 +206,9 @@ class TrainStream(Stream):
             yield collated
 
     def samples_of_worker(self, epoch: int, worker: int, num_workers: int) -> Iterator[RawSample]:
-        """Yield raw samples without end: those of the worker's share of the epoch, then of the epochs after it. One
-        order of shards serves `repeats` epochs, each of which takes the next part of every worker's stretch."""
+        """Yield the raw samples of the worker's share of the epoch, then of the epochs after it, without end. One order
+        of shards serves `repeats` epochs, each of which takes the next part of every worker's stretch. Raises DataError
+        if 100 epochs in a row have no sample."""
         owed = [len(range(w, self.num_batches, num_workers)) for w in range(num_workers)]
         first = self.rank * self.num_batches + sum(owed[:worker])  # among the batches of all ranks
         rng = random.Random(f"{self.seed} {epoch} {self.rank} {worker}")

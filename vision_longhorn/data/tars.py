@@ -95,8 +95,8 @@ def _opened(url: str, pipe: bool) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _output_of(command: str) -> Iterator[IO[bytes]]:
-    """Stream the output of a shell command. If the command fails, the end raises OSError. If the stream is left before
-    its end, all processes of the command are killed."""
+    """Stream the output of a shell command. Raises OSError at the end if the command has failed. If the stream is left
+    before its end, all processes of the command are killed."""
     # The processes form a group of their own, to be killed together. ssh would read the terminal's input.
     process = subprocess.Popen(
         command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True

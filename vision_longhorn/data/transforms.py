@@ -40,7 +40,7 @@ def input_settings(model: nn.Module, values: Mapping[str, Any]) -> dict[str, Any
 
 def train_transform(settings: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
     """Make timm's training transform, from a PIL image to a tensor (3, height, width), with the `settings` of
-    `input_settings` and the augmentation that a config's `values` ask for."""
+    `input_settings` and the augmentation of a config's `values`. Raises UserError for a policy that timm refuses."""
     mend_posterize()
     policy, is_cifar = values["auto_augment"], values["auto_augment"] == CIFAR_POLICY
     options: dict[str, Any] = {key: settings[key] for key in ("input_size", "mean", "std")}

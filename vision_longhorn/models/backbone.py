@@ -50,7 +50,7 @@ class Block(nn.Module):
         grid_conv: side of a convolution over the grid of patches before the mixer (`GridConv`), 0 for none.
         mlp_ratio: inner width of the MLP over `dim`; 0 for no MLP.
         mlp_conv: side of the convolution over the grid of patches inside the MLP (`ConvMlp`), 0 for none.
-        mixer_args: options of the mixer, and `index`, the number of this block in the model.
+        mixer_args: options of the mixer, and those that a model gives it: `index` and `residual_layers`.
 
     Raises:
         ValueError: mixer or MLP use the grid of patches, and there is a class token; or the MLP has no width.
@@ -318,8 +318,8 @@ class VisionLonghorn(nn.Module):
     ) -> None:
         """Take images (patches) of another size from now on. Position embedding and patch projection are resampled.
 
-        If no `patch_stride` is given, overlapping patches keep theirs, and other patches still do not overlap. With
-        stem="conv" the patches stay as they are: ValueError for others.
+        If no `patch_stride` is given, overlapping patches keep theirs, and other patches still do not overlap. Raises
+        ValueError as `StridedPatchEmbed.set_input_size` does, and with stem="conv" for any other patches.
         """
         patches, old_grid = self.patch_embed, self.patch_embed.grid_size
         patches.set_input_size(img_size=img_size, patch_size=patch_size, patch_stride=patch_stride)
@@ -454,7 +454,7 @@ class VisionLonghorn(nn.Module):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Drop the blocks after the last one that `indices` asks for, and on request the norm and the head."""
+        """Drop the blocks after the last of `indices`, and on request norm and head. Return the indices, from 0."""
         take, last = feature_take_indices(len(self.blocks), indices)
         self.blocks = self.blocks[: last + 1]
         if prune_norm:

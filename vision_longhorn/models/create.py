@@ -48,7 +48,7 @@ def create_model(name: str, /, **kwargs: Any) -> TimmModel:
 
 
 def _make(name: str, kwargs: dict[str, Any]) -> TimmModel:
-    """Make a model. If it has no `img_size`, that leaves `kwargs`, too, so that errors name what was tried."""
+    """Make a model. If it takes no `img_size`, remove that from `kwargs`, so that errors name what was tried."""
     try:
         return timm.create_model(name, **kwargs)
     except TypeError as error:

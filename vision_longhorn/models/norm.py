@@ -26,7 +26,7 @@ def norm_beside(norm: nn.Module, x: Tensor, branch: nn.Module, rows: Optional[in
         x: (B, L, dim)
         branch: what reads the norm.
         rows: give the norm's tokens, which are patches of a grid with that many rows, column by column; None leaves
-            them. (torch.fx passes a number that is not known.)
+            them (not 0, since torch.fx cannot test a number that it does not know).
     """
     if _takes_kernel(norm, x):
         return kernels.residual_norm(x, norm.weight, norm.eps, rows or 0, _rounded(x, branch))  # type: ignore[arg-type]

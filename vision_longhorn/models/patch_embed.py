@@ -130,9 +130,7 @@ class StridedPatchEmbed(PatchEmbed):
         kept = patch if self.patch_stride == self.patch_size else self.patch_stride
         stride = to_2tuple(kept if patch_stride is None else patch_stride)
         if not all(1 <= step <= side for step, side in zip(stride, patch)):
-            raise ValueError(
-                f"patch_stride={patch_stride} is below 1 or leaves pixels out; choose 1 to patch_size={patch}"
-            )
+            raise ValueError(f"patch_stride={stride} is below 1 or leaves pixels out; choose 1 to patch_size={patch}")
         if any(length < side for length, side in zip(size, patch)):
             raise ValueError(
                 f"img_size={size} holds no patch of patch_size={patch}; "

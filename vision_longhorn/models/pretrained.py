@@ -18,7 +18,7 @@ _WRAPPERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 
 def checkpoint_filter_fn(state_dict: dict[str, Any], model: VisionLonghorn) -> dict[str, Tensor]:
-    """Fit weights of another image, patch or stride size to `model`. A checkpoint's averaged ones come first.
+    """Fit weights of another image, patch or stride size to `model`: a checkpoint's averaged ones if it has any.
 
     Raises:
         RuntimeError: the grid of the weights' patches is not known, only one of the two has a class token, or their

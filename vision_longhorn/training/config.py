@@ -64,7 +64,7 @@ class Config(Settings):
         False, "run the commands of `pipe:COMMAND` in data and val_data; a resumed run needs it again", role="start"
     )
     workers: int | None = option(
-        None, "loader processes per training process; default: one per core, at most 8", WHOLE, role="host"
+        None, "loader processes per training process; default: its share of the cores, 1 to 8", WHOLE, role="host"
     )
     keep_in_memory: bool = option(
         False, "decode all images once and keep them in memory, three bytes per pixel, for small data", role="speed"

@@ -45,7 +45,7 @@ class Muon(torch.optim.AdamW):
         super().__init__(like.param_groups, fused=True)
         self.defaults |= like.defaults  # for groups that are added
         self.cuda_graphs = cuda_graphs
-        self._graph: Any = None  # what is fixed in it, and it with its inputs once it is captured
+        self._graph: Any = None  # (values that the graph fixes, (graph, inputs, gradients) or None before the capture)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Loads a state. Matrices have no count of steps, but torch's AdamW looks for one everywhere."""
@@ -113,7 +113,7 @@ class Muon(torch.optim.AdamW):
 
 def _move(batches: list[_Alike], found_inf: Tensor, rates: list[Tensor], grads: Iterable[Tensor]) -> None:
     """Updates the matrices by a learning rate and the gradients, (n, rows, ..), of each batch, unless `found_inf` is 1.
-    What has more axes than two counts as a matrix of its first and all others."""
+    The first axis of a parameter counts as rows, all others together as columns."""
     well, directions = 1 - found_inf, []
     for (_, kept, group), grad in zip(batches, grads, strict=True):
         moments = _stack(kept)
@@ -125,7 +125,7 @@ def _move(batches: list[_Alike], found_inf: Tensor, rates: list[Tensor], grads: 
     updates = _orthogonal(directions, batches[0].group)
     for (matrices, _, group), rate, update in zip(batches, rates, updates, strict=True):
         scale = get_lr_scale(update.shape, group["adjust_lr_fn"])
-        # Updates that are not contiguous torch would add to the weights one by one. Before the cast a copy is cheaper.
+        # torch would add updates that are not contiguous to the weights one by one. A copy is cheaper before the cast.
         update = update.contiguous().view(-1, *matrices[0].shape).to(matrices[0].dtype) * (-scale * rate * well)
         torch._foreach_mul_(_own(matrices), 1 - group["weight_decay"] * rate * well)
         torch._foreach_add_(_own(matrices), [_part(*pair) for pair in zip(update, matrices, strict=True)])

@@ -90,7 +90,7 @@ def start_processes(cfg: Config, run_dir: Path) -> Accelerator:
 
 def open_data(cfg: Config, accelerator: Accelerator) -> tuple[ShardSet, ShardSet, int, dict[str, list[str] | None]]:
     """Finds the splits to train and to evaluate on, the number of classes, and the "class_names" and "display_names",
-    each None if there are none; later classes of `num_classes` may lack one."""
+    each None if unknown. The last classes have no names if `num_classes` is larger than the data's."""
     if cfg.data is None:
         raise UserError("no data: give --data DIR, a folder of shards, or of images as train/CLASS/IMAGE and val/...")
     if cfg.data == DIGITS:
@@ -147,7 +147,7 @@ def build_model(
         elif cfg.init:
             model, loaded = model_from_weights(cfg.model, cfg.init, class_names=class_names, **kwargs)
             accelerator.print(f"init    {loaded}")
-        elif ":" in cfg.model:  # without its weights, of which the name speaks
+        elif ":" in cfg.model:  # a name of weights, which would not be loaded here
             raise UserError(f"model is {cfg.model}: give it as --init, and the name of its architecture as --model")
         else:
             model = create_model(cfg.model, **kwargs)
@@ -182,7 +182,8 @@ def build_loaders(
         try:
             transform, finish = split_transform(transform, crop_on_device=HAS_TRITON and cfg.repeats > 1)
         except UserError as error:
-            accelerator.print(f"Note: {error}; all of the augmentation stays in the loader's processes.")
+            why = str(error).partition(";")[0]  # what follows is for callers of split_transform
+            accelerator.print(f"Note: {why}, so all of the augmentation stays in the loader's processes.")
     if cfg.keep_in_memory:
         splits = [keep_in_memory(split, cfg.workers) for split in splits]
         kept = sum(split.kept_bytes for split in splits) / 1e6

@@ -61,7 +61,7 @@ class TrainStep:
         return loss, norm
 
     def gradients(self, batches: Iterable[tuple[Any, Any]]) -> tuple[Tensor, Tensor]:
-        """Makes only the passes, which leave the clipped mean gradient in the parameters."""
+        """Makes only the passes, which leave the clipped mean gradient in the parameters. Returns (loss, norm), too."""
         self.optimizer.zero_grad()
         loss_sum = torch.zeros((), device=self.accelerator.device)
         for inputs, targets in batches:
@@ -84,7 +84,7 @@ class TrainStep:
         """Sums the gradients over the processes, in one exchange."""
         grads = {one: one.grad for one in self.parameters if one.grad is not None}
         dtype = reduce(torch.promote_types, {one.dtype for one in grads})
-        # Each lies as its parameter does. Fused optimisers want that, and if it already did torch copies all at once.
+        # A part has its parameter's strides. Fused optimisers want that, and torch copies equal strides all at once.
         dense = torch.ops.aten.is_non_overlapping_and_dense
 
         def parts(flat: Tensor) -> list[Tensor]:

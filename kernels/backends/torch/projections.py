@@ -14,7 +14,7 @@ from .rope import Turned, rotate
 
 
 def pad(x_proj: Tensor, dt_proj: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Pad (S, R + n, D) and (S, D, R) to (S, width + n, D) and (S, D, width) in `dtype`. If there is nothing to change,
+    """Pad (S, R + n, D) and (S, H, R) to (S, width + n, D) and (S, H, width) in `dtype`. If there is nothing to change,
     return the inputs themselves."""
     R = dt_proj.shape[2]
     if width == R:
@@ -71,7 +71,7 @@ def x_proj_backward(dlow: Tensor, x: Tensor, projection: Tensor, dx: Tensor, add
 
 
 def dt_proj_backward(dstep: Tensor, low: Tensor, projection: Tensor, dlow: Tensor) -> Tensor:
-    """Return the gradient of the projection, (S, D, R), from that of the product, dstep (S, T, D). The gradient of
+    """Return the gradient of the padded projection (S, H, R) from that of the product, dstep (S, T, H). The gradient of
     low is written to the first R columns of dlow."""
     R = projection.shape[2]
     torch.bmm(dstep, projection, out=dlow[..., :R])

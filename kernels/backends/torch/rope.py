@@ -2,9 +2,9 @@
 
 Numbers 2 p and 2 p + 1 of a vector are a point in the plane, which turns by an angle that grows with the row of the
 patch (the first half of the points) or its column (the other half). The product of a query and a key then depends on
-the offset of their patches, but not on where both are. A point of each axis turns once in 4 patches, the slowest in
-32, and those between are spaced geometrically. Lengths do not change, so `qk_norm` may scale a vector before it is
-turned or after.
+the offset of their patches, but not on where both are. The fastest point of an axis turns once in 4 patches, the
+slowest in 32, and those between are spaced geometrically. Lengths do not change, so `qk_norm` may scale a vector before
+it is turned or after.
 """
 
 import math

@@ -4,14 +4,14 @@ Only the recurrence walks through time. All directions are scanned together, as 
 whole chunks of `CHUNK` tokens. Within a span the loop over tokens does only
 
     "decay":  S_t = a_t * S_{t-1} + k_t w_t^T,  w_t = eps_t x_t
-    "error":  S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1} k_t)
+    "error":  S_t = S_{t-1} + k_t w_t^T,        w_t = eps_t (x_t - S_{t-1}^T k_t)
 
 All else is computed for the whole span at once. The forward pass saves the state at the start of each chunk; the
 backward pass rebuilds each span from its start. docs/scan.md derives the gradients.
 
-`d` is a `Scan` in the dtype of sums, with R sequences: the batch of the first direction, then that of the second. Time
-comes first and runs in the order of the scan: x, z and step (with its bias) are (L, R, D), k and q (L, R, N), A is
-(R, N, D) or per token (L, R, N), D (R, D), initial_state (R, N, D).
+`d` is a `Scan` in the dtype of sums, of R sequences: the batch of each direction in turn. Time comes first and runs in
+the order of the scan: x, z and step (with its bias) are (L, R, D), k and q (L, R, N), A is (R, N, D) or per token
+(L, R, N), D (R, D), initial_state (R, N, D). Shapes of a span have T for its tokens and b for R.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Values that the scans write in the place of the convolved x, where the gate's half of xz holds them: v = silu(z)."""
+"""The values v = silu(z) of gate="value", z being the gate's half of xz. The scans run over them, not over x."""
 
 import torch
 import torch.nn.functional as F

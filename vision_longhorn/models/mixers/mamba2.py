@@ -23,8 +23,8 @@ WIRINGS = ("shared", "forward")
 def short_conv(x: Tensor, weight: Tensor, bias: Tensor, rows: int) -> Tensor:
     """Convolve each channel of tokens (B, L, D), which stand in `rows` rows, and apply SiLU: (B, L, D).
 
-    The weight (D, K, K) is that of a grid, in the middle of its window; (D, 1, K) looks back in the one row. Sums of
-    shifted tokens have gradients of the same bits in each run, and become one kernel when compiled.
+    A weight (D, K, K) covers the patches around each one; a weight (D, 1, K) covers the last K tokens of the one row.
+    Sums of shifted tokens have gradients of the same bits in each run, and become one kernel when compiled.
     """
     columns, K = x.shape[1] // rows, weight.shape[2]
     past, above = (K - 1, 0) if weight.shape[1] == 1 else (K // 2, K // 2)
@@ -65,8 +65,8 @@ def quadratic_form(
     x = x.unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, heads, L, head_dim)
     dt, log_decay = step_sizes(step, dt_bias, A_log)  # (B, heads, L)
 
-    # What is left of the write of a column's token when a row's reads it: a scan applies the decays of the reader and
-    # of all tokens in between.
+    # Row t, column s: the log of what is left of token s's write when token t reads it. A scan applies the decays of t
+    # and of all tokens in between.
     earlier = torch.ones(L, L, dtype=torch.bool, device=xBC.device).tril()  # or the row's own token
     to = log_decay.unsqueeze(-2).masked_fill(~earlier, 0).sum(-1)  # cumsum, which on a GPU counts as not deterministic
     before = to - log_decay
@@ -95,8 +95,8 @@ class Mamba2Mixer(nn.Module):
         S_t = a_t S_{t-1} + dt_t x_t B_t^T,    y_t = S_t C_t + D x_t
 
     and out_proj(RMSNorm(y * silu(z))) is the output. The scans of both directions share all parameters and x, B, C and
-    dt; y is their mean, so a token meets itself with weight 1 and any other with half of what its one scan says. With a
-    causal convolution, that looks backward for both.
+    dt; y is their mean, so a token meets itself with weight 1 and any other with half of what its one scan says. A
+    causal convolution looks backward for both scans.
 
     A forward pass takes L^2 numbers a head and image, in float32 for the decays: this is for images of some hundred to
     a few thousand tokens. Decays come from float32 sums of their logarithms over all tokens, which err by about 1e-7 of

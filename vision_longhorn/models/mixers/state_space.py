@@ -81,10 +81,10 @@ class BidirectionalMixer(nn.Module):
             only). The exponent is cut off at 60, where a token forgets everything.
         residual_layers: number of residual branches that add up; scales `out_proj` at initialisation.
         eps: of the norms in the "shared" wiring.
-        save_states: in training, keep the states that the scan's backward pass starts from, instead of computing them
-            again, and the convolved x. This is faster, and takes d_inner N / 2 bytes a token and direction for each
-            block (for the exact rule on a GPU d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)), and for x as much
-            as x itself.
+        save_states: in training, keep what the backward pass would compute again, which is faster. For each block these
+            are the states that it starts from, d_inner N / 2 bytes a token and direction (for the exact rule on a GPU
+            d_inner (4 + N / 16), in chunks d_inner (2 + N / 64)), and except with "shared" the convolved x and a
+            decaying rule's step sizes per channel, each as large as x for each set of parameters.
         index: number of the block, from 0; in the "alternate" wiring it decides the direction.
         qk_norm: divide keys and queries (Mamba's B and C) by their lengths, as `kernels.recurrent_scan` does.
         beta_min, beta_max: draw each channel's initial beta log-uniformly from this range, so that their memories
@@ -177,8 +177,8 @@ class BidirectionalMixer(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as Mamba's code does, but out_proj as ViM's, divided by the root of the depth. What `dt_bias`
-        gives lies between `beta_min` and `beta_max`, or else is the rule's: for Longhorn 0, a beta of about 1/2."""
+        """Initialise as Mamba's code does, but out_proj as ViM's, divided by sqrt(residual_layers). `dt_bias` gives
+        betas between `beta_min` and `beta_max`, or else is the rule's: for Longhorn 0, a beta of about 1/2."""
         self.in_proj.reset_parameters()
         bound = self.conv_weight[0, 0].numel() ** -0.5
         nn.init.uniform_(self.conv_weight, -bound, bound)
@@ -214,7 +214,7 @@ class BidirectionalMixer(nn.Module):
 
     def forgetting_and_write(self, h: Tensor, rows: int = 0) -> Tensor:
         """Compute forgetting and write strength of what `forward` is given, as `vision_longhorn.maps` defines them:
-        (2, B, 2, L). The last 2 are the directions, which are equal if there is a single scan."""
+        (2, B, 2, L). The second 2 are the directions, which are equal unless the wiring is "vim"."""
         x = self.in_proj(h)[..., : self.d_inner]
         with torch.autocast(h.device.type, enabled=False):
             x = x.to(wide(x))
