@@ -91,7 +91,7 @@ def split_transform(transform: transforms.Compose, crop_on_device: bool = False)
 
 
 def _unfit(step: Any) -> UserError:
-    return UserError(f"{step} cannot run on batches on a device; use the transform without split_transform")
+    return UserError(f"{step} cannot run on batches on a device, so the loader has to run the whole transform")
 
 
 def _can_resample(step: Any) -> bool:

@@ -182,8 +182,7 @@ def build_loaders(
         try:
             transform, finish = split_transform(transform, crop_on_device=HAS_TRITON and cfg.repeats > 1)
         except UserError as error:
-            why = str(error).partition(";")[0]  # what follows is for callers of split_transform
-            accelerator.print(f"Note: {why}, so all of the augmentation stays in the loader's processes.")
+            accelerator.print(f"Note: {error}.")
     if cfg.keep_in_memory:
         splits = [keep_in_memory(split, cfg.workers) for split in splits]
         kept = sum(split.kept_bytes for split in splits) / 1e6
