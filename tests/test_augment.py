@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_images import encode, rotated, scene, swapped_profile
+from test_images import encode, gray_profile, rotated, scene, swapped_profile
 from test_shards import write_tar
 from timm.data import create_transform
 from timm.data.auto_augment import LEVEL_TO_ARG, NAME_TO_OP, AutoAugment
@@ -710,14 +710,18 @@ def exif_behind_the_size(data):
         encode(scene(), progressive=True),
         encode(scene("CMYK")),
         encode(scene(), icc_profile=swapped_profile()),
-        encode(rotated(6)[0], exif=rotated(6)[1]),
+        encode(photo().convert("L"), icc_profile=gray_profile()),
+        *(encode(image, exif=exif) for image, exif in map(rotated, range(2, 9))),
         exif_behind_the_size(encode(rotated(6)[0], exif=rotated(6)[1])),
         encode(scene(), "PNG"),
         encode(scene("P"), "PNG"),
         encode(Image.new("RGB", (1, 40))),
         jpeg(photo(), subsampling=2, quality=80),
     ],
-    ids=["rgb", "gray", "progressive", "cmyk", "profile", "turned", "late", "png", "palette", "narrow", "subsampled"],
+    ids=[
+        *("rgb", "gray", "progressive", "cmyk", "profile", "gray-profile", *(f"turned-{n}" for n in range(2, 9))),
+        *("late", "png", "palette", "narrow", "subsampled"),
+    ],
 )
 def test_decoding_to_tensors_is_the_same_to_the_bit(data):
     wanted = tensor_of(decode_image(data))
@@ -736,6 +740,15 @@ def test_decoding_to_tensors_refuses_the_same_files():
         for decode in decode_image, decode_tensor:
             with pytest.raises(DataError, match="not a readable image"):
                 decode(broken)
+
+
+def test_jpegs_are_turned_and_corrected_without_pils_decoder(monkeypatch):
+    turned, profiled = encode(rotated(6)[0], exif=rotated(6)[1]), encode(scene("L"), icc_profile=gray_profile())
+    wanted = [tensor_of(decode_image(data)) for data in (turned, profiled)]
+    monkeypatch.setattr(Image.Image, "load", lambda image: pytest.fail("PIL decoded the file, which takes longer"))
+    assert torch.equal(decode_tensor(turned)[0], wanted[0])
+    image, correct = decode_tensor(profiled)
+    assert correct and (image.int() - wanted[1].int()).abs().max() > 10, "a profile without effect shows nothing"
 
 
 def test_ordinary_jpegs_are_decoded_without_pil(monkeypatch):

@@ -77,6 +77,14 @@ def swapped_profile():
     return data.replace("sRGB".encode("utf-16-be"), "swap".encode("utf-16-be"))
 
 
+def gray_profile():
+    """A profile of gray values that are darker than sRGB's."""
+    data = swapped_profile().replace(b"rTRC", b"kTRC")
+    gamma = struct.pack(">i", round(2.4 * 2**16))
+    assert gamma in data and data[16:20] == b"RGB "
+    return (data[:16] + b"GRAY" + data[20:]).replace(gamma, struct.pack(">i", 3 * 2**16))
+
+
 def difference(image, expected):
     assert image.mode == "RGB" and image.size == expected.size
     return np.abs(np.asarray(image, int) - np.asarray(expected.convert("RGB"), int)).max()

@@ -34,6 +34,11 @@ EXTENSIONS = ("jpg", "jpeg", "png", "webp", "ppm")
 _PLAIN_MARKERS = {0xFFC4, 0xFFDB, 0xFFDD, 0xFFE0, *range(0xFFE3, 0xFFED), 0xFFEE, 0xFFEF, 0xFFFE}
 _PLAIN_PIXELS = 2**26  # PIL warns of larger pictures
 
+# What turns a stored image (3, H, W) upright, by EXIF orientation: whether rows become columns, then which axes to flip
+_TURNS = {
+    2: (False, (2,)), 3: (False, (1, 2)), 4: (False, (1,)),
+    5: (True, ()), 6: (True, (2,)), 7: (True, (1, 2)), 8: (True, (1,)),
+}  # fmt: skip
 _PROFILED = ("RGB", "CMYK", "L")  # modes of images to which a profile applies as they are
 _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
@@ -97,11 +102,14 @@ def decode_tensor(data: bytes | np.ndarray) -> tuple[torch.Tensor, Callable[[tor
         if decode_jpeg and _is_plain(data):
             return decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB"), None
         header = Image.open(io.BytesIO(data), formats=FORMATS)  # refuses pictures too large to decode
-        if decode_jpeg and header.format == "JPEG" and header.mode in ("RGB", "L") and not _is_turned(header):
-            transform = _transform_of(header)
-            if header.mode == "RGB" or transform is None:
-                image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
-                return image, functools.partial(_transformed, transform) if transform else None
+        if decode_jpeg and header.format == "JPEG" and header.mode in ("RGB", "L"):
+            turn, transform = _turn_of(header), _transform_of(header)
+            image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), mode="RGB")
+            if turn in _TURNS:
+                is_transposed, axes = _TURNS[turn]
+                image = (image.transpose(1, 2) if is_transposed else image).flip(axes)
+            correct = _looked_up if header.mode == "L" else _transformed
+            return image, functools.partial(correct, transform) if transform else None
     return _tensor(decode_image(data)), None
 
 
@@ -110,12 +118,12 @@ def is_stored_as_seen(data: bytes) -> bool:
     with contextlib.suppress(Exception):
         if not _is_plain(data):
             header = Image.open(io.BytesIO(data), formats=FORMATS)
-            return not _is_turned(header) and _transform_of(header) is None
+            return _turn_of(header) not in _TURNS and _transform_of(header) is None
     return True
 
 
-def _is_turned(header: Image.Image) -> bool:
-    return header.getexif().get(ExifTags.Base.Orientation) in range(2, 9)
+def _turn_of(header: Image.Image) -> int | None:
+    return header.getexif().get(ExifTags.Base.Orientation)
 
 
 def _transform_of(header: Image.Image) -> ImageCms.ImageCmsTransform | None:
@@ -143,6 +151,12 @@ def _is_plain(data: bytes) -> bool:
 
 def _transformed(transform: ImageCms.ImageCmsTransform, image: torch.Tensor) -> torch.Tensor:
     return _tensor(transform.apply(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())))
+
+
+def _looked_up(transform: ImageCms.ImageCmsTransform, image: torch.Tensor) -> torch.Tensor:
+    """Do what `_transformed` does for a gray image, whose three channels are equal, by a table of its 256 values."""
+    table = np.asarray(transform.apply(Image.fromarray(np.arange(256, dtype=np.uint8)[None])))[0]  # (256, 3)
+    return torch.from_numpy(table[image[0].numpy()]).permute(2, 0, 1)
 
 
 def _tensor(image: Image.Image) -> torch.Tensor:
