@@ -436,7 +436,7 @@ def test_gpu_first_use_compiles_nothing_for_another_batch_or_length():
         return [
             len(cache)
             for kernel in (scan_forward._forward_kernel, scan_backward._backward_kernel)
-            for cache in (kernel.device_caches[torch.cuda.current_device()][0],)
+            for cache in (kernel.jitted.device_caches[torch.cuda.current_device()][0],)
         ]
 
     counts = set()

@@ -243,7 +243,7 @@ def test_gpu_another_batch_or_length_compiles_nothing():
         gpu_check(B, L, 128, 4, 2, torch.bfloat16)
         counts.add(
             tuple(
-                len(kernel.device_caches[torch.cuda.current_device()][0])
+                len(kernel.jitted.device_caches[torch.cuda.current_device()][0])
                 for kernel in (triton_conv._conv_forward_kernel, triton_conv._conv_backward_kernel)
             )
         )
