@@ -1,4 +1,4 @@
-"""The short convolution: each backend against the plain loop and autograd in float64, the Triton kernels interpreted
+"""The short convolution: both backends against the plain loop and autograd in float64, the Triton kernels interpreted
 on the CPU and, marked `gpu`, at full size on a GPU."""
 
 import itertools
@@ -7,14 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from scan_cases import relative_rms
-from vision_longhorn.kernels.dispatch import get_backend, has_numba
+from vision_longhorn.kernels.dispatch import get_backend
 
 from vision_longhorn import kernels
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed on this platform")
-needs_numba = pytest.mark.skipif(not has_numba(), reason="numba is not installed on this platform")
-BACKENDS = ["torch", pytest.param("triton", marks=needs_triton), pytest.param("numba", marks=needs_numba)]
+BACKENDS = ["torch", pytest.param("triton", marks=needs_triton)]
 LENGTHS = (1, 2, 3, 5, 37, 197)
 
 
@@ -142,24 +141,7 @@ def test_half_precision_and_saturated_activations(backend):
     compare(got, *inputs, torch.float32)
 
 
-@needs_numba
-@pytest.mark.parametrize("B", (1, 3))
-def test_the_same_bits_on_any_number_of_threads(B):
-    inputs = make(B, 9, 200, 4, 2, torch.float32)
-    before, found = torch.get_num_threads(), []
-    for threads in (1, 2, 4):  # between which the channels are cut in other places
-        torch.set_num_threads(threads)
-        try:
-            found.append(run("numba", *inputs, torch.float32))
-        finally:
-            torch.set_num_threads(before)
-    for again in found[1:]:
-        assert all(torch.equal(value, again[name]) for name, value in found[0].items())
-
-
 def test_float64():
-    if has_numba():
-        check("numba", 2, 9, 6, 4, 2, torch.float64, weights=torch.float64)
     check("torch", 2, 9, 6, 4, 2, torch.float64, weights=torch.float64)
     if kernels.HAS_TRITON:
         with pytest.raises(ValueError, match="backend='torch'"):

@@ -1,7 +1,7 @@
 """The Numba backend as an object. Only `dispatch.get_backend` imports it, because Numba is optional."""
 
 from .. import Backend
-from . import conv, scan
+from . import scan
 
 
 class NumbaBackend(Backend):
@@ -9,8 +9,6 @@ class NumbaBackend(Backend):
 
     name = "numba"
 
-    conv_forward = staticmethod(conv.forward)
-    conv_backward = staticmethod(conv.backward)
     scan_forward = staticmethod(scan.forward)
     scan_backward = staticmethod(scan.backward)
     saved_shape = staticmethod(scan.saved_shape)

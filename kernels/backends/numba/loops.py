@@ -1,5 +1,4 @@
-"""The compiled loops of the scans and of the short convolution. docs/scan.md has the equations whose numbers stand in
-the comments.
+"""The compiled loops of the scans. docs/scan.md has the equations whose numbers stand in the comments.
 
 A program takes `WIDTH` channels of one sequence, in each direction in turn. Its states are rows of WIDTH channels, one
 after the other in a flat array of some kilobytes, so that they stay in the cache. The innermost loops go over channels:
@@ -134,13 +133,13 @@ def _sizes(form, u, norm, eps, e):
 
 
 @_jit
-def _row(width=WIDTH):
-    return np.zeros(width, np.float32)
+def _row():
+    return np.zeros(WIDTH, np.float32)
 
 
 @_jit
-def _rows(count, width=WIDTH):
-    return np.zeros((count, width), np.float32)
+def _rows(count):
+    return np.zeros((count, WIDTH), np.float32)
 
 
 @_jit
@@ -620,104 +619,3 @@ def backward_of(step_form, form, takes_norm):
                 _store_state(adjoint, dinitial, ((g * B + b) * D + d0) * N, width, N)
 
     return backward
-
-
-@_jit
-def _load_taps(weight, bias, g, D, d0, width, taps, biases):
-    K = taps.shape[0]
-    for i in range(K):
-        _load(weight, (g * K + i) * D + d0, width, taps[i])
-    _load(bias, g * D + d0, width, biases)
-
-
-@_jit
-def _met(slot, i, K):
-    """Return the row of the window that tap `i` meets, where `slot` has the token that came last."""
-    row = slot + 1 + i
-    return row - K if row >= K else row
-
-
-@_jit
-def _convolve(window, slot, taps, biases, pre):
-    """Compute a token's pre-activation."""
-    K = taps.shape[0]
-    for d in range(pre.shape[0]):
-        pre[d] = biases[d]
-    for i in range(K):
-        row = _met(slot, i, K)
-        for d in range(pre.shape[0]):
-            pre[d] += taps[i, d] * window[row, d]
-
-
-@_loop
-def conv_forward(first, last, sizes, reversed, at, x, weight, bias, y):
-    """Convolve and apply SiLU with programs `first` to `last`.
-
-    Args:
-        sizes: (G, B, L, D, K, W): a program takes W channels of a sequence, a multiple of WIDTH. (So all of them go
-            through the same vector instructions, and get the same bits whatever W is.)
-        reversed: whether the first direction runs from the last token to the first.
-        at: strides of x, of sequence and token.
-        Flat arrays: x by its strides, weight (G, K, D), bias (G, D), y (G, B, L, D).
-    """
-    G, B, L, D, K, W = sizes
-    blocks = (D + W - 1) // W
-    # The last K tokens, each in the row of its number modulo K
-    window, taps, biases, pre = _rows(K, W), _rows(K, W), _row(W), _row(W)
-    for program in range(first, last):
-        b, d0 = program // blocks, program % blocks * W
-        width = min(W, D - d0)
-        for g in range(G):
-            _load_taps(weight, bias, g, D, d0, width, taps, biases)
-            window[:] = 0
-            for j in range(L):
-                t, slot = L - 1 - j if g == 1 or reversed else j, j % K
-                _load(x, at[0] * b + at[1] * t + d0, width, window[slot])
-                _convolve(window, slot, taps, biases, pre)
-                for d in range(W):
-                    pre[d] *= _sigmoid(pre[d])
-                _store(pre, y, ((g * B + b) * L + t) * D + d0, width, False)
-
-
-@_loop
-def conv_backward(first, last, sizes, reversed, at, x, weight, bias, dy, dx_at, dx, dweight, dbias):
-    """Find the gradients with programs `first` to `last`. See `conv_forward`.
-
-    Args:
-        Flat arrays: dy (G, B, L, D); dx by its strides `dx_at`; dweight (G, B, K, D) and dbias (G, B, D), those of each
-        sequence.
-    """
-    G, B, L, D, K, W = sizes
-    blocks = (D + W - 1) // W
-    window, taps, biases, pre = _rows(K, W), _rows(K, W), _row(W), _row(W)
-    dwindow, dtaps, dbiases, out = _rows(K, W), _rows(K, W), _row(W), _row(W)
-    for program in range(first, last):
-        b, d0 = program // blocks, program % blocks * W
-        width = min(W, D - d0)
-        for g in range(G):
-            _load_taps(weight, bias, g, D, d0, width, taps, biases)
-            window[:], dtaps[:], dbiases[:] = 0, 0, 0
-            for j in range(L + K):
-                slot = j % K
-                if K <= j:  # no later token meets the one that leaves
-                    t = L - 1 - (j - K) if g == 1 or reversed else j - K
-                    _store(dwindow[slot], dx, dx_at[0] * b + dx_at[1] * t + d0, width, g > 0)
-                if j >= L:
-                    continue
-                t = L - 1 - j if g == 1 or reversed else j
-                _load(x, at[0] * b + at[1] * t + d0, width, window[slot])
-                dwindow[slot] = 0
-                _convolve(window, slot, taps, biases, pre)
-                _load(dy, ((g * B + b) * L + t) * D + d0, width, out)
-                for d in range(W):
-                    s = _sigmoid(pre[d])
-                    out[d] *= s * (np.float32(1.0) + pre[d] * (np.float32(1.0) - s))
-                    dbiases[d] += out[d]
-                for i in range(K):
-                    row = _met(slot, i, K)
-                    for d in range(W):
-                        dtaps[i, d] += out[d] * window[row, d]
-                        dwindow[row, d] += taps[i, d] * out[d]
-            for i in range(K):
-                _store(dtaps[i], dweight, ((g * B + b) * K + i) * D + d0, width, False)
-            _store(dbiases, dbias, (g * B + b) * D + d0, width, False)

@@ -11,7 +11,6 @@ from ...rules import rule_of
 from ..torch import scan as torch_scan
 from ..torch.unit import Raw
 from . import loops
-from .memory import copied, flat, rows
 from .threads import run
 
 # For each rule the form of its step size and of its decays, and whether ||k||^2 enters the step size.
@@ -44,17 +43,28 @@ _NOTHING = np.zeros(0, np.float32)
 
 
 def _rows(scan: Scan, value: Optional[Tensor], at: Any) -> Any:
-    """Return the memory of ([2,] B, L, C), and write the strides of its direction, sequence and token to `at`."""
-    return _NOTHING if value is None else rows(stack(scan, value, 3), at)
+    """Return the memory of ([2,] B, L, C) from its first number to its last one, and write the strides of its
+    direction, sequence and token to `at`. The numbers of a token lie side by side."""
+    if value is None:
+        return _NOTHING
+    value = stack(scan, value.detach().float(), 3)
+    if value.stride(-1) != 1 and value.shape[-1] > 1:
+        value = value.contiguous()
+    at[:] = value.stride()[:3]
+    extent = sum((n - 1) * s for n, s in zip(value.shape[:3], value.stride())) + value.shape[-1]
+    return value.as_strided((extent,), (1,)).numpy()
 
 
 def _whole(scan: Scan, value: Optional[Tensor], ndim: int) -> Any:
     """Return the numbers of `value`, with a direction axis, side by side."""
-    return _NOTHING if value is None else copied(stack(scan, value, ndim))
+    if value is None:
+        return _NOTHING
+    # A copy: memory that NumPy has seen cannot be given back, as FSDP does with the parameters that it has gathered.
+    return stack(scan, value.detach().float(), ndim).clone(memory_format=torch.contiguous_format).view(-1).numpy()
 
 
 def _flat(value: Optional[Tensor]) -> Any:
-    return _NOTHING if value is None else flat(value)
+    return _NOTHING if value is None else value.detach().view(-1).numpy()
 
 
 class _Inputs:
