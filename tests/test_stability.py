@@ -1,4 +1,4 @@
-"""Training in bfloat16 at a learning rate that is ten times too high: its curve beside that of float32."""
+"""Training in bfloat16 at a learning rate that is ten times too high and ends at 0: where it ends, beside float32."""
 
 import pytest
 import timm
@@ -32,6 +32,7 @@ def loss_curve(steps, bf16, device, **variant):
         .train()
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1, 2 - 2 * step / steps))
     order, losses = torch.Generator().manual_seed(1), []
     for _ in range(steps):
         batch = torch.randint(len(images), (32,), generator=order).to(device)
@@ -40,29 +41,29 @@ def loss_curve(steps, bf16, device, **variant):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        schedule.step()
         losses.append(loss.detach().float())
     assert all(value.isfinite().all() for value in model.parameters())
     return torch.stack(losses).cpu()
 
 
-def compare(steps, window, device, variant):
-    """`window` steps make a point of a curve, their mean."""
+def compare(steps, window, device, variant, within):
+    """`window` steps make a point of a curve, their mean. The last quarter agrees to the fraction `within`."""
     curves = [loss_curve(steps, bf16, device, **variant) for bf16 in (False, True)]
     assert all(curve.isfinite().all() for curve in curves)
     assert not torch.equal(*curves)  # or one of them was not what it says
     exact, rounded = (curve.view(-1, window).mean(1) for curve in curves)
     assert exact[-1] < 0.65 * exact[0], exact  # it has learned; 0.5 is what label smoothing leaves
-    # At such a rate a curve wanders, at other steps in each; what overflows or loses digits would leave its range.
-    assert ((rounded - exact).abs() < 0.25 * exact).all(), (exact, rounded)
-    half = len(exact) // 2
-    assert abs(rounded[half:].mean() / exact[half:].mean() - 1) < 0.05, (exact, rounded)
+    # At the high rate each curve wanders, at steps of its own: only where they end can they be compared.
+    end = len(exact) * 3 // 4
+    assert ((rounded / exact - 1)[end:].abs() < within).all(), (exact, rounded)
 
 
 def test_200_steps_in_bfloat16_follow_float32():
-    compare(200, 50, "cpu", VARIANTS["diagonal"])
+    compare(200, 50, "cpu", VARIANTS["diagonal"], 0.03)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_gpu_2000_steps_in_bfloat16_follow_float32(variant):
-    compare(2000, 100, "cuda", VARIANTS[variant])
+    compare(2000, 100, "cuda", VARIANTS[variant], 0.01)
