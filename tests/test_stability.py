@@ -60,7 +60,7 @@ def compare(steps, window, device, variant, within):
 
 
 def test_200_steps_in_bfloat16_follow_float32():
-    compare(200, 50, "cpu", VARIANTS["diagonal"], 0.03)
+    compare(200, 50, "cpu", VARIANTS["diagonal"], 0.05)
 
 
 @pytest.mark.gpu
