@@ -33,6 +33,7 @@ MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a mod
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
         "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
         "cuda_graphs", "mixer", "width", "depth", "vocab_size", "length", "pairs")  # fmt: skip
+USUAL: dict[type, Mapping] = {kind: kind().values() for kind in (Config, RecallConfig)}
 # Fields that are given beside `overrides`, and in which form
 BESIDE = {"seed": "`seeds: [0]`", "model_kwargs": "it", "mixer": "`model_kwargs: {mixer: longhorn}`"}
 
@@ -57,7 +58,7 @@ class Arm:
     def key(self) -> str:
         """Eight hexadecimal digits that stand for its data's name and its settings. Defaults are left out, so that a
         new field of the config changes no key."""
-        usual, settings = type(self.config)().values(), canonical_settings(self.settings())
+        usual, settings = USUAL[type(self.config)], canonical_settings(self.settings())
         values = {key: value for key, value in self.config.decisive(settings).items() if value != usual[key]}
         return _digest({"data": self.data, **values})
 
@@ -272,8 +273,8 @@ def _arm(study: str, task: str, setting: str, parts: tuple[Mapping, ...], facts:
     seeds = whole.get("seeds", 1)
     try:
         config = (_recall_config if task == "recall" else _image_config)(whole, parts, facts)
-        # `Config` says what a seed may be.
-        seeds = tuple(Config(seed=seed).seed for seed in (range(seeds) if isinstance(seeds, int) else seeds))
+        each = range(seeds) if isinstance(seeds, int) else seeds
+        seeds = tuple(Config.checked("seed", seed) for seed in each)
         if not seeds or len(set(seeds)) < len(seeds):
             raise UserError(f"seeds is {list(seeds)}: give how many, 1 or more, or a list of different ones")
     except (KeyError, UserError) as error:
@@ -290,7 +291,8 @@ def _base(name: str) -> Mapping:
 def _image_config(whole: Mapping, parts: tuple[Mapping, ...], facts: Mapping) -> Config:
     values = _merge(Config, {"model": Config.model, **_base(whole["config"]), **facts.get(whole["data"], {})}, parts)
     values["model"] = whole.get("model", values["model"])
-    config = Config(**{key: value for key, value in values.items() if key not in Config.named("host", "start")})
+    left_out = Config.named("host", "start")
+    config = Config(**{key: value for key, value in values.items() if key not in left_out})
     config.check_new(own_warmup=any("warmup_epochs" in part.get("overrides", {}) for part in parts))
     return config
 

@@ -250,7 +250,7 @@ def test_a_study_is_run_killed_and_gone_on_with(folder):
     until(lambda: list(folder.glob("studies/runs/*/last.pt")))
     first.process.kill()  # its runs notice and end
     first.process.join()
-    said = finish(folder, "recall", "--per-gpu", 2)
+    said = finish(folder, "recall", "--per-gpu", 2, PLOTS="1")
     assert "FAILED" not in said
     content = json.loads((folder / "studies/recall.json").read_text())
     assert len(content["runs"]) == 4 and not content["unfinished"] and content["task"] == "recall"

@@ -94,17 +94,23 @@ class Settings:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            name, allowed, lengths = field.name, field.metadata["allowed"], field.metadata["lengths"]
-            value = coerce(name, getattr(self, name), field.type)
-            setattr(self, name, value)
-            if value is None or allowed is None:
-                continue
-            if lengths and len(value) not in lengths:
-                raise UserError(f"{name} is {' '.join(map(str, value))}: give {' or '.join(map(str, lengths))} numbers")
-            for item in value if lengths else [value]:
-                if item not in allowed:
-                    words = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else allowed
-                    raise UserError(f"{name} is {item!r}: give {words}")
+            setattr(self, field.name, self.checked(field.name, getattr(self, field.name)))
+
+    @classmethod
+    def checked(cls, name: str, value: Any) -> Any:
+        """Returns `value` as the field `name` holds it. Raises UserError if the field does not take it."""
+        field = cls.__dataclass_fields__[name]
+        allowed, lengths = field.metadata["allowed"], field.metadata["lengths"]
+        value = coerce(name, value, field.type)
+        if value is None or allowed is None:
+            return value
+        if lengths and len(value) not in lengths:
+            raise UserError(f"{name} is {' '.join(map(str, value))}: give {' or '.join(map(str, lengths))} numbers")
+        for item in value if lengths else [value]:
+            if item not in allowed:
+                words = f"one of {', '.join(allowed)}" if isinstance(allowed, tuple) else allowed
+                raise UserError(f"{name} is {item!r}: give {words}")
+        return value
 
     @classmethod
     def named(cls, *roles: Role) -> list[str]:
