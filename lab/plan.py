@@ -33,6 +33,7 @@ MIXERS = {"vlonghorn": "longhorn", "vim": "mamba"}  # by the first word of a mod
 STEP = ("model", "model_kwargs", "drop_path", "num_classes", "mixup", "cutmix", "mixup_prob", "opt", "layer_decay",
         "clip_grad", "batch_size", "grad_accum", "ema_decay", "precision", "compile", "deterministic",
         "cuda_graphs", "mixer", "width", "depth", "vocab_size", "length", "pairs")  # fmt: skip
+# What a config has where nothing else is said
 USUAL: dict[type, Mapping] = {kind: kind().values() for kind in (Config, RecallConfig)}
 # Fields that are given beside `overrides`, and in which form
 BESIDE = {"seed": "`seeds: [0]`", "model_kwargs": "it", "mixer": "`model_kwargs: {mixer: longhorn}`"}

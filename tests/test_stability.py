@@ -1,4 +1,4 @@
-"""Training in bfloat16 at a learning rate that is ten times too high and ends at 0: where it ends, beside float32."""
+"""Training in bfloat16 beside float32, at a learning rate that begins ten times too high and falls to 0."""
 
 import pytest
 import timm
@@ -48,13 +48,13 @@ def loss_curve(steps, bf16, device, **variant):
 
 
 def compare(steps, window, device, variant, within):
-    """`window` steps make a point of a curve, their mean. The last quarter agrees to the fraction `within`."""
+    """`window` steps make a point of a curve, their mean. In the last quarter they agree to the fraction `within`."""
     curves = [loss_curve(steps, bf16, device, **variant) for bf16 in (False, True)]
     assert all(curve.isfinite().all() for curve in curves)
     assert not torch.equal(*curves)  # or one of them was not what it says
     exact, rounded = (curve.view(-1, window).mean(1) for curve in curves)
     assert exact[-1] < 0.65 * exact[0], exact  # it has learned; 0.5 is what label smoothing leaves
-    # At the high rate each curve wanders, at steps of its own: only where they end can they be compared.
+    # At the high rate the losses of both wander, each at other steps, so only the ends of the curves are compared.
     end = len(exact) * 3 // 4
     assert ((rounded / exact - 1)[end:].abs() < within).all(), (exact, rounded)
 
